@@ -1,0 +1,195 @@
+"""The run config: its sections, and every check that needs no device.
+
+This page is also the schema that Hydra composes into. A value's rules stand beside it, so that all
+faults of a config are found together, before anything starts. No torch here: a config mistake is
+answered before torch could be imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MISSING_FOLDER = "trainrun's own config files are missing; install the package again"
+
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
+PARALLELS = ("single", "ddp")
+OPEN_NODES = ("model", "task", "optimizer", "scheduler", "data.train", "data.val", "data.test")
+
+
+def one_of(*choices: str, default: str) -> Any:
+    return field(default=default, metadata={"choices": choices})
+
+
+def number(default: Any, at_least: float | None = None, above: float | None = None,
+           at_most: float | None = None, below: float | None = None) -> Any:  # fmt: skip
+    limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    return field(default=default, metadata=limits)
+
+
+def node() -> Any:
+    """An open node: `_target_` and the keyword arguments of that target."""
+    return field(default=None)
+
+
+@dataclass
+class DataConfig:
+    """Which samples, and how they become batches (`batch_size` is per device)."""
+
+    name: str = "custom"
+    path: str | None = None
+    train: Any = node()
+    val: Any = node()
+    test: Any = node()
+    shape: list[int] | None = None
+    num_classes: int | None = number(None, at_least=2)
+    batch_size: int = number(32, at_least=1)
+    val_batch_size: int | None = number(None, at_least=1)
+    global_batch_size: int | None = number(None, at_least=1)
+    shuffle: bool = True
+    drop_last: bool = False
+    engine: str = one_of("auto", "resident", "workers", default="auto")
+    num_workers: Any = number("auto", at_least=0)
+    pin_memory: bool = True
+    persistent_workers: bool = True
+    prefetch_factor: int = number(2, at_least=1)
+    worker_timeout_seconds: float = number(300.0, at_least=0)
+    collate_fn: Any = node()
+    max_sequence_length: int | None = number(None, at_least=1)
+
+
+@dataclass
+class EmaConfig:
+    """A running average of the weights; validation and predictions use it."""
+
+    enabled: bool = False
+    decay: float = number(0.999, at_least=0, below=1)
+    update_every_n_steps: int = number(1, at_least=1)
+
+
+@dataclass
+class EarlyStoppingConfig:
+    """Stops when the monitored metric no longer improves, or is good enough."""
+
+    enabled: bool = False
+    monitor: str | None = None
+    mode: str = one_of("auto", "min", "max", default="auto")
+    patience: int = number(3, at_least=1)
+    min_delta: float = number(0.0, at_least=0)
+    stopping_threshold: float | None = None
+    divergence_threshold: float | None = None
+
+
+@dataclass
+class CompileConfig:
+    """torch.compile, with torch's own arguments."""
+
+    enabled: bool = False
+    mode: str | None = None
+    backend: str = "inductor"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+
+
+@dataclass
+class TrainerConfig:
+    """The loop. A step is one optimizer update, everywhere."""
+
+    max_epochs: int | None = number(20, at_least=0)
+    max_steps: int | None = number(None, at_least=0)
+    max_time: Any = None
+    accumulate_grad_batches: int = number(1, at_least=1)
+    gradient_clip_val: float | None = number(None, at_least=0)
+    gradient_clip_algorithm: str = one_of("norm", "value", default="norm")
+    val_check_interval: Any = 1.0
+    check_val_every_n_epoch: int = number(1, at_least=1)
+    limit_train_batches: Any = 1.0
+    limit_val_batches: Any = 1.0
+    nan_policy: str = one_of("stop", "skip", "ignore", default="stop")
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    channels_last: bool = False
+    deterministic: bool = False
+    benchmark: bool = False
+    num_threads: int | None = number(None, at_least=1)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+
+
+@dataclass
+class CheckpointConfig:
+    """What is kept: the newest (`last`), the best by a metric, and others by steps or time."""
+
+    enabled: bool = True
+    monitor: str | None = None
+    mode: str = one_of("auto", "min", "max", default="auto")
+    save_top_k: int = number(1, at_least=0)
+    save_last: bool = True
+    keep_last: int = number(2, at_least=1)
+    every_n_train_steps: int | None = number(None, at_least=1)
+    train_time_interval: Any = 60
+
+
+@dataclass
+class PrecisionConfig:
+    """Number types. matmul: what float32 matrix products may round to (TF32 on a GPU)."""
+
+    mode: str = one_of(*PRECISIONS, default="32-true")
+    matmul: str = one_of("highest", "high", "medium", default="highest")
+
+
+@dataclass
+class ParallelConfig:
+    """Who trains together. devices: `auto` is every GPU, or two ranks on a CPU."""
+
+    mode: str = one_of(*PARALLELS, default="single")
+    accelerator: str = one_of("auto", "cpu", "cuda", "mps", default="auto")
+    devices: Any = number("auto", at_least=1)
+    sync_batchnorm: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    bucket_cap_mb: float = number(25.0, above=0)
+    timeout_seconds: float = number(1800.0, above=0)
+    max_restarts: int = number(0, at_least=0)
+    stop_grace_seconds: float = number(30.0, at_least=0)
+
+
+@dataclass
+class MonitorConfig:
+    """What is logged, how often, and where it is shown."""
+
+    log_every_n_steps: int = number(50, at_least=1)
+    plot_every_n_steps: int | None = number(None, at_least=1)
+    window_size: int = number(20, at_least=1)
+    progress_bar: bool = True
+    metrics_file: bool = True
+    hardware: bool = True
+    plots: bool = True
+    verbose: bool = True
+    listeners: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RunConfig:
+    """The whole run: the only config object that the rest of the code sees."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: Any = node()
+    task: Any = node()
+    optimizer: Any = node()
+    scheduler: Any = node()
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    loop: Any = node()
+    seed: int | None = number(42, at_least=0, below=2**32)
+    run_name: str | None = None
+    ckpt_path: str | None = None
+    user: Any = node()

@@ -1,0 +1,45 @@
+"""Every fault a user can cause. Anything else that escapes is a bug of ours and keeps its traceback."""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1  # the training failed
+EXIT_USAGE = 2  # the user's words, files or data
+EXIT_AGAIN = 75  # stopped by SIGTERM, the state is saved: run it again
+EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, the state is saved
+
+
+class TrainrunError(Exception):
+    """A fault with a message that names the key as typed, what is allowed and the way out."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(TrainrunError):
+    """One or more words of the config are wrong; `faults` holds one line for each."""
+
+    def __init__(self, *faults: str) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+class DataError(TrainrunError):
+    """The data is missing, damaged, empty, or does not fit the model."""
+
+
+class PluginError(TrainrunError):
+    """A user's `_target_` cannot be imported, takes other arguments, or breaks its contract."""
+
+
+class CheckpointError(TrainrunError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class LaunchError(TrainrunError):
+    """The ranks of a run could not be started or did not stay together."""
+
+
+class TrainingError(TrainrunError):
+    """The training itself failed: a non-finite loss, a dead rank, no memory."""
+
+    exit_code = EXIT_FAILED

@@ -1,0 +1,242 @@
+"""The contracts between the rooms: the one page that the author of a plug-in reads.
+
+A task of one's own is ten lines:
+
+    class Pairs:
+        def count(self, batch):
+            return len(batch[0])
+
+        def step(self, model, batch):
+            left, right, same = batch
+            distance = (model(left) - model(right)).square().sum(1)
+            loss = torch.where(same, distance, (1 - distance).clamp(min=0))
+            return StepOutput(loss.sum(), {"acc": lambda: ((distance < 0.5) == same).sum()})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+Sums = Mapping[str, "Tensor | Callable[[], Tensor]"]
+
+
+class StepOutput(NamedTuple):
+    """What a task makes of one micro-batch.
+
+    loss_sum: 0-d, the loss *summed* over the items of the micro-batch; it is divided once, by the
+        count over all micro-batches and all ranks of the step.
+    sums: further sums over the same items (`acc`: how many were right), each a 0-d tensor or a
+        function that makes one, which is called only when somebody looks.
+    """
+
+    loss_sum: Tensor
+    sums: Sums = {}
+
+
+class Task(Protocol):
+    """Forward and loss for one kind of problem."""
+
+    def count(self, batch: Any) -> int:
+        """How many items (samples, or target tokens) the loss of this batch is summed over."""
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """Forward and loss of one batch that lies on the device already."""
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """A task that can also say what the model predicts; without it, predictions are raw outputs."""
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Named columns of B rows: `prediction`, and where there is one `target`, `confidence`."""
+
+
+class MicroBatch(NamedTuple):
+    """One batch of a stream, on the device.
+
+    real: False where this rank only keeps step with the others: the last samples of an epoch were
+        fewer than the ranks, so the data is another rank's and counts nothing.
+    last: no batch of this epoch comes after this one.
+    """
+
+    data: Any
+    real: bool = True
+    last: bool = False
+
+
+class Batches(Protocol):
+    """A stream of micro-batches that is a pure function of seed, epoch and position."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """Micro-batches in an epoch, the same on every rank; None where the source cannot say."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in an epoch over all ranks; None where the source cannot say."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        """The micro-batches of one epoch from position `start` on, found without reading those before."""
+
+    def close(self) -> None:
+        """Ends worker processes; the stream can be opened again afterwards."""
+
+
+@dataclass(slots=True)
+class GradReport:
+    """What became of one optimizer step.
+
+    norm: 0-d on the device, the total gradient norm before clipping; None where nobody asked.
+    skipped: True where the update was left out because a gradient was not finite.
+    """
+
+    norm: Tensor | None
+    skipped: bool
+
+
+class Precision(Protocol):
+    """Which numbers are computed in which type, and the guarded update that goes with it."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Surrounds forward and loss, in training and in evaluation."""
+
+    def backward(self, loss_sum: Tensor, share: float) -> None:
+        """Adds the gradient of `share * loss_sum` to the parameters."""
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, want_norm: bool) -> GradReport:
+        """Unscale, check, clip, update, and clear the gradients, in this order."""
+
+    def failure(self, wait: bool) -> str:
+        """Why training cannot go on ("" while it can). `wait` allows a wait for the device."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Agreed(NamedTuple):
+    """What the ranks agreed on for one step.
+
+    items: the mean over ranks of the items of the step.
+    stop, save: the largest request of any rank.
+    """
+
+    items: float
+    stop: int
+    save: int
+
+
+class Parallel(Protocol):
+    """Who else trains the same model, and how the ranks talk to each other."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The module to call in training: it averages gradients over the ranks."""
+
+    def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
+        """Surrounds forward and backward of a micro-batch; ranks exchange gradients in the last only."""
+
+    def agree(self, items: int, stop: int, save: int) -> Agreed:
+        """One exchange per step, on the host: the device is not waited for."""
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        """Element by element, in float64, the same bits on every rank."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain Python value of every rank, in the order of ranks, on every rank."""
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class StepReport:
+    """Facts of one optimizer step. Tensors stay on the device until a monitor asks.
+
+    losses: per micro-batch, 0-d, summed over the items of this rank.
+    items: items of this rank; agreed: what all ranks agreed on.
+    sums: the task's sums over the step on this rank; empty unless they were asked for.
+    """
+
+    losses: list[Tensor]
+    items: int
+    agreed: Agreed
+    sums: dict[str, Tensor]
+    grad: GradReport
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known when the ranks are built, for the first lines on the screen.
+
+    choices: what was chosen for the user, with the reason, one line each.
+    """
+
+    name: str
+    folder: str
+    device: str
+    world_size: int
+    batch_size: int
+    accumulate: int
+    num_train: int | None
+    num_val: int | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    total_epochs: int | None
+    model_summary: str
+    num_parameters: int
+    num_trainable: int
+    choices: tuple[str, ...] = ()
+
+
+class Monitor(Protocol):
+    """Listens to a run; it cannot change it. Called on rank 0 only.
+
+    Rows are flat: names as users type them (`train/loss`, `val/acc`, `lr`), plain numbers.
+    """
+
+    def on_start(self, facts: RunFacts, step: int) -> None:
+        """Before the first step; `step` is above 0 after a resume."""
+
+    def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        """At every log point. epoch: how many epochs are done, with fraction."""
+
+    def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        """After every validation, and after the test at the end."""
+
+    def on_note(self, text: str) -> None:
+        """One line for the people who watch: a checkpoint was saved, a step was skipped."""
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """After the last step, also when the run was stopped; the summary as in `status.json`."""
+
+    def close(self) -> None:
+        """Always called, after a failure too."""
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What a data set says of itself: for models that ask, and for messages.
+
+    shape: of one input, without the batch; num_classes: for integer targets, else None.
+    """
+
+    shape: tuple[int, ...] | None = None
+    num_classes: int | None = None
+    class_names: tuple[str, ...] = field(default=())

@@ -1,0 +1,72 @@
+"""The training loop, and nothing else.
+
+One optimizer step equals one step on the micro-batches of all ranks joined together: every loss is a
+sum, and the division by the count over the whole step happens once. No technique, device name, rank
+or path is named here; what a step does differently, it does behind `parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from trainrun.interfaces import Batches, MicroBatch, StepReport
+from trainrun.parts import Parts, TrainState
+from trainrun.randomness import kept_random_state
+
+
+def fit(parts: Parts, state: TrainState) -> TrainState:
+    """Trains from `state` on until something ends the run; `state.stop_reason` says what."""
+    windows = windows_from(parts, state)
+    while True:
+        parts.cadence.look(state)  # sets stop_reason once a limit is reached or a stop was asked for
+        if parts.cadence.validation_due(state):
+            metrics = evaluate(parts, parts.val)
+            parts.cadence.note_validation(state, metrics)
+            parts.schedule.on_validation(metrics)
+            parts.board.on_eval(state, metrics)
+        if parts.checkpoints.due(state):
+            parts.checkpoints.save(parts, state)
+        if state.stop_reason:
+            return state  # one extra pass: the end is evaluated and saved by the same lines
+        window = next(windows)
+        log = parts.cadence.log_due(state.step + 1)
+        report = train_step(parts, window, log)
+        state.advance(window, report)
+        parts.board.on_batch(state, report)  # counts on the host; the device is not waited for
+        if log:
+            parts.board.on_step(state, report)  # the only place where the host waits for the device
+
+
+def windows_from(parts: Parts, state: TrainState) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of one step after the other; the last window of an epoch may be short."""
+    size = parts.config.trainer.accumulate_grad_batches
+    while True:
+        batches = parts.train.epoch(state.epoch, state.batches)
+        while window := list(islice(batches, size)):
+            yield window
+
+
+def train_step(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
+    """One update from one window. `log` asks for the task's sums and the gradient norm too."""
+    task, precision, parallel = parts.task, parts.precision, parts.parallel
+    items = sum([task.count(batch.data) for batch in window if batch.real])
+    agreed = parallel.agree(items, parts.cadence.stop_request(), parts.cadence.save_request())
+    losses: list[Tensor] = []
+    sums: dict[str, Tensor] = {}
+    for i, batch in enumerate(window):
+        with parallel.sync_gradients(last=i == len(window) - 1):
+            with precision.autocast():
+                out = task.step(parts.wrapped, batch.data)
+            precision.backward(out.loss_sum, batch.real / agreed.items)  # ranks average: items is a mean
+        losses.append(out.loss_sum.detach())
+        if log:
+            add_sums(sums, out.sums)
+    grad = precision.optimizer_step(parts.optimizer, want_norm=log)
+    if not grad.skipped:
+        parts.schedule.step()
+        parts.ema.update()
+    return StepReport(losses, items, agreed, sums, grad)

@@ -1,0 +1,105 @@
+"""Every path inside a run folder, and nothing but paths and the way to write them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainrun.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Owner of every path in a run folder."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The finished config, every reference in it resolved."""
+        return self.root / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        """The words of the command line, one a line."""
+        return self.root / "overrides.txt"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, device, git commit."""
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, append only."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """A few predictions with their inputs, for the grid of pictures."""
+        return self.root / "samples.safetensors"
+
+    @property
+    def status(self) -> Path:
+        """Running, done, stopped or failed, and why."""
+        return self.root / "status.json"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "run.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        return self.root / "plots"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.root / f"rank{rank}.log"
+
+    def rank_error(self, rank: int) -> Path:
+        """Written by a rank that dies: its time, message and traceback."""
+        return self.root / f".error-rank{rank}.json"
+
+    def create(self) -> None:
+        """Makes the folder; refuses a place where nothing can be written."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"hydra.run.dir={self.root}: cannot write there ({error.strerror}); "
+                "name another folder with hydra.run.dir=..."
+            ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file as a whole: nobody ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Strict JSON, one key a line."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file; raises OSError or ValueError."""
+    return json.loads(path.read_text(encoding="utf-8"))
