@@ -1,0 +1,36 @@
+"""Trains a PyTorch model from one command; from Python with the same words.
+
+    run = trainrun.train("data=digits", "trainer.max_epochs=5")
+    model = run.load_model("best")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from trainrun.record import Run as Run
+    from trainrun.record import load_run as load_run
+    from trainrun.record import train as train
+
+__all__ = ["Run", "load_model", "load_run", "train"]
+
+
+def load_model(run_dir: str | Path, which: str = "best") -> nn.Module:
+    """The trained network of a run folder, in evaluation mode, on the CPU."""
+    from trainrun.record import load_run
+
+    return load_run(run_dir).load_model(which)
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when asked for: the command line must not pay for it."""
+    if name in ("Run", "load_run", "train"):
+        from trainrun import record
+
+        return getattr(record, name)
+    raise AttributeError(f"module 'trainrun' has no attribute '{name}'")

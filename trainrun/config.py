@@ -1,25 +1,22 @@
-"""The run config: its sections, and every check that needs no device.
+"""The run config: its sections with their defaults, and where the `conf/` folder is.
 
-This page is also the schema that Hydra composes into. A value's rules stand beside it, so that all
-faults of a config are found together, before anything starts. No torch here: a config mistake is
-answered before torch could be imported.
+This page is also the schema that Hydra composes into. A value's rules stand beside it, so that
+`checks.py` finds all faults of a config together, before anything starts. No torch here: a config
+mistake is answered before torch could be imported.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MISSING_FOLDER = "trainrun's own config files are missing; install the package again"
-
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 PARALLELS = ("single", "ddp")
-OPEN_NODES = ("model", "task", "optimizer", "scheduler", "data.train", "data.val", "data.test")
+OPEN_NODES = (
+    "model", "task", "optimizer", "scheduler", "data.train", "data.val", "data.test", "data.collate_fn",
+    "loop", "user", "monitor.listeners",
+)  # fmt: skip
 
 
 def one_of(*choices: str, default: str) -> Any:
@@ -87,9 +84,9 @@ class EarlyStoppingConfig:
 
 @dataclass
 class CompileConfig:
-    """torch.compile, with torch's own arguments."""
+    """torch.compile, with torch's own arguments. enabled: `auto` is on for CUDA and off for a CPU."""
 
-    enabled: bool = False
+    enabled: Any = False
     mode: str | None = None
     backend: str = "inductor"
     fullgraph: bool = False
@@ -193,3 +190,12 @@ class RunConfig:
     run_name: str | None = None
     ckpt_path: str | None = None
     user: Any = node()
+
+
+def conf_dir() -> Path:
+    """The folder of the config groups: inside an installed package, or beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "conf", here.parent / "conf"):
+        if (folder / "trainrun.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"trainrun's own config files are not in {here}: install the package again")

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from trainrun.interfaces import Batches, MicroBatch, StepReport
+from trainrun.interfaces import MicroBatch, StepReport, Sums
 from trainrun.parts import Parts, TrainState
 from trainrun.randomness import kept_random_state
 
@@ -24,10 +25,10 @@ def fit(parts: Parts, state: TrainState) -> TrainState:
     while True:
         parts.cadence.look(state)  # sets stop_reason once a limit is reached or a stop was asked for
         if parts.cadence.validation_due(state):
-            metrics = evaluate(parts, parts.val)
-            parts.cadence.note_validation(state, metrics)
-            parts.schedule.on_validation(metrics)
+            metrics = evaluate(parts, "val")
+            parts.cadence.note_validation(state, metrics)  # early stopping, and schedules that listen
             parts.board.on_eval(state, metrics)
+            continue
         if parts.checkpoints.due(state):
             parts.checkpoints.save(parts, state)
         if state.stop_reason:
@@ -64,9 +65,40 @@ def train_step(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
             precision.backward(out.loss_sum, batch.real / agreed.items)  # ranks average: items is a mean
         losses.append(out.loss_sum.detach())
         if log:
-            add_sums(sums, out.sums)
+            add_sums(sums, out.sums if batch.real else {})
     grad = precision.optimizer_step(parts.optimizer, want_norm=log)
     if not grad.skipped:
         parts.schedule.step()
         parts.ema.update()
     return StepReport(losses, items, agreed, sums, grad)
+
+
+def evaluate(parts: Parts, split: str) -> dict[str, float]:
+    """Loss and metrics of the averaged model over one split, each sample counted once over all ranks."""
+    batches = parts.splits()[split]
+    model, task = parts.averaged, parts.task
+    sums: dict[str, Tensor] = {}
+    items, started, training = 0, perf_counter(), model.training
+    model.eval()
+    try:
+        with torch.no_grad(), kept_random_state():  # validation cannot move the training's random numbers
+            for batch in batches.epoch(0):
+                with parts.precision.autocast():
+                    out = task.step(model, batch.data)
+                items += task.count(batch.data)
+                add_sums(sums, {"loss": out.loss_sum, **out.sums})
+    finally:
+        model.train(training)
+    names = parts.parallel.gather(sorted(sums))[0]
+    values = [float(sums[name]) if name in sums else 0.0 for name in names]  # waits for the device
+    *totals, count = parts.parallel.sum_over_ranks([*values, float(items)])
+    metrics = {f"{split}/{name}": total / count for name, total in zip(names, totals, strict=True)}
+    return metrics | {f"{split}/seconds": perf_counter() - started}
+
+
+def add_sums(sums: dict[str, Tensor], new: Sums) -> None:
+    """Adds in float64; a sum given as a function is made now."""
+    for name, value in new.items():
+        tensor = (value() if callable(value) else value).detach()
+        tensor = tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+        sums[name] = sums[name] + tensor if name in sums else tensor

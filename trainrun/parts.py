@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from trainrun.interfaces import Batches, MicroBatch, Parallel, Precision, StepReport, Task
+import torch
+
+from trainrun.interfaces import Batches, DataFacts, MicroBatch, Parallel, Precision, StepReport, Task
+from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
+from trainrun.randomness import random_state, set_random_state
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from trainrun.cadence import Cadence
@@ -19,12 +22,16 @@ if TYPE_CHECKING:
     from trainrun.scheduler.schedule import Schedule
 
 
+_OF_THIS_SESSION = ("stop_request", "save_request", "stop_reason")
+
+
 @dataclass
 class TrainState:
     """All that changes besides the tensors: saved with every checkpoint, so that a resume is exact.
 
     step: optimizer updates tried; epoch: finished epochs; batches: micro-batches done in this epoch.
-    items: what the loss was averaged over so far, over all ranks; samples likewise.
+    items: what the loss was averaged over so far, on an average rank.
+    watched_metric, bad_validations, early_stop: the memory of early stopping.
     seconds: training time of all sessions of the run.
     losses, logged_items: of this rank, since the last log point (0-d tensors, and their items).
     """
@@ -38,7 +45,9 @@ class TrainState:
     saved_step: int = -1
     best_metric: float | None = None
     best_step: int = -1
+    watched_metric: float | None = None
     bad_validations: int = 0
+    early_stop: str = ""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     stop_reason: str = ""
@@ -65,11 +74,9 @@ class TrainState:
         self.logged_items += report.items
 
     def state_dict(self) -> dict[str, Any]:
-        import torch
-
-        state = asdict(self) | {"losses": torch.stack(self.losses) if self.losses else None}
-        for request in ("stop_request", "save_request", "stop_reason"):  # of this session only
-            del state[request]
+        state = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_THIS_SESSION}
+        state["losses"] = torch.stack(self.losses) if self.losses else None
+        state["last_metrics"] = dict(self.last_metrics)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,6 +104,43 @@ class Parts:
     cadence: Cadence
     checkpoints: Checkpoints
     board: Board
+    data_facts: DataFacts
+
+    def splits(self) -> dict[str, Batches]:
+        """The streams that can be evaluated, by name."""
+        return {name: split for name, split in (("val", self.val), ("test", self.test)) if split is not None}
+
+    def checkpoint_tree(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All that changes, as plain values and tensors: what the ranks share, and what is this rank's own."""
+        saved = state.state_dict()
+        own = {name: saved.pop(name) for name in ("losses", "logged_items")}
+        shared = {
+            "model": self.model.state_dict(),
+            "ema": self.ema.state_dict(),
+            "optimizer": named_optimizer_state(self.optimizer, self.model),
+            "schedule": self.schedule.state_dict(),
+            "precision": self.precision.state_dict(),
+            "train": saved,
+        }
+        return shared, {"random": random_state(), "train": own}
+
+    def load_tree(self, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
+        """Copies a saved tree into the parts, random states last. own: None where the ranks changed."""
+        self.model.load_state_dict(shared["model"])
+        self.ema.load_state_dict(shared["ema"])
+        load_named_optimizer_state(self.optimizer, self.model, shared["optimizer"])
+        self.schedule.load_state_dict(shared["schedule"])
+        self.precision.load_state_dict(shared["precision"])
+        state = TrainState()
+        device = self.parallel.device
+        if own is None:
+            state.load_state_dict(shared["train"] | {"losses": None, "logged_items": 0})
+            return state
+        losses = own["train"]["losses"]
+        moved = None if losses is None else losses.to(device)
+        state.load_state_dict(shared["train"] | own["train"] | {"losses": moved})
+        set_random_state(own["random"])
+        return state
 
     @property
     def averaged(self) -> nn.Module:

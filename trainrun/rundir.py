@@ -34,6 +34,16 @@ class RunDir:
         return self.root / "environment.json"
 
     @property
+    def identity(self) -> Path:
+        """The run's id, made once."""
+        return self.root / "RUN.json"
+
+    @property
+    def job(self) -> Path:
+        """What the ranks are told besides the config; there while a run is going on."""
+        return self.root / ".job.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object a line, append only."""
         return self.root / "metrics.jsonl"

@@ -1,0 +1,160 @@
+"""From words to a checked config: what is chosen, what wins, and what every mistake says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainrun.compose import compose_run, groups, load_config, options, save_config
+from trainrun.config import RunConfig, conf_dir
+from trainrun.errors import ConfigError
+
+
+def faults_of(*words: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(list(words))
+    return caught.value.faults
+
+
+EVERY_OPTION = [(group, option) for group in groups([conf_dir()]) for option in options(group, [conf_dir()])]
+
+
+@pytest.mark.parametrize(("group", "option"), EVERY_OPTION, ids=[f"{g}={o}" for g, o in EVERY_OPTION])
+def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
+    words = [f"{group}={option}"]
+    if option == "custom":
+        target = "data.train._target_" if group == "data" else f"{group}._target_"
+        words.append(f"{target}=my_module.Mine")
+    composition = compose_run(words)
+    assert isinstance(composition.config, RunConfig)
+    assert composition.choices[group] == option
+
+
+@pytest.mark.parametrize("preset", options("preset", [conf_dir()]))
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_user_beats_a_preset_in_any_order(preset: str, order: int) -> None:
+    words = [f"preset={preset}", "precision=64", "data.batch_size=7", "monitor=none", "trainer.max_epochs=5"]
+    config = compose_run(words if order else words[::-1]).config
+    assert config.precision.mode == "64-true"
+    assert config.data.batch_size == 7
+    assert config.trainer.max_epochs == 5
+    assert not config.monitor.progress_bar
+
+
+def test_presets_do_what_their_names_say() -> None:
+    fast = compose_run(["preset=fast"]).config
+    lean = compose_run(["preset=memory-limited"]).config
+    debug = compose_run(["preset=debug"]).config
+    most = compose_run(["preset=max-perf"]).config
+    assert (fast.precision.mode, fast.trainer.channels_last, fast.data.batch_size) == ("bf16-mixed", True, 128)
+    assert lean.data.batch_size * lean.trainer.accumulate_grad_batches == 32
+    assert (lean.data.num_workers, lean.data.max_sequence_length, lean.checkpoint.keep_last) == (0, 512, 1)
+    assert (debug.trainer.deterministic, debug.monitor.log_every_n_steps, debug.trainer.limit_train_batches) == (
+        True, 1, 10,
+    )  # fmt: skip
+    assert (most.trainer.compile.enabled, most.precision.matmul, most.data.batch_size) == ("auto", "high", 256)
+
+
+@pytest.mark.parametrize(
+    ("typed", "mode"),
+    [("32", "32-true"), ("16", "16-mixed"), ("64", "64-true"), ("bf16", "bf16-mixed"), ("fp16", "16-mixed")],
+)
+def test_precision_by_the_names_people_type(typed: str, mode: str) -> None:
+    assert compose_run([f"precision={typed}"]).config.precision.mode == mode
+
+
+def test_other_trainers_names_are_translated_and_said() -> None:
+    composition = compose_run(["strategy=none", "gradient_accumulation_steps=4", "lr=0.5", "ema.decay=0.9", "ema=true"])
+    config = composition.config
+    assert config.parallel.mode == "single"
+    assert config.trainer.accumulate_grad_batches == 4
+    assert config.optimizer["lr"] == 0.5
+    assert (config.trainer.ema.enabled, config.trainer.ema.decay) == (True, 0.9)
+    assert "lr=0.5 is read as optimizer.lr=0.5" in composition.notes
+
+
+def test_a_target_of_ones_own_starts_from_the_empty_option() -> None:
+    config = compose_run(["model._target_=my_net.Net", "model.width=9"]).config
+    assert config.model == {"_target_": "my_net.Net", "width": 9}
+    assert compose_run(["model=my_net.Net"]).config.model == {"_target_": "my_net.Net"}
+    schedule = compose_run(["scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "scheduler.gamma=0.9"])
+    assert schedule.config.scheduler["gamma"] == 0.9
+    assert schedule.config.scheduler["warmup_steps"] == 0
+
+
+def test_a_folder_conf_beside_the_user_adds_and_shadows(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("# mine\n_target_: my_net.Net\nwidth: 3\n")
+    (tmp_path / "conf" / "model" / "cnn.yaml").write_text("# my own\n_target_: my_net.Cnn\n")
+    assert compose_run(["model=mine", "model.depth=2"], tmp_path).config.model == {
+        "_target_": "my_net.Net", "width": 3, "depth": 2,
+    }  # fmt: skip
+    assert compose_run(["model=cnn"], tmp_path).config.model == {"_target_": "my_net.Cnn"}
+
+
+def test_all_faults_are_listed_at_once() -> None:
+    faults = faults_of(
+        "model=cnnn", "precison=16-mixed", "data.batchsize=4", "data.batch_size=abc", "trainer.gradient_clip_val=-1"
+    )
+    assert len(faults) == 5
+    assert faults[0].startswith("model=cnnn: there is no such model. Did you mean cnn?")
+    assert faults[1] == "precison=16-mixed: no such group or setting. Did you mean precision?"
+    assert faults[2] == "data.batchsize=4: no such setting. Did you mean data.batch_size?"
+    assert faults[3] == "data.batch_size=abc: must be a whole number"
+    assert faults[4] == "trainer.gradient_clip_val=-1.0: must be 0 or more"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.hiden=3", "Did you mean model.hidden?"),
+        ("trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
+        ("parallel=dpd", "Did you mean ddp?"),
+        ("trainer.val_check_interval=1.5", "must be a whole number of steps"),
+        ("trainer.val_check_interval=true", "must be a whole number of steps"),
+        ("trainer.max_time=soon", "must be seconds"),
+        ("trainer.limit_train_batches=0", "must be a fraction"),
+        ("trainer.nan_policy=stopp", "Did you mean stop?"),
+        ("trainer.ema.decay=1", "below 1"),
+        ("optimizer.lr=1,2", "add --multirun"),
+        ("data.num_workers=-1", "must be 0 or more"),
+        ("data.num_workers=many", "must be a whole number or auto"),
+        ("seed=-1", "must be 0 or more"),
+        ("precision.matmul=hi", "must be one of highest, high, medium"),
+        ("parallel.devices=2", "use parallel=ddp"),
+        ("data=custom", "data.train._target_"),
+        ("model=mlp,", "cannot be read as key=value"),
+        ("data.batch_size", "cannot be read as key=value"),
+        ("=3", "cannot be read as key=value"),
+        ("trainer.compile=maybe", "trainer.compile"),
+        ("checkpoint.save_top_k=1.5", "must be a whole number"),
+    ],
+)
+def test_a_mistake_names_the_key_and_the_way_out(word: str, said: str) -> None:
+    faults = faults_of(word)
+    assert len(faults) == 1
+    assert said in faults[0]
+    assert "\n" not in faults[0]
+    assert "+" not in faults[0].replace("--", "")
+
+
+def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
+    config = compose_run(["preset=max-perf", "run_name=012", "data.path=no", "trainer.max_time=01:00:00:00"]).config
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(config))
+    assert load_config(path, []) == config
+
+
+def test_single_values_of_a_saved_run_can_change_groups_cannot(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run([]).config))
+    assert load_config(path, ["trainer.max_epochs=40", "lr=0.1"]).trainer.max_epochs == 40
+    assert load_config(path, ["model.hidden=[3]"]).model["hidden"] == [3]
+    with pytest.raises(ConfigError, match="groups of a run are fixed"):
+        load_config(path, ["precision=16-mixed"])
+    with pytest.raises(ConfigError, match="Did you mean trainer.max_epochs"):
+        load_config(path, ["trainer.max_epoch=1"])
+    path.write_text("- a list\n")
+    with pytest.raises(ConfigError, match="not a config of a run"):
+        load_config(path, [])

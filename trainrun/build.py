@@ -1,0 +1,248 @@
+"""From config to `Parts`, on each rank: the only place that instantiates."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainrun.cadence import Cadence, Limits, Rhythm
+from trainrun.checkpoint.keep import Checkpoints
+from trainrun.checks import parse_seconds
+from trainrun.config import RunConfig
+from trainrun.data.open import StreamOptions, check_labels, facts_of, open_batches
+from trainrun.errors import ConfigError, DataError
+from trainrun.instantiate import bind_faults, build, locate
+from trainrun.interfaces import Batches, DataFacts, Monitor, Parallel, RunFacts
+from trainrun.monitor.board import Board
+from trainrun.optimizer.build import build_optimizer
+from trainrun.optimizer.ema import Ema
+from trainrun.parts import Parts
+from trainrun.plan import best_watch, build_rhythm, build_watch, default_monitor, fingerprint, keep_options, with_accumulation
+from trainrun.precision.amp import PrecisionOptions, build_precision, data_float_dtype, prepare_model, set_matmul
+from trainrun.rundir import RunDir
+from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
+from trainrun.scheduler.scaling import scaled_lr
+from trainrun.scheduler.schedule import Schedule
+from trainrun.signals import StopFlag
+from trainrun.transform.channels_last import channels_last
+from trainrun.transform.compile import compile_model
+
+SCHEDULE_KEYS = ("warmup_steps", "warmup_ratio", "warmup_epochs", "lr_scaling", "base_batch_size", "metric")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run is built: its folder, its ranks, who may stop it, and who listens on rank 0."""
+
+    run: RunDir
+    run_id: str
+    parallel: Parallel
+    stop: StopFlag
+    monitors: list[Monitor]
+    on_position: Callable[[int], None] | None = None
+    on_log: Callable[[int], None] | None = None
+
+
+def check_targets(config: RunConfig) -> None:
+    """Binds every open node to its target's signature; raises ConfigError with all faults together."""
+    faults: list[str] = []
+    data = config.data
+    nodes = {"data.train": data.train, "data.val": data.val, "data.test": data.test, "model": config.model}
+    nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
+    for key, node in nodes.items():
+        faults += bind_faults(node, key) if node else []
+    if config.optimizer:
+        faults += bind_faults(config.optimizer, "optimizer", ["params"])
+    if config.scheduler:
+        own = {name: value for name, value in config.scheduler.items() if name not in SCHEDULE_KEYS}
+        faults += bind_faults(own, "scheduler", ["optimizer"]) if own.get("_target_") else []
+    for name, node in config.monitor.listeners.items():
+        faults += bind_faults(node, f"monitor.listeners.{name}")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
+    """Everything of one rank, and the facts for the first lines on the screen."""
+    notes = set_backends(config, site.parallel)
+    check_targets(config)
+    config = with_accumulation(config, site.parallel.world_size)
+    sources = build_sources(config)
+    facts = facts_of(sources["train"])
+    train, val, test = (open_split(config, site.parallel, name, sources[name], notes) for name in sources)
+    assert train is not None
+    check_classes(config, facts, sources)
+    model = build_model(config, facts, site.parallel.device)
+    task = build(config.task, "task")
+    precision, more = build_precision(precision_options(config), model, site.parallel.device)
+    notes += more
+    transform_model(config, model, site.parallel.device, notes)
+    wrapped = site.parallel.wrap(model)
+    optimizer = build_optimizer_of(config, model, site.parallel.world_size, notes)
+    rhythm = build_rhythm(config, train, val is not None)
+    schedule = build_schedule_of(config, optimizer, rhythm)
+    ema = Ema(model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps)
+    board = Board(
+        site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
+        rhythm.log_every is not None, site.on_position, site.on_log,
+    )  # fmt: skip
+    default_metric = default_monitor(task, val is not None)
+    checkpoints = Checkpoints(
+        site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
+        fingerprint(config, site.parallel), board.note,
+    )  # fmt: skip
+    cadence = Cadence(
+        Limits(config.trainer.max_steps, config.trainer.max_epochs, parse_seconds(config.trainer.max_time)),
+        rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule, site.stop,
+        precision.failure, checkpoints.time_request,
+    )  # fmt: skip
+    parts = Parts(
+        config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema,
+        train, val, test, cadence, checkpoints, board, facts,
+    )  # fmt: skip
+    return parts, run_facts(parts, site, rhythm, notes)
+
+
+def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
+    """Switches of the whole process: threads, determinism, kernels, what float32 may round to."""
+    trainer = config.trainer
+    if trainer.num_threads is not None:
+        torch.set_num_threads(trainer.num_threads)
+    torch.use_deterministic_algorithms(trainer.deterministic)
+    torch.backends.cudnn.benchmark = trainer.benchmark
+    note = set_matmul(config.precision.matmul, parallel.device)
+    return [note] if note else []
+
+
+def build_sources(config: RunConfig) -> dict[str, Any]:
+    data = config.data
+    nodes = {"train": data.train, "val": data.val, "test": data.test}
+    return {name: build(node, f"data.{name}") if node else None for name, node in nodes.items()}
+
+
+def open_split(config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str]) -> Batches | None:
+    if source is None:
+        return None
+    data, training = config.data, name == "train"
+    assert config.seed is not None
+    batches, note = open_batches(
+        source,
+        StreamOptions(
+            key=f"data.{name}",
+            training=training,
+            batch_size=data.batch_size if training else data.val_batch_size or 2 * data.batch_size,
+            seed=config.seed,
+            shuffle=data.shuffle and training,
+            drop_last=data.drop_last and training,
+            engine=data.engine,
+            num_workers=data.num_workers,
+            pin_memory=data.pin_memory,
+            persistent_workers=data.persistent_workers,
+            prefetch_factor=data.prefetch_factor,
+            timeout_seconds=data.worker_timeout_seconds,
+            collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
+            max_sequence_length=data.max_sequence_length,
+            limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            device=parallel.device,
+            float_dtype=data_float_dtype(config.precision.mode),
+        ),
+    )
+    notes.append(note)
+    return batches
+
+
+def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
+    """Labels must lie inside the classes that the model is told of."""
+    num_classes = (config.model or {}).get("num_classes") or config.data.num_classes
+    for name, source in sources.items():
+        if source is not None and isinstance(num_classes, int):
+            check_labels(source, f"data.{name}", num_classes)
+
+
+def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn.Module:
+    """A model that asks for `in_shape` or `num_classes` with null gets them from the data."""
+    node = dict(config.model)
+    known = {"in_shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
+    for name, value in known.items():
+        if name in node and node[name] is None:
+            if value is None:
+                key = "data.shape=[1,28,28]" if name == "in_shape" else "data.num_classes=10"
+                raise DataError(f"model.{name}: cannot be told from the data; say it, for example {key}")
+            node[name] = value
+    model = build(node, "model")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model._target_={node['_target_']}: gives a {type(model).__name__}, not a torch.nn.Module")
+    model = model.to(device)
+    prepare_model(model, config.precision.mode)
+    return model
+
+
+def precision_options(config: RunConfig) -> PrecisionOptions:
+    trainer = config.trainer
+    return PrecisionOptions(
+        config.precision.mode, trainer.gradient_clip_val, trainer.gradient_clip_algorithm, trainer.nan_policy
+    )
+
+
+def transform_model(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
+    if config.trainer.channels_last:
+        channels_last(model)
+    wanted = config.trainer.compile
+    enabled = wanted.enabled
+    if enabled == "auto":
+        enabled = device.type == "cuda"
+        notes.append(f"compile: {'on' if enabled else 'off, it rarely pays on a CPU'} (auto, {device.type})")
+    if enabled:
+        compile_model(model, wanted.mode, wanted.backend, wanted.fullgraph, wanted.dynamic)
+
+
+def build_optimizer_of(
+    config: RunConfig, model: nn.Module, world_size: int, notes: list[str]
+) -> torch.optim.Optimizer:
+    node = {name: copy.copy(value) for name, value in config.optimizer.items()}
+    rule = (config.scheduler or {}).get("lr_scaling", "none")
+    if "lr" in node and rule != "none":
+        batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
+        node["lr"], note = scaled_lr(node["lr"], rule, batch, config.scheduler["base_batch_size"])
+        notes.append(note)
+    factory = locate(node.pop("_target_"), "optimizer")
+    optimizer, note = build_optimizer(factory, node, model)
+    notes.append(note)
+    return optimizer
+
+
+def build_schedule_of(config: RunConfig, optimizer: torch.optim.Optimizer, rhythm: Rhythm) -> Schedule:
+    node = dict(config.scheduler or {"_target_": "trainrun.scheduler.curves.constant"})
+    own = {name: node.pop(name, None) for name in SCHEDULE_KEYS}
+    warmup = Warmup(own["warmup_steps"] or 0, own["warmup_ratio"], own["warmup_epochs"])
+    steps = resolve_warmup(warmup, rhythm.total_steps, rhythm.steps_per_epoch)
+    target = locate(node.pop("_target_"), "scheduler")
+    return build_schedule(optimizer, target, node, steps, rhythm.total_steps, own["metric"])
+
+
+def run_facts(parts: Parts, site: Site, rhythm: Rhythm, notes: list[str]) -> RunFacts:
+    config, parameters = parts.config, list(parts.model.parameters())
+    return RunFacts(
+        name=config.run_name or "run",
+        folder=str(site.run.root),
+        device=str(site.parallel.device),
+        world_size=site.parallel.world_size,
+        batch_size=config.data.batch_size,
+        accumulate=rhythm.accumulate,
+        num_train=parts.train.num_samples,
+        num_val=parts.val.num_samples if parts.val is not None else None,
+        steps_per_epoch=rhythm.steps_per_epoch,
+        total_steps=rhythm.total_steps,
+        total_epochs=config.trainer.max_epochs,
+        model_summary=f"{type(parts.model).__name__} ({', '.join(name for name, _ in parts.model.named_children())})",
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        choices=tuple(notes),
+    )

@@ -1,0 +1,160 @@
+"""Every rule of a config that needs no device: values, units, and what does not go together."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainrun.config import RunConfig
+
+_INTERVAL = re.compile(r"(\d+(?:\.\d*)?)\s*(step|epoch)s?\Z")
+_DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|sec|second|m|min|minute|h|hour|d|day)s?\Z")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """So many steps, or so many (parts of) epochs; exactly one of the two is set."""
+
+    steps: int | None = None
+    epochs: float | None = None
+
+
+def parse_interval(value: Any) -> Interval:
+    """100 or `100step`: steps. 0.25, 1.0, `0.25epoch`, `2epoch`: epochs. Raises ValueError."""
+    allowed = "a whole number of steps (100), a fraction of an epoch (0.25, 1.0), or `100step`, `0.25epoch`, `2epoch`"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"must be {allowed}")
+    if isinstance(value, int) and value >= 1:
+        return Interval(steps=value)
+    if isinstance(value, float) and 0 < value <= 1:
+        return Interval(epochs=value)
+    match = _INTERVAL.match(value.strip()) if isinstance(value, str) else None
+    if match and float(match[1]) > 0:
+        amount = float(match[1])
+        if match[2] == "step" and amount.is_integer():
+            return Interval(steps=int(amount))
+        if match[2] == "epoch" and (amount <= 1 or amount.is_integer()):
+            return Interval(epochs=amount)
+    raise ValueError(f"must be {allowed}")
+
+
+def parse_seconds(value: Any) -> float | None:
+    """None, seconds, `90s`, `10min`, `2h`, `1d`, or DD:HH:MM:SS. Raises ValueError."""
+    allowed = "must be seconds, `90s`, `10min`, `2h`, `1d` or DD:HH:MM:SS"
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value):
+        return float(value)
+    if isinstance(value, str):
+        parts = value.split(":")
+        if 1 < len(parts) <= 4 and all(part.isdigit() for part in parts):
+            scale = (1, 60, 3600, 86400)
+            seconds = sum(int(part) * scale[i] for i, part in enumerate(reversed(parts)))
+        else:
+            match = _DURATION.match(value.strip())
+            seconds = float(match[1]) * _SECONDS[match[2][0]] if match else 0
+        if seconds > 0:
+            return float(seconds)
+    raise ValueError(allowed)
+
+
+def nearest(word: str, known: Any) -> str:
+    """` Did you mean 'x'?`, or nothing where no name is near."""
+    close = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=0.55)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def check(config: RunConfig) -> list[str]:
+    """All faults of the values, one line each; empty when the config can be run."""
+    faults = list(_field_faults(config, ""))
+    trainer, data = config.trainer, config.data
+    for key, value, parse in (
+        ("trainer.val_check_interval", trainer.val_check_interval, parse_interval),
+        ("trainer.max_time", trainer.max_time, parse_seconds),
+        ("checkpoint.train_time_interval", config.checkpoint.train_time_interval, parse_seconds),
+        ("trainer.limit_train_batches", trainer.limit_train_batches, _parse_limit),
+        ("trainer.limit_val_batches", trainer.limit_val_batches, _parse_limit),
+    ):
+        try:
+            parse(value)
+        except ValueError as error:
+            faults.append(f"{key}={value}: {error}")
+    if trainer.max_epochs is None and trainer.max_steps is None and trainer.max_time is None:
+        faults.append("trainer.max_epochs=null: give a limit: trainer.max_epochs, max_steps or max_time")
+    if trainer.compile.enabled not in (True, False, "auto"):
+        faults.append(f"trainer.compile.enabled={trainer.compile.enabled}: must be true, false or auto")
+    if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch != 1:
+        faults.append(
+            f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch}: does not go with "
+            f"trainer.val_check_interval={trainer.val_check_interval} steps; leave one of them out"
+        )
+    if data.global_batch_size is not None and trainer.accumulate_grad_batches != 1:
+        faults.append(
+            f"data.global_batch_size={data.global_batch_size}: sets the accumulation itself; "
+            "leave out trainer.accumulate_grad_batches"
+        )
+    if config.parallel.mode == "single" and config.parallel.devices not in ("auto", 1, "1"):
+        faults.append(f"parallel.devices={config.parallel.devices}: parallel=single is one device; use parallel=ddp")
+    if trainer.deterministic and trainer.benchmark:
+        faults.append("trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out")
+    for key in ("data.train", "model", "task", "optimizer"):
+        faults += _node_faults(config, key)
+    return faults
+
+
+def _parse_limit(value: Any) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not whole and not (isinstance(value, float) and 0 < value <= 1):
+        raise ValueError("must be a fraction above 0 up to 1.0, or a whole number of batches")
+
+
+def _node_faults(config: RunConfig, key: str) -> Iterator[str]:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    target = value.get("_target_") if isinstance(value, dict) else None
+    if not target or target == "???":
+        yield f"{key}._target_: nothing to train with; name a class or function, e.g. {key}._target_=my_file.MyClass"
+
+
+def _field_faults(section: Any, prefix: str) -> Iterator[str]:
+    for item in dataclasses.fields(section):
+        key, value = prefix + item.name, getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _field_faults(value, key + ".")
+        elif "choices" in item.metadata and value not in item.metadata["choices"]:
+            choices = item.metadata["choices"]
+            yield f"{key}={value}: must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
+        elif "at_least" in item.metadata:
+            yield from _number_faults(key, value, item)
+
+
+def _number_faults(key: str, value: Any, item: dataclasses.Field[Any]) -> Iterator[str]:
+    optional = "None" in str(item.type)
+    if (value is None and optional) or (value == "auto" and item.default == "auto"):
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        auto = " or auto" if item.default == "auto" else ""
+        yield f"{key}={value}: must be a whole number{auto}"
+        return
+    if item.default == "auto" and not isinstance(value, int):
+        yield f"{key}={value}: must be a whole number or auto"
+        return
+    limits = item.metadata
+    wrong = (
+        not math.isfinite(value)
+        or (limits["at_least"] is not None and value < limits["at_least"])
+        or (limits["above"] is not None and value <= limits["above"])
+        or (limits["at_most"] is not None and value > limits["at_most"])
+        or (limits["below"] is not None and value >= limits["below"])
+    )
+    if wrong:
+        words = {"at_least": "{} or more", "above": "more than {}", "at_most": "at most {}", "below": "below {}"}
+        rule = " and ".join(text.format(limits[name]) for name, text in words.items() if limits[name] is not None)
+        yield f"{key}={value}: must be {rule or 'a finite number'}"

@@ -1,0 +1,116 @@
+"""Words in, exit code out. No torch here: help and mistakes are answered before it could be imported."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
+
+COMMANDS = {
+    "resume": "go on with a run from its newest checkpoint",
+    "evaluate": "loss and metrics of a saved run",
+    "predict": "predictions of a saved run as CSV or Parquet",
+    "report": "draw the plots of a run again, or compare several",
+}
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line; every fault of the user's is one short message and exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(words)
+    except TrainrunError as error:
+        return report_fault(error)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return EXIT_DONE
+
+
+def report_fault(error: TrainrunError) -> int:
+    if os.environ.get("TRAINRUN_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    for line in str(error).splitlines():
+        print(f"trainrun: {line}" if not line.startswith(" ") else line, file=sys.stderr)
+    return error.exit_code
+
+
+def dispatch(words: list[str]) -> int:
+    if words and words[0] in COMMANDS:
+        add_import_paths([])
+        command: Callable[[list[str]], int] = importlib.import_module(f"trainrun.commands.{words[0]}").main
+        return command(words[1:])
+    if words and re.fullmatch(r"[a-z][\w-]*", words[0]):
+        from trainrun.checks import nearest
+
+        raise ConfigError(
+            f"{words[0]}: no such command.{nearest(words[0], COMMANDS)} Commands: {', '.join(COMMANDS)}; "
+            "settings are given as key=value"
+        )
+    if "--help" in words or "-h" in words:
+        from trainrun.help import help_text
+
+        print(help_text([word for word in words if not word.startswith("-")], COMMANDS))
+        return EXIT_DONE
+    if "--version" in words:
+        from trainrun.environment import version_line
+
+        print(version_line())
+        return EXIT_DONE
+    return train_words(words)
+
+
+def train_words(words: list[str]) -> int:
+    """A new run, a sweep, or one of Hydra's own questions."""
+    from trainrun.compose import compose_run, hydra_question, prepare
+
+    prepared, folders = prepare(words, Path.cwd())
+    sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
+    if len(prepared.flags) > len(sweeps):
+        return hydra_question(prepared, folders)
+    paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
+    if sweeps:
+        from trainrun.sweep import run_sweep
+
+        folder = prepared.own.get("hydra.sweep.dir")
+        flags = [f"--config-dir={folder}" for folder in prepared.config_dirs]
+        return run_sweep([*flags, *prepared.overrides], Path(folder) if folder else None)
+    return train_one(words, paths)
+
+
+def train_one(words: list[str], paths: list[str]) -> int:
+    from trainrun.compose import compose_run
+
+    composition = compose_run(words)
+    for note in composition.notes:
+        print(f"note: {note}", file=sys.stderr)
+    from trainrun.runner import Order, execute, new_run
+
+    run = new_run(composition, words)
+    return tell(run.root, execute(run, composition.config, Order(False, paths)))
+
+
+def tell(folder: Path, code: int) -> int:
+    """A stopped run says how it goes on."""
+    if code not in (EXIT_DONE, EXIT_USAGE) and (folder / "checkpoints").is_dir():
+        shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+        print(f"go on with: trainrun resume {shown}", file=sys.stderr)
+    return code
+
+
+def add_import_paths(extra: list[str]) -> list[str]:
+    """The working directory and folders beside --config-dir, at the end: they hide no installed module."""
+    paths = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd(), *extra]
+    sys.path += [path for path in paths if path not in sys.path]
+    return paths

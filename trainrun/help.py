@@ -1,0 +1,73 @@
+"""`trainrun --help`, read from the first comment of each config file: no Hydra, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from trainrun.config import RunConfig, conf_dir
+
+EXAMPLES = """\
+usage: trainrun [group=option ...] [key=value ...]     one run
+       trainrun --multirun optimizer.lr=1e-3,3e-4      every combination
+       trainrun COMMAND RUN_DIR ...                    something with a finished run
+       trainrun --help GROUP                           the options of one group; --help all: every key
+       trainrun --cfg job [key=value ...]              the composed config, without running
+
+  trainrun                                             digits, a small network, 20 epochs
+  trainrun data=fashion_mnist model=cnn preset=fast
+  trainrun parallel=ddp precision=16-mixed
+  trainrun model=my_net.Net model.width=9              your own class, from the folder you are in
+"""
+
+
+def help_text(topics: list[str], commands: dict[str, str]) -> str:
+    """The overview, one group with its options, or every key."""
+    folder = conf_dir()
+    groups = sorted(item.name for item in folder.iterdir() if item.is_dir())
+    if topics and topics[0] in groups:
+        return _group(folder / topics[0])
+    if topics and topics[0] == "all":
+        return "\n".join(_keys(RunConfig(), ""))
+    lines = [EXAMPLES, "groups (the default comes first):"]
+    defaults = _defaults(folder)
+    for group in groups:
+        options = sorted((item.stem for item in (folder / group).glob("*.yaml")), key=lambda name: name != defaults[group])
+        lines.append(f"  {group:<12} {', '.join(options)}")
+    lines.append("\ncommands:")
+    lines += [f"  {name:<12} {text}" for name, text in commands.items()]
+    return "\n".join(lines)
+
+
+def _group(folder: Path) -> str:
+    lines = [f"{folder.name}="]
+    for item in sorted(folder.glob("*.yaml")):
+        lines.append(f"  {item.stem:<16} {first_comment(item)}")
+    return "\n".join(lines)
+
+
+def first_comment(path: Path) -> str:
+    """What an option file says of itself."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and not line.startswith("# @package"):
+            return line.lstrip("# ")
+    return ""
+
+
+def _defaults(folder: Path) -> dict[str, str]:
+    pairs = [line.strip("- ").partition("#")[0] for line in (folder / "trainrun.yaml").read_text().splitlines()]
+    return {key.strip(): value.strip() for key, _, value in (pair.partition(":") for pair in pairs) if value}
+
+
+def _keys(section: Any, prefix: str) -> list[str]:
+    lines = []
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            lines += _keys(value, f"{prefix}{item.name}.")
+        else:
+            choices = item.metadata.get("choices")
+            allowed = f"  ({', '.join(choices)})" if choices else ""
+            lines.append(f"{prefix}{item.name}={'null' if value is None else value}{allowed}")
+    return lines

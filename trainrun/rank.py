@@ -1,0 +1,168 @@
+"""One rank of a run: builds, resumes, trains, and writes down how it ended.
+
+`python -m trainrun.rank RUN_DIR ATTEMPT` is what the launcher starts; a run on one device calls
+`train_here` in its own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainrun import loop
+from trainrun.build import Site, build_parts
+from trainrun.compose import load_config
+from trainrun.config import RunConfig
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, PluginError, TrainingError
+from trainrun.instantiate import build, locate
+from trainrun.interfaces import Parallel, RunFacts
+from trainrun.listeners import Listeners
+from trainrun.parallel.devices import choose_device
+from trainrun.parallel.single import Single
+from trainrun.parts import Parts, TrainState
+from trainrun.randomness import derive_seed, seed_everything
+from trainrun.rundir import RunDir, read_json
+from trainrun.showcase import show
+from trainrun.signals import StopFlag, catch_signals
+from trainrun.status import write_status
+
+
+def train_here(run: RunDir, config: RunConfig, resume: bool) -> int:
+    """A run on one device, in this process. Returns the exit code."""
+    device = choose_device(config.parallel.accelerator, local_rank=0)
+    flag = StopFlag()
+    with catch_signals(flag):
+        return train(run, config, resume, Single(device), flag)
+
+
+def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag) -> int:
+    """What every rank does. Raises TrainrunError for what a user can mend."""
+    assert config.seed is not None
+    leader = parallel.rank == 0
+    with contextlib.ExitStack() as closing:
+        listeners = Listeners(run, config) if leader else None
+        if listeners is not None:
+            closing.callback(listeners.close)
+        seed_everything(derive_seed(config.seed))  # the same first weights on every rank
+        site = Site(
+            run, read_json(run.identity)["run_id"], parallel, flag,
+            listeners.monitors if listeners is not None else [],
+            listeners.console.on_batch if listeners is not None and listeners.console is not None else None,
+            listeners.draw_now if listeners is not None else None,
+        )  # fmt: skip
+        parts, facts = build_parts(config, site)
+        for stream in (parts.train, parts.val, parts.test):
+            if stream is not None:
+                closing.callback(stream.close)
+        seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
+        state = first_state(parts, run, config, resume)
+        if listeners is not None:
+            listeners.attach(parts, state)
+        parts.cadence.start(state)
+        parts.board.on_start(facts, state)
+        state = run_loop(parts, state)
+        return finish(parts, state, run, listeners, facts)
+
+
+def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:
+    """A fresh state, or the one of the checkpoint to go on from."""
+    folder: Path | None = None
+    loaded = None
+    if resume:
+        loaded = parts.checkpoints.load_latest()
+        if loaded is None:
+            parts.board.note("no checkpoint was written yet: the run starts again from its beginning")
+    elif config.ckpt_path is not None:
+        folder = Path(config.ckpt_path)
+        loaded = parts.checkpoints.restore(parts.checkpoints.find(str(folder)))
+    if loaded is None:
+        return TrainState()
+    return parts.load_tree(loaded.shared, loaded.own)
+
+
+def run_loop(parts: Parts, state: TrainState) -> TrainState:
+    """Our loop or the user's, with an out-of-memory error turned into advice."""
+    fit: Callable[[Parts, TrainState], TrainState] = loop.fit
+    node = parts.config.loop
+    if node:
+        found = build(node, "loop") if len(node) > 1 else locate(node["_target_"], "loop")
+        if not callable(found):
+            raise PluginError(f"loop._target_={node['_target_']}: must be a function (Parts, TrainState) -> TrainState")
+        fit = found
+    try:
+        return fit(parts, state)
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(out_of_memory(parts, error)) from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise TrainingError(out_of_memory(parts, error)) from error
+        raise
+
+
+def out_of_memory(parts: Parts, error: Exception) -> str:
+    batch = parts.config.data.batch_size
+    accumulate = parts.config.trainer.accumulate_grad_batches
+    text = str(error).partition("\n")[0]
+    if batch == 1:
+        return f"out of memory with data.batch_size=1: {text}. A smaller model, or preset=memory-limited, may fit"
+    return (
+        f"out of memory with data.batch_size={batch}: {text}. The same training in less memory: "
+        f"data.batch_size={batch // 2} trainer.accumulate_grad_batches={accumulate * 2}"
+    )
+
+
+def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | None, facts: RunFacts) -> int:
+    """Everything after the last step: pending checkpoints, pictures, the summary. Returns the exit code."""
+    parts.checkpoints.close()
+    code = {2: EXIT_INTERRUPTED, 3: EXIT_AGAIN}.get(state.stop_request, EXIT_DONE)
+    confusion = None
+    if code == EXIT_DONE and parts.config.monitor.plots and parts.config.monitor.metrics_file:
+        confusion = show(parts, run, parts.data_facts.class_names)
+    if listeners is None:
+        return code
+    if confusion is not None:
+        listeners.write(confusion | {"step": state.step})
+    seconds = max(state.seconds, 1e-9)
+    summary: dict[str, Any] = {
+        "reason": state.stop_reason,
+        "monitor": parts.cadence.best.metric,
+        "mode": parts.cadence.best.mode,
+        "value": state.best_metric,
+        "best_step": state.best_step if state.best_step >= 0 else None,
+        "step": state.step,
+        "epoch": parts.board.epoch_of(state),
+        "seconds": state.seconds,
+        "samples_per_second": state.items * parts.parallel.world_size / seconds,
+        "skipped_steps": state.skipped_steps,
+        "num_parameters": facts.num_parameters,
+        "metrics": {name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")},
+    }
+    status = "done" if code == EXIT_DONE else "stopped"
+    write_status(run, parts.config, state=status, exit_code=code, message="", **summary)
+    listeners.end(parts, summary)
+    return code
+
+
+def main(argv: list[str]) -> int:
+    """The entry of a rank that the launcher started."""
+    from trainrun.parallel.worker import run_as_rank
+
+    run = RunDir(Path(argv[0]))
+    attempt = int(argv[1])
+    job = read_json(run.job)
+    sys.path += [path for path in job["paths"] if path not in sys.path]
+    config = load_config(run.config, [])
+
+    def work(parallel: Parallel, flag: StopFlag) -> int:
+        return train(run, config, bool(job["resume"]) or attempt > 0, parallel, flag)
+
+    return run_as_rank(run, config.parallel, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

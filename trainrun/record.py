@@ -1,0 +1,68 @@
+"""A run that was trained: its config, its numbers, and its model, from the folder alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainrun.compose import compose_run, load_config
+from trainrun.config import RunConfig
+from trainrun.errors import TrainingError
+from trainrun.monitor.metrics_file import read_rows
+from trainrun.rundir import RunDir, read_json
+from trainrun.runner import Order, execute, new_run, open_run
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder, read when asked."""
+
+    folder: Path
+
+    @property
+    def files(self) -> RunDir:
+        return RunDir(self.folder)
+
+    @property
+    def config(self) -> RunConfig:
+        return load_config(self.files.config, [])
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """`status.json`: state, reason, best value, step, seconds."""
+        status: dict[str, Any] = read_json(self.files.status)
+        return status
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """All rows of `metrics.jsonl`; `kind` says of what."""
+        return read_rows(self.files.metrics)
+
+    def load_model(self, which: str = "best") -> nn.Module:
+        """The trained network in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
+        from trainrun.restore import load_model
+
+        return load_model(self.files, which)
+
+
+def load_run(run_dir: str | Path) -> Run:
+    """A run folder as an object. Raises ConfigError where there is none."""
+    return Run(open_run(run_dir, "run_dir").root)
+
+
+def train(*words: str) -> Run:
+    """Trains as the command `trainrun` with the same words does, and returns the run.
+
+    Raises TrainrunError; a run that was stopped by a signal is returned, with `status["state"]`
+    "stopped".
+    """
+    composition = compose_run(list(words))
+    run = new_run(composition, list(words))
+    code = execute(run, composition.config, Order(resume=False, paths=[]))
+    if code == TrainingError.exit_code:
+        raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
+    return Run(run.root)

@@ -1,0 +1,55 @@
+"""A saved run's model and parts, for evaluation and prediction in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainrun.build import Site, build_model, build_parts
+from trainrun.checkpoint.keep import resolve
+from trainrun.checkpoint.manifest import Loaded, read_checkpoint
+from trainrun.compose import load_config
+from trainrun.config import RunConfig
+from trainrun.interfaces import DataFacts
+from trainrun.parallel.devices import choose_device
+from trainrun.parallel.single import Single
+from trainrun.parts import Parts
+from trainrun.rundir import RunDir, read_json
+from trainrun.signals import StopFlag
+
+
+def load_model(run: RunDir, which: str) -> nn.Module:
+    """The network alone, with its averaged weights where the run kept them; nothing else is built."""
+    loaded = load_checkpoint(run, which)
+    told = read_json(run.identity).get("data", {})
+    facts = DataFacts(
+        shape=tuple(told["shape"]) if told.get("shape") else None, num_classes=told.get("num_classes")
+    )
+    model = build_model(load_config(run.config, []), facts, torch.device("cpu"))
+    load_weights(model, loaded)
+    return model.eval()
+
+
+def load_checkpoint(run: RunDir, which: str) -> Loaded:
+    """Verified; raises CheckpointError."""
+    return read_checkpoint(resolve(run.checkpoints, which))
+
+
+def load_weights(model: nn.Module, loaded: Loaded) -> None:
+    """The averaged weights where there are any, else the trained ones."""
+    averaged = loaded.shared["ema"].get("module")
+    model.load_state_dict(averaged if averaged is not None else loaded.shared["model"])
+
+
+def parts_of(run: RunDir, which: str, overrides: list[str]) -> tuple[Parts, RunConfig, Path]:
+    """Everything of a saved run on one device, with the weights of a checkpoint in `parts.model`."""
+    config = load_config(run.config, overrides)
+    config.trainer.ema.enabled = False  # the averaged weights are loaded into the model itself
+    device = choose_device(config.parallel.accelerator, local_rank=0)
+    site = Site(run, read_json(run.identity)["run_id"], Single(device), StopFlag(), [])
+    parts, _ = build_parts(config, site)
+    folder = resolve(run.checkpoints, which)
+    load_weights(parts.model, read_checkpoint(folder))
+    return parts, config, folder

@@ -1,0 +1,93 @@
+"""One run, from config to artifacts: the folder, the ranks, the training, the end of it."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from trainrun.compose import Composition, load_config, save_config
+from trainrun.config import RunConfig
+from trainrun.environment import describe
+from trainrun.errors import ConfigError
+from trainrun.parallel.devices import num_devices
+from trainrun.parallel.launch import launch
+from trainrun.rundir import RunDir, write_json, write_text
+from trainrun.status import failures_written, write_status
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the ranks are told besides the config: `job.json` in the run folder.
+
+    paths: where the user's modules are found. resume: go on from the newest checkpoint.
+    """
+
+    resume: bool
+    paths: list[str]
+
+
+def new_run(composition: Composition, words: list[str]) -> RunDir:
+    """Makes the folder of a new run and writes down what was asked for."""
+    run = RunDir(_folder_of(composition))
+    if run.config.exists():
+        raise ConfigError(
+            f"hydra.run.dir={run.root}: holds a run already; go on with `trainrun resume {run.root}`, or name another"
+        )
+    run.create()
+    config = composition.config
+    if config.seed is None:
+        config.seed = secrets.randbelow(2**32)
+    write_text(run.config, save_config(config))
+    write_text(run.overrides, "".join(f"{word}\n" for word in words))
+    write_json(run.environment, describe(Path.cwd()))
+    write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()})
+    return run
+
+
+def _folder_of(composition: Composition) -> Path:
+    own = composition.own.get("hydra.run.dir")
+    if own:
+        return Path(own).expanduser().absolute()
+    now = datetime.now()
+    name = f"{now:%H-%M-%S}-{composition.config.run_name}-{secrets.token_hex(2)}"
+    return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
+
+
+def execute(run: RunDir, config: RunConfig, order: Order) -> int:
+    """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
+    write_text(run.config, save_config(config))
+    write_json(run.job, {"resume": order.resume, "paths": order.paths})
+    parallel = config.parallel
+    count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
+    write_status(run, config, state="running", exit_code=None, message="")
+    try:
+        with failures_written(run, config):
+            if parallel.mode == "single":
+                from trainrun.rank import train_here
+
+                return train_here(run, config, order.resume)
+            print(f"parallel: {count} ranks ({reason})", flush=True)
+            return launch(
+                lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
+                count, run, grace_seconds=parallel.stop_grace_seconds, max_restarts=parallel.max_restarts,
+            )  # fmt: skip
+    finally:
+        run.job.unlink(missing_ok=True)
+
+
+def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
+    """A run folder that exists. Raises ConfigError."""
+    run = RunDir(Path(folder).expanduser().absolute())
+    if not run.config.is_file():
+        raise ConfigError(f"{key}={folder}: no run is there (no config.yaml)")
+    return run
+
+
+def resume_run(run: RunDir, overrides: list[str], paths: list[str]) -> int:
+    """Goes on in the same folder, from the newest good checkpoint."""
+    config = load_config(run.config, overrides)
+    return execute(run, config, Order(resume=True, paths=paths))

@@ -1,0 +1,100 @@
+"""What a finished model predicts on its validation data: for the confusion matrix and the picture grid."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainrun.interfaces import Predicts
+from trainrun.parts import Parts
+from trainrun.randomness import kept_random_state
+from trainrun.rundir import RunDir
+
+MAX_SAMPLES = 10_000  # per rank: the pictures are for the eye
+MAX_CLASSES = 100
+GRID = 25
+
+
+def show(parts: Parts, run: RunDir, class_names: tuple[str, ...]) -> dict[str, Any] | None:
+    """Writes sample predictions on rank 0 and returns the confusion row; None where there are no classes."""
+    if parts.val is None or not isinstance(parts.task, Predicts):
+        return None
+    columns, images = _predictions(parts)
+    pairs = _class_pairs(columns)
+    everyone = [pair for pair in parts.parallel.gather(pairs) if pair is not None]
+    if not everyone:
+        return None
+    target = torch.tensor([value for pair in everyone for value in pair[0]])
+    prediction = torch.tensor([value for pair in everyone for value in pair[1]])
+    classes = int(max(target.max(), prediction.max())) + 1
+    if classes > MAX_CLASSES or target.min() < 0:
+        return None
+    if parts.parallel.rank == 0 and images is not None:
+        _save_samples(run, images, columns["target"], columns["prediction"], class_names)
+    counts = torch.bincount(target * classes + prediction, minlength=classes * classes).reshape(classes, classes)
+    names = [class_names[i] if i < len(class_names) else str(i) for i in range(classes)]
+    return {"kind": "confusion", "split": "val", "class_names": names, "matrix": counts.tolist()}
+
+
+def _class_pairs(columns: dict[str, Tensor]) -> tuple[list[int], list[int]] | None:
+    """Targets and predictions of this rank, where both are one class a sample."""
+    if "target" not in columns or "prediction" not in columns:
+        return None
+    target, prediction = columns["target"], columns["prediction"]
+    if target.ndim != 1 or target.is_floating_point() or prediction.is_floating_point():
+        return None
+    return target.tolist(), prediction.tolist()
+
+
+@torch.no_grad()
+def _predictions(parts: Parts) -> tuple[dict[str, Tensor], Tensor | None]:
+    assert parts.val is not None
+    task, model = parts.task, parts.averaged
+    assert isinstance(task, Predicts)
+    collected: dict[str, list[Tensor]] = {}
+    images: Tensor | None = None
+    seen, training = 0, model.training
+    model.eval()
+    try:
+        with kept_random_state():
+            for batch in parts.val.epoch(0):
+                with parts.precision.autocast():
+                    columns = task.predict(model, batch.data)
+                for name, column in columns.items():
+                    collected.setdefault(name, []).append(column.cpu())
+                if images is None:
+                    images = _images(batch.data)
+                seen += len(next(iter(columns.values())))
+                if seen >= MAX_SAMPLES:
+                    break
+    finally:
+        model.train(training)
+    return {name: torch.cat(parts_) for name, parts_ in collected.items()}, images
+
+
+def _images(batch: Any) -> Tensor | None:
+    """The first inputs of a batch, if they are pictures: (B, 1 or 3, H, W)."""
+    inputs = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
+        return None
+    return inputs[:GRID].detach().float().cpu()
+
+
+def _save_samples(
+    run: RunDir, images: Tensor, target: Tensor, prediction: Tensor, class_names: tuple[str, ...]
+) -> None:
+    low = images.amin(dim=(1, 2, 3), keepdim=True)
+    high = images.amax(dim=(1, 2, 3), keepdim=True)
+    count = len(images)
+    tensors = {
+        "images": ((images - low) / (high - low).clamp(min=1e-12)).contiguous(),
+        "target": target[:count].contiguous(),
+        "prediction": prediction[:count].contiguous(),
+    }
+    temporary = run.samples.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata={"class_names": json.dumps(list(class_names))})
+    temporary.replace(run.samples)

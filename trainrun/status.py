@@ -1,0 +1,51 @@
+"""`status.json`: how a run stands, and how it ended. The truth for sweeps, scripts and people."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from trainrun.config import RunConfig
+from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainrunError
+from trainrun.rundir import RunDir, read_json, write_json
+
+
+@contextlib.contextmanager
+def failures_written(run: RunDir, config: RunConfig) -> Iterator[None]:
+    """Whatever ends a run by an exception is in `status.json` before it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        write_status(run, config, state="stopped", exit_code=EXIT_INTERRUPTED, message="interrupted twice, not saved")
+        raise
+    except TrainrunError as error:
+        write_status(run, config, state="failed", exit_code=error.exit_code, message=str(error))
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        write_status(run, config, state="failed", exit_code=EXIT_FAILED, message=text)
+        with contextlib.suppress(OSError), run.log.open("a", encoding="utf-8") as log:
+            traceback.print_exc(file=log)
+        raise
+
+
+def write_status(run: RunDir, config: RunConfig, state: str, exit_code: int | None, message: str, **facts: Any) -> None:
+    """Replaces `status.json`; what an earlier status knew (best value, steps) is kept until it is said anew."""
+    earlier: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        earlier = read_json(run.status)
+    overrides = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.exists() else []
+    status = {
+        "value": None, "monitor": None, "mode": None, "best_step": None, "step": 0, "epoch": 0.0,
+        "seconds": 0.0, "samples_per_second": None, "reason": "",
+    }  # fmt: skip
+    status |= {name: earlier[name] for name in status if name in earlier}
+    status |= {
+        "state": state, "exit_code": exit_code, "message": message, "overrides": overrides,
+        "run_name": config.run_name, "pid": os.getpid(), "time": time.time(),
+    }  # fmt: skip
+    write_json(run.status, status | facts)

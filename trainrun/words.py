@@ -1,0 +1,161 @@
+"""The words of the command line, made ready for Hydra: flags first, aliases translated, numbers quoted.
+
+Hydra reads `precision=32` as a number and stops; it takes no flags between overrides; it knows nothing
+of the names that other trainers use. All of that is mended here, on plain strings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+KEY_ALIASES = {
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "optimizer.learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "batch_size": "data.batch_size",
+    "per_device_train_batch_size": "data.batch_size",
+    "per_device_eval_batch_size": "data.val_batch_size",
+    "global_batch_size": "data.global_batch_size",
+    "num_workers": "data.num_workers",
+    "dataloader_num_workers": "data.num_workers",
+    "epochs": "trainer.max_epochs",
+    "max_epochs": "trainer.max_epochs",
+    "num_train_epochs": "trainer.max_epochs",
+    "max_steps": "trainer.max_steps",
+    "max_time": "trainer.max_time",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "trainer.gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "accumulate_grad_batches": "trainer.accumulate_grad_batches",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "gradient_clip_val": "trainer.gradient_clip_val",
+    "logging_steps": "monitor.log_every_n_steps",
+    "log_every_n_steps": "monitor.log_every_n_steps",
+    "trainer.log_every_n_steps": "monitor.log_every_n_steps",
+    "trainer.enable_progress_bar": "monitor.progress_bar",
+    "trainer.enable_checkpointing": "checkpoint.enabled",
+    "resume_from_checkpoint": "ckpt_path",
+    "devices": "parallel.devices",
+    "trainer.devices": "parallel.devices",
+    "accelerator": "parallel.accelerator",
+    "trainer.accelerator": "parallel.accelerator",
+    "strategy": "parallel",
+    "trainer.strategy": "parallel",
+    "trainer.precision": "precision",
+    "lr_scheduler_type": "scheduler",
+    "optim": "optimizer",
+    "output_dir": "hydra.run.dir",
+    "seed_everything": "seed",
+}
+SECTION_ALIASES = {"ema": "trainer.ema", "early_stopping": "trainer.early_stopping", "compile": "trainer.compile"}
+SWITCHES = ("trainer.ema", "trainer.early_stopping", "trainer.compile", "checkpoint")
+SWITCH_WORDS = {"true": "true", "on": "true", "yes": "true", "false": "false", "off": "false", "no": "false", "auto": "auto"}
+OPTION_ALIASES = {
+    "precision": {
+        **dict.fromkeys(("32", "fp32", "float32", "no"), "32-true"),
+        **dict.fromkeys(("16", "fp16", "float16"), "16-mixed"),
+        **dict.fromkeys(("bf16", "bfloat16"), "bf16-mixed"),
+        **dict.fromkeys(("64", "fp64", "float64", "double"), "64-true"),
+    },
+    "parallel": {"none": "single", "null": "single", "ddp_spawn": "ddp", "processes": "ddp"},
+    "scheduler": {"none": "constant", "null": "constant", "off": "constant"},
+    "preset": {"null": "none"},
+    "monitor": {"null": "none"},
+}
+FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--shell-completion")
+OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+
+_PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
+
+
+@dataclass
+class Words:
+    """A command line taken apart. notes: one line for each name that was translated."""
+
+    flags: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    config_dirs: list[str] = field(default_factory=list)
+    own: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def split_words(argv: list[str]) -> Words:
+    """Flags, overrides, and what is meant for the runner itself, wherever they stand."""
+    words, rest = Words(), list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or "=" in word.split("--")[0]:
+            key, _, value = word.partition("=")
+            if key in OWN_KEYS:
+                words.own[key] = value
+            else:
+                words.overrides.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS_WITH_VALUE and not equals and rest:
+            value = rest.pop(0)
+        if flag in ("--config-dir", "-cd"):
+            words.config_dirs.append(value)
+        else:
+            words.flags += [flag, value] if value else [flag]
+    return words
+
+
+def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool]) -> None:
+    """Replaces other trainers' names, shorthands and numbers in place, and notes what was meant."""
+    out: list[str] = []
+    for word in words.overrides:
+        prefix = re.match(r"[+~]*", word)
+        sign = prefix.group() if prefix else ""
+        key, equals, value = word[len(sign) :].partition("=")
+        key = _translated_key(key, is_group)
+        if is_group(key) and equals:
+            out += [sign + part for part in _group_words(key, value, is_option)]
+        elif key in SWITCHES and equals and value.lower() in SWITCH_WORDS:
+            out.append(f"{key}.enabled={SWITCH_WORDS[value.lower()]}")
+        elif key in OWN_KEYS:
+            words.own[key] = value
+            continue
+        else:
+            out.append(sign + key + equals + value)
+        if out[-1].replace('"', "") != word:
+            words.notes.append(f"{word} is read as {out[-1]}")
+    words.overrides = _with_custom_groups(out, is_group)
+
+
+def _translated_key(key: str, is_group: Callable[[str], bool]) -> str:
+    if key in KEY_ALIASES:
+        return KEY_ALIASES[key]
+    head, dot, tail = key.partition(".")
+    if head in SECTION_ALIASES and not is_group(head):
+        return SECTION_ALIASES[head] + dot + tail
+    return key
+
+
+def _group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
+    """`precision=32,bf16` -> `precision=32-true,bf16-mixed`; `model=my_net.Net` -> its two words."""
+    if value[:1] in ("[", "{", '"', "'", "$"):
+        return [f"{group}={value}"]
+    aliases = OPTION_ALIASES.get(group, {})
+    options = [part if is_option(group, part) else aliases.get(part.lower(), part) for part in value.split(",")]
+    extra = ["parallel.accelerator=cpu"] if group == "parallel" and value == "processes" else []
+    if len(options) == 1 and "." in value and not is_option(group, value) and re.fullmatch(r"[\w.]+", value):
+        target = "data.train._target_" if group == "data" else f"{group}._target_"
+        return [f"{group}=custom", f"{target}={value}"]
+    quoted = [f'"{part}"' if _PLAIN.match(part) else part for part in options]
+    return [f"{group}={','.join(quoted)}", *extra]
+
+
+def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -> list[str]:
+    """A `_target_` of the user's own, without a choice of the group, starts from the empty option."""
+    chosen = {word.partition("=")[0] for word in overrides}
+    added = []
+    for word in overrides:
+        key = word.lstrip("+").partition("=")[0]
+        group = key.partition(".")[0]
+        if key in (f"{group}._target_", "data.train._target_") and is_group(group) and group not in chosen:
+            added.append(f"{group}=custom")
+            chosen.add(group)
+    return added + overrides
