@@ -1,0 +1,154 @@
+import os
+import random
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from trainrun.data.open import StreamOptions, open_batches
+from trainrun.errors import DataError
+
+
+class Stream(IterableDataset):
+    """Shuffled and noisy through the global generators."""
+
+    def __init__(self, count=11):
+        self.count = count
+
+    def __iter__(self):
+        order = list(range(self.count))
+        random.shuffle(order)
+        for i in order:
+            yield float(torch.rand(())), i, os.getpid()
+
+
+class Sized(Stream):
+    def __init__(self, count=11, claimed=11):
+        super().__init__(count)
+        self.claimed = claimed
+
+    def __len__(self):
+        return self.claimed
+
+
+class Epochs(IterableDataset):
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([torch.tensor(self.epoch)] * 4)
+
+
+class Failing(IterableDataset):
+    def __iter__(self):
+        yield from range(5)
+        raise OSError("connection lost")
+
+
+def opened(source, **changes):
+    fields = {"key": "data.train", "training": True, "batch_size": 3, "seed": 1, "num_workers": 0}
+    return open_batches(source, StreamOptions(**fields | changes))[0]
+
+
+def contents(batches):
+    return [([part.tolist() for part in batch.data[:2]], batch.real, batch.last) for batch in batches]
+
+
+def test_workers_and_resumes_change_nothing():
+    alone, worker = opened(Stream()), opened(Stream(), num_workers=1)
+    for epoch in (0, 1):
+        whole = contents(alone.epoch(epoch))
+        assert [last for _, _, last in whole] == [False, False, False, True]
+        assert sorted(index for data, _, _ in whole for index in data[1]) == list(range(11))
+        assert contents(worker.epoch(epoch)) == whole
+        for start in range(1, 4):
+            assert contents(alone.epoch(epoch, start)) == whole[start:]
+        assert contents(worker.epoch(epoch, 2)) == whole[2:]
+    assert contents(alone.epoch(0)) != contents(alone.epoch(1))
+    worker.close()
+
+
+def test_the_global_generators_stay_where_they_were():
+    stream = opened(Stream())
+    random.seed(0), torch.manual_seed(0)
+    before = random.getstate(), torch.get_rng_state().tolist()
+    for _ in stream.epoch(0):
+        assert (random.getstate(), torch.get_rng_state().tolist()) == before
+
+
+def test_ranks_join_to_the_batches_of_one():
+    def of_ranks(**changes):
+        ranks = [opened(Stream(10), batch_size=1, rank=rank, world_size=3, **changes) for rank in range(3)]
+        return [contents(rank.epoch(0)) for rank in ranks]
+
+    whole = contents(opened(Stream(10), batch_size=3).epoch(0))  # 3 3 3 1
+    ranks = of_ranks()
+    assert [len(rank) for rank in ranks] == [4, 4, 4]
+    joined = [
+        [index for data, real, _ in row if real for index in data[1]] for row in zip(*ranks, strict=True)
+    ]
+    assert joined == [data[1] for data, _, _ in whole]
+    assert [rank[-1][1] for rank in ranks] == [True, False, False]
+    evaluated = of_ranks(training=False)
+    assert [len(rank) for rank in evaluated] == [4, 3, 3]
+    assert all(rank[-1][2] for rank in evaluated)
+
+
+def test_set_epoch_is_called():
+    assert next(opened(Epochs()).epoch(7)).data.tolist() == [7, 7, 7]
+    assert next(opened(Epochs(), training=False).epoch(7)).data.tolist() == [0, 0, 0]
+
+
+def test_lengths():
+    assert (opened(Stream()).num_batches, opened(Stream()).num_samples) == (None, None)
+    sized = opened(Sized(), drop_last=True)
+    assert (sized.num_batches, sized.num_samples) == (3, 9)
+    assert len(list(sized.epoch(0))) == 3
+    assert len(list(opened(Stream(), limit=2).epoch(0))) == 2
+    assert len(list(opened(Sized(), limit=0.5).epoch(0))) == 2
+
+
+@pytest.mark.parametrize("count", [10, 12])
+def test_a_length_that_is_not_true(count):
+    with pytest.raises(DataError, match=f"len.. of Sized says 11 samples, but its iterator gave {count}"):
+        list(opened(Sized(count, 11)).epoch(0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_faults(workers):
+    def fault(source, start=0, **changes):
+        stream = opened(source, num_workers=workers, **changes)
+        with pytest.raises(DataError) as caught:
+            list(stream.epoch(0, start))
+        return str(caught.value)
+
+    assert fault(Stream(0)) == "data.train: Stream gave no batch in epoch 0"
+    assert fault(Stream(0), training=False) == "data.train: Stream gave no batch in epoch 0"
+    assert fault(Failing()) == "data.train: sample 5 of Failing cannot be read: OSError: connection lost"
+    assert fault(Stream(2)).startswith("data.batch_size=3: larger than the data: data.train has 2 samples")
+    assert "stopped at batch 4 of an epoch, but an epoch now has 4" in fault(Stream(), start=4)
+
+
+def test_refused_settings():
+    with pytest.raises(DataError, match=r"data.num_workers=2: data.train is an IterableDataset.* use 0 or 1"):
+        opened(Stream(), num_workers=2)
+    with pytest.raises(DataError, match=r"data.engine=resident: data.train is an IterableDataset"):
+        opened(Stream(), engine="resident")
+    with pytest.raises(DataError, match=r"trainer.limit_train_batches=0.5: data.train has no length"):
+        opened(Stream(), limit=0.5)
+    with pytest.raises(DataError, match=r"data.batch_size=30: larger than the data"):
+        opened(Sized(), batch_size=30)
+
+
+def test_close_ends_the_worker_and_the_stream_opens_again():
+    stream = opened(Stream(), num_workers=1)
+    batches = stream.epoch(0)
+    pid = int(next(batches).data[2][0])
+    stream.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(AssertionError, match="was closed"):
+        next(batches)
+    assert contents(stream.epoch(0)) == contents(opened(Stream()).epoch(0))

@@ -1,0 +1,278 @@
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+from trainrun.data.open import StreamOptions, open_batches
+from trainrun.errors import DataError
+
+N = 14
+
+
+class Augmented(Dataset):
+    """Draws from every global generator; says its process, so that a test can look at the workers."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        noise = [float(torch.rand(())), random.random(), float(np.random.rand()), *torch.randn(2).tolist()]
+        return torch.tensor(noise, dtype=torch.float64), index, os.getpid()
+
+
+class Broken(Augmented):
+    """Fails at one index in the way that is asked for."""
+
+    def __init__(self, how, index=9):
+        self.how, self.index = how, index
+
+    def __getitem__(self, index):
+        if index == self.index:
+            self.how()
+        return torch.tensor(index)
+
+
+class BrokenAtOnce(Broken):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Words(Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return {"ids": torch.arange(index + 2), "name": f"sample {index}"}
+
+
+def stream_of(source, **changes):
+    fields = {"key": "data.train", "training": True, "batch_size": 3, "seed": 1, "num_workers": 0}
+    return open_batches(source, StreamOptions(**fields | changes))[0]
+
+
+def contents(batches):
+    """Noise and index of every sample, without the process."""
+    return [(batch.data[0].tolist(), batch.data[1].tolist()) for batch in batches]
+
+
+def pids(batches):
+    return {pid for batch in batches for pid in batch.data[2].tolist()}
+
+
+@pytest.fixture
+def opened():
+    streams = []
+
+    def keep(*args, **kwargs):
+        streams.append(stream_of(*args, **kwargs))
+        return streams[-1]
+
+    yield keep
+    for stream in streams:
+        stream.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_random_augmentation_is_a_function_of_seed_epoch_and_index(opened):
+    alone = opened(Augmented())
+    epochs = [contents(alone.epoch(epoch)) for epoch in range(3)]
+    assert epochs[0] != epochs[1]
+    for workers in (1, 2):
+        stream = opened(Augmented(), num_workers=workers)
+        assert [contents(stream.epoch(epoch)) for epoch in range(3)] == epochs
+        assert contents(stream.epoch(1, 2)) == epochs[1][2:]
+    assert contents(opened(Augmented()).epoch(2, 3)) == epochs[2][3:]
+    assert contents(opened(Augmented(), seed=2).epoch(0)) != epochs[0]
+
+
+def test_ranks_and_subsets_draw_the_same_for_a_sample(opened):
+    def by_index(streams, epoch):
+        batches = [batch.data for stream in streams for batch in stream.epoch(epoch)]
+        return {int(i): row.tolist() for data in batches for row, i in zip(*data[:2], strict=True)}
+
+    one = by_index([opened(Augmented())], 1)
+    two = by_index([opened(Augmented(), rank=rank, world_size=2) for rank in range(2)], 1)
+    subset = by_index([opened(Subset(Augmented(), range(N)))], 1)
+    assert one == two == subset
+    assert len({tuple(noise) for noise in one.values()}) == N
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_global_generators_stay_where_they_were(opened, workers):
+    def state():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+    stream = opened(Augmented(), num_workers=workers)
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    before = state()
+    for _ in stream.epoch(0):
+        assert state() == before
+    assert state() == before
+
+
+def test_only_what_is_asked_for_is_read(opened):
+    seen = []
+
+    class Spy(Augmented):
+        def __getitem__(self, index):
+            seen.append(index)
+            return index
+
+    list(opened(Spy(), shuffle=False).epoch(0, 3))
+    assert seen == list(range(9, N))
+
+
+def test_persistent_workers_live_on_and_close_ends_them(opened):
+    stream = opened(Augmented(), num_workers=2)
+    first = pids(stream.epoch(0))
+    assert pids(stream.epoch(1)) == first
+    assert os.getpid() not in first
+    batches = stream.epoch(2)
+    next(batches)
+    stream.close()  # in the middle of an epoch
+    assert not any(alive(pid) for pid in first)
+    with pytest.raises(AssertionError, match="was closed"):
+        next(batches)
+    again = list(stream.epoch(1))
+    assert pids(again).isdisjoint(first)
+    assert contents(again) == contents(opened(Augmented()).epoch(1))
+
+
+def test_workers_of_one_epoch_each(opened):
+    stream = opened(Augmented(), num_workers=1, persistent_workers=False)
+    unfinished = stream.epoch(0)
+    first = pids([next(unfinished)])
+    second = list(stream.epoch(1))
+    assert not any(alive(pid) for pid in first)
+    assert contents(second) == contents(opened(Augmented()).epoch(1))
+
+
+def test_an_abandoned_epoch_leaves_nothing_behind(opened):
+    stream = opened(Augmented(), num_workers=2)
+    next(stream.epoch(0))
+    assert contents(stream.epoch(3, 1)) == contents(opened(Augmented()).epoch(3, 1))
+
+
+def test_a_forgotten_stream_ends_its_workers():
+    stream = stream_of(Augmented(), num_workers=1)
+    workers = pids(stream.epoch(0))
+    del stream
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_workers_ignore_stop_signals(opened):
+    stream = opened(Augmented(), num_workers=2)
+    batches = stream.epoch(0)
+    got = [next(batches), next(batches)]
+    for pid in pids(got):
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    got += list(batches)
+    assert contents(got) == contents(opened(Augmented()).epoch(0))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()  # of this process
+
+
+def test_a_worker_that_hangs_is_killed(opened, monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    hanging = Broken(lambda: time.sleep(60), index=0)
+    stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=0.5)
+    with pytest.raises(DataError, match=r"data.worker_timeout_seconds=0.5: data.train gave no batch"):
+        list(stream.epoch(0))
+    assert multiprocessing.active_children() == []
+
+
+def fail():
+    raise KeyError("no such file")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_read(opened, workers):
+    stream = opened(Broken(fail), num_workers=workers)
+    with pytest.raises(DataError) as caught:
+        list(stream.epoch(0))
+    assert str(caught.value) == "data.train: sample 9 of Broken cannot be read: KeyError: 'no such file'"
+    assert isinstance(caught.value.__cause__, KeyError) or "in fail" in str(caught.value.__cause__)
+
+
+def test_samples_read_at_once_that_cannot_be_read(opened):
+    with pytest.raises(DataError, match=r"one of the samples 9, 10, 11 of BrokenAtOnce cannot be read: Key"):
+        list(opened(BrokenAtOnce(fail), shuffle=False).epoch(0))
+
+
+def test_a_worker_that_dies(opened):
+    stream = opened(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL)), num_workers=1)
+    with pytest.raises(DataError, match=r"data.train: a loader worker died .*data.num_workers=0"):
+        list(stream.epoch(0))
+
+
+def test_faults_that_cannot_be_collated(opened):
+    with pytest.raises(DataError, match=r"data.train: its samples do not form a batch: Runtime.*collate_fn"):
+        list(opened(Words()).epoch(0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_cut_sequences_fit_together(opened, workers):
+    batches = list(opened(Words(), max_sequence_length=2, num_workers=workers, shuffle=False).epoch(0))
+    assert torch.equal(batches[1].data["ids"], torch.tensor([[0, 1]] * 3))
+    assert batches[1].data["name"] == ["sample 3", "sample 4", "sample 5"]
+
+
+def padded(samples):
+    ids = torch.nn.utils.rnn.pad_sequence([sample["ids"] for sample in samples], batch_first=True)
+    return ids, np.array([len(sample["ids"]) for sample in samples], dtype=np.float64)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_function_of_the_user(opened, workers):
+    stream = opened(Words(), collate_fn=padded, max_sequence_length=5, num_workers=workers, shuffle=False)
+    ids, lengths = list(stream.epoch(0))[1].data
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert (lengths.dtype, lengths.tolist()) == (torch.float32, [5, 5, 5])
+
+
+def test_a_collate_function_gets_samples_of_data_in_memory(opened):
+    source = torch.arange(6.0).view(6, 1), torch.arange(6)
+    stream = opened(source, collate_fn=lambda samples: [label for _, label in samples], shuffle=False)
+    assert next(stream.epoch(0)).data == [0, 1, 2]
+
+
+def test_samples_become_batches_of_the_same_container(opened):
+    data = next(opened(Augmented()).epoch(0)).data
+    assert isinstance(data, tuple)
+    assert (data[0].dtype, data[1].dtype) == (torch.float32, torch.int64)
+    assert isinstance(next(opened([[1, 2.0]] * 4).epoch(0)).data, list)
+
+
+def test_arrays_without_write_permission(opened):
+    rows = np.arange(12.0).reshape(6, 2)
+    rows.flags.writeable = False
+    batch = next(opened([(row,) for row in rows], shuffle=False).epoch(0)).data
+    assert torch.equal(batch[0], torch.arange(6.0).view(3, 2))
+
+
+class Movable:
+    def __init__(self, device="cpu"):
+        self.device = device
+
+    def to(self, device, non_blocking):
+        return Movable(device)
+
+
+def test_objects_with_to_are_moved(opened):
+    device = torch.device("meta")
+    stream = opened(Words(), collate_fn=lambda samples: [Movable(), torch.zeros(1)], device=device)
+    thing, tensor = next(stream.epoch(0)).data
+    assert (thing.device.type, tensor.device.type) == ("meta", "meta")

@@ -1,0 +1,157 @@
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from trainrun.data import choice
+from trainrun.data.columns import Arrays
+from trainrun.data.iterable import IterableBatches
+from trainrun.data.loader import LoaderBatches
+from trainrun.data.open import StreamOptions, check_labels, facts_of, open_batches
+from trainrun.data.resident import ResidentBatches
+from trainrun.errors import DataError
+
+X, Y = torch.zeros(10, 3), torch.arange(10) % 4
+
+
+class Samples(Dataset):
+    class_names = ["a", "b"]
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.rand(2, 5), index
+
+
+class Stream(IterableDataset):
+    num_classes = 6
+
+    def __iter__(self):
+        raise AssertionError("must not be read")
+
+
+def opened(source, **changes):
+    fields = {"key": "data.train", "training": True, "batch_size": 2, "seed": 0}
+    return open_batches(source, StreamOptions(**fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "kind", "line"),
+    [
+        ((X, Y), {}, ResidentBatches, "resident on cpu (in memory, 0.0 MB)"),
+        ((X, Y), {"num_workers": 0}, ResidentBatches, "resident on cpu (in memory, 0.0 MB)"),
+        ((X, Y), {"num_workers": 2}, LoaderBatches, "2 loader workers (asked for)"),
+        ((X, Y), {"engine": "workers"}, LoaderBatches,
+         "read in the main process (in memory, 0.0 MB; data.engine=workers)"),
+        ((X, Y), {"engine": "resident", "num_workers": 2}, ResidentBatches,
+         "resident on cpu (asked for; data.num_workers=2 is not used)"),
+        ((X, Y), {"collate_fn": list}, LoaderBatches,
+         "read in the main process (in memory, 0.0 MB; data.collate_fn)"),
+        (Samples(), {}, LoaderBatches, "3 loader workers (4 cores for 1 rank)"),
+        (Samples(), {"world_size": 2}, LoaderBatches, "read in the main process (4 cores for 2 ranks)"),
+        (Samples(), {"num_workers": 0}, LoaderBatches, "read in the main process (asked for)"),
+        (Stream(), {}, IterableBatches, "read in the main process (an IterableDataset)"),
+        (Stream(), {"num_workers": 1}, IterableBatches, "1 loader worker (asked for)"),
+    ],
+)  # fmt: skip
+def test_choices_and_their_reasons(monkeypatch, source, changes, kind, line):
+    monkeypatch.setattr(choice, "usable_cores", lambda: 4)
+    stream, note = opened(source, **changes)
+    assert isinstance(stream, kind)
+    assert note == f"data.train: {line}"
+
+
+@pytest.mark.parametrize(("free", "world_size", "kind"), [(320, 1, ResidentBatches), (319, 1, LoaderBatches),
+                                                          (639, 2, LoaderBatches)])  # fmt: skip
+def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, world_size, kind):
+    monkeypatch.setattr(choice, "free_bytes", lambda device: free)
+    source = np.zeros((10, 2)), torch.zeros(10, dtype=torch.int64)  # 80 bytes as float32, and 80
+    stream, note = opened(source, world_size=world_size)
+    assert isinstance(stream, kind)
+    assert ("too much to be resident on cpu" in note) is (kind is LoaderBatches)
+
+
+def test_automatic_workers_have_a_ceiling(monkeypatch):
+    monkeypatch.setattr(choice, "usable_cores", lambda: 64)
+    assert choice.loader_workers("auto", 1).workers == 8
+    assert choice.loader_workers("auto", 16).workers == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        ((X[:0], Y[:0]), {}, "data.train: the data set is empty"),
+        ([], {}, "data.train: the data set is empty"),
+        ({}, {}, "data.train: the data set is empty: there is no array in it"),
+        ((X, Y[:9]), {}, r"data.train: its arrays have unequal lengths \[10, 9\]"),
+        ((X, [1, 2]), {}, "data.train: array number 2 is a list; allowed: torch tensors and NumPy arrays"),
+        ({"x": X, "y": "no"}, {}, "data.train: array 'y' is a str"),
+        ((X, torch.tensor(3)), {}, "data.train: array number 2 is a single number"),
+        ((np.array([None] * 10), Y), {}, "data.train: array number 1: an array of dtype object does not"),
+        ((np.array(["a"] * 10), Y), {}, "data.train: array number 1: an array of dtype <U1 does not hold"),
+        ((X, Y.numpy().astype(np.uint64)), {}, "data.train: array number 2: uint64 is not supported"),
+        (7, {}, "data.train: cannot read a int; allowed: a data set with __len__ and __getitem__"),
+        ("digits", {}, "data.train: cannot read a str; allowed"),
+        (iter([1]), {}, "data.train: cannot read a list_iterator; allowed"),
+        (Samples, {}, "data.train: Samples is a class, not a data set"),
+        (DataLoader(Samples()), {}, "data.train: a DataLoader already makes batches; give its dataset"),
+        ((X, Y), {"batch_size": 11},
+         "data.batch_size=11: larger than the data: data.train has 10 samples; at most 10 is possible"),
+        ((X, Y), {"batch_size": 6, "world_size": 2, "drop_last": True},
+         "data.batch_size=6: larger than the data: data.train has 10 samples for 2 ranks; at most 5 is"),
+        ((X, Y), {"batch_size": 1, "world_size": 11}, "10 samples for 11 ranks; use fewer ranks"),
+        (Samples(), {"engine": "resident"}, "data.engine=resident: data.train is not in memory"),
+        ((X, Y), {"engine": "resident", "collate_fn": list}, "data.engine=resident: data.collate_fn needs"),
+        ((X, Y), {"limit": 0}, "trainer.limit_train_batches=0: must be a fraction"),
+        ((X, Y), {"limit": 1.5, "training": False}, "trainer.limit_val_batches=1.5: must be a fraction"),
+        ((X, Y), {"limit": True}, "trainer.limit_train_batches=True: must be"),
+    ],
+)  # fmt: skip
+def test_faults(source, changes, message):
+    with pytest.raises(DataError, match=message) as caught:
+        opened(source, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_evaluation_reads_all_in_order_whatever_the_batch_size():
+    stream, _ = opened((X, Y), training=False, batch_size=64, shuffle=True, drop_last=True)
+    assert [batch.data[1].tolist() for batch in stream.epoch(4)] == [Y.tolist()]
+    ranks = [opened((X, Y), training=False, batch_size=64, rank=rank, world_size=3)[0] for rank in range(3)]
+    assert torch.cat([batch.data[1] for rank in ranks for batch in rank.epoch(0)]).equal(Y)
+
+
+def test_facts():
+    state = torch.get_rng_state()
+    facts = facts_of((X, Y))
+    assert (facts.shape, facts.num_classes, facts.class_names) == ((3,), 4, ())
+    assert facts_of(TensorDataset(X, X)).num_classes is None
+    assert facts_of((X, Y > 1)).num_classes is None
+    assert facts_of({"ids": Y, "mask": Y, "label": Y.to(torch.uint8)}).num_classes == 4
+    assert facts_of({"ids": Y, "mask": Y}).num_classes is None
+    named = facts_of(Arrays((X, Y), ("a", "b", "c", "d", "e"), 5))
+    assert (named.num_classes, named.class_names) == (5, ("a", "b", "c", "d", "e"))
+    samples = facts_of(Samples())
+    assert (samples.shape, samples.num_classes, samples.class_names) == ((2, 5), 2, ("a", "b"))
+    assert (facts_of(Stream()).shape, facts_of(Stream()).num_classes) == (None, 6)
+    assert facts_of([{"image": np.zeros((1, 4))}] * 2).shape == (1, 4)
+    assert facts_of(["text", "more"]).shape is None
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(DataError, match="data set is empty"):
+        facts_of([])
+
+
+def test_labels_are_checked():
+    check_labels((X, Y), "data.val", 4)
+    check_labels((X, torch.tensor([0, -100] * 5)), "data.val", 2)
+    check_labels((X, X), "data.val", 2)
+    check_labels(Samples(), "data.val", 2)
+    with pytest.raises(DataError) as caught:
+        check_labels((X, Y), "data.val", 3)
+    assert str(caught.value).startswith(
+        "data.val: sample 3 has label 3, but data.num_classes=3 allows 0 to 2; correct"
+    )
+    with pytest.raises(DataError, match="sample 4 has label -1,"):
+        check_labels((X, np.array([0] * 4 + [-1] + [0] * 5)), "data.train", 3)
+    with pytest.raises(DataError, match="sample 1 has label 9,"):
+        check_labels((X[:2], torch.tensor([[0, 1], [1, 9]])), "data.train", 3)

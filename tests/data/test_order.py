@@ -1,0 +1,143 @@
+import random
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainrun.data.order import Plan, epoch_order, limited, share_bounds
+from trainrun.errors import DataError
+
+SMALL = settings(max_examples=150, deadline=None)
+counts = st.integers(1, 60)
+batch_sizes = st.integers(1, 9)
+worlds = st.integers(1, 5)
+
+
+def plans(world_size: int, **fields) -> list[Plan]:
+    return [Plan(rank=rank, world_size=world_size, **fields) for rank in range(world_size)]
+
+
+def shares(plan: Plan, epoch: int = 0, start: int = 0) -> list[tuple[list[int], bool, bool]]:
+    return [(share.indices.tolist(), share.real, share.last) for share in plan.shares(epoch, start)]
+
+
+def joined(lists) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+def global_batches(ranks: list[Plan], epoch: int) -> list[list[int]]:
+    streams = [shares(plan, epoch) for plan in ranks]
+    return [joined(indices for indices, real, _ in row if real) for row in zip(*streams, strict=True)]
+
+
+@SMALL
+@given(counts, batch_sizes, worlds, st.booleans(), st.booleans(), st.integers(0, 3))
+def test_an_epoch_is_every_sample_once(n, batch_size, world_size, shuffle, drop_last, epoch):
+    ranks = plans(world_size, num_samples=n, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+    seen = joined(global_batches(ranks, epoch))
+    order = epoch_order(n, 0, epoch, shuffle).tolist()
+    kept = n - n % (batch_size * world_size) if drop_last else n
+    assert seen == order[:kept]
+    assert sorted(order) == list(range(n))
+    assert ranks[0].num_seen == kept
+
+
+@SMALL
+@given(counts, batch_sizes, worlds, st.booleans(), st.booleans())
+def test_ranks_see_the_global_batches_of_one_rank(n, batch_size, world_size, shuffle, drop_last):
+    fields = {"num_samples": n, "shuffle": shuffle, "drop_last": drop_last, "seed": 5}
+    one = Plan(batch_size=batch_size * world_size, **fields)
+    ranks = plans(world_size, batch_size=batch_size, **fields)
+    assert global_batches(ranks, 1) == [indices for indices, _, _ in shares(one, 1)]
+    assert {plan.num_batches for plan in ranks} == {one.num_batches}
+
+
+@SMALL
+@given(counts, batch_sizes, worlds)
+def test_a_rank_without_samples_fills_in_training_and_rests_in_evaluation(n, batch_size, world_size):
+    fields = {"num_samples": n, "batch_size": batch_size, "shuffle": True}
+    training = [shares(plan) for plan in plans(world_size, **fields)]
+    evaluation = [shares(plan) for plan in plans(world_size, training=False, **fields)]
+    for row in zip(*training, strict=True):
+        real = joined(indices for indices, is_real, _ in row if is_real)
+        fillers = [indices for indices, is_real, _ in row if not is_real]
+        assert all(len(filler) == 1 and filler[0] in real for filler in fillers)
+        sizes = [len(indices) if is_real else 0 for indices, is_real, _ in row]
+        assert max(sizes) - min(sizes) <= 1
+    assert sorted(joined(indices for rank in evaluation for indices, _, _ in rank)) == list(range(n))
+    assert all(real for rank in evaluation for _, real, _ in rank)
+
+
+@SMALL
+@given(counts, batch_sizes, worlds, st.booleans(), st.data())
+def test_any_start_is_the_tail(n, batch_size, world_size, training, data):
+    rank = data.draw(st.integers(0, world_size - 1))
+    plan = Plan(n, batch_size, training=training, rank=rank, world_size=world_size)
+    start = data.draw(st.integers(0, plan.num_batches - 1))
+    assert shares(plan, 2, start) == shares(plan, 2)[start:]
+
+
+@SMALL
+@given(counts, batch_sizes, worlds, st.booleans(), st.sampled_from([1.0, 0.5, 0.1, 1, 3]))
+def test_the_last_batch_and_no_other_is_marked(n, batch_size, world_size, training, limit):
+    for plan in plans(world_size, num_samples=n, batch_size=batch_size, training=training, limit=limit):
+        marks = [last for _, _, last in shares(plan)]
+        assert marks == [False] * (len(marks) - 1) + [True] * bool(marks)
+        if training:
+            assert len(marks) == plan.num_batches
+
+
+def test_more_batches_than_are_cut_at_once(monkeypatch):
+    monkeypatch.setattr("trainrun.data.order.ROWS_AT_ONCE", 4)
+    plan = Plan(23, 2)
+    assert joined(indices for indices, _, _ in shares(plan)) == epoch_order(23, 0, 0, True).tolist()
+
+
+def test_order_depends_on_seed_and_epoch_and_leaves_the_global_generator():
+    torch.manual_seed(1)
+    random.seed(1)
+    before = torch.get_rng_state(), random.getstate()
+    orders = [epoch_order(50, seed, epoch, True).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert epoch_order(50, 1, 1, True).tolist() == orders[3]
+    assert epoch_order(5, 1, 1, False).tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_evaluation_repeats_epoch_0():
+    plan = Plan(20, 4, training=False)
+    assert shares(plan, 7) == shares(plan, 0)
+    assert shares(Plan(20, 4), 7) != shares(Plan(20, 4), 0)
+
+
+@pytest.mark.parametrize(
+    ("full", "limit", "left"),
+    [(100, 1.0, 100), (100, 0.29, 29), (10, 0.01, 1), (3, 0.5, 1), (10, 1, 1), (10, 4, 4), (10, 40, 10)],
+)
+def test_limit(full, limit, left):
+    assert limited(full, limit) == left
+
+
+def test_a_limit_counts_micro_batches_of_a_rank():
+    plan = Plan(40, 2, limit=3, rank=1, world_size=2)
+    assert len(shares(plan)) == plan.num_batches == 3
+    assert plan.num_seen == 12
+
+
+def test_shares_of_every_size():
+    for size in range(12):
+        for world_size in range(1, 6):
+            bounds = [share_bounds(size, rank, world_size) for rank in range(world_size)]
+            assert [bound[0] for bound in bounds] == [0] + [bound[1] for bound in bounds[:-1]]
+            assert bounds[-1][1] == size
+            sizes = [end - begin for begin, end in bounds]
+            assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("start", [5, 9])
+def test_a_start_behind_the_end_is_refused(start):
+    with pytest.raises(DataError, match=f"stopped at batch {start} .* now has 5 batches"):
+        Plan(10, 2).shares(0, start)

@@ -1,0 +1,272 @@
+import gzip
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from trainrun.data import arrays, digits, fashion_mnist, synthetic
+from trainrun.data.idx import read_idx
+from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.split import hold_out
+from trainrun.errors import DataError
+
+
+def idx_bytes(array, code=8, dtype=">u1") -> bytes:
+    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, code, array.ndim, *array.shape)
+    return header + array.astype(dtype).tobytes()
+
+
+def write_fashion(folder, train=20, test=10, suffix=".gz", first_label=0):
+    folder.mkdir(parents=True, exist_ok=True)
+    for prefix, count in (("train", train), ("t10k", test)):
+        images = np.arange(count * 784).reshape(count, 28, 28) % 256
+        labels = (np.arange(count) + first_label) % 10
+        for name, array in ((f"{prefix}-images-idx3-ubyte", images), (f"{prefix}-labels-idx1-ubyte", labels)):
+            content = idx_bytes(array)
+            (folder / (name + suffix)).write_bytes(gzip.compress(content) if suffix else content)
+
+
+# --- parts held out -----------------------------------------------------------------------------
+
+
+def test_every_class_is_held_out_in_proportion():
+    labels = torch.arange(1000) % 10
+    train, val = hold_out(labels, 0.25, seed=0)
+    assert torch.bincount(labels[val]).tolist() == [25] * 10
+    assert torch.cat([train, val]).sort().values.tolist() == list(range(1000))
+    assert val.tolist() == hold_out(labels, 0.25, seed=0)[1].tolist()
+    assert val.tolist() != hold_out(labels, 0.25, seed=1)[1].tolist()
+    assert hold_out(labels, 0.0, seed=0)[1].tolist() == []
+    with pytest.raises(DataError, match="val_fraction=1"):
+        hold_out(labels, 1.0, seed=0)
+
+
+# --- digits -------------------------------------------------------------------------------------
+
+
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    expected = load_digits()
+    train, val = digits.load("train"), digits.load("val")
+    images = torch.cat([train.tensors[0], val.tensors[0]])
+    labels = torch.cat([train.tensors[1], val.tensors[1]])
+    order = torch.cat(hold_out(torch.from_numpy(expected.target), 0.2, 0))
+    assert images.shape == (1797, 1, 8, 8)
+    assert torch.equal(images, torch.from_numpy(expected.images / 16).float().unsqueeze(1)[order])
+    assert torch.equal(labels, torch.from_numpy(expected.target)[order])
+    assert (len(val.tensors[0]), val.num_classes, val.class_names[3]) == (359, 10, "3")
+
+
+def test_digits_do_not_import_scikit_learn(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    digits.load("train")
+    assert "sklearn" not in sys.modules
+
+
+def test_digits_without_scikit_learn(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match="data=digits: it comes with scikit-learn, which is missing; pip"):
+        digits.load("train")
+
+
+def test_no_such_part():
+    with pytest.raises(DataError, match="split=test: no such part of the data; allowed: train, val"):
+        digits.load("test")
+
+
+# --- IDX files ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(8, ">u1"), (9, ">i1"), (11, ">i2"), (12, ">i4"), (13, ">f4"), (14, ">f8")]
+)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_idx_files(tmp_path, code, dtype, pack):
+    array = np.arange(24).reshape(2, 3, 4)
+    (tmp_path / "file").write_bytes(pack(idx_bytes(array, code, dtype)))
+    got = read_idx(tmp_path / "file")
+    assert got.dtype == np.dtype(dtype).newbyteorder("=")
+    assert got.dtype.isnative
+    assert got.flags.writeable
+    np.testing.assert_array_equal(got, array)
+
+
+GOOD = idx_bytes(np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not an IDX file"),
+        (b"\x89PNG" + GOOD[4:], "not an IDX file: it starts with 0x89504e47"),
+        (b"\0\0\x07\x02" + GOOD[4:], "not an IDX file: it starts with 0x00000702"),
+        (b"\0\0\x08\x00", "not an IDX file"),
+        (GOOD[:9], "cut short: 9 bytes, the header alone needs 12"),
+        (GOOD[:-1], r"cut short: 17 bytes, but shape \(2, 3\) needs 18"),
+        (GOOD + b"\0", r"bytes after the end: 19 bytes, but shape \(2, 3\) needs 18"),
+        (gzip.compress(GOOD)[:-4], "cannot read it"),
+        (gzip.compress(GOOD)[:14] + b"\xff" * 12, "cannot read it"),
+        (None, "cannot read it"),
+    ],
+)
+def test_damaged_idx_files(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_idx(tmp_path / "file")
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+# --- Fashion-MNIST ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_fashion(tmp_path, monkeypatch):
+    """Neither a cache nor Debian's package."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fashion_mnist, "DEBIAN_FOLDER", tmp_path / "debian")
+    return tmp_path
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_fashion_mnist(tmp_path, suffix):
+    write_fashion(tmp_path, suffix=suffix)
+    train, val, test = (fashion_mnist.load(split, str(tmp_path)) for split in ("train", "val", "test"))
+    assert train.tensors[0].shape == (20, 1, 28, 28)
+    assert (train.num_classes, train.class_names[9]) == (10, "Ankle boot")
+    assert torch.equal(val.tensors[0], test.tensors[0])
+    assert val.tensors[1].tolist() == list(range(10))
+    plain = fashion_mnist.load("train", str(tmp_path), normalize=False).tensors[0]
+    assert plain.flatten()[:256].tolist() == pytest.approx([i / 255 for i in range(256)])
+    torch.testing.assert_close(train.tensors[0], (plain - 0.2860) / 0.3530)
+
+
+def test_a_part_of_the_training_images_held_out(tmp_path):
+    write_fashion(tmp_path)
+    train, val = (fashion_mnist.load(split, str(tmp_path), val_fraction=0.5) for split in ("train", "val"))
+    assert sorted(train.tensors[1].tolist()) == sorted(val.tensors[1].tolist()) == list(range(10))
+    assert len(fashion_mnist.load("test", str(tmp_path), val_fraction=0.5).tensors[0]) == 10
+
+
+def test_where_fashion_mnist_is_looked_for(no_fashion):
+    with pytest.raises(DataError, match=r"not found in .*/trainrun/fashion-mnist or .*debian;") as caught:
+        fashion_mnist.load("train")
+    assert "apt-get install dataset-fashion-mnist, or download" in str(caught.value)
+    assert str(caught.value).endswith("data.path=<folder>")
+    write_fashion(no_fashion / "debian", first_label=1)
+    assert fashion_mnist.load("train").tensors[1][0] == 1
+    write_fashion(no_fashion / "cache" / "trainrun" / "fashion-mnist", first_label=2)
+    assert fashion_mnist.load("train").tensors[1][0] == 2
+    write_fashion(no_fashion / "mine", first_label=3)
+    assert fashion_mnist.load("train", str(no_fashion / "mine")).tensors[1][0] == 3
+
+
+def test_a_wrong_path_is_not_replaced_by_another(no_fashion):
+    write_fashion(no_fashion / "debian")
+    with pytest.raises(DataError, match=r"data.path=/no/where: no such folder; it must hold the four IDX"):
+        fashion_mnist.load("train", "/no/where")
+    write_fashion(no_fashion / "half")
+    (no_fashion / "half" / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(DataError, match=r"data.path=.*/half: lacks t10k-labels-idx1-ubyte; it must"):
+        fashion_mnist.load("train", str(no_fashion / "half"))
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("train-images-idx3-ubyte.gz", np.zeros((20, 8, 8)), r"not uint8 \(N, 28, 28\)"),
+        ("train-labels-idx1-ubyte.gz", np.zeros(19), "not one uint8 for each of the 20 images"),
+    ],
+)
+def test_fashion_mnist_of_the_wrong_shape(tmp_path, name, array, message):
+    write_fashion(tmp_path)
+    (tmp_path / name).write_bytes(gzip.compress(idx_bytes(array)))
+    with pytest.raises(DataError, match=message):
+        fashion_mnist.load("train", str(tmp_path))
+
+
+@pytest.mark.skipif(fashion_mnist.missing_files(fashion_mnist.DEBIAN_FOLDER), reason="package not installed")
+def test_the_real_fashion_mnist():
+    test = fashion_mnist.load("test", str(fashion_mnist.DEBIAN_FOLDER))
+    assert torch.bincount(test.tensors[1]).tolist() == [1000] * 10
+    assert abs(float(test.tensors[0].mean())) < 0.01
+    assert abs(float(test.tensors[0].std()) - 1) < 0.01
+
+
+# --- arrays of the user's -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def named_arrays():
+    return {"x_train": np.arange(12.0).reshape(6, 2), "y_train": np.arange(6), "x_val": np.ones((2, 2))}
+
+
+@pytest.mark.parametrize("kind", ["npz", "folder"])
+def test_arrays(tmp_path, named_arrays, kind):
+    if kind == "npz":
+        path = tmp_path / "data.npz"
+        np.savez(path, **named_arrays)
+    else:
+        path = tmp_path
+        for name, array in named_arrays.items():
+            np.save(path / name, array)
+    x, y = arrays.load(str(path), "train").tensors
+    np.testing.assert_array_equal(x, named_arrays["x_train"])
+    np.testing.assert_array_equal(y, named_arrays["y_train"])
+    for workers in ("auto", 1):
+        options = StreamOptions("data.train", True, 6, 0, shuffle=False, num_workers=workers)
+        stream, _ = open_batches(arrays.load(str(path), "train"), options)
+        assert next(stream.epoch(0)).data[0].tolist() == named_arrays["x_train"].tolist()
+        stream.close()
+    with pytest.raises(DataError, match=r"data.path=.*: y_val missing; found x_train, x_val, y_train"):
+        arrays.load(str(path), "val")
+
+
+def test_arrays_that_cannot_be_read(tmp_path):
+    def fault(path):
+        with pytest.raises(DataError) as caught:
+            arrays.load(str(path), "train")
+        assert str(caught.value).startswith(f"data.path={path}: ")
+        return str(caught.value)
+
+    assert "no such place; allowed: an .npz file, or a folder of .npy" in fault(tmp_path / "none.npz")
+    assert "x_train and y_train missing; found no array" in fault(tmp_path)
+    np.savez(tmp_path / "objects.npz", x_train=np.array([None]), y_train=np.zeros(1))
+    assert "objects.npz cannot be read" in fault(tmp_path / "objects.npz")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    assert "a single array; save x_train and y_train with numpy.savez" in fault(tmp_path / "one.npy")
+    (tmp_path / "text.npz").write_text("hello")
+    assert "text.npz cannot be read" in fault(tmp_path / "text.npz")
+    whole = tmp_path / "whole.npz"
+    np.savez(whole, x_train=np.zeros(300), y_train=np.zeros(300))
+    (tmp_path / "cut.npz").write_bytes(whole.read_bytes()[:900])
+    assert "cut.npz cannot be read" in fault(tmp_path / "cut.npz")
+
+
+# --- synthetic ----------------------------------------------------------------------------------
+
+
+def test_synthetic_classes_can_be_told_apart():
+    train, val = (synthetic.load(split, 400, (1, 4, 4), 5) for split in ("train", "val"))
+    assert train.tensors[0].shape == (400, 1, 4, 4)
+    assert torch.equal(train.tensors[0], synthetic.load("train", 400, (1, 4, 4), 5).tensors[0])
+    assert not torch.equal(train.tensors[0], val.tensors[0])
+    assert not torch.equal(train.tensors[0], synthetic.load("train", 400, (1, 4, 4), 5, seed=1).tensors[0])
+    inputs, labels = train.tensors
+    means = torch.stack([inputs[labels == label].mean(0) for label in range(5)])
+    nearest = torch.cdist(val.tensors[0].flatten(1), means.flatten(1)).argmin(1)
+    assert (nearest == val.tensors[1]).float().mean() > 0.9
+
+
+def test_synthetic_regression():
+    train, val = (synthetic.load(split, 200, (3,), num_classes=None) for split in ("train", "val"))
+    weight = torch.linalg.lstsq(train.tensors[0], train.tensors[1]).solution
+    error = (val.tensors[0] @ weight - val.tensors[1]).square().mean()
+    assert train.tensors[1].shape == (200, 1)
+    assert error < 0.05 * val.tensors[1].var()
+    with pytest.raises(DataError, match="num_samples=0: must be at least 1"):
+        synthetic.load("train", 0)

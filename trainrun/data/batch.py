@@ -1,0 +1,111 @@
+"""Tensors inside samples and batches: conversion, casts, cuts and the move to the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
+UNSIGNED = "uint64 is not supported; convert it to int64"
+
+
+def map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
+    """The same containers with `function` applied to all that is no tuple, list or mapping."""
+    if isinstance(data, tuple):
+        parts = [map_leaves(part, function) for part in data]
+        return type(data)._make(parts) if hasattr(data, "_make") else tuple(parts)
+    if isinstance(data, list):
+        return [map_leaves(part, function) for part in data]
+    if isinstance(data, MutableMapping):
+        clone = copy.copy(data)
+        clone.update({key: map_leaves(part, function) for key, part in data.items()})
+        return clone
+    return function(data)
+
+
+def as_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    """A tensor that torch can index: uint16 and uint32 become signed and wider.
+
+    Memory is shared where type and layout allow it. Raises TypeError for what is not numbers, and for
+    uint64, whose larger half torch cannot hold.
+    """
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(_torch_array(value))
+    if value.dtype == torch.uint64:
+        raise TypeError(UNSIGNED)
+    return value.detach().to(WIDER.get(value.dtype, value.dtype))
+
+
+def _torch_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array in a type, byte order and layout that torch takes without a warning."""
+    if array.dtype.kind not in "biufc":
+        raise TypeError(f"an array of dtype {array.dtype} does not hold plain numbers")
+    wider = {"f16": np.float64, "c32": np.complex128}  # the long double types, by kind and bytes
+    dtype = wider.get(array.dtype.str[1:], array.dtype.newbyteorder("="))
+    plain: np.ndarray[Any, Any] = np.ascontiguousarray(array, dtype=dtype).reshape(array.shape)
+    return plain if plain.flags.writeable else plain.copy()
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a tensor or array holds integers or bools."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biu"
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What every engine does alike to the user's data.
+
+    Floating-point tensors become `float_dtype`; integers and bools keep their type. Sequences, which
+    are 1-D integer or bool tensors of a sample (2-D in a batch), inputs and targets alike, are cut to
+    their first `max_sequence_length` positions.
+    """
+
+    float_dtype: torch.dtype = torch.float32
+    max_sequence_length: int | None = None
+
+    def column(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
+        """Rows of many samples, as they stand in a batch."""
+        if rows.ndim == 2 and is_integer(rows):
+            rows = rows[:, : self.max_sequence_length]
+        tensor = as_tensor(rows)
+        return tensor.to(self.float_dtype) if tensor.is_floating_point() else tensor
+
+    def sample(self, sample: Any) -> Any:
+        """One sample before it is collated: cut, so that samples of unequal length may come to fit."""
+        return sample if self.max_sequence_length is None else map_leaves(sample, self._cut)
+
+    def batch(self, batch: Any) -> Any:
+        """A collated batch."""
+        return map_leaves(batch, self._cast)
+
+    def _cut(self, leaf: Any) -> Any:
+        if is_integer(leaf) and leaf.ndim == 1:
+            return leaf[: self.max_sequence_length]
+        return leaf
+
+    def _cast(self, leaf: Any) -> Any:
+        leaf = arrays_to_tensors(leaf)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.to(self.float_dtype)
+        return leaf
+
+
+def arrays_to_tensors(leaf: Any) -> Any:
+    return as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def to_device(batch: Any, device: torch.device, pinned: bool) -> Any:
+    """The batch on the device; other objects that can be moved (they have `.to`) are moved too."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=pinned) if hasattr(leaf, "to") else leaf
+
+    return batch if device.type == "cpu" else map_leaves(batch, move)

@@ -1,0 +1,119 @@
+"""Data that lies in memory: equal-length tensors or arrays, and the container they came in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from trainrun.data.batch import Preparation, as_tensor
+from trainrun.errors import DataError
+
+Column = Tensor | np.ndarray[Any, Any]
+COLUMN_TYPES = (Tensor, np.ndarray)
+TARGET_NAMES = ("target", "targets", "label", "labels", "y")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """What the built-in sources return: inputs and targets, and what is known of the classes."""
+
+    tensors: tuple[Any, ...]
+    class_names: tuple[str, ...] = ()
+    num_classes: int | None = None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One tensor or array per element of a sample.
+
+    names: of a mapping's columns, else empty. pack: puts the elements into the user's container.
+    """
+
+    values: tuple[Column, ...]
+    names: tuple[str, ...]
+    pack: Callable[[list[Any]], Any]
+
+    def __len__(self) -> int:
+        return len(self.values[0])
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample, as a map-style data set would give it."""
+        return self.pack([value[index] for value in self.values])
+
+    def batch(self, indices: list[int], preparation: Preparation) -> Any:
+        """Many samples at once, equal to what a resident copy gives."""
+        return self.pack([preparation.column(rows(value, indices)) for value in self.values])
+
+    def on_host(self) -> Columns:
+        """The same columns where worker processes can reach them."""
+        return replace(self, values=tuple(v.cpu() if isinstance(v, Tensor) else v for v in self.values))
+
+    def target(self) -> Column | None:
+        """The second element of a sample; in a mapping, the one that has a target's name."""
+        if self.names:
+            return next((v for n, v in zip(self.names, self.values, strict=True) if n in TARGET_NAMES), None)
+        return self.values[1] if len(self.values) > 1 else None
+
+
+def rows(value: Column, indices: list[int]) -> Column:
+    if isinstance(value, np.ndarray):
+        return np.asarray(value[indices])
+    return value.index_select(0, torch.tensor(indices, device=value.device))
+
+
+def columns_of(source: Any, key: str) -> Columns | None:
+    """The columns of an in-memory source; None for any other. `key` names it in errors.
+
+    In memory are: a tensor or array, a tuple, list or mapping of them, a plain `TensorDataset`, and
+    `Arrays`. A list of tensors is a list of columns, not of samples.
+    """
+    if isinstance(source, Arrays | TensorDataset):
+        if isinstance(source, TensorDataset) and type(source) is not TensorDataset:
+            return None  # a subclass may do more than index
+        return _checked(source.tensors, key, pack=tuple)
+    if isinstance(source, COLUMN_TYPES):
+        return _checked((source,), key, pack=itemgetter(0))
+    if isinstance(source, Mapping) and not isinstance(source, Dataset):
+        names = tuple(source)
+        return _checked(tuple(source.values()), key, partial(_as_dict, names), names)
+    if isinstance(source, tuple | list) and any(isinstance(value, COLUMN_TYPES) for value in source):
+        container = list if isinstance(source, list) else getattr(type(source), "_make", tuple)
+        return _checked(source, key, container)
+    return None
+
+
+def _as_dict(names: tuple[str, ...], values: list[Any]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
+
+
+def _checked(values: Sequence[Any], key: str, pack: Callable[[list[Any]], Any],
+             names: tuple[str, ...] = ()) -> Columns:  # fmt: skip
+    if not values:
+        raise DataError(f"{key}: the data set is empty: there is no array in it")
+    labels = [repr(name) for name in names] or [f"number {i + 1}" for i in range(len(values))]
+    for label, value in zip(labels, values, strict=True):
+        _check_column(value, f"{key}: array {label}")
+    lengths = [len(value) for value in values]
+    if len(set(lengths)) > 1:
+        raise DataError(f"{key}: its arrays have unequal lengths {lengths}; every sample needs a row in each")
+    columns = tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
+    return Columns(columns, names, pack)
+
+
+def _check_column(value: Any, where: str) -> None:
+    if not isinstance(value, COLUMN_TYPES):
+        raise DataError(f"{where} is a {type(value).__name__}; allowed: torch tensors and NumPy arrays")
+    if value.ndim == 0:
+        raise DataError(f"{where} is a single number; its first dimension must be the samples")
+    try:
+        as_tensor(value[:1])
+    except TypeError as error:
+        raise DataError(f"{where}: {error}; give it as an array of integers, bools or floats") from error

@@ -1,0 +1,171 @@
+"""Batches of torch's IterableDataset: samples that can only be read one after the other."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from trainrun.data.batch import Preparation, to_device
+from trainrun.data.loader import Collate, collated
+from trainrun.data.order import Plan, batch_too_large, behind_the_end, share_bounds
+from trainrun.data.workers import (
+    WorkerOptions,
+    build_loader,
+    failure_or_raise,
+    received,
+    seed_globals,
+    shut_down,
+    starting,
+)
+from trainrun.errors import DataError
+from trainrun.interfaces import MicroBatch
+
+
+@dataclass(frozen=True, eq=False)
+class StreamReader(IterableDataset[Any]):  # the base class is how torch tells it from a map-style one
+    """One epoch of one rank from position `start` on, in a worker or in the main process.
+
+    It reads the samples of all ranks in order, forms the global micro-batches and collates its own
+    share of each, so W ranks see what one rank would see. The global generators are seeded before
+    every sample by (seed, epoch, position of the sample).
+    num_samples: of an epoch; None where the data set has no length. max_batches: None is all.
+    """
+
+    dataset: Any
+    plan: Plan
+    num_samples: int | None
+    max_batches: int | None
+    preparation: Preparation
+    collate: Collate | None
+    key: str
+    epoch: int = 0
+    start: int = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from with_last(self._batches())
+        except DataError as error:
+            yield failure_or_raise(error)
+
+    def _batches(self) -> Iterator[MicroBatch]:
+        plan, count = self.plan, 0
+        for samples in islice(self._global_batches(), self.max_batches):
+            count += 1
+            if count <= self.start:
+                continue  # its samples had to be read, but not to be collated
+            begin, end = share_bounds(len(samples), plan.rank, plan.world_size)
+            if begin < end:
+                yield MicroBatch(self._collated(samples[begin:end]))
+            elif plan.training:
+                yield MicroBatch(self._collated(samples[:1]), real=False)
+        if count == 0:
+            raise DataError(f"{self.key}: {self._name} gave no batch in epoch {self.epoch}")
+        if count <= self.start:
+            raise behind_the_end(self.start, count)
+
+    def _global_batches(self) -> Iterator[list[Any]]:
+        """The samples of each micro-batch over all ranks, from the beginning of the epoch."""
+        samples, plan = self._samples(), self.plan
+        first = True
+        while chunk := list(islice(samples, plan.global_size)):
+            if len(chunk) < plan.global_size:
+                if first and plan.training:
+                    raise batch_too_large(self.key, len(chunk), plan)
+                if plan.drop_last:
+                    return
+            first = False
+            yield chunk
+
+    def _samples(self) -> Iterator[Any]:
+        seed, epoch, position = self.plan.seed, self.epoch, 0
+        end = object()
+        try:
+            seed_globals(seed, epoch)
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            samples = iter(self.dataset)
+            while True:
+                seed_globals(seed, epoch, position)
+                sample = next(samples, end)
+                if sample is end:
+                    break
+                position += 1
+                yield sample
+        except Exception as error:
+            raise DataError(
+                f"{self.key}: sample {position} of {self._name} cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if self.num_samples not in (None, position):
+            raise DataError(
+                f"{self.key}: len() of {self._name} says {self.num_samples} samples, but its iterator gave "
+                f"{position}; correct __len__ or leave it out"
+            )
+
+    def _collated(self, samples: list[Any]) -> Any:
+        return collated(samples, self.collate, self.preparation, self.key)
+
+    @property
+    def _name(self) -> str:
+        return type(self.dataset).__name__
+
+
+def with_last(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Looks one batch ahead, to mark the last."""
+    waiting = next(batches, None)
+    for batch in batches:
+        assert waiting is not None
+        yield waiting
+        waiting = batch
+    if waiting is not None:
+        yield waiting._replace(last=True)
+
+
+class IterableBatches:
+    """A stream over an IterableDataset.
+
+    Opening an epoch at position `start` is O(start): the samples before it are read and thrown away.
+    At most one worker, because several could not keep the order; it is started anew for every epoch.
+    """
+
+    def __init__(self, reader: StreamReader, device: torch.device, options: WorkerOptions) -> None:
+        self._reader = reader
+        self._device = device
+        self._options = replace(options, persistent_workers=False)
+        self._end_workers: Callable[[], Any] | None = None
+
+    @property
+    def num_batches(self) -> int | None:
+        return None if self._reader.num_samples is None else self._reader.plan.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return None if self._reader.num_samples is None else self._reader.plan.num_seen
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        plan, key = self._reader.plan, self._reader.key
+        reader = replace(self._reader, epoch=plan.effective_epoch(epoch), start=start)
+        self.close()
+        with starting(key):
+            iterator = iter(build_loader(reader, None, self._options, plan.seed))
+        self._end_workers = mine = weakref.finalize(self, shut_down, iterator, os.getpid())
+        try:
+            for batch in received(iterator, key, self._options):
+                data = to_device(batch.data, self._device, self._options.pin_memory)
+                yield MicroBatch(data, batch.real, batch.last)
+                assert self._end_workers is mine, "another epoch was opened, or the stream was closed"
+        except DataError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._end_workers is not None:
+            self._end_workers()
+        self._end_workers = None

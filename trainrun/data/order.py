@@ -1,0 +1,140 @@
+"""Which samples form which micro-batch: a pure function of seed, epoch and position.
+
+A *global* micro-batch is `batch_size * world_size` consecutive entries of the epoch's order, and every
+rank takes its contiguous share of it. So W ranks see the global batches that one rank with a batch
+W times as large would see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainrun.errors import DataError
+from trainrun.randomness import derive_seed
+
+ROWS_AT_ONCE = 1024  # micro-batches whose index tensors exist at the same time
+
+
+class Share(NamedTuple):
+    """What one rank reads of one micro-batch; `real` and `last` as in `MicroBatch`.
+
+    indices: (size,) int64, into the data set.
+    """
+
+    indices: Tensor
+    real: bool
+    last: bool
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
+    """A permutation, (num_samples,) int64, from a generator of its own."""
+    if not shuffle:
+        return torch.arange(num_samples)
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def share_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Begin and end of a rank's share of `size` samples; shares differ by at most one sample."""
+    base, extra = divmod(size, world_size)
+    begin = rank * base + min(rank, extra)
+    return begin, begin + base + (rank < extra)
+
+
+def limited(full: int, limit: float | int) -> int:
+    """How many of `full` micro-batches a limit leaves: a fraction (float, at least one) or a number (int)."""
+    if isinstance(limit, int):
+        return min(full, limit)
+    return min(full, max(1, math.floor(full * limit + 1e-9)))  # 0.29 * 100 is 28.999999999999996
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stream of one rank, without the data.
+
+    batch_size: per rank. limit: see `limited`.
+    training: an epoch has its own order, and a rank without a share of the last, short micro-batch gets
+    a filler; in evaluation every epoch is epoch 0, and that rank gets nothing.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    training: bool = True
+    limit: float | int = 1.0
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def global_size(self) -> int:
+        return self.batch_size * self.world_size
+
+    @property
+    def num_batches(self) -> int:
+        """Global micro-batches in an epoch: the same on every rank."""
+        full, rest = divmod(self.num_samples, self.global_size)
+        return limited(full + (rest > 0 and not self.drop_last), self.limit)
+
+    @property
+    def num_seen(self) -> int:
+        """Samples in an epoch, over all ranks."""
+        return min(self.num_samples, self.num_batches * self.global_size)
+
+    def effective_epoch(self, epoch: int) -> int:
+        return epoch if self.training else 0
+
+    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+        """This rank's shares from position `start` on, their indices on `device`."""
+        if start and start >= self.num_batches:
+            raise behind_the_end(start, self.num_batches)
+        return self._shares(epoch, start, device)
+
+    def _shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
+        order = epoch_order(self.num_samples, self.seed, self.effective_epoch(epoch), self.shuffle).to(device)
+        whole = min(self.num_batches, self.num_samples // self.global_size)
+        tail = self._tail(order, whole)
+        rows = order[: whole * self.global_size].view(whole, self.world_size, self.batch_size)
+        left = whole - start + len(tail)
+        for block in torch.split(rows[start:, self.rank], ROWS_AT_ONCE):
+            for indices in block.unbind():
+                left -= 1
+                yield Share(indices, True, left == 0)
+        for indices, real in tail:
+            yield Share(indices, real, True)
+
+    def _tail(self, order: Tensor, whole: int) -> list[tuple[Tensor, bool]]:
+        """This rank's part of the last, short micro-batch, where there is one."""
+        if whole == self.num_batches:
+            return []
+        rest = order[whole * self.global_size :]
+        begin, end = share_bounds(len(rest), self.rank, self.world_size)
+        if begin < end:
+            return [(rest[begin:end], True)]
+        return [(rest[:1], False)] if self.training else []
+
+
+def behind_the_end(start: int, num_batches: int) -> DataError:
+    """The fault of a resume whose data has become smaller."""
+    return DataError(
+        f"the run stopped at batch {start} of an epoch, but an epoch now has {num_batches} batches: "
+        "resume with the data, data.batch_size and number of ranks that the run was started with"
+    )
+
+
+def batch_too_large(key: str, num_samples: int, plan: Plan) -> DataError:
+    """The fault of a training batch that the data cannot fill."""
+    ranks = f" for {plan.world_size} ranks" if plan.world_size > 1 else ""
+    largest = num_samples // plan.world_size
+    allowed = f"at most {largest} is possible" if largest else "use fewer ranks (parallel.devices)"
+    return DataError(
+        f"data.batch_size={plan.batch_size}: larger than the data: {key} has {num_samples} samples{ranks}; "
+        f"{allowed}"
+    )

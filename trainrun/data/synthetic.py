@@ -1,0 +1,37 @@
+"""A random problem that can be learned, for trying out speed and settings without data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainrun.data.columns import Arrays
+from trainrun.data.split import check_split
+from trainrun.errors import DataError
+from trainrun.randomness import derive_seed
+
+SPLITS = ("train", "val", "test")
+
+
+def load(split: str, num_samples: int = 1024, shape: Sequence[int] = (16,), num_classes: int | None = 4,
+         seed: int = 0, noise: float = 1.0) -> Arrays:  # fmt: skip
+    """Inputs (N, *shape) float32; the same arguments always give the same numbers.
+
+    With num_classes, a sample is its class's prototype plus noise, and its target an int64 label, each
+    class equally often. With num_classes=None, a regression: the target (N, 1) float32 is a linear
+    function of the input plus noise.
+    """
+    check_split(split, SPLITS)
+    if num_samples < 1:
+        raise DataError(f"num_samples={num_samples}: must be at least 1")
+    problem = torch.Generator().manual_seed(derive_seed(seed, 0))  # shared by the splits
+    generator = torch.Generator().manual_seed(derive_seed(seed, 1 + SPLITS.index(split)))
+    inputs = torch.randn(num_samples, *shape, generator=generator)
+    if num_classes is None:
+        weight = torch.randn(inputs[0].numel(), 1, generator=problem) / inputs[0].numel() ** 0.5
+        error = noise * torch.randn(num_samples, 1, generator=generator)
+        return Arrays((inputs, inputs.flatten(1) @ weight + 0.1 * error))
+    prototypes = torch.randn(num_classes, *shape, generator=problem)
+    labels = torch.arange(num_samples) % num_classes
+    return Arrays((prototypes[labels] + noise * inputs, labels), num_classes=num_classes)

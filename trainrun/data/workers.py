@@ -1,0 +1,169 @@
+"""What map-style and iterable sources share: worker processes, their seeds, their faults, their end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from trainrun.errors import DataError
+from trainrun.interfaces import MicroBatch
+from trainrun.randomness import derive_seed, kept_random_state
+
+DEATH_NOTICE = "DataLoader worker"  # how torch begins its message about a dead worker
+NOTICE_SECONDS = 1.0  # longest time from a worker's death to its signal
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How the loader reads. num_workers: 0 reads in the main process. timeout_seconds: 0 waits for ever."""
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = True
+    prefetch_factor: int = 2
+    timeout_seconds: float = 300.0
+
+
+class Failure(NamedTuple):
+    """A fault on its way out of a worker: its message, and the traceback as text."""
+
+    message: str
+    trace: str
+
+
+def seed_globals(*parts: int) -> None:
+    """Seeds the generators that a user's `__getitem__` may draw from, by a hash of `parts`."""
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # torch.manual_seed would seed every accelerator as well, or record a stack trace for each call.
+    torch.default_generator.manual_seed(seed)
+
+
+def failure_or_raise(error: DataError) -> Failure:
+    """In a worker the fault as a value, because an exception would arrive as a page of text."""
+    if get_worker_info() is None:
+        raise error
+    return Failure(str(error), traceback.format_exc())
+
+
+def build_loader(reader: Any, keys: Any, options: WorkerOptions, seed: int) -> DataLoader[Any]:
+    """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers."""
+    several = options.num_workers > 0
+    generator = torch.Generator().manual_seed(derive_seed(seed))  # or iter() would draw from the global one
+    return DataLoader(
+        reader,
+        sampler=keys,
+        batch_size=None,
+        num_workers=options.num_workers,
+        collate_fn=as_it_is,
+        pin_memory=options.pin_memory,
+        timeout=options.timeout_seconds if several else 0,
+        worker_init_fn=ignore_stop_signals if several else None,
+        generator=generator,
+        prefetch_factor=options.prefetch_factor if several else None,
+        persistent_workers=options.persistent_workers and several,
+    )
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def ignore_stop_signals(worker: int) -> None:
+    """A stop request goes to the whole process group, but the batches on the way are still wanted."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextmanager
+def starting(key: str) -> Iterator[None]:
+    """Surrounds the start of workers: signals wait, so that none hits a worker that cannot ignore it yet."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        with warnings.catch_warnings():  # Python 3.12+ warns of every fork beside threads; torch has threads
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            yield
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"{key}: the data set cannot be sent to worker processes ({error}); use data.num_workers=0"
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def received(iterator: Iterator[Any], key: str, options: WorkerOptions) -> Iterator[MicroBatch]:
+    """What the loader yields; faults as DataError. In the main process the global generators stay put."""
+    end = object()
+    while True:
+        if options.num_workers:
+            item = _from_workers(iterator, end, key, options)
+        else:
+            with kept_random_state():
+                item = next(iterator, end)
+        if item is end:
+            return
+        if isinstance(item, Failure):
+            raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
+        yield item
+
+
+def _from_workers(iterator: Iterator[Any], end: object, key: str, options: WorkerOptions) -> Any:
+    try:
+        return _next_or_notice(iterator, end)
+    except RuntimeError as error:
+        text = str(error).split("\n")[0]
+        if "DataLoader timed out" in text:
+            raise DataError(
+                f"data.worker_timeout_seconds={options.timeout_seconds:g}: {key} gave no batch for that "
+                "long; raise it (0 waits for ever), or see with data.num_workers=0 where reading hangs"
+            ) from error
+        if DEATH_NOTICE in text:
+            raise DataError(
+                f"{key}: a loader worker died ({text}); it may have run out of memory or crashed: "
+                "use fewer data.num_workers, or data.num_workers=0 to see the fault"
+            ) from error
+        raise
+
+
+def _next_or_notice(iterator: Iterator[Any], end: object) -> Any:
+    """The next item; of a dead worker, torch's RuntimeError that says how it died."""
+    try:
+        return next(iterator, end)
+    except (OSError, EOFError) as error:  # the last batch of a dead worker cannot be fetched from it
+        time.sleep(NOTICE_SECONDS)  # cut short by torch's handler of SIGCHLD, which raises
+        raise RuntimeError(f"{DEATH_NOTICE} is gone: {error}") from error
+
+
+def shut_down(iterator: Any, owner: int) -> None:
+    """Ends the workers of a DataLoader's iterator; torch has no public way to do so.
+
+    owner: id of the process that started them. A forked child that drops its copy must not end them.
+    """
+    end_workers = getattr(iterator, "_shutdown_workers", None)
+    if end_workers is None or os.getpid() != owner:
+        return
+    try:
+        end_workers()
+    except RuntimeError as error:  # torch's handler of SIGCHLD raises wherever this process happens to be
+        if DEATH_NOTICE not in str(error):
+            raise
+    for worker in iterator._workers:  # torch's last resort is SIGTERM, which they ignore
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
