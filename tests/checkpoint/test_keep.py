@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.ranking import Entry, Ranking
+from trainrun.errors import ConfigError
+
+MakeRun = Callable[..., Any]
+
+
+def best_steps(run: Any) -> list[int]:
+    return [entry["step"] for entry in json.loads((run.folder / "best.json").read_text())["entries"]]
+
+
+def test_nothing_is_due_without_a_reason(make_run: MakeRun) -> None:
+    run = make_run(every_n_train_steps=3)
+    assert [step for step in range(8) if run.go(step)] == [3, 6]
+    assert run.go(7, stop="max_steps")
+    assert not run.go(7, stop="max_steps")
+    assert run.steps() == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("stopped", {"stop": "a signal", "request": 3}),
+        ("final", {"stop": "max_steps"}),
+        ("last", {"save_request": 1}),
+        ("periodic", {}),
+    ],
+)
+def test_the_kind_says_why(make_run: MakeRun, kind: str, how: dict[str, Any]) -> None:
+    run = make_run(every_n_train_steps=5)
+    step = 5 if kind == "periodic" else 4
+    assert run.go(step, **how)
+    assert read_checkpoint(run.folder / f"step-{step:08d}").manifest.kind == kind
+
+
+def test_asking_changes_nothing(make_run: MakeRun) -> None:
+    run = make_run()
+    run.state.step = run.state.validated_step = 3
+    run.state.last_metrics = {"val/acc": 0.5}
+    assert [run.keep.due(run.state) for _ in range(3)] == [True] * 3
+
+
+def test_a_saved_state_says_that_it_is_saved(make_run: MakeRun) -> None:
+    run = make_run(every_n_train_steps=2)
+    run.go(1, acc=0.5)
+    assert run.state.saved_step == -1
+    run.go(2)
+    assert run.state.saved_step == 2
+    for step in (1, 2):
+        state = read_checkpoint(run.folder / f"step-{step:08d}").shared["state"]
+        assert state == {"step": step, "saved_step": step}
+
+
+def test_the_time_interval(make_run: MakeRun) -> None:
+    run = make_run(interval_seconds=60.0)
+    assert run.keep.time_request() == 0
+    run.now = 59.9
+    assert run.keep.time_request() == 0
+    run.now = 60.0
+    assert run.keep.time_request() == 1
+    assert run.go(5, save_request=1)
+    assert run.keep.time_request() == 0
+    run.now = 119.0
+    assert run.keep.time_request() == 0
+    run.now = 120.0
+    assert run.keep.time_request() == 1
+
+
+def test_disabled_writes_nothing(make_run: MakeRun) -> None:
+    run = make_run(enabled=False, every_n_train_steps=1, interval_seconds=0.0)
+    assert not run.go(1, acc=0.5, save_request=1)
+    assert not run.go(2, stop="a signal", request=3)
+    assert run.keep.time_request() == 0
+    run.keep.close()
+    assert not run.folder.exists()
+
+
+def test_without_last_only_the_best_stay(make_run: MakeRun) -> None:
+    run = make_run(save_last=False, save_top_k=2, interval_seconds=1.0)
+    for step, acc in enumerate([0.1, 0.5, 0.3, 0.4, 0.2], start=1):
+        run.now += 100.0
+        assert run.keep.time_request() == 0
+        assert run.go(step, acc=acc, save_request=1) == (step != 5)
+    assert not run.go(6, stop="max_steps")
+    assert run.steps() == [2, 4]
+    assert run.go(7, stop="a signal", request=2)
+    assert run.steps() == [2, 4, 7]
+
+
+def test_without_last_the_end_commits_what_waits(make_run: MakeRun) -> None:
+    run = make_run(save_last=False)
+    run.go(1, acc=0.5)
+    assert run.steps() == []
+    assert run.go(2, stop="max_steps")
+    assert run.steps() == [1]
+    assert run.state.saved_step == -1
+    other = make_run(save_last=False)
+    other.go(3, acc=0.7, stop="max_steps")
+    assert other.steps() == [3]
+
+
+def test_the_newest_and_the_best_are_kept(make_run: MakeRun) -> None:
+    run = make_run(every_n_train_steps=1, keep_last=2, save_top_k=2)
+    for step, acc in enumerate([0.1, 0.8, 0.2, 0.9, 0.3, 0.4, 0.5], start=1):
+        run.go(step, acc=acc)
+    assert run.steps() == [2, 4, 6, 7]
+    assert best_steps(run) == [4, 2]
+    assert run.hidden() == []
+    assert run.keep.find("best").name == "step-00000004"
+    assert run.keep.find("last").name == "step-00000007"
+
+
+def test_other_names_are_never_touched(make_run: MakeRun) -> None:
+    run = make_run(every_n_train_steps=1, keep_last=1, save_top_k=0)
+    run.folder.mkdir()
+    names = ["step-1", "step-00000001.backup", "xstep-00000001", "step-000000001", ".tmp-mine", "notes.txt"]
+    for name in names:
+        (run.folder / name).mkdir()
+    for step in (1, 2, 3):
+        run.go(step)
+    make_run().keep.load_latest()
+    assert sorted(path.name for path in run.folder.iterdir()) == sorted([*names, "step-00000003"])
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("max", [2, 4, 1]), ("min", [3, 5, 1])])
+def test_top_k_in_both_modes_earlier_wins_ties(mode: str, expected: list[int]) -> None:
+    ranking = Ranking(mode, 3, [])
+    for step, value in enumerate([0.5, 0.9, 0.1, 0.9, 0.1, 0.5], start=1):
+        ranking.add(Entry(step, value))
+    assert [entry.step for entry in ranking.entries] == expected
+    assert not ranking.admits(Entry(7, 0.5))
+    assert ranking.admits(Entry(7, 0.51 if mode == "max" else 0.49))
+    assert not ranking.admits(Entry(1, 9.0 if mode == "max" else -9.0))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_metric_that_is_no_number_is_never_best(make_run: MakeRun, mode: str, value: float) -> None:
+    run = make_run(mode=mode)
+    assert not run.go(1, acc=value)
+    run.go(2, acc=value, stop="done")
+    assert read_checkpoint(run.folder / "step-00000002").manifest.metric is None
+    assert not (run.folder / "best.json").exists()
+
+
+def test_a_metric_of_an_earlier_step_is_not_best(make_run: MakeRun) -> None:
+    run = make_run(save_top_k=3)
+    assert run.go(1, acc=0.5)
+    assert not run.go(2)
+
+
+def test_no_metric_no_ranking(make_run: MakeRun) -> None:
+    run = make_run(monitor=None)
+    assert not run.go(1, acc=0.5)
+    run.go(2, acc=0.6, stop="done")
+    assert not (run.folder / "best.json").exists()
+
+
+def test_an_unknown_metric_is_refused_with_the_known_ones(make_run: MakeRun) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.monitor=val/f1: .*it measures val/acc, val/loss"):
+        make_run(monitor="val/f1").go(1, acc=0.5)
+
+
+def test_a_best_soon_after_a_commit_waits_in_memory(make_run: MakeRun) -> None:
+    run = make_run(save_top_k=2)
+    for step, acc in enumerate([0.1, 0.2, 0.3], start=1):
+        run.now += 3.0
+        assert run.go(step, acc=acc)
+        assert not run.folder.exists()
+    run.now += 3.0
+    run.go(4, acc=0.25, save_request=1)  # the third best: 1 and 2 dropped out unseen
+    assert run.steps() == [3, 4]
+    assert best_steps(run) == [3, 4]
+    assert torch.equal(
+        read_checkpoint(run.folder / "step-00000003").shared["model"]["w"], torch.full((2, 3), 3.0)
+    )
+
+
+def test_a_best_long_after_a_commit_is_committed_at_once(make_run: MakeRun) -> None:
+    run = make_run()
+    run.now = 9.9
+    run.go(1, acc=0.1)
+    assert run.steps() == []
+    run.now = 10.0
+    run.go(2, acc=0.2)
+    assert run.steps() == [2]
+    run.now = 19.0
+    run.go(3, acc=0.3)
+    assert run.steps() == [2]
+    run.keep.close()
+    assert run.steps() == [2, 3]
+    assert best_steps(run) == [3]
+
+
+def test_a_large_best_does_not_wait(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainrun.checkpoint.keep.DEFER_BYTES", 1500)
+    run = make_run(save_top_k=5)
+    run.parts.weight = torch.zeros(200)
+    run.go(1, acc=0.1)
+    assert run.steps() == []
+    run.go(2, acc=0.2)  # together they would be too large
+    assert run.steps() == [1, 2]
+
+
+def test_what_waits_is_not_asked_for_again(make_run: MakeRun) -> None:
+    run = make_run()
+    run.go(1, acc=0.5)
+    run.go(2, save_request=1)
+    assert run.parts.asked == 2
+    assert run.steps() == [1, 2]
+
+
+def resumed(make_run: MakeRun, **options: Any) -> Any:
+    run = make_run(**options)
+    loaded = run.keep.load_latest()
+    run.state.step = run.state.saved_step = run.state.validated_step = loaded.manifest.step
+    return run
+
+
+def test_a_resumed_run_does_not_save_again_at_once(make_run: MakeRun) -> None:
+    first = make_run(every_n_train_steps=2)
+    first.go(2, acc=0.5)
+    run = resumed(make_run, every_n_train_steps=2)
+    assert not run.go(2, acc=0.5)
+    assert not run.go(2, acc=0.5, stop="max_steps")
+
+
+def test_a_resume_restores_the_ranking(make_run: MakeRun) -> None:
+    first = make_run(every_n_train_steps=1, save_top_k=2)
+    for step, acc in enumerate([0.5, 0.9, 0.7, 0.1, 0.2], start=1):
+        first.go(step, acc=acc)
+    (first.folder / "best.json").unlink()
+    run = resumed(make_run, save_top_k=2)
+    assert not run.go(6, acc=0.7)
+    assert run.go(7, acc=0.8)
+    run.go(8, stop="done")
+    assert best_steps(run) == [2, 7]
+    assert run.steps() == [2, 7, 8]
+
+
+def test_a_resume_forgets_what_comes_later(make_run: MakeRun) -> None:
+    first = make_run(every_n_train_steps=1, save_top_k=2, keep_last=3)
+    for step, acc in enumerate([0.5, 0.6, 0.3, 0.4, 0.9], start=1):
+        first.go(step, acc=acc)
+    assert first.steps() == [2, 3, 4, 5]
+    run = make_run(every_n_train_steps=1, save_top_k=2, keep_last=1)
+    loaded = run.keep.restore(run.keep.find("step-00000003"))
+    assert loaded.manifest.step == 3
+    assert run.hidden() == [".newer-step-00000004-1", ".newer-step-00000005-1"]
+    assert len(run.notes) == 2
+    run.state.saved_step = 3
+    run.go(4, acc=0.7)
+    assert best_steps(run) == [4, 2]
+    assert run.steps() == [2, 4]
+    assert make_run().keep.load_latest().manifest.step == 4
+
+
+def test_the_ranking_of_another_metric_does_not_count(make_run: MakeRun) -> None:
+    make_run(every_n_train_steps=1).go(1, acc=0.5)
+    run = resumed(make_run, monitor="val/loss", mode="min")
+    run.go(2, acc=0.1, stop="done")
+    assert best_steps(run) == [2]
+    assert run.keep.find("best").name == "step-00000002"
+
+
+def test_a_checkpoint_of_another_run_can_be_started_from(make_run: MakeRun, tmp_path: Any) -> None:
+    other = make_run(folder=tmp_path / "other", every_n_train_steps=1)
+    for step in (3, 4):
+        other.go(step, acc=0.9)
+    run = make_run()
+    loaded = run.keep.restore(run.keep.find(str(other.folder / "step-00000003")))
+    assert loaded.manifest.step == 3
+    assert other.steps() == [3, 4]
+    assert run.go(4, acc=0.1)
+
+
+def test_leftovers_are_swept_only_by_who_goes_on(make_run: MakeRun) -> None:
+    run = make_run(every_n_train_steps=1)
+    run.go(1)
+    for name in (".tmp-step-00000002-0123abcd", ".trash-step-00000000-0123abcd", ".tmp-best-0123abcd"):
+        (run.folder / name).mkdir()
+        (run.folder / name / "state.json").touch()
+    reader = make_run()
+    reader.keep.find("last")
+    assert len(run.hidden()) == 3
+    make_run(enabled=False).keep.load_latest()
+    assert len(run.hidden()) == 3
+    reader.keep.load_latest()
+    assert run.hidden() == []

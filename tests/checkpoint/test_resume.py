@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainrun.checkpoint.manifest import Incompatible
+from trainrun.checkpoint.resume import resolve
+from trainrun.errors import CheckpointError
+
+MakeRun = Callable[..., Any]
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> Any:
+    """Checkpoints of the steps 1 (best), 2, 3."""
+    run = make_run(every_n_train_steps=1, keep_last=2)
+    for step, acc in enumerate([0.9, 0.5, 0.6], start=1):
+        run.go(step, acc=acc)
+    return run
+
+
+def damage(run: Any, step: int) -> None:
+    with (run.folder / f"step-{step:08d}" / "shared.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+
+
+def test_a_new_run_has_nothing_to_load(make_run: MakeRun) -> None:
+    run = make_run()
+    assert run.keep.load_latest() is None
+    run.folder.mkdir()
+    (run.folder / "notes.txt").touch()
+    assert run.keep.load_latest() is None
+
+
+def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(run: Any, make_run: MakeRun) -> None:
+    damage(run, 3)
+    again = make_run()
+    assert again.keep.load_latest().manifest.step == 2
+    assert again.hidden() == [".bad-step-00000003-1"]
+    assert len(again.notes) == 1
+    assert again.notes[0].startswith("step-00000003 was set aside as .bad-step-00000003-1: ")
+    assert "shared.safetensors: damaged (SHA-256" in again.notes[0]
+    again.state.saved_step = 2
+    again.go(3, stop="done")
+    damage(again, 3)
+    assert make_run().keep.load_latest().manifest.step == 2
+    assert again.hidden() == [".bad-step-00000003-1", ".bad-step-00000003-2"]
+
+
+def test_an_unfinished_folder_is_damaged(run: Any, make_run: MakeRun) -> None:
+    (run.folder / "step-00000004").mkdir()
+    assert make_run().keep.load_latest().manifest.step == 3
+
+
+def test_never_silently_from_zero(run: Any, make_run: MakeRun) -> None:
+    for step in (1, 2, 3):
+        damage(run, step)
+    with pytest.raises(CheckpointError, match="no sound checkpoint is left") as caught:
+        make_run().keep.load_latest()
+    assert all(f"step-0000000{step}" in str(caught.value) for step in (1, 2, 3))
+    with pytest.raises(CheckpointError, match=r"\.bad-step-00000001-1 says that there was one"):
+        make_run().keep.load_latest()
+    for path in run.folder.glob(".bad*"):
+        shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match=r"best\.json says that there was one"):
+        make_run().keep.load_latest()
+
+
+def test_a_sound_one_of_another_run_is_refused_and_left_alone(run: Any, make_run: MakeRun) -> None:
+    again = make_run()
+    again.keep._run_id = "run-2"
+    with pytest.raises(Incompatible):
+        again.keep.load_latest()
+    assert again.steps() == [1, 2, 3]
+
+
+def test_names_that_users_type(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(run.folder, "best") == run.folder / "step-00000001"
+    assert resolve(run.folder, "last") == run.folder / "step-00000003"
+    assert resolve(run.folder, "step-00000002") == run.folder / "step-00000002"
+    monkeypatch.chdir(run.folder)
+    for path in (run.folder / "step-00000002", "./step-00000002", "../checkpoints/step-00000002/"):
+        assert resolve(tmp_path, path).samefile(run.folder / "step-00000002")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"entries": [{"folder": "../.."}]}', b'{"entries": [1]}']
+)
+def test_a_useless_best_file_is_told_from_the_manifests(run: Any, content: bytes) -> None:
+    (run.folder / "best.json").write_bytes(content)
+    assert resolve(run.folder, "best").name == "step-00000001"
+    (run.folder / "best.json").unlink()
+    assert resolve(run.folder, "best").name == "step-00000001"
+
+
+def test_a_best_that_was_removed_by_hand(run: Any) -> None:
+    shutil.rmtree(run.folder / "step-00000001")
+    assert resolve(run.folder, "best").name == "step-00000003"
+
+
+def test_what_is_not_there(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="step-00000009: no such checkpoint; there are: best, last, step-00000001"
+    ):
+        resolve(run.folder, "step-00000009")
+    with pytest.raises(CheckpointError, match="bset: no such checkpoint"):
+        resolve(run.folder, "bset")
+    for word in ("best", "last"):
+        with pytest.raises(CheckpointError, match=f"{word}: "):
+            resolve(tmp_path / "empty", word)
+
+
+def test_foreign_files_are_refused_unopened(tmp_path: Path) -> None:
+    torch.save({"a": 1}, tmp_path / "model.pt")
+    (tmp_path / "last.ckpt").touch()
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").touch()
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "notes.txt").touch()
+    for name, hint in [
+        ("model.pt", "another program's file"),
+        ("last.ckpt", "another program's file"),
+        ("dcp", "torch.distributed checkpoint"),
+        ("step-00000001", ""),
+        ("notes.txt", ""),
+        ("", ""),
+    ]:
+        with pytest.raises(
+            CheckpointError, match=r"not a trainrun checkpoint \(a folder step-XXXXXXXX.*" + hint
+        ):
+            resolve(tmp_path / "none", str(tmp_path / name))

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from trainrun.checkpoint import strict_json
+from trainrun.checkpoint.tensor_file import NAMES
+from trainrun.checkpoint.tree import flatten, is_dense, unflatten
+from trainrun.errors import CheckpointError
+
+
+def there_and_back(tree: Any) -> Any:
+    """Through JSON text, and through contiguous copies as a file makes them."""
+    plain, tensors = flatten(tree)
+    stored = {
+        name: tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+        for name, tensor in tensors.items()
+    }
+    return unflatten(strict_json.loads(strict_json.dumps(plain), "test"), stored, "test")
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack(">d", a) == struct.pack(">d", b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return (
+            list(a) == list(b)
+            and all(type(x) is type(y) for x, y in zip(a, b, strict=True))
+            and all(same(a[k], b[k]) for k in a)
+        )
+    return bool(a == b)
+
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=8),
+    st.text(st.characters(exclude_categories=()), max_size=6),
+)  # fmt: skip
+keys = st.one_of(
+    st.text(st.characters(exclude_categories=()), max_size=4),
+    st.sampled_from(["$int", "$", "a/b"]),
+    st.integers(),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees)
+def test_any_plain_tree_comes_back_exactly(tree: Any) -> None:
+    assert same(there_and_back(tree), tree)
+
+
+def test_nasty_values() -> None:
+    tree = {
+        "ints": [0, -1, 2**53, 2**53 + 1, -(2**64), 10**6000],
+        "floats": [math.inf, -math.inf, math.nan, -0.0, 5e-324, 0.1 + 0.2, 1e308],
+        "pair of surrogates": "\ud83d\ude00",
+        "the same as one": "\U0001f600",
+        1: "an int key",
+        "1": "a str key",
+        "$tensor": ["looks like a tag"],
+        "nested": {"$dict": [[1, 2]]},
+        "bytes": bytes(range(256)),
+        "empty": [(), [], {}, b"", ""],
+    }
+    assert same(there_and_back(tree), tree)
+    nan = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
+    assert same(there_and_back([nan]), [nan])
+
+
+def test_containers_of_torch_and_numpy() -> None:
+    back = there_and_back({"milestones": Counter({30: 1, 80: 2}), "state": OrderedDict(b=1, a=2)})
+    assert same(back, {"milestones": Counter({30: 1, 80: 2}), "state": {"b": 1, "a": 2}})
+    numbers = [np.float32(0.1), np.float64(0.5), np.int64(-3), np.uint8(7), np.bool_(True), np.str_("x")]
+    assert same(there_and_back(torch.__version__), str(torch.__version__))
+    assert same(there_and_back(numbers), [float(np.float32(0.1)), 0.5, -3, 7, True, "x"])
+
+
+@pytest.mark.parametrize("dtype", NAMES.values(), ids=str)
+def test_every_dtype_keeps_its_bits(dtype: torch.dtype) -> None:
+    count = 24
+    data = torch.arange(count * dtype.itemsize, dtype=torch.int64).to(torch.uint8)
+    tensor = (data % 2).bool() if dtype == torch.bool else data.view(dtype)
+    for one in (tensor, tensor[3], tensor[:0], tensor.reshape(2, 3, 4)):
+        back = there_and_back({"x": one})["x"]
+        assert (back.dtype, back.shape) == (dtype, one.shape)
+        assert bits(back) == bits(one)
+
+
+def bits(tensor: Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_memory_formats_come_back(channels: int) -> None:
+    image = torch.rand(2, channels, 4, 5).to(memory_format=torch.channels_last)
+    tree = {
+        "channels_last": image,
+        "transposed": torch.rand(3, 4).t(),
+        "permuted": torch.rand(2, 3, 4).permute(2, 0, 1),
+    }
+    back = there_and_back(tree)
+    for name, tensor in tree.items():
+        assert torch.equal(back[name], tensor)
+        assert back[name].stride() == tensor.stride()
+    assert back["channels_last"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_gaps_and_expansions_become_dense() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    back = there_and_back([base[:, ::2], torch.ones(1).expand(5), base[:, 1]])
+    assert torch.equal(back[0], base[:, ::2])
+    assert back[0].is_contiguous()
+    assert back[1].stride() == (1,)
+    assert torch.equal(back[2], base[:, 1])
+
+
+def test_lazy_conjugates_are_not_taken_for_their_base() -> None:
+    base = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
+    back = there_and_back([base, base.conj()])
+    assert back[0].tolist() == [1 + 2j, 3 - 1j]
+    assert back[1].tolist() == [1 - 2j, 3 + 1j]
+
+
+def test_tied_tensors_stay_tied() -> None:
+    weight = nn.Parameter(torch.rand(3, 2))
+    _, tensors = flatten(
+        {"embed": weight, "head": weight.detach(), "other": weight.t(), "copy": weight.clone()}
+    )
+    assert list(tensors) == ["embed", "other", "copy"]
+    back = there_and_back({"embed": weight, "head": weight.detach(), "copy": weight.clone()})
+    back["embed"].fill_(7)
+    assert back["head"].eq(7).all()
+    assert not back["copy"].eq(7).any()
+    assert type(back["embed"]) is Tensor
+
+
+def test_empty_tensors_are_not_tied() -> None:
+    back = there_and_back([torch.empty(0), torch.empty(0, dtype=torch.int8), torch.empty(2, 0)])
+    assert [(t.dtype, tuple(t.shape)) for t in back] == [
+        (torch.float32, (0,)),
+        (torch.int8, (0,)),
+        (torch.float32, (2, 0)),
+    ]
+
+
+def test_names_that_would_collide() -> None:
+    tree = {
+        "a/b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+        "__metadata__": torch.full((1,), 2.0),
+        5: torch.full((1,), 3.0),
+    }
+    tree["5"] = torch.full((1,), 4.0)
+    back = there_and_back(tree)
+    assert [back["a/b"], back["a"]["b"], back["__metadata__"], back[5], back["5"]] == [0, 1, 2, 3, 4]
+    assert "__metadata__" not in flatten(tree)[1]
+
+
+class Strange(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2}, object(), 1j, defaultdict(int), torch.float32, torch.device("cpu"), np.zeros(2),
+        torch.Size([1]),
+        np.longdouble(1), torch.zeros(2).to_sparse(), torch.zeros(1, dtype=torch.complex128),
+        torch.empty(1, device="meta"), torch.zeros(1).as_subclass(Strange),
+        {True: 1}, {1.5: 1}, {None: 1}, {(1,): 1},
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_cannot_be_saved_is_named_with_its_path(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot save scheduler/items/1[:/]"):
+        flatten({"scheduler": {"items": [0, value]}})
+
+
+def test_a_tree_that_holds_itself_is_refused() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(TypeError, match="nested deeper"):
+        flatten(tree)
+    deep: Any = 1
+    for _ in range(64):
+        deep = {1: deep}
+    assert same(there_and_back(deep), deep)
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"$pickle": "x"}, "unknown tag"),
+        ({"$int": "0x1", "more": 1}, "unknown tag"),
+        ({"a": 1, "$b": 2}, "unknown tag"),
+        ({"$int": "12"}, "no integer"),
+        ({"$int": 12}, "no integer"),
+        ({"$float": "7ff8"}, "a float of 2 bytes"),
+        ({"$float": "zz"}, "no bytes"),
+        ({"$bytes": "ABC"}, "no bytes"),
+        ({"$bytes": [1]}, "no bytes"),
+        ({"$str": "ff"}, "no text"),
+        ({"$tuple": {"a": 1}}, "no list"),
+        ({"$dict": [[1]]}, "no pair"),
+        ({"$dict": {}}, "no list of pairs"),
+        ({"$dict": [[1, 1], [1, 2]]}, "there twice"),
+        ({"$dict": [[[1], 1]]}, "another type"),
+        ({"$dict": [[True, 1]]}, "another type"),
+        ({"$tensor": "x"}, "no reference"),
+        ({"$tensor": ["y"]}, "is missing"),
+        ({"$tensor": ["x", [1]]}, "no memory format"),
+        ({"$tensor": ["x", [0, 0]]}, "no memory format"),
+        ({"$tensor": ["x", [1, 1]]}, "no memory format"),
+        ({"$tensor": ["x", [-3, 1]]}, "no memory format"),
+        ({"$tensor": ["x", [4, 1]]}, "no memory format"),
+        ([{"$tensor": ["x"]}, {"$tensor": ["x", [1, 2]]}], "two memory formats"),
+        ([], "nothing names"),
+    ],
+)
+def test_hostile_trees_are_refused(plain: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        unflatten(plain, {"x": torch.zeros(2, 3)}, "state.json")
+
+
+def test_dense() -> None:
+    assert is_dense((2, 3), (3, 1))
+    assert is_dense((2, 3), (1, 2))
+    assert is_dense((2, 1, 3), (3, 99, 1))
+    assert not is_dense((2, 3), (4, 1))
+    assert not is_dense((2, 3), (1, 1))
+    assert is_dense((), ())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"NaN", "NaN is no JSON"),
+        (b"[-Infinity]", "no JSON number"),
+        (b"1e999", "too large"),
+        (b"1" * 5000, "5000 digits"),
+        (b'{"a": 1, "a": 2}', "'a' is there twice"),
+        (b"[" * 100_000, "nested deeper"),
+        (b'{"a":' * 257 + b"1" + b"}" * 257, "nested deeper"),
+        (b'["\\\\", ' + b"[" * 300, "nested deeper"),
+        (b'"\\"' + b"[" * 300, "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"\xef\xbb\xbf1", "not valid JSON"),
+        (b"[1,]", "not valid JSON"),
+        (b"1 2", "not valid JSON"),
+        (b"", "not valid JSON"),
+    ],
+)
+def test_strict_json_refuses(text: bytes, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        strict_json.loads(text, "place")
+
+
+def test_brackets_in_strings_are_no_depth() -> None:
+    value = ["[" * 1000, '"' + "{" * 500, "\\" * 7 + "[" * 300]
+    assert strict_json.loads(strict_json.dumps(value), "place") == value

@@ -1,0 +1,87 @@
+"""The file layer: every change that a checkpoint makes on disk goes through one object."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+BUFFER_BYTES = 1 << 20
+
+
+class Written(NamedTuple):
+    """What a file holds: its length and the SHA-256 of its bytes, in hex."""
+
+    size: int
+    sha256: str
+
+
+def _nothing(operation: str, path: Path) -> None:
+    pass
+
+
+class FileLayer:
+    """Makes, writes, renames and removes. All methods raise OSError.
+
+    before: called ahead of each operation with its name and path, so that a test can record the
+        operations, or let the n-th one fail.
+    """
+
+    def __init__(self, before: Callable[[str, Path], None] = _nothing) -> None:
+        self._before = before
+
+    def mkdir(self, path: Path) -> None:
+        """A new folder in one that exists."""
+        self._before("mkdir", path)
+        os.mkdir(path)
+
+    def make_root(self, path: Path) -> None:
+        """A folder with its parents, unless it is there already."""
+        if not path.is_dir():
+            self._before("make_root", path)
+            path.mkdir(parents=True, exist_ok=True)
+            self.fsync_dir(path.parent)
+
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+        """A new file that is on the disk, not only in memory, when this returns."""
+        self._before("open", path)
+        digest, size = hashlib.sha256(), 0
+        with open(path, "xb", buffering=BUFFER_BYTES) as file:
+            for chunk in chunks:
+                for start in range(0, len(chunk), BUFFER_BYTES):
+                    piece = chunk[start : start + BUFFER_BYTES]
+                    self._before("write", path)
+                    file.write(piece)
+                    digest.update(piece)
+                    size += len(piece)
+            file.flush()
+            self._before("fsync", path)
+            os.fsync(file.fileno())
+        return Written(size, digest.hexdigest())
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; a file at `target` is replaced."""
+        self._before("rename", target)
+        os.replace(source, target)
+
+    def fsync_dir(self, path: Path) -> None:
+        """Makes the names in a folder survive a power loss."""
+        self._before("fsync_dir", path)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove_tree(self, path: Path) -> None:
+        """A file, or a folder with all that is in it; links are removed, not followed."""
+        if path.is_dir() and not path.is_symlink():
+            for child in sorted(path.iterdir()):
+                self.remove_tree(child)
+            self._before("rmdir", path)
+            path.rmdir()
+        else:
+            self._before("unlink", path)
+            path.unlink()

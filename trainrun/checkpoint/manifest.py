@@ -1,0 +1,213 @@
+"""`MANIFEST.json`: what a checkpoint is, and the size and SHA-256 of each of its files.
+
+It is written last and its own last line is the SHA-256 of the text before it, so a folder without a
+sound manifest was never finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainrun.checkpoint import strict_json
+from trainrun.checkpoint.files import Written
+from trainrun.checkpoint.tree import flatten, unflatten
+from trainrun.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "MANIFEST.json"
+MAX_MANIFEST_BYTES = 16 * 2**20
+MAX_STEP = 10**8 - 1
+KINDS = ("last", "best", "periodic", "final", "stopped")
+FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
+
+
+class Incompatible(CheckpointError):
+    """A sound checkpoint that is not for this program or this run: never set aside as damaged."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What the monitored metric was at this step; mode: `min` or `max`."""
+
+    name: str
+    mode: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without reading its tensors.
+
+    fingerprint: facts of the environment that decide over the bits of a resumed run.
+    files: by name, everything in the folder but the manifest.
+    """
+
+    run_id: str
+    step: int
+    epoch: int
+    world_size: int
+    kind: str
+    metric: Metric | None
+    fingerprint: Mapping[str, Any]
+    files: Mapping[str, Written]
+
+
+def folder_name(step: int) -> str:
+    """The name of a step's checkpoint; steps beyond eight digits would never be found again."""
+    if not 0 <= step <= MAX_STEP:
+        raise CheckpointError(f"cannot save at step {step}: checkpoints are numbered up to {MAX_STEP}")
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder name; None for any other name."""
+    match = FOLDER_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """The steps of all checkpoint folders, oldest first; any other name is passed over."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
+    return sorted(step for name in names if (step := step_of(name)) is not None)
+
+
+def rank_files(rank: int) -> tuple[str, str]:
+    """The names of the values and of the tensors that one rank writes."""
+    return (
+        ("state.json", "shared.safetensors")
+        if rank == 0
+        else (f"rank-{rank:05d}.json", f"rank-{rank:05d}.safetensors")
+    )
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    metric = manifest.metric
+    plain, tensors = flatten(
+        {
+            "format": FORMAT,
+            "run_id": manifest.run_id,
+            "step": manifest.step,
+            "epoch": manifest.epoch,
+            "world_size": manifest.world_size,
+            "kind": manifest.kind,
+            "metric": metric and {"name": metric.name, "mode": metric.mode, "value": metric.value},
+            "fingerprint": dict(manifest.fingerprint),
+            "files": {name: {"size": w.size, "sha256": w.sha256} for name, w in manifest.files.items()},
+        }
+    )
+    assert not tensors
+    text = strict_json.dumps(plain, indent=1) + b"\n"
+    return text + hashlib.sha256(text).hexdigest().encode() + b"\n"
+
+
+def parse_manifest(data: bytes, place: str) -> Manifest:
+    """Raises CheckpointError for damage, Incompatible for what a newer version wrote."""
+    text, last_line = data[:-65], data[-65:]
+    digest = hashlib.sha256(text).hexdigest()
+    if last_line != digest.encode() + b"\n":
+        found = last_line.decode("ascii", "replace").strip()
+        raise CheckpointError(f"{place}: damaged (its last line is {found!r}, expected {digest})")
+    value = unflatten(strict_json.loads(text, place), {}, place)
+    version = value.get("format") if isinstance(value, dict) else None
+    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{place}: no format version")
+    if version > FORMAT:
+        raise Incompatible(
+            f"{place}: made by a newer version of trainrun (checkpoint format {version}; this version reads "
+            f"up to {FORMAT}): install that version to go on"
+        )
+    return _manifest(value, place)
+
+
+def _manifest(value: dict[str, Any], place: str) -> Manifest:
+    kinds = {
+        "format": int,
+        "run_id": str,
+        "step": int,
+        "epoch": int,
+        "world_size": int,
+        "kind": str,
+        "metric": type(None) if value.get("metric") is None else dict,
+        "fingerprint": dict,
+        "files": dict,
+    }
+    _check(value, kinds, place)
+    if not 0 <= value["step"] <= MAX_STEP or value["epoch"] < 0 or value["kind"] not in KINDS:
+        raise CheckpointError(f"{place}: no step, epoch or kind of a checkpoint")
+    metric = value["metric"]
+    if metric is not None:
+        _check(metric, {"name": str, "mode": str, "value": float}, f"{place}: metric")
+        metric = Metric(metric["name"], metric["mode"], metric["value"])
+    files, world_size = value["files"], value["world_size"]
+    if world_size < 1 or len(files) != 2 * world_size:  # before a list as long as the ranks is made
+        raise CheckpointError(f"{place}: {len(files)} files for {world_size} ranks")
+    expected = {name for rank in range(world_size) for name in rank_files(rank)}
+    if files.keys() != expected:
+        raise CheckpointError(
+            f"{place}: names {sorted(map(str, files))[:8]}, expected {sorted(expected)[:8]}"
+        )
+    for name, entry in files.items():
+        _check(entry, {"size": int, "sha256": str}, f"{place}: {name}")
+    written = {name: Written(entry["size"], entry["sha256"]) for name, entry in files.items()}
+    return Manifest(
+        value["run_id"],
+        value["step"],
+        value["epoch"],
+        world_size,
+        value["kind"],
+        metric,
+        value["fingerprint"],
+        written,
+    )
+
+
+def _check(value: Any, kinds: Mapping[str, type], place: str) -> None:
+    if not isinstance(value, dict) or value.keys() != kinds.keys():
+        raise CheckpointError(f"{place}: needs exactly {', '.join(sorted(kinds))}")
+    for key, kind in kinds.items():
+        if type(value[key]) is not kind:
+            raise CheckpointError(f"{place}: {key} is no {kind.__name__}")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked manifest of a checkpoint folder; its files are not looked at."""
+    path = folder / MANIFEST
+    if not path.is_symlink() and folder.is_dir() and not path.exists():
+        raise CheckpointError(f"{folder}: not a finished checkpoint (it has no {MANIFEST})")
+    with open_regular(path) as file:
+        data = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: longer than {MAX_MANIFEST_BYTES} bytes")
+    manifest = parse_manifest(data, str(path))
+    if step_of(folder.name) != manifest.step:
+        raise CheckpointError(
+            f"{folder}: the folder is {folder.name}, its manifest says step {manifest.step}"
+        )
+    return manifest
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """A plain file to read; no link, pipe or device. OSErrors of the block become CheckpointErrors."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(f"{path}: not a plain file")
+        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

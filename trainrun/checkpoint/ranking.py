@@ -1,0 +1,124 @@
+"""The best checkpoints of a run by one metric, and `best.json`, which tells people and tools."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainrun.checkpoint import strict_json
+from trainrun.checkpoint.files import FileLayer
+from trainrun.checkpoint.manifest import (
+    MAX_MANIFEST_BYTES,
+    Metric,
+    committed_steps,
+    folder_name,
+    open_regular,
+    read_manifest,
+    step_of,
+)
+from trainrun.errors import CheckpointError
+
+BEST = "best.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    step: int
+    value: float
+
+
+class Ranking:
+    """The `size` best steps so far, best first. Of equal values the earlier is better; NaN never is."""
+
+    def __init__(self, mode: str, size: int, entries: list[Entry]) -> None:
+        self._sign = -1.0 if mode == "max" else 1.0
+        self._size = size
+        self._entries: list[Entry] = []
+        for entry in entries:
+            self.add(entry)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return list(self._entries)
+
+    @property
+    def steps(self) -> set[int]:
+        return {entry.step for entry in self._entries}
+
+    def admits(self, entry: Entry) -> bool:
+        """Whether the step is new and among the best."""
+        if not math.isfinite(entry.value) or entry.step in self.steps:
+            return False
+        return entry in self._with(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Takes an entry in its place, and the worst out, if the entry is admitted."""
+        if self.admits(entry):
+            self._entries = self._with(entry)
+
+    def drop(self, steps: set[int]) -> None:
+        self._entries = [entry for entry in self._entries if entry.step not in steps]
+
+    def _with(self, entry: Entry) -> list[Entry]:
+        everyone = sorted([*self._entries, entry], key=lambda one: (self._sign * one.value, one.step))
+        return everyone[: self._size]
+
+
+def committed_metrics(folder: Path, up_to: int | None = None) -> dict[int, Metric]:
+    """What the sound manifests of a folder say of their steps' metric, oldest first."""
+    found: dict[int, Metric] = {}
+    for step in committed_steps(folder):
+        if up_to is not None and step > up_to:
+            break
+        try:
+            metric = read_manifest(folder / folder_name(step)).metric
+        except CheckpointError:  # said when somebody wants to load it
+            continue
+        if metric is not None:
+            found[step] = metric
+    return found
+
+
+def write_best(folder: Path, metric: str, mode: str, entries: list[Entry], files: FileLayer) -> None:
+    """Replaces `best.json` as a whole. A lost one can be told from the manifests again."""
+    value = {
+        "metric": metric,
+        "mode": mode,
+        "entries": [{"step": e.step, "value": e.value, "folder": folder_name(e.step)} for e in entries],
+    }
+    temporary = folder / f".tmp-best-{secrets.token_hex(4)}"
+    try:
+        files.write(temporary, [strict_json.dumps(value, indent=1) + b"\n"])
+        files.rename(temporary, folder / BEST)
+    except OSError:
+        with suppress(OSError):  # what cannot be removed now is swept when the run is opened again
+            files.remove_tree(temporary)
+        raise
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The folder of the best committed step, by `best.json`, else by the manifests."""
+    for name in _names_in_best(folder):
+        if (folder / name).is_dir():
+            return folder / name
+    metrics = committed_metrics(folder)
+    if not metrics:
+        return None
+    newest = list(metrics.values())[-1]
+    entries = [Entry(step, m.value) for step, m in metrics.items() if m.name == newest.name]
+    ranking = Ranking(newest.mode, 1, entries)
+    return folder / folder_name(ranking.entries[0].step) if ranking.entries else None
+
+
+def _names_in_best(folder: Path) -> list[str]:
+    """Best first; empty where there is no readable `best.json`: it is a convenience, not a record."""
+    try:
+        with open_regular(folder / BEST) as file:
+            value = strict_json.loads(file.read(MAX_MANIFEST_BYTES), str(folder / BEST))
+        names = [entry["folder"] for entry in value["entries"]]
+    except (CheckpointError, KeyError, TypeError):
+        return []
+    return [name for name in names if isinstance(name, str) and step_of(name) is not None]

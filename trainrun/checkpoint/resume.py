@@ -1,0 +1,138 @@
+"""Which checkpoint to go on from: by name, or the newest that is sound, the same one on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainrun.checkpoint.files import FileLayer
+from trainrun.checkpoint.format import Loaded, read_checkpoint, set_aside
+from trainrun.checkpoint.manifest import MANIFEST, Incompatible, committed_steps, folder_name, step_of
+from trainrun.checkpoint.ranking import BEST, best_checkpoint
+from trainrun.checkpoint.together import file_faults, on_rank_zero
+from trainrun.errors import CheckpointError
+from trainrun.interfaces import Parallel
+
+PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle")
+
+
+def resolve(folder: Path, which: str | Path) -> Path:
+    """The checkpoint that a user means: `best`, `last`, `step-00000042`, or a path to such a folder.
+
+    folder: the run's checkpoints. Whether the files are sound is seen when they are read.
+    """
+    word = str(which)
+    if word == "last":
+        steps = committed_steps(folder)
+        if not steps:
+            raise CheckpointError(f"last: there is no checkpoint in {folder}")
+        return folder / folder_name(steps[-1])
+    if word == "best":
+        best = best_checkpoint(folder)
+        if best is None:
+            raise CheckpointError(f"best: no checkpoint in {folder} was chosen by a metric; {_known(folder)}")
+        return best
+    path = folder / word if step_of(word) is not None else Path(word).expanduser().absolute()
+    if not path.exists():
+        raise CheckpointError(f"{word}: no such checkpoint; {_known(folder)}")
+    if step_of(path.name) is None or not (path / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{word}: not a trainrun checkpoint (a folder step-XXXXXXXX with {MANIFEST}); "
+            f"{_what_it_is(path)}{_known(folder)}"
+        )
+    return path
+
+
+def _what_it_is(path: Path) -> str:
+    if path.is_dir():
+        return "it is a torch.distributed checkpoint; " if (path / ".metadata").exists() else ""
+    return "it is another program's file and is not opened; " if path.suffix in PICKLES else ""
+
+
+def _known(folder: Path) -> str:
+    names = [folder_name(step) for step in committed_steps(folder)]
+    if not names:
+        return f"there is none in {folder}"
+    best = ["best"] if best_checkpoint(folder) else []
+    return f"there are: {', '.join([*best, 'last', *names[-5:]])}"
+
+
+def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loaded:
+    """The same checkpoint on every rank, or the same CheckpointError on every rank."""
+    loaded: Loaded | None = None
+    try:
+        loaded = read_checkpoint(folder, parallel.rank, run_id)
+        mine = "", " ".join(written.sha256 for written in loaded.manifest.files.values())
+    except Incompatible as error:
+        mine = "incompatible", str(error)
+    except CheckpointError as error:
+        mine = "damaged", str(error)
+    answers = parallel.gather(mine)
+    for _, text in [answer for answer in answers if answer[0] == "incompatible"]:
+        raise Incompatible(text)
+    for _, text in [answer for answer in answers if answer[0]]:
+        raise CheckpointError(text)
+    if len({text for _, text in answers}) != 1:
+        raise CheckpointError(f"{folder}: the ranks see different files there; they need one folder")
+    assert loaded is not None
+    return loaded
+
+
+def load_latest(
+    folder: Path, run_id: str, parallel: Parallel, files: FileLayer, note: Callable[[str], None]
+) -> Loaded | None:
+    """The newest sound checkpoint; None only where none was ever committed.
+
+    A damaged one is renamed to `.bad-...`, noted, and the one before it is tried.
+    """
+    reasons: list[str] = []
+
+    def newest() -> str | None:
+        steps = committed_steps(folder)
+        return folder_name(steps[-1]) if steps else None
+
+    while (name := on_rank_zero(parallel, newest)) is not None:
+        try:
+            return load_together(folder / name, parallel, run_id)
+        except Incompatible:
+            raise
+        except CheckpointError as error:
+            reasons.append(str(error))
+        bad = on_rank_zero(parallel, lambda: _quarantine(folder / name, files))
+        if parallel.rank == 0:
+            note(f"{name} was set aside as {bad}: {reasons[-1]}")
+    reasons += on_rank_zero(parallel, lambda: _traces(folder) if not reasons else [])
+    if reasons:
+        raise CheckpointError(
+            f"{folder}: no sound checkpoint is left to resume from: {'; '.join(reasons)}. "
+            "Start a new run, or delete that folder to begin this one again"
+        )
+    return None
+
+
+def _quarantine(folder: Path, files: FileLayer) -> str:
+    with file_faults(f"cannot set aside the damaged {folder}", folder.parent):
+        return set_aside(folder, files).name
+
+
+def _traces(folder: Path) -> list[str]:
+    """What says that there were checkpoints once."""
+    if not folder.is_dir():
+        return []
+    names = sorted(path.name for path in folder.iterdir())
+    traces = [name for name in names if name == BEST or name.startswith(".bad-step-")]
+    return [f"{name} says that there was one" for name in traces]
+
+
+def set_newer_aside(folder: Path, step: int, files: FileLayer, note: Callable[[str], None]) -> None:
+    """A run that goes on from an older checkpoint takes another way: its newer ones are renamed.
+
+    They would be taken for the newest by the next resume, and for the redone steps by the next save.
+    """
+    newer = [folder / folder_name(other) for other in committed_steps(folder) if other > step]
+    with file_faults(f"cannot set aside what is newer than step {step}", folder):
+        for path in newer:
+            target = set_aside(path, files, prefix=".newer")
+            note(f"{path.name} is newer than the step resumed from: set aside as {target.name}")
+        if newer:
+            files.fsync_dir(folder)
