@@ -1,0 +1,185 @@
+"""Which optimizer a run gets, and what is said when it cannot be had."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from trainrun.errors import PluginError
+from trainrun.optimizer.build import build_optimizer
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    return bool(optimizer.param_groups[0].get("fused"))
+
+
+@pytest.mark.parametrize("factory", [Adam, AdamW, SGD, Adagrad])
+@pytest.mark.parametrize("keywords", [{}, {"fused": None}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_open_switch_becomes_fused(
+    factory: Callable[..., Optimizer], keywords: dict[str, Any], dtype: torch.dtype
+) -> None:
+    optimizer, note = build_optimizer(factory, {"lr": 0.1, **keywords}, nn.Linear(3, 2).to(dtype))
+    assert is_fused(optimizer)
+    assert note == f"optimizer: {factory.__name__}, fused (cpu)"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("factory", "keywords"),
+    [
+        (AdamW, {"lr": 0.1}),
+        (Adam, {"lr": 0.1, "amsgrad": True}),
+        (Adagrad, {"lr": 0.1}),
+        (SGD, {"lr": 0.1}),
+        (SGD, {"lr": 0.1, "momentum": 0.9}),
+        (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    ],
+)
+def test_whatever_is_chosen_updates_as_the_plain_optimizer(
+    factory: Callable[..., Optimizer], keywords: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Up to torch 2.13 the fused SGD of a CPU is wrong for bfloat16; it must not be chosen then."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 3).to(dtype)
+    reference = copy.deepcopy(model).double()
+    start = copy.deepcopy(reference.weight.detach())
+    optimizer, _ = build_optimizer(factory, keywords, model)
+    plain = factory(reference.parameters(), **keywords, fused=False)
+    for step in range(4):
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            generator = torch.Generator().manual_seed(step)
+            theirs.grad = torch.randn(theirs.shape, generator=generator, dtype=theirs.dtype)
+            ours.grad = theirs.grad.to(dtype)
+        optimizer.step()
+        plain.step()
+    moved = (reference.weight - start).norm()
+    assert (model.weight.double() - reference.weight).norm() <= 0.05 * moved
+
+
+def test_a_fused_update_that_computes_wrong_values_is_not_used() -> None:
+    class Lazy(SGD):
+        """Leaves the rest of the vector alone, as a broken kernel does."""
+
+        def __init__(self, params: Any, lr: float, fused: bool | None = None) -> None:
+            super().__init__(params, lr)
+            self.fused = fused
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for param in self.param_groups[0]["params"]:
+                count = 64 if self.fused else param.numel()
+                param.data.view(-1)[:count] -= self.param_groups[0]["lr"] * param.grad.view(-1)[:count]
+
+    optimizer, note = build_optimizer(Lazy, {"lr": 0.1}, nn.Linear(3, 2))
+    assert not optimizer.fused  # type: ignore[attr-defined]
+    assert note.startswith(
+        "optimizer: Lazy, not fused (cpu): the fused update computes wrong values for float32"
+    )
+    with pytest.raises(PluginError, match=r"optimizer\.fused=true: the fused update computes wrong values"):
+        build_optimizer(Lazy, {"lr": 0.1, "fused": True}, nn.Linear(3, 2))
+
+
+def test_fused_sgd_takes_parameters_that_join_later() -> None:
+    ends = []
+    for fused in (None, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        optimizer, _ = build_optimizer(SGD, {"lr": 0.1, "momentum": 0.9, "fused": fused}, model)
+        assert is_fused(optimizer) == (fused is None)
+        for step in range(4):
+            for layer in model[: 1 + step // 2]:
+                layer.weight.grad = torch.full((3, 3), 1.0 + step)
+            optimizer.step()
+        ends.append(copy.deepcopy(model.state_dict()))
+    for name in ends[0]:
+        torch.testing.assert_close(ends[0][name], ends[1][name])
+
+
+def test_sparse_gradients_are_not_fused() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer, _ = build_optimizer(SGD, {"lr": 0.1}, model)
+    before = model.weight.detach().clone()
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"fused": False}, {"foreach": True}, {"differentiable": True}, {"foreach": True, "fused": None}],
+)
+def test_what_the_user_said_stays(keywords: dict[str, Any]) -> None:
+    optimizer, note = build_optimizer(AdamW, {"lr": 0.1, **keywords}, nn.Linear(3, 2))
+    assert not is_fused(optimizer)
+    assert note == "optimizer: AdamW, not fused (cpu)"
+
+
+def test_where_fusing_fails_the_plain_update_is_taken() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+    optimizer, _ = build_optimizer(AdamW, {"lr": 0.1}, Complex())
+    assert not is_fused(optimizer)
+
+
+def test_an_optimizer_without_the_switch() -> None:
+    optimizer, note = build_optimizer(RMSprop, {"lr": 0.1}, nn.Linear(3, 2))
+    assert note == "optimizer: RMSprop, not fused (cpu)"
+    assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+def test_a_function_that_makes_an_optimizer() -> None:
+    def two_rates(params: Iterable[nn.Parameter], lr: float) -> Optimizer:
+        first, *rest = params
+        return SGD([{"params": [first], "lr": 10 * lr}, {"params": rest}], lr=lr)
+
+    optimizer, note = build_optimizer(two_rates, {"lr": 0.1}, nn.Linear(3, 2))
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
+    assert note.startswith("optimizer: two_rates")
+
+
+def test_only_parameters_that_want_a_gradient_and_shared_ones_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    model[2].weight = model[1].weight
+    optimizer, _ = build_optimizer(SGD, {"lr": 0.1}, model)
+    held = optimizer.param_groups[0]["params"]
+    assert {id(p) for p in held} == {id(model[1].weight), id(model[1].bias), id(model[2].bias)}
+    assert len(held) == 3
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
+def test_nothing_to_train(model: nn.Module) -> None:
+    with pytest.raises(PluginError, match="the model has no parameter that wants a gradient"):
+        build_optimizer(AdamW, {"lr": 0.1}, model)
+
+
+@pytest.mark.parametrize(
+    ("factory", "keywords", "message"),
+    [
+        (AdamW, {"lr": -1.0}, "optimizer: AdamW: Invalid learning rate: -1.0"),
+        (AdamW, {"momentum": 0.9}, "optimizer: AdamW: .*unexpected keyword argument 'momentum'"),
+        (LBFGS, {"lr": 1.0}, "optimizer: LBFGS computes the loss several times"),
+        (lambda params: list(params), {}, "returned a list; it must return a torch.optim.Optimizer"),
+    ],
+)
+def test_mistakes_are_named(factory: Callable[..., Any], keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        build_optimizer(factory, keywords, nn.Linear(3, 2))
+
+
+def test_any_other_error_of_the_factory_keeps_its_traceback() -> None:
+    def broken(params: Any, fused: bool | None = None) -> Optimizer:
+        raise RuntimeError("my own bug")
+
+    with pytest.raises(RuntimeError, match="my own bug"):
+        build_optimizer(broken, {}, nn.Linear(3, 2))

@@ -1,0 +1,233 @@
+"""Optimizer state by name: exact types, exact continuation, and no silent mix-up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+from trainrun.errors import CheckpointError
+from trainrun.optimizer.build import start_momentum
+from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
+
+
+class Nested(Optimizer):
+    """State of every shape: nested, in float32 beside bfloat16 weights, of no parameter, and its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "range": (0.5, 2.0)})
+        self.temperature = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.temperature *= 0.9
+        total = self.state["total"]
+        total["steps"] = total.get("steps", 0) + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                moments = state.setdefault(
+                    "moments", {"slow": [torch.zeros_like(p, dtype=torch.float32)], "n": 0}
+                )
+                moments["slow"][0].lerp_(p.grad.float(), 0.3)
+                moments["n"] += 1
+                p.sub_((moments["slow"][0] * group["lr"] * self.temperature * moments["n"]).to(p.dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"temperature": self.temperature}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.temperature = state_dict["temperature"]
+
+
+FACTORIES: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw fused": lambda params: AdamW(params, lr=0.05, fused=True),
+    "adamw": lambda params: AdamW(params, lr=0.05, amsgrad=True, fused=False),
+    "adam capturable step": lambda params: Adam(params, lr=torch.tensor(0.05), fused=True),
+    "sgd": lambda params: SGD(params, lr=0.05),
+    "sgd momentum": lambda params: SGD(params, lr=0.05, momentum=0.9, fused=False),
+    "adagrad": lambda params: Adagrad(params, lr=0.05, fused=True),
+    "rmsprop": lambda params: RMSprop(params, lr=0.05, momentum=0.9, centered=True),
+    "adadelta": lambda params: Adadelta(params, lr=0.05),
+    "asgd": lambda params: ASGD(params, lr=0.05, t0=1),
+    "nadam": lambda params: NAdam(params, lr=0.05),
+    "nested": lambda params: Nested(params, lr=0.05),
+}
+
+
+class Net(nn.Module):
+    """A convolution in channels-last, a parameter that gets no gradient at first, and a 0-d one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.late = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor, late: bool) -> Tensor:
+        out = self.conv(x).mean((2, 3)) * self.gain
+        return self.late(out) if late else out
+
+
+def fit(model: Net, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step)).to(model.gain.dtype)
+        model(x, late=step >= 2).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_run_goes_on_bit_by_bit(name: str, dtype: torch.dtype, at: int) -> None:
+    model = Net(dtype)
+    optimizer = FACTORIES[name](model.parameters())
+    fit(model, optimizer, range(at))
+    saved = copy.deepcopy(named_optimizer_state(optimizer, model))
+    weights = copy.deepcopy(model.state_dict())
+    for group in saved["groups"]:  # as from JSON
+        group.update({key: list(value) for key, value in group.items() if isinstance(value, tuple)})
+
+    again = Net(dtype)
+    again.load_state_dict(weights)
+    resumed = FACTORIES[name](again.parameters())
+    load_named_optimizer_state(resumed, again, saved)
+    for left, right in zip(optimizer.param_groups, resumed.param_groups, strict=True):
+        assert {key: left[key] for key in left if key != "params"} == {
+            key: right[key] for key in right if key != "params"
+        }
+    fit(model, optimizer, range(at, at + 3))
+    fit(again, resumed, range(at, at + 3))
+    for left, right in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert_same(named_optimizer_state(optimizer, model), named_optimizer_state(resumed, again))
+
+
+def test_fused_sgd_goes_on_bit_by_bit() -> None:
+    """Also with a parameter that joins after the resume, and from a state made by the plain update."""
+    for first in (True, False):
+        model = Net(torch.float32)
+        optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, fused=first)
+        start_momentum(optimizer)
+        fit(model, optimizer, range(1))
+        again = copy.deepcopy(model)
+        resumed = SGD(again.parameters(), lr=0.05, momentum=0.9, fused=True)
+        start_momentum(resumed)
+        load_named_optimizer_state(resumed, again, named_optimizer_state(optimizer, model))
+        fit(model, optimizer, range(1, 5))
+        fit(again, resumed, range(1, 5))
+        for left, right in zip(model.parameters(), again.parameters(), strict=True):
+            torch.testing.assert_close(left, right, rtol=0 if first else 1e-6, atol=0 if first else 1e-7)
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Bit by bit, types and memory layout too."""
+    assert type(left) is type(right)
+    if isinstance(left, Tensor):
+        assert left.dtype == right.dtype
+        assert left.stride() == right.stride()
+        assert left.equal(right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_same(a, b)
+    else:
+        assert left == right
+
+
+def stepped(model: nn.Module, factory: Callable[[Any], Optimizer] = FACTORIES["adamw fused"]) -> Optimizer:
+    optimizer = factory(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def test_what_is_loaded_is_a_copy() -> None:
+    model = nn.Linear(2, 2)
+    tree = named_optimizer_state(stepped(model), model)
+    before = copy.deepcopy(tree)
+    other = nn.Linear(2, 2)
+    optimizer = FACTORIES["adamw fused"](other.parameters())
+    load_named_optimizer_state(optimizer, other, tree)
+    for param in other.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert_same(tree, before)
+
+
+def test_the_order_of_parameters_does_not_matter() -> None:
+    class Swapped(nn.Module):
+        def __init__(self, names: tuple[str, str]) -> None:
+            super().__init__()
+            for name in names:
+                self.register_parameter(name, nn.Parameter(torch.full((2,), float(ord(name)))))
+
+    model, other = Swapped(("a", "b")), Swapped(("b", "a"))
+    optimizer = FACTORIES["adamw fused"](model.parameters())
+    model.a.grad, model.b.grad = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    optimizer.step()
+    loaded = FACTORIES["adamw fused"](other.parameters())
+    load_named_optimizer_state(loaded, other, named_optimizer_state(optimizer, model))
+    assert torch.equal(loaded.state[other.a]["exp_avg"], optimizer.state[model.a]["exp_avg"])
+    assert not torch.equal(loaded.state[other.a]["exp_avg"], loaded.state[other.b]["exp_avg"])
+
+
+def test_the_kernel_is_that_of_this_machine() -> None:
+    model = nn.Linear(2, 2)
+    tree = named_optimizer_state(stepped(model), model)
+    plain = AdamW(model.parameters(), lr=0.3, fused=False)
+    load_named_optimizer_state(plain, model, tree)
+    assert plain.param_groups[0]["fused"] is False
+    assert plain.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.Linear(3, 2), r"weight has shape \[2, 3\], stored \[2, 2\]"),
+        (nn.Linear(2, 2, bias=False), "bias is not in the model"),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            "0.weight is not in the checkpoint; 0.bias is not in the checkpoint",
+        ),
+        (nn.ModuleList([nn.Linear(2, 2) for _ in range(4)]), "; and 5 more"),
+    ],
+)
+def test_another_model_is_refused(other: nn.Module, message: str) -> None:
+    model = nn.Linear(2, 2)
+    tree = named_optimizer_state(stepped(model), model)
+    optimizer = FACTORIES["adamw fused"](other.parameters())
+    with pytest.raises(CheckpointError, match="belongs to another model") as caught:
+        load_named_optimizer_state(optimizer, other, tree)
+    assert caught.match(message)
+
+
+def test_other_groups_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    tree = named_optimizer_state(stepped(model), model)
+    split = AdamW([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    with pytest.raises(CheckpointError, match="grouped differently"):
+        load_named_optimizer_state(split, model, tree)
+
+
+def test_a_parameter_of_nobody_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = AdamW([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(CheckpointError, match="1 of its 3 tensors are no parameters of the model"):
+        named_optimizer_state(optimizer, model)

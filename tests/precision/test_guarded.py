@@ -1,0 +1,320 @@
+"""Clipping, gradients that are not finite, and the state of the guarded update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from trainrun.errors import ConfigError, PluginError
+from trainrun.precision.amp import PrecisionOptions, build_precision, set_matmul, type_notes
+from trainrun.precision.guarded import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Guarded
+
+CPU = torch.device("cpu")
+OPTIMIZERS: dict[str, Callable[[Any, bool], Optimizer]] = {
+    "adamw": lambda params, fused: AdamW(params, lr=0.1, fused=fused),
+    "adam-amsgrad": lambda params, fused: Adam(params, lr=0.1, amsgrad=True, fused=fused),
+    "sgd": lambda params, fused: SGD(params, lr=0.1, momentum=0.9, fused=fused),
+    "adagrad": lambda params, fused: Adagrad(params, lr=0.1, fused=fused),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+
+
+def feed(precision: Guarded, model: nn.Module, scale: float = 1.0, seed: int = 0) -> None:
+    """Adds gradients; with a `scale` of inf or nan, bad ones."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+    with precision.autocast():
+        loss_sum = (model(x).float() * scale).square().sum()
+    precision.backward(loss_sum, 0.25)
+
+
+def frozen(model: nn.Module, optimizer: Optimizer) -> Any:
+    return copy.deepcopy((list(model.state_dict().values()), optimizer.state_dict()["state"]))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Bit by bit."""
+    if isinstance(left, Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", [None, "norm", "value"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("lazy", [True, False])
+def test_stop_leaves_everything_as_it_was_from_the_first_bad_step_on(
+    name: str, fused: bool, clip: str | None, bad: float, lazy: bool
+) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters(), fused)
+    limit = None if clip is None else 0.5
+    precision = Guarded(model, CPU, clip_value=limit, clip_algorithm=clip or "norm", lazy=lazy)
+    for _ in range(2):
+        feed(precision, model)
+        assert not precision.optimizer_step(optimizer, want_norm=False).skipped
+    before = frozen(model, optimizer)
+    for scale in (bad, 1.0, 1.0):
+        feed(precision, model, scale)
+        precision.optimizer_step(optimizer, want_norm=False)
+        assert all(param.grad is None for param in model.parameters())
+        assert same(frozen(model, optimizer), before)
+    assert "not finite (trainer.nan_policy=stop)" in precision.failure(wait=True)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_bad_first_step_leaves_no_state_behind(name: str, fused: bool, lazy: bool) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters(), fused)
+    precision = Guarded(model, CPU, lazy=lazy)
+    before = frozen(model, optimizer)
+    feed(precision, model, float("nan"))
+    assert precision.optimizer_step(optimizer, want_norm=False).skipped
+    assert same(frozen(model, optimizer), before)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_flag_on_the_device_changes_no_good_step(name: str, fused: bool) -> None:
+    ends = []
+    for lazy in (True, False):
+        model = network()
+        optimizer = OPTIMIZERS[name](model.parameters(), fused)
+        precision = Guarded(model, CPU, clip_value=0.5, lazy=lazy)
+        for step in range(4):
+            feed(precision, model, seed=step)
+            precision.optimizer_step(optimizer, want_norm=step % 2 == 0)
+        assert precision.failure(wait=True) == ""
+        ends.append(frozen(model, optimizer))
+    assert same(*ends)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_skip_equals_a_run_without_the_bad_step(name: str, fused: bool) -> None:
+    ends = []
+    for scales in ([1.0, float("inf"), 1.0], [1.0, 1.0]):
+        model = network()
+        optimizer = OPTIMIZERS[name](model.parameters(), fused)
+        precision = Guarded(model, CPU, nan_policy="skip", lazy=True)
+        skipped = []
+        for scale in scales:
+            feed(precision, model, scale)
+            skipped.append(precision.optimizer_step(optimizer, want_norm=False).skipped)
+        assert skipped == [scale == float("inf") for scale in scales]
+        assert precision.failure(wait=True) == ""
+        ends.append(frozen(model, optimizer))
+    assert same(*ends)
+
+
+def test_skip_gives_up_after_too_many_in_a_row() -> None:
+    model = network()
+    precision, _ = build_precision(PrecisionOptions(nan_policy="skip"), model, CPU)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for scale in [*[float("nan")] * MAX_SKIPS_IN_A_ROW, 1.0, *[float("nan")] * MAX_SKIPS_IN_A_ROW]:
+        feed(precision, model, scale)
+        precision.optimizer_step(optimizer, want_norm=False)
+    assert precision.failure(wait=False) == ""
+    feed(precision, model, float("nan"))
+    precision.optimizer_step(optimizer, want_norm=False)
+    assert f"more than {MAX_SKIPS_IN_A_ROW} steps in a row" in precision.failure(wait=False)
+
+
+def test_ignore_updates_all_the_same() -> None:
+    model = network()
+    precision, _ = build_precision(PrecisionOptions(nan_policy="ignore"), model, CPU)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    feed(precision, model, float("nan"))
+    assert not precision.optimizer_step(optimizer, want_norm=False).skipped
+    assert all(param.isnan().any() for param in model.parameters())
+    assert precision.failure(wait=True) == ""
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "ignore"])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("limit", [None, 0.0, 0.05, 1e3])
+def test_clipping_is_that_of_torch_and_the_norm_is_from_before(
+    policy: str, algorithm: str, limit: float | None
+) -> None:
+    model, reference = network(), network()
+    precision, _ = build_precision(PrecisionOptions("32-true", limit, algorithm, policy), model, CPU)
+    optimizer, other = SGD(model.parameters(), lr=0.1), SGD(reference.parameters(), lr=0.1)
+    plain = Guarded(reference, CPU)
+    for step in range(3):
+        feed(precision, model, seed=step)
+        feed(plain, reference, seed=step)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
+        if limit and algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
+        elif limit:
+            torch.nn.utils.clip_grad_value_(reference.parameters(), limit)
+        other.step()
+        other.zero_grad()
+        report = precision.optimizer_step(optimizer, want_norm=True)
+        assert report.norm is not None
+        assert torch.equal(report.norm, norm)
+    assert same(list(model.state_dict().values()), list(reference.state_dict().values()))
+
+
+def test_gradients_of_two_types_are_clipped_as_one_vector() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2), nn.Linear(2, 2)])
+    reference = copy.deepcopy(model)
+    for net in (model, reference):
+        for at, param in enumerate(net.parameters()):
+            param.grad = torch.full_like(param, 1.0 + at)
+    precision, _ = build_precision(PrecisionOptions(clip_value=0.5), model, CPU)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    SGD(reference.parameters(), lr=1.0).step()
+    report = precision.optimizer_step(optimizer, want_norm=True)
+    torch.testing.assert_close(report.norm, norm, check_dtype=False)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.grad is None
+
+
+def test_sparse_gradients_are_checked_clipped_and_measured() -> None:
+    model = nn.Embedding(6, 3, sparse=True)
+    reference = nn.Embedding(6, 3, _weight=model.weight.detach().clone())
+    index = torch.tensor([1, 1, 4])
+    precision, _ = build_precision(PrecisionOptions(clip_value=0.5), model, CPU)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    precision.backward(model(index).sum(), 1.0)
+    reference(index).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    SGD(reference.parameters(), lr=1.0).step()
+    report = precision.optimizer_step(optimizer, want_norm=True)
+    torch.testing.assert_close(report.norm, norm)
+    torch.testing.assert_close(model.weight, reference.weight)
+    precision.backward((model(index) * float("inf")).sum(), 1.0)
+    assert precision.optimizer_step(optimizer, want_norm=False).skipped
+
+
+def test_parameters_outside_the_optimizer_are_cleared_but_not_counted() -> None:
+    model = network()
+    precision, _ = build_precision(PrecisionOptions(), model, CPU)
+    optimizer = SGD(model[2].parameters(), lr=0.1)
+    feed(precision, model)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model[2].parameters()])
+    report = precision.optimizer_step(optimizer, want_norm=True)
+    assert torch.equal(report.norm, norm)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_group_added_later_is_seen() -> None:
+    model = network()
+    precision, _ = build_precision(PrecisionOptions(), model, CPU)
+    optimizer = SGD(model[2].parameters(), lr=0.1)
+    for _ in range(2):
+        feed(precision, model)
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for group in optimizer.param_groups for p in group["params"]]
+        )
+        assert torch.equal(precision.optimizer_step(optimizer, want_norm=True).norm, norm)
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+
+
+def test_a_step_without_any_gradient_passes() -> None:
+    for mode in ("32-true", "16-mixed"):
+        model = network()
+        precision, _ = build_precision(PrecisionOptions(mode, clip_value=1.0), model, CPU)
+        report = precision.optimizer_step(SGD(model.parameters(), lr=0.1), want_norm=True)
+        assert report.norm is not None
+        assert report.norm.item() == 0
+        assert not report.skipped
+
+
+@pytest.mark.parametrize("make", [lambda model, x: model(x), lambda model, x: torch.zeros(())])
+def test_a_loss_of_the_wrong_kind_is_named(make: Callable[..., Tensor]) -> None:
+    model = network()
+    precision, _ = build_precision(PrecisionOptions(), model, CPU)
+    with pytest.raises(PluginError, match=r"step\(\) must return the sum over the batch"):
+        precision.backward(make(model, torch.ones(4, 3)), 0.25)
+
+
+def test_the_stop_survives_a_resume() -> None:
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    precision = Guarded(model, CPU)
+    feed(precision, model, float("nan"))
+    precision.optimizer_step(optimizer, want_norm=False)
+    later = Guarded(model, CPU)
+    later.load_state_dict(precision.state_dict())
+    assert later.failure(wait=False) == precision.failure(wait=False) != ""
+    later.load_state_dict(Guarded(model, CPU).state_dict())
+    assert later.failure(wait=True) == ""
+
+
+def test_set_matmul_sets_both_switches_and_says_so() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for matmul in ("high", "medium", "highest"):
+            note = set_matmul(matmul, CPU)
+            assert torch.get_float32_matmul_precision() == matmul
+            assert torch.backends.cudnn.allow_tf32 == (matmul != "highest")
+            assert (f"precision.matmul={matmul}" in note) == (matmul != "highest")
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_notes_name_the_mode_and_impossible_types_are_refused() -> None:
+    assert type_notes("32-true", CPU) == []
+    assert type_notes("64-true", CPU) == []
+    assert all(line.startswith("precision=16-mixed: this CPU") for line in type_notes("16-mixed", CPU))
+    assert any("bf16-mixed keeps it" in line for line in type_notes("bf16-true", CPU))
+    with pytest.raises(ConfigError, match=r"precision=64-true: the device mps has no float64"):
+        type_notes("64-true", torch.device("mps"))
+
+
+def test_overflows_are_normal_until_there_are_too_many() -> None:
+    model = network()
+    precision, _ = build_precision(PrecisionOptions("16-mixed"), model, CPU)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(MAX_OVERFLOWS_IN_A_ROW):
+        feed(precision, model, float("nan"))
+        assert precision.optimizer_step(optimizer, want_norm=False).skipped
+    assert precision.failure(wait=True) == ""
+    feed(precision, model, float("nan"))
+    precision.optimizer_step(optimizer, want_norm=False)
+    assert "the loss scale fell more than 25 times in a row" in precision.failure(wait=True)
+
+
+def test_it_works_with_the_bucket_views_of_ddp(tmp_path: Path) -> None:
+    """There, gradients are views of buffers of DDP's own, which must be found again after each clearing."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ends = []
+        for wrap in (True, False):
+            model = network()
+            called = (
+                nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if wrap else model
+            )
+            precision, _ = build_precision(PrecisionOptions(clip_value=0.5), model, CPU)
+            optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
+            for step in range(3):
+                feed(precision, called, seed=step)
+                precision.optimizer_step(optimizer, want_norm=True)
+            ends.append(frozen(model, optimizer))
+        assert same(*ends)
+    finally:
+        torch.distributed.destroy_process_group()

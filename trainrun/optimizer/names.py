@@ -1,0 +1,127 @@
+"""The optimizer's state by the names of parameters, with the exact number types.
+
+Optimizer.state_dict numbers the parameters, so it cannot tell a reordered model from the same one; and
+Optimizer.load_state_dict casts what it loads to the type of the parameter, so float32 averages of
+bfloat16 weights would be rounded. Here nothing is renamed silently and nothing is cast.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainrun.errors import CheckpointError
+
+MAX_FAULTS_SHOWN = 5
+KERNEL_CHOICES = ("fused", "foreach")  # belong to this machine, not to the training
+
+
+def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """groups: the fields of each group, with names for parameters; state: by name; shapes: by name.
+
+    others: state that belongs to no parameter; own: what the optimizer adds to its own `state_dict`.
+    Tensors are the live ones, not copies. Parameters outside the model are an error.
+    """
+    names = _names(optimizer, model)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names[param] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "groups": groups,
+        "shapes": {name: list(param.shape) for param, name in names.items()},
+        "state": {names[key]: value for key, value in optimizer.state.items() if key in names},
+        "others": {key: value for key, value in optimizer.state.items() if key not in names},
+        "own": _own_fields(optimizer),
+    }
+
+
+def load_named_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: dict[str, Any]) -> None:
+    """Puts copies of the stored state into a freshly built optimizer of the same parameters."""
+    params = {name: param for param, name in _names(optimizer, model).items()}
+    _check_same(params, optimizer, tree)
+    if tree["own"]:
+        optimizer.load_state_dict(optimizer.state_dict() | tree["own"])
+    for group, stored in zip(optimizer.param_groups, tree["groups"], strict=True):
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for name in stored["params"]:
+            if name in tree["state"]:  # a parameter without a gradient so far may have none
+                optimizer.state[params[name]] = _copied(tree["state"][name], params[name], on_device)
+        _load_fields(group, stored)
+    optimizer.state.update(copy.deepcopy(tree["others"]))
+
+
+def _names(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
+    """The name of each parameter of the optimizer, in its order."""
+    known: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = sum(param not in known for param in params)
+    if strangers:
+        raise CheckpointError(
+            f"optimizer: {strangers} of its {len(params)} tensors are no parameters of the model, "
+            "so their state cannot be saved; make them parameters of the model"
+        )
+    return {param: known[param] for param in params}
+
+
+def _own_fields(optimizer: Optimizer) -> dict[str, Any]:
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return {}
+    return {k: v for k, v in optimizer.state_dict().items() if k not in ("state", "param_groups")}
+
+
+def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
+    """Names, shapes and groups of the checkpoint are those of the optimizer, or CheckpointError."""
+    stored = tree["shapes"]
+    faults = [f"{name} is not in the checkpoint" for name in params if name not in stored]
+    faults += [f"{name} is not in the model" for name in stored if name not in params]
+    for name, shape in stored.items():
+        if name in params and list(params[name].shape) != list(shape):
+            faults.append(f"{name} has shape {list(params[name].shape)}, stored {list(shape)}")
+    names = {param: name for name, param in params.items()}
+    now = [{names[param] for param in group["params"]} for group in optimizer.param_groups]
+    if not faults and now != [set(group["params"]) for group in tree["groups"]]:
+        faults = ["the parameters are grouped differently"]
+    if faults:
+        shown, more = "; ".join(faults[:MAX_FAULTS_SHOWN]), len(faults) - MAX_FAULTS_SHOWN
+        raise CheckpointError(
+            f"optimizer: the state in the checkpoint belongs to another model: {shown}"
+            + (f"; and {more} more" if more > 0 else "")
+        )
+
+
+def _load_fields(group: dict[str, Any], stored: dict[str, Any]) -> None:
+    """Group fields as stored; a tuple that became a list on disk is a tuple again."""
+    for key, value in stored.items():
+        if key == "params" or key in KERNEL_CHOICES:
+            continue
+        fresh = group.get(key)
+        if isinstance(fresh, Tensor):
+            fresh.copy_(torch.as_tensor(value))
+        elif isinstance(fresh, tuple) and isinstance(value, list):
+            group[key] = tuple(value)
+        else:
+            group[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _copied(value: Any, param: Tensor, on_device: bool, key: str = "") -> Any:
+    """The same tree with tensors of its own, of the stored type.
+
+    They lie where and how torch's own do: beside the parameter, in its memory format (fused kernels walk
+    both in memory order); a step count stays on the CPU unless the kernel reads it on the device.
+    """
+    if isinstance(value, Tensor):
+        device = param.device if on_device or key != "step" else torch.device("cpu")
+        if value.shape == param.shape:
+            return torch.empty_like(param, dtype=value.dtype, device=device).detach().copy_(value)
+        return value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        return {k: _copied(v, param, on_device, k) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_copied(item, param, on_device) for item in value])
+    return value

@@ -1,0 +1,83 @@
+"""Gradients as lists of tensors, one list per device and type, because batched kernels want them so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+Groups = list[list[Tensor]]
+
+
+def gradient_groups(params: Iterable[nn.Parameter], uniform: bool) -> Groups:
+    """The gradients there are. uniform: all parameters have the same device and type (no search then).
+
+    Sparse gradients are coalesced in place and stand here with their values.
+    """
+    grads = [_coalesced(p) if grad.is_sparse else grad for p in params if (grad := p.grad) is not None]
+    if uniform:
+        return [grads] if grads else []
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return list(groups.values())
+
+
+def _coalesced(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None
+    param.grad = param.grad.coalesce()  # repeated indices are added up: the sum must be finite, not the parts
+    return param.grad._values()
+
+
+def is_uniform(params: Iterable[nn.Parameter]) -> bool:
+    """Whether `gradient_groups` of these parameters is one list."""
+    return len({(param.device, param.dtype) for param in params}) <= 1
+
+
+def total_norm(groups: Groups, device: torch.device) -> Tensor:
+    """0-d on `device`: the 2-norm of all gradients as one vector. The host does not wait for it.
+
+    At least float32 also where the gradients are 16 bit wide. (torch.nn.utils.get_total_norm gives the
+    same number in twice the time on a model of four small tensors: 16 and 8 us on a CPU.)
+    """
+    norms: list[Tensor] = []
+    for grads in groups:
+        dtype = torch.float64 if grads[0].dtype is torch.float64 else torch.float32
+        norms += torch._foreach_norm(grads, 2, dtype=dtype)
+    if not norms:
+        return torch.zeros((), device=device)
+    if len(groups) > 1:
+        norms = [norm.to(device, torch.float64) for norm in norms]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
+    """Sets `found` (0-d float32) to 1 if any value is not finite; never back to 0. The host does not wait.
+
+    One pass: 2.5 us for four small tensors on a CPU, where their norms or their sums take 6. `one` is a 1
+    on the device of `found`: the kernel is that of loss scaling, and here the scale is 1.
+    """
+    for grads in groups:
+        device = grads[0].device
+        if device == found.device:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, one)
+        else:
+            there = found.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, there, one.to(device))
+            found.copy_(there)
+
+
+def clip_norm_(groups: Groups, norm: Tensor, limit: float) -> None:
+    """Scales all gradients by min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
+    coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for grads in groups:
+        torch._foreach_mul_(grads, coefficient.to(grads[0].device))
+
+
+def clip_value_(groups: Groups, limit: float) -> None:
+    """Limits every single value to [-limit, limit]."""
+    for grads in groups:
+        torch._foreach_clamp_min_(grads, -limit)
+        torch._foreach_clamp_max_(grads, limit)

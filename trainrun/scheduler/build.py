@@ -1,0 +1,130 @@
+"""From the words of the config to a `Schedule`: warmup in steps, lengths filled in, mistakes named."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainrun.errors import ConfigError, PluginError
+from trainrun.scheduler.curves import constant
+from trainrun.scheduler.schedule import Curve, Schedule
+
+UNKNOWN_LENGTH = "the number of steps is not known in advance; set trainer.max_steps"
+
+# Arguments that mean "the length of the training": filled in where they are None or not given.
+LENGTHS = ("total_steps", "num_training_steps", "T_max")
+LENGTHS_OF_CLASS = {"LinearLR": "total_iters", "PolynomialLR": "total_iters"}
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """At most one of the three may be set: steps, a ratio of all steps (0..1), epochs (fractions allowed)."""
+
+    steps: int = 0
+    ratio: float | None = None
+    epochs: float | None = None
+
+
+def resolve_warmup(warmup: Warmup, total_steps: int | None, steps_per_epoch: int | None) -> int:
+    """The warmup in steps, rounded to the nearest."""
+    words = {"steps": warmup.steps or None, "ratio": warmup.ratio, "epochs": warmup.epochs}
+    given = {word: value for word, value in words.items() if value is not None}
+    if not given:
+        return 0
+    if len(given) > 1:
+        keys = " and ".join(f"scheduler.warmup_{word}" for word in given)
+        raise ConfigError(f"{keys}: set only one of them")
+    ((word, value),) = given.items()
+    said = f"scheduler.warmup_{word}={value:g}"
+    if value < 0 or (word == "ratio" and value > 1):
+        raise ConfigError(f"{said}: must be {'between 0 and 1' if word == 'ratio' else '0 or more'}")
+    if word == "ratio" and total_steps is None:
+        raise ConfigError(f"{said}: {UNKNOWN_LENGTH}, or use scheduler.warmup_steps")
+    if word == "epochs" and steps_per_epoch is None:
+        raise ConfigError(f"{said}: the length of an epoch is not known; use scheduler.warmup_steps")
+    steps = round(value * ({"ratio": total_steps, "epochs": steps_per_epoch}.get(word) or 1))
+    if total_steps is not None and steps > total_steps:
+        raise ConfigError(f"{said}: a warmup of {steps} steps is longer than the run of {total_steps}")
+    return steps
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    target: Callable[..., Any] | None,
+    keywords: dict[str, Any],
+    warmup_steps: int,
+    total_steps: int | None,
+    metric: str | None = None,
+) -> Schedule:
+    """target: None for a constant rate; a torch scheduler class, or any function whose first argument is
+    `optimizer` and that returns a torch scheduler; else a curve, called as `target(step, **keywords)`.
+
+    total_steps: of the whole run, the warmup included; the target is told what is left after it.
+    warmup_steps: from `resolve_warmup`; metric: what ReduceLROnPlateau looks at (`val/loss`).
+    """
+    if target is None or target is constant:
+        return Schedule(optimizer, None, warmup_steps, metric)
+    name = getattr(target, "__name__", type(target).__name__)
+    left = None if total_steps is None else max(total_steps - warmup_steps, 1)
+    keywords = _with_length(target, name, keywords, left)
+    shape: LRScheduler | Curve
+    try:
+        if makes_scheduler(target):
+            shape = _checked_scheduler(target(optimizer, **keywords), name)
+        else:
+            shape = _checked_curve(partial(target, **keywords), name)
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"scheduler: {name}: {error}") from error
+    return Schedule(optimizer, shape, warmup_steps, metric)
+
+
+def makes_scheduler(target: Callable[..., Any]) -> bool:
+    """Whether the target is called once with the optimizer, and not with a step at every update."""
+    if inspect.isclass(target):
+        return issubclass(target, LRScheduler)
+    return next(iter(_parameters(target)), "") == "optimizer"
+
+
+def _with_length(
+    target: Callable[..., Any], name: str, keywords: dict[str, Any], left: int | None
+) -> dict[str, Any]:
+    """The keywords, with the length of the training where the target asks for it and nobody said it."""
+    asked = [word for word in (*LENGTHS, LENGTHS_OF_CLASS.get(name)) if word in _parameters(target)]
+    if keywords.get("epochs") is not None and keywords.get("steps_per_epoch") is not None:
+        return keywords  # OneCycleLR computes its length from these
+    missing = [word for word in asked if word is not None and keywords.get(word) is None]
+    if missing and left is None:
+        raise ConfigError(f"scheduler.{missing[0]}: {UNKNOWN_LENGTH}, or scheduler.{missing[0]} itself")
+    return keywords | dict.fromkeys(missing, left)
+
+
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):  # a callable without a readable signature
+        return {}
+
+
+def _checked_scheduler(made: Any, name: str) -> LRScheduler:
+    if not isinstance(made, LRScheduler):
+        raise PluginError(
+            f"scheduler: {name} returned a {type(made).__name__}; it must return a scheduler of "
+            "torch.optim.lr_scheduler (a curve takes the step as its first argument, not the optimizer)"
+        )
+    return made
+
+
+def _checked_curve(curve: Curve, name: str) -> Curve:
+    value = curve(0)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PluginError(
+            f"scheduler: {name}(0) returned a {type(value).__name__}; it must return a number, what the "
+            "learning rate of the optimizer is multiplied by"
+        )
+    return curve

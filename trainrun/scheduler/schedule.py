@@ -1,0 +1,123 @@
+"""The learning rates of an optimizer over the updates it has made.
+
+One owner: linear warmup in front, then either a curve in closed form or one of torch's schedulers.
+torch's are often recursive (each value is computed from the one in the optimizer), so during the warmup
+the wrapped one is not stepped at all, and gets the value it left in the optimizer back at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainrun.errors import CheckpointError, ConfigError
+from trainrun.scheduler.state import merged, plain
+
+Curve = Callable[[int], float]
+
+
+class Schedule:
+    """Sets every group's rate for update s (0 is the first), where W is `warmup_steps`:
+
+    s < W: base * (s + 1) / W, so the first update learns already and update W - 1 has the base rate;
+    s >= W: base * curve(s - W), or what torch's scheduler says after s - W of its steps.
+
+    base is the rate of the group as the optimizer was built; with a torch scheduler it is what that
+    scheduler starts with (OneCycleLR starts at max_lr / 25).
+
+    shape: a curve, a torch scheduler that was built on this optimizer, or None for a constant rate.
+    metric: the validation metric that ReduceLROnPlateau reads; validations during the warmup do not count.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shape: Curve | LRScheduler | None,
+        warmup_steps: int = 0,
+        metric: str | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._wrapped = shape if isinstance(shape, LRScheduler) else None
+        self._curve = None if isinstance(shape, LRScheduler) else shape
+        self._warmup_steps = warmup_steps
+        self._metric = metric
+        self._count = 0
+        self._base_lrs = self.lrs
+        self._follow()
+
+    @property
+    def lr(self) -> float:
+        """Of the first group, for the coming update."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def lrs(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def step(self) -> None:
+        """Once after every update that was not skipped."""
+        self._count += 1
+        if self._curve is not None or self._count <= self._warmup_steps:
+            self._follow()
+        elif self._wrapped is not None and not isinstance(self._wrapped, ReduceLROnPlateau):
+            self._wrapped.step()
+
+    def _follow(self) -> None:
+        """The rates of the warmup, of its end, and of the start where there is none."""
+        if self._count < self._warmup_steps:
+            self._scale((self._count + 1) / self._warmup_steps)
+        elif self._curve is not None:
+            self._scale(self._curve(self._count - self._warmup_steps))
+        else:
+            self._scale(1.0)
+
+    def _scale(self, multiplier: float) -> None:
+        for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            set_lr(group, base * multiplier)
+
+    def on_validation(self, metrics: dict[str, float]) -> None:
+        """Lets ReduceLROnPlateau look at its metric; every other schedule ignores validations."""
+        if not isinstance(self._wrapped, ReduceLROnPlateau) or self._count < self._warmup_steps:
+            return
+        name = self._metric or "val/loss"
+        if name not in metrics:
+            known = ", ".join(sorted(metrics)) or "none"
+            raise ConfigError(f"scheduler.metric={name}: validation has no such metric; it has: {known}")
+        self._wrapped.step(metrics[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "count": self._count,
+            "lrs": self.lrs,
+            "wrapped": None if self._wrapped is None else plain(self._wrapped.state_dict()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """After the optimizer has its state.
+
+        The warmup and the curves are computed again from the count, so a rate or a length that was
+        changed for a resume holds; torch's schedulers go on from the rates they had.
+        """
+        if len(state["lrs"]) != len(self._base_lrs):
+            raise CheckpointError(
+                f"scheduler: the checkpoint has learning rates of {len(state['lrs'])} parameter groups, "
+                f"the optimizer has {len(self._base_lrs)}"
+            )
+        self._count = state["count"]
+        self._follow()
+        if self._wrapped is not None and state["wrapped"] is not None:
+            self._wrapped.load_state_dict(merged(self._wrapped.state_dict(), state["wrapped"]))
+            for group, lr in zip(self._optimizer.param_groups, state["lrs"], strict=True):
+                set_lr(group, lr)
+
+
+def set_lr(group: dict[str, Any], lr: float) -> None:
+    """Into the tensor where the rate is one, so that captured graphs see it."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
