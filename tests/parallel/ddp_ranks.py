@@ -1,0 +1,190 @@
+"""What one rank of test_ddp.py does: `ddp_ranks.py RUN_DIR SIZES`. It writes down all it sees."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainrun.interfaces import Parallel
+from trainrun.parallel.ddp import Ddp
+from trainrun.parallel.group import Group
+from trainrun.parallel.worker import run_as_rank
+from trainrun.rundir import RunDir, write_json
+from trainrun.signals import StopFlag
+
+OPTIONS = SimpleNamespace(
+    mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False, static_graph=False,
+    gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=60.0,
+)  # fmt: skip
+
+
+def another(parallel: Ddp, **options: Any) -> Ddp:
+    """A second `Ddp` of the same ranks."""
+    return Ddp(Group(parallel.device, parallel.rank, parallel.world_size, parallel._host), **options)
+
+
+def train_unevenly(parallel: Parallel, sizes: list[list[list[int]]], seen: dict[str, Any]) -> None:
+    torch.manual_seed(3 + parallel.rank)  # rank 0's weights count
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    wrapped = parallel.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(1000, 6, dtype=torch.float64, generator=generator)
+    y = torch.randn(1000, 2, dtype=torch.float64, generator=generator)
+    first = 0
+    for number, step in enumerate(sizes):
+        start = first + sum(sum(mine) for mine in step[: parallel.rank])
+        first += sum(sum(mine) for mine in step)
+        own = step[parallel.rank]
+        agreed = parallel.agree(sum(own), 0, 0)
+        for i, count in enumerate(own):
+            rows = slice(start, start + count)
+            start += count
+            with parallel.sync_gradients(last=i == len(own) - 1):
+                loss_sum = (wrapped(x[rows]) - y[rows]).square().sum()
+                (loss_sum / agreed.items).backward()
+            if number == 0:
+                moment = "last" if i == len(own) - 1 else "first"
+                seen[f"gradient_after_{moment}"] = model[0].weight.grad.tolist()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen["weights"] = {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def talk(parallel: Parallel, seen: dict[str, Any]) -> None:
+    rank, last = parallel.rank, parallel.world_size - 1
+    seen["agreed"] = [
+        parallel.agree(10 + 3 * rank, 0, 0),
+        parallel.agree(10 + 3 * rank, 2 if rank == last else 1, 1 if rank == 0 else 0),
+        parallel.agree(0, 0, 3 if rank == last else 0),
+    ]
+    seen["sums"] = parallel.sum_over_ranks([0.1 * (rank + 1), float(rank), 2.0**40])
+    seen["sums_of_nothing"] = parallel.sum_over_ranks([])
+    seen["gathered"] = parallel.gather({"rank": rank, "words": ["a"] * rank})
+    parallel.barrier()
+
+
+def follow_buffers(parallel: Parallel, seen: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    norm = model[0]
+    norm.running_mean.fill_(1.0 + parallel.rank)
+    wrapped = parallel.wrap(model)
+    buffers: dict[str, Any] = {"at_start": norm.running_mean.tolist()}
+    batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(parallel.rank))
+    for last in (False, True):
+        with parallel.sync_gradients(last=last):
+            wrapped(batch).sum().backward()
+    buffers["own_batch_mean"] = batch.mean(0).tolist()
+    buffers["running_mean"] = norm.running_mean.tolist()
+    buffers["running_var"] = norm.running_var.tolist()
+    buffers["num_batches_tracked"] = int(norm.num_batches_tracked)
+    seen["buffers"] = buffers
+
+
+class Crossed(nn.Module):
+    """Uses its layers in another order than it names them, so gradients come in another order too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(61, 61) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in (3, 0, 5, 1, 4, 2):
+            x = torch.tanh(self.layers[i](x)) * 2
+        return x
+
+
+def resume(parallel: Ddp, seen: dict[str, Any]) -> None:
+    """Three steps at once, and one step, a new wrap, two steps: float32, in many small buckets."""
+    torch.manual_seed(11)
+    first = Crossed()
+    bits: dict[str, Any] = {}
+    for name, stops in (("never_stopped", (3,)), ("stopped_and_resumed", (1, 2))):
+        model = copy.deepcopy(first)
+        data = torch.Generator().manual_seed(parallel.rank)
+        for num_steps in stops:
+            model = copy.deepcopy(model)
+            wrapped = (again := another(parallel, bucket_cap_mb=0.02)).wrap(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for _ in range(num_steps):
+                with again.sync_gradients(last=True):
+                    wrapped(torch.randn(16, 61, generator=data)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        bits[name] = [value.double().sum().item() for value in model.state_dict().values()]
+    seen.update(bits)
+
+
+def wrap_quietly(parallel: Ddp, seen: dict[str, Any]) -> None:
+    model = nn.Linear(3, 3)
+    before = torch.get_rng_state()
+    another(parallel).wrap(model)
+    seen["random_state_kept"] = bool(torch.equal(before, torch.get_rng_state()))
+    seen["no_gradient_after_wrap"] = all(parameter.grad is None for parameter in model.parameters())
+
+
+def exchange_small_types(parallel: Ddp, seen: dict[str, Any]) -> None:
+    seen["small_types"] = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        model = nn.Linear(1, 1, bias=False).to(dtype)
+        wrapped = (again := another(parallel)).wrap(model)
+        with again.sync_gradients(last=True):
+            wrapped(torch.full((1, 1), parallel.rank + 1.0, dtype=dtype)).sum().backward()
+        assert model.weight.grad is not None
+        seen["small_types"][str(dtype)] = model.weight.grad.item()
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def leave_parameters_unused(parallel: Ddp, seen: dict[str, Any]) -> None:
+    for allowed in (True, False):
+        again = another(parallel, find_unused_parameters=allowed)
+        wrapped = again.wrap(HalfUsed())
+        try:
+            for _ in range(2):
+                with again.sync_gradients(last=True):
+                    wrapped(torch.ones(1, 2)).sum().backward()
+            seen["unused_allowed"] = allowed
+        except Exception as error:
+            seen["unused"] = [type(error).__name__, str(error)]
+
+
+def raise_inside(parallel: Ddp, seen: dict[str, Any]) -> None:
+    try:
+        with parallel.sync_gradients(last=False):
+            raise RuntimeError("the model's own")
+    except Exception as error:
+        seen["own_error"] = f"{type(error).__name__}: {error}"
+
+
+def work(parallel: Parallel, flag: StopFlag) -> int:
+    assert isinstance(parallel, Ddp)
+    seen: dict[str, Any] = {}
+    train_unevenly(parallel, json.loads(sys.argv[2]), seen)
+    talk(parallel, seen)
+    follow_buffers(parallel, seen)
+    resume(parallel, seen)
+    wrap_quietly(parallel, seen)
+    exchange_small_types(parallel, seen)
+    raise_inside(parallel, seen)
+    leave_parameters_unused(parallel, seen)
+    write_json(Path(sys.argv[1], f"seen{parallel.rank}.json"), seen)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_as_rank(RunDir(Path(sys.argv[1])), OPTIONS, work))

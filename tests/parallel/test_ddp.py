@@ -1,0 +1,209 @@
+"""Two and three real ranks under gloo against one process, and what they tell each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainrun.errors import ConfigError, PluginError
+from trainrun.parallel.ddp import Ddp, check_parameters
+from trainrun.parallel.group import Group
+from trainrun.parallel.launch import RankFailed, launch
+from trainrun.rundir import RunDir, read_json
+
+NUM_STEPS = 4
+# per step, rank and micro-batch: how many samples; the third window is shorter than the others
+SIZES = {
+    2: [[[3, 1, 4], [2, 2, 5]], [[1, 1, 1], [6, 2, 3]], [[4], [1]], [[2, 3, 2], [5, 1, 1]]],
+    3: [[[3, 1], [2, 2], [1, 6]], [[1, 1], [6, 2], [2, 2]], [[4], [1], [3]], [[2, 3], [5, 1], [4, 4]]],
+}
+
+SCRIPT = Path(__file__).with_name("ddp_ranks.py")
+
+
+def samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, 6, dtype=torch.float64, generator=generator)
+    return x, torch.randn(count, 2, dtype=torch.float64, generator=generator)
+
+
+def one_process(world_size: int) -> dict[str, torch.Tensor]:
+    """The same steps on the joined samples of all ranks, one batch a step."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    first = 0
+    for step in SIZES[world_size]:
+        count = sum(sum(sizes) for sizes in step)
+        x, y = samples(1000)
+        x, y = x[first : first + count], y[first : first + count]
+        first += count
+        ((model(x) - y).square().sum() / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every rank of `ddp_ranks.py` saw; one start of the ranks for all tests of this file."""
+    world_size = request.param
+    run = RunDir(tmp_path_factory.mktemp("ddp"))
+    env = dict(os.environ, PYTHONPATH=str(SCRIPT.parents[2]), OMP_NUM_THREADS="1")
+    sizes = json.dumps(SIZES[world_size])
+    code = launch(
+        lambda attempt: [sys.executable, str(SCRIPT), str(run.root), sizes],
+        world_size, run, grace_seconds=5, env=env,
+    )  # fmt: skip
+    assert code == 0
+    return [read_json(run.root / f"seen{rank}.json") for rank in range(world_size)]
+
+
+def test_uneven_micro_batches_equal_one_process(results: list[dict[str, Any]]) -> None:
+    wanted = one_process(len(results))
+    for seen in results:
+        assert seen["weights"].keys() == wanted.keys()
+        for name, value in seen["weights"].items():
+            torch.testing.assert_close(
+                torch.tensor(value, dtype=torch.float64), wanted[name], rtol=0, atol=1e-12
+            )
+
+
+def test_gradients_are_exchanged_in_the_last_micro_batch_only(results: list[dict[str, Any]]) -> None:
+    assert len({json.dumps(seen["gradient_after_first"]) for seen in results}) == len(results)
+    assert len({json.dumps(seen["gradient_after_last"]) for seen in results}) == 1
+
+
+def test_ranks_agree_on_items_and_requests(results: list[dict[str, Any]]) -> None:
+    world_size = len(results)
+    mean = sum(10 + 3 * rank for rank in range(world_size)) / world_size
+    for seen in results:
+        assert seen["agreed"] == [[mean, 0, 0], [mean, 2, 1], [0.0, 0, 3]]
+
+
+def test_sums_and_values_of_all_ranks(results: list[dict[str, Any]]) -> None:
+    world_size = len(results)
+    total = 0.0
+    for rank in range(world_size):
+        total += 0.1 * (rank + 1)
+    for seen in results:
+        assert seen["sums"] == [total, float(sum(range(world_size))), float(world_size * 2**40)]
+        assert seen["sums_of_nothing"] == []
+        assert seen["gathered"] == [{"rank": rank, "words": ["a"] * rank} for rank in range(world_size)]
+
+
+def test_buffers_follow_rank_0_after_every_step(results: list[dict[str, Any]]) -> None:
+    first = results[0]["buffers"]
+    assert first["own_batch_mean"] != results[1]["buffers"]["own_batch_mean"]
+    for seen in results:
+        assert seen["buffers"]["num_batches_tracked"] == 2
+        for name in ("at_start", "running_mean", "running_var"):
+            assert seen["buffers"][name] == first[name]
+
+
+def test_a_new_wrap_goes_on_with_the_same_bits(results: list[dict[str, Any]]) -> None:
+    for seen in results:
+        assert seen["stopped_and_resumed"] == seen["never_stopped"]
+
+
+def test_wrapping_draws_no_random_number_and_leaves_no_gradient(results: list[dict[str, Any]]) -> None:
+    assert all(seen["random_state_kept"] and seen["no_gradient_after_wrap"] for seen in results)
+
+
+def test_small_number_types_are_exchanged(results: list[dict[str, Any]]) -> None:
+    world_size = len(results)
+    mean = sum(rank + 1 for rank in range(world_size)) / world_size
+    for seen in results:
+        # a third is not exact in these types
+        assert seen["small_types"] == pytest.approx({"torch.float16": mean, "torch.bfloat16": mean}, rel=8e-3)
+
+
+def test_unused_parameters_name_the_key(results: list[dict[str, Any]]) -> None:
+    for seen in results:
+        assert seen["unused"][0] == "PluginError"
+        assert "parallel.find_unused_parameters=true" in seen["unused"][1]
+        assert seen["unused_allowed"] is True
+
+
+def test_other_errors_inside_an_exchange_stay_what_they_are(results: list[dict[str, Any]]) -> None:
+    assert all(seen["own_error"] == "RuntimeError: the model's own" for seen in results)
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Identity(), "has no parameters"),
+        (Fixed(), "no parameter of Fixed needs a gradient"),
+    ],
+)
+def test_models_without_gradients_are_refused(model: nn.Module, words: str) -> None:
+    with pytest.raises(PluginError, match=words):
+        check_parameters(model)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_models_are_refused() -> None:
+    with pytest.raises(PluginError, match="shape is not known yet"):
+        check_parameters(nn.LazyLinear(3))
+
+
+def test_synchronised_batchnorm_needs_cuda() -> None:
+    group = Group(torch.device("cpu"), 0, 2, host=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"parallel\.sync_batchnorm=true: needs CUDA"):
+        Ddp(group, sync_batchnorm=True)
+
+
+LOSES_A_RANK = """
+    import os, signal
+    from types import SimpleNamespace
+    import torch
+    from torch import nn
+    from trainrun.parallel.rank import LostContact
+    from trainrun.parallel.worker import run_as_rank
+
+    def work(parallel, flag):
+        wrapped = parallel.wrap(nn.Linear(2, 2))
+        try:
+            for step in range(100):
+                if parallel.rank == 1 and step == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                with parallel.sync_gradients(last=True):
+                    wrapped(torch.ones(1, 2)).sum().backward()
+        except LostContact:
+            (run.root / "noticed").touch()
+        parallel.agree(1, 0, 0)
+        return 0
+
+    options = SimpleNamespace(
+        mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False,
+        static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=60.0,
+    )
+    sys.exit(run_as_rank(run, options, work))
+"""
+
+
+def test_survivors_say_that_they_lost_contact(
+    script: Callable[[str], list[str]], run_dir: RunDir, rank_env: dict[str, str]
+) -> None:
+    command = script(LOSES_A_RANK)
+    with pytest.raises(RankFailed, match=r"rank 1 was killed by SIGKILL \(out of memory\?\)"):
+        launch(lambda attempt: command, 2, run_dir, grace_seconds=5, env=rank_env)
+    assert (run_dir.root / "noticed").exists()  # in the exchange of gradients, and then in that of numbers
+    survivor = read_json(run_dir.rank_error(0))
+    assert survivor["kind"] == "echo"
+    assert survivor["message"].startswith("lost contact with the other ranks (")
+    assert survivor["exit_code"] == 1

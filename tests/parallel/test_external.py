@@ -1,0 +1,56 @@
+"""Ranks that torchrun or Slurm started are recognised, and Slurm's words translated."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainrun.parallel.external import external_ranks, first_node
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+SLURM_STEP = {
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "gpu[07-08],gpu12",
+}  # fmt: skip
+
+
+def test_torchrun() -> None:
+    assert external_ranks(dict(TORCHRUN))
+    assert not external_ranks(TORCHRUN | {"TRAINRUN_STORE": "/tmp/x"})  # our own launcher, inside torchrun
+    assert not external_ranks({"RANK": "1", "WORLD_SIZE": "2"})
+    assert not external_ranks({})
+
+
+def test_slurm_step_becomes_torchruns_words() -> None:
+    env = dict(SLURM_STEP)
+    assert external_ranks(env)
+    assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == ("3", "1", "4", "gpu07")
+    other_rank = SLURM_STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert external_ranks(other_rank)
+    assert other_rank["MASTER_PORT"] == env["MASTER_PORT"]
+    next_step = SLURM_STEP | {"SLURM_STEP_ID": "1"}
+    assert external_ranks(next_step)
+    assert next_step["MASTER_PORT"] != env["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": "4294967291x"}, {"SLURM_STEP_ID": ""}]
+)
+def test_one_task_or_no_step_is_one_process(changed: dict[str, str]) -> None:
+    env = SLURM_STEP | changed
+    assert not external_ranks(env)
+    assert "RANK" not in env
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[03-05,09]", "gpu03"),
+        ("gpu[9,11],cpu1", "gpu9"),
+        ("rack[2-3]-node,x", "rack2-node"),
+        ("a-b-c,d", "a-b-c"),
+    ],
+)
+def test_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first

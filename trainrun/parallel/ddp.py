@@ -1,0 +1,198 @@
+"""`parallel=ddp`: every rank holds the whole model and sees its own micro-batches.
+
+What: torch's DistributedDataParallel; gradients are averaged once per step, while the backward pass
+still runs. When: the model fits on one device. When not: on a CPU with few cores it only proves that
+the run is right; one process with all threads is as fast. Source: Li et al. 2020, arXiv:2006.15704.
+
+Two things are done another way than torch does them alone, so that a resumed run has the same bits:
+- DDP lays its buckets out anew after the first step, in the order gradients came; with three ranks or
+  more another layout sums in another order. `fix_buckets` has that happen before the first step.
+- DDP copies rank 0's buffers (BatchNorm's averages) to all ranks before the *next* forward; validation
+  and averaged weights would see other buffers than a checkpoint holds. Here that ends every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from trainrun.errors import ConfigError, PluginError
+from trainrun.interfaces import Agreed
+from trainrun.parallel.group import Group, contact, destroy, is_lost_contact
+from trainrun.parallel.rank import LostContact
+
+TORCH_BUCKET_MB = 25.0
+
+
+class Ddp:
+    """Fills `Parallel`; the arguments are those of the config's section `parallel`."""
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        sync_batchnorm: bool = False,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        bucket_cap_mb: float = TORCH_BUCKET_MB,
+    ) -> None:
+        if sync_batchnorm and group.device.type != "cuda":
+            raise ConfigError(
+                f"parallel.sync_batchnorm=true: needs CUDA, and this run is on {group.device.type}; "
+                "leave it out, or say parallel.accelerator=cuda"
+            )
+        self.device, self.rank, self.world_size = group.device, group.rank, group.world_size
+        self._host = group.host
+        self._sync_batchnorm = sync_batchnorm
+        # torch keeps a small first bucket, so that sending starts early, only while its size is not given
+        self._options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": None if bucket_cap_mb == TORCH_BUCKET_MB else bucket_cap_mb,
+        }
+        self._ddp: DistributedDataParallel | None = None
+        self._has_buffers = False
+        self._own = torch.zeros(3, dtype=torch.float64)
+        self._all = torch.zeros(self.world_size, 3, dtype=torch.float64)
+        self._rows = list(self._all.unbind())
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        check_parameters(model)
+        if self._sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        device_ids = [self.device] if self.device.type == "cuda" else None
+        with self._exchange():
+            # the copy of buffers is ours: see the head of this file
+            ddp = DistributedDataParallel(
+                model, device_ids=device_ids, broadcast_buffers=False, **self._options
+            )
+            self._has_buffers = any(True for _ in model.buffers())
+            self._ddp = ddp
+            self._spread_buffers()
+            if not (self._options["find_unused_parameters"] or self._options["static_graph"]):
+                fix_buckets(ddp)
+        return ddp
+
+    def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
+        return self._exchange_last() if last else self._exchange_later()
+
+    def agree(self, items: int, stop: int, save: int) -> Agreed:
+        self._own.numpy()[:] = items, stop, save
+        try:
+            dist.all_gather(self._rows, self._own, group=self._host)
+        except RuntimeError as error:
+            raise LostContact(error) from error
+        all_items, stops, saves = zip(*self._all.tolist(), strict=True)
+        return Agreed(sum(all_items) / self.world_size, int(max(stops)), int(max(saves)))
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        own = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        with contact():
+            dist.all_gather(rows, own, group=self._host)
+        # added in the order of ranks, whatever route the numbers took
+        return [sum(column) for column in zip(*[row.tolist() for row in rows], strict=True)]
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        with contact():
+            dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def barrier(self) -> None:
+        with contact():
+            dist.barrier(group=self._host)
+
+    def close(self) -> None:
+        destroy()
+
+    @contextmanager
+    def _exchange_last(self) -> Iterator[None]:
+        with self._exchange():
+            yield
+            self._spread_buffers()
+
+    @contextmanager
+    def _exchange_later(self) -> Iterator[None]:
+        assert self._ddp is not None, "wrap comes first"
+        with self._exchange(), self._ddp.no_sync():
+            yield
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Gives what DDP raises in forward and backward a name that says what to do."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_lost_contact(error):
+                raise LostContact(error) from error
+            if "Expected to have finished reduction in the prior iteration" in str(error):
+                raise PluginError(
+                    "model: some of its parameters got no gradient in the last step, and the ranks wait for "
+                    "them; use them all, or say parallel.find_unused_parameters=true"
+                ) from error
+            raise
+
+    def _spread_buffers(self) -> None:
+        """Rank 0's buffers on all ranks, one message for each type of number."""
+        if not self._has_buffers:
+            return
+        assert self._ddp is not None
+        buffers = sorted(self._ddp.module.buffers(), key=kind_of)
+        for _, group in groupby(buffers, key=kind_of):
+            same = [buffer.detach() for buffer in group]
+            joined = torch.cat([buffer.reshape(-1) for buffer in same])
+            dist.broadcast(joined, src=0, group=self._host if joined.device.type == "cpu" else None)
+            if self.rank != 0:
+                pieces = torch.split(joined, [buffer.numel() for buffer in same])
+                for buffer, piece in zip(same, pieces, strict=True):
+                    buffer.copy_(piece.view_as(buffer))
+
+
+def kind_of(tensor: Tensor) -> tuple[str, str]:
+    return str(tensor.device), str(tensor.dtype)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuses what DDP cannot wrap, before it fails with words about processes."""
+    name = type(model).__name__
+    parameters = list(model.parameters())
+    if not parameters:
+        raise PluginError(f"model: {name} has no parameters, so there is nothing to train")
+    if any(is_lazy(parameter) for parameter in parameters):
+        raise PluginError(
+            f"model: {name} has parameters whose shape is not known yet; parallel=ddp needs the shapes, "
+            "so name the sizes of its lazy layers, or use parallel=single"
+        )
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise PluginError(f"model: no parameter of {name} needs a gradient, so there is nothing to train")
+
+
+def fix_buckets(ddp: DistributedDataParallel) -> None:
+    """One backward of zeros over all parameters, after which DDP's buckets stay as they are.
+
+    DDP rebuilds its buckets once, at the forward after the first exchange, in the order in which the
+    gradients came. Here that order is the reverse of `parameters()` in every run, new or resumed. No
+    random number is drawn and no forward of the model runs. With `find_unused_parameters` DDP never
+    rebuilds; with `static_graph` it must learn the graph from the first real step, and a resume
+    with three ranks or more then rounds differently.
+    """
+    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:  # backward visits them from the last to the first
+        total = total + parameter.sum().real.to(total) * 0.0
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer.prepare_for_backward([])
+    total.backward()  # type: ignore[no-untyped-call]
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,0 +1,39 @@
+"""Ranks that somebody else started: torchrun, or Slurm's srun."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import MutableMapping
+
+TORCHRUN_WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of several ranks that are not ours; the rank is then in `RANK`.
+
+    Slurm's variables are translated into torchrun's on the way, and only inside a job step: the batch
+    script itself sees the job's tasks too, but is one process.
+    """
+    if "TRAINRUN_STORE" in env:
+        return False
+    if all(word in env for word in TORCHRUN_WORDS):
+        return True
+    num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+    if not env.get("SLURM_STEP_ID", "").isdigit() or "SLURM_PROCID" not in env or num_tasks < 2:
+        return False
+    env["RANK"] = env["SLURM_PROCID"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["WORLD_SIZE"] = str(num_tasks)
+    env["MASTER_ADDR"] = first_node(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost")))
+    # one port per job step: two of them on a node must not meet
+    number = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
+    env.setdefault("MASTER_PORT", str(20000 + number % 10000))
+    return True
+
+
+def first_node(nodes: str) -> str:
+    """The first name of a Slurm node list: `gpu[03-05,9]-b,cpu1` -> `gpu03-b`."""
+    found = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    assert found is not None, "the pattern matches every text"
+    return "".join(part or "" for part in found.groups())

@@ -1,0 +1,75 @@
+"""How ranks that torchrun started get one config: rank 0 decides and hands it to the others.
+
+Every other rank asks with a fresh token and rank 0 answers that token, so no answer from a life
+before a restart can be taken for a new one. The answer also names a fresh prefix for the process
+group's keys: torchrun keeps one store over all restarts, and without the prefix ranks read the
+addresses of dead processes (a plain restart came back in 1 of 5 tries, with it in 5 of 5; pytorch
+issue 135712).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
+from torch.distributed.rendezvous import rendezvous
+
+from trainrun.parallel.group import contact
+
+WAIT_SECONDS = 1800.0
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """payload: what rank 0 handed out; store: where this life of the ranks meets."""
+
+    payload: dict[str, Any]
+    store: Store
+    complete: threading.Event
+
+
+def lead(payload: dict[str, Any], wait_seconds: float = WAIT_SECONDS) -> Meeting:
+    """On rank 0: answers every other rank with `payload` (plain JSON) until the meeting is complete."""
+    store, world_size = open_store(wait_seconds)
+    side, _ = open_store(wait_seconds)  # a waiting `get` keeps its connection busy
+    nonce = uuid.uuid4().hex
+    answer = json.dumps({"payload": payload, "nonce": nonce})
+    complete = threading.Event()
+    threading.Thread(target=serve, args=(side, world_size, answer, complete), daemon=True).start()
+    return Meeting(payload, PrefixStore(f"trainrun/group/{nonce}", store), complete)
+
+
+def serve(store: Store, world_size: int, answer: str, complete: threading.Event) -> None:
+    """Answers each question once; a rank that comes again, after a restart, has a new token."""
+    answered: dict[int, str] = {}
+    while not complete.wait(POLL_SECONDS):
+        for rank in range(1, world_size):
+            key = f"trainrun/hello/{rank}"
+            if store.check([key]) and (token := store.get(key).decode()) != answered.get(rank):
+                store.set(f"trainrun/answer/{token}", answer)
+                answered[rank] = token
+
+
+def follow(wait_seconds: float = WAIT_SECONDS) -> Meeting:
+    """On every other rank: asks rank 0 and waits for its answer."""
+    token = uuid.uuid4().hex
+    with contact():
+        store, _ = open_store(wait_seconds)
+        store.set(f"trainrun/hello/{os.environ['RANK']}", token)
+        answer = json.loads(store.get(f"trainrun/answer/{token}"))
+    return Meeting(
+        answer["payload"], PrefixStore(f"trainrun/group/{answer['nonce']}", store), threading.Event()
+    )
+
+
+def open_store(wait_seconds: float) -> tuple[Store, int]:
+    """A connection of its own to torchrun's store (rank 0 hosts it where there is no agent)."""
+    store, _, world_size = next(rendezvous("env://", timeout=timedelta(seconds=wait_seconds)))
+    return store, world_size

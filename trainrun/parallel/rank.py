@@ -1,0 +1,69 @@
+"""What a rank does before torch is there, and how it says why it died."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
+from trainrun.rundir import RunDir, write_json
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class LostContact(LaunchError):
+    """Another rank went away. Its own error says why; this one is only an echo, and worth a new try."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, reason: BaseException | str) -> None:
+        first_line = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+        super().__init__(f"lost contact with the other ranks ({first_line})")
+
+
+def die_with_parent() -> None:
+    """Called first thing in a rank: when whoever started it dies, even by SIGKILL, it gets a SIGTERM.
+
+    Only Linux can do this. Elsewhere ranks end when their exchange fails or times out.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    driver = os.environ.get("TRAINRUN_DRIVER")
+    if driver is not None and os.getppid() != int(driver):  # it died before the line above
+        sys.exit(EXIT_FAILED)
+
+
+def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int]) -> int:
+    """The exit code of a rank's whole work; a failure is left in the run folder for the driver."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        report_failure(run_dir, rank, error)
+        return error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED
+
+
+def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
+    """Writes the error file of this rank.
+
+    kind: `fault` a user can cause, `echo` of another rank's death, or `bug`, which keeps its traceback.
+    """
+    fault = isinstance(error, TrainrunError)
+    write_json(
+        run_dir.rank_error(rank),
+        {
+            "time": time.time(),
+            "rank": rank,
+            "exit_code": error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED,
+            "kind": "echo" if isinstance(error, LostContact) else "fault" if fault else "bug",
+            "message": str(error) if fault else f"{type(error).__name__}: {error}",
+            "traceback": "".join(traceback.format_exception(error)),
+        },
+    )

@@ -1,0 +1,42 @@
+"""One process, one device: nobody to talk to, so every exchange is the identity."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainrun.interfaces import Agreed
+
+NO_EXCHANGE: AbstractContextManager[Any] = nullcontext()
+
+
+@dataclass(frozen=True)
+class Single:
+    """`parallel=single`."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
+        return NO_EXCHANGE
+
+    def agree(self, items: int, stop: int, save: int) -> Agreed:
+        return Agreed(float(items), stop, save)
+
+    def sum_over_ranks(self, values: list[float]) -> list[float]:
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...

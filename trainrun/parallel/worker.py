@@ -1,0 +1,62 @@
+"""The frame around everything a rank does: it meets the others, works, and leaves a word if it dies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
+
+from trainrun.interfaces import Parallel
+from trainrun.parallel.ddp import Ddp
+from trainrun.parallel.devices import choose_device
+from trainrun.parallel.group import init_group
+from trainrun.parallel.rank import die_with_parent, run_rank
+from trainrun.rundir import RunDir
+from trainrun.signals import StopFlag, catch_signals
+
+Work = Callable[[Parallel, StopFlag], int]
+
+
+class Options(Protocol):
+    """What is read of the config's section `parallel`."""
+
+    mode: str
+    accelerator: str
+    sync_batchnorm: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    bucket_cap_mb: float
+    timeout_seconds: float
+
+
+def run_as_rank(run_dir: RunDir, options: Options, work: Work, store: Store | None = None) -> int:
+    """One rank from its first to its last line; returns its exit code and never raises an Exception.
+
+    store: where the ranks meet, from `handshake`, if torchrun started them.
+    """
+    die_with_parent()
+    flag = StopFlag()
+
+    def whole() -> int:
+        parallel = build_ddp(options, store)
+        code = work(parallel, flag)
+        parallel.close()  # not after a failure: it could wait for ranks that are gone
+        return code
+
+    with catch_signals(flag):
+        return run_rank(run_dir, int(os.environ["RANK"]), whole)
+
+
+def build_ddp(options: Options, store: Store | None) -> Ddp:
+    device = choose_device(options.accelerator, int(os.environ["LOCAL_RANK"]), options.mode)
+    return Ddp(
+        init_group(device, options.timeout_seconds, store),
+        sync_batchnorm=options.sync_batchnorm,
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        bucket_cap_mb=options.bucket_cap_mb,
+    )
