@@ -1,0 +1,66 @@
+import pytest
+import torch
+from torch import nn
+
+from trainrun.model.cnn import Cnn
+from trainrun.model.init import initialize
+from trainrun.model.layers import Residual
+
+
+def wide_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(16, 64, 3), nn.Linear(256, 64))
+
+
+def test_he_keeps_the_variance_by_fan_out_of_convolutions_and_fan_in_of_linear_layers() -> None:
+    torch.manual_seed(0)
+    model = wide_layers()
+    initialize(model, "he")
+    assert model[0].weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)
+    assert model[1].weight.std().item() == pytest.approx((2 / 256) ** 0.5, rel=0.05)
+    assert model[0].bias.abs().max() == 0
+    assert model[1].bias.abs().max() == 0
+
+
+def test_xavier_is_uniform_within_its_bound() -> None:
+    torch.manual_seed(0)
+    model = wide_layers()
+    initialize(model, "xavier")
+    bound = (6 / (256 + 64)) ** 0.5
+    assert model[1].weight.abs().max().item() == pytest.approx(bound, rel=0.01)
+    assert model[1].weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+
+
+def test_default_changes_nothing() -> None:
+    model = wide_layers()
+    before = [parameter.clone() for parameter in model.parameters()]
+    initialize(model, "default")
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["he", "xavier"])
+def test_the_global_seed_decides_the_weights(scheme: str) -> None:
+    weights = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        model = wide_layers()
+        initialize(model, scheme)
+        weights.append(model[0].weight.detach().clone())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("norm", ["none", "batch", "layer"])
+@pytest.mark.parametrize("scheme", ["default", "he"])
+def test_zero_init_makes_every_residual_block_the_identity(norm: str, scheme: str) -> None:
+    model = Cnn([1, 8, 8], 10, width=4, norm=norm, init=scheme, zero_init_residual=True)
+    (block,) = [module for module in model if isinstance(module, Residual)]
+    x = torch.randn(2, 8, 2, 2)
+    assert torch.equal(block(x), x)
+    plain = Cnn([1, 8, 8], 10, width=4, norm=norm, init=scheme, zero_init_residual=False)
+    (block,) = [module for module in plain if isinstance(module, Residual)]
+    assert not torch.equal(block(x), x)
+
+
+def test_an_unknown_scheme_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="init=hee is no scheme; choose default, he, xavier"):
+        initialize(wide_layers(), "hee")

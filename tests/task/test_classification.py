@@ -1,0 +1,223 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.interfaces import Predicts, Sums
+from trainrun.task.classification import Classification, confusion
+
+
+def value(sums: Sums, name: str) -> float:
+    entry = sums[name]
+    return float(entry() if callable(entry) else entry)
+
+
+def pairs(num: int = 12, classes: int = 5) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(num, classes), torch.randint(classes, (num,))
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    target = torch.randint(5, (4, 6))
+    target[0, 2:] = -100
+    target[3, 5] = -100
+    return torch.randn(4, 5, 6), target
+
+
+MODEL = nn.Identity()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_sum_over_the_count_is_torchs_mean(smoothing: float) -> None:
+    task = Classification(label_smoothing=smoothing)
+    for x, y in (pairs(), sequences()):
+        out = task.step(MODEL, (x, y))
+        mean = cross_entropy(x, y, label_smoothing=smoothing)
+        torch.testing.assert_close(out.loss_sum / task.count((x, y)), mean, rtol=1e-6, atol=0)
+
+
+def test_accuracy_counts_and_is_made_only_when_asked() -> None:
+    x, y = pairs()
+    acc = Classification().step(MODEL, (x, y)).sums["acc"]
+    assert callable(acc)
+    assert int(acc()) == int((x.argmax(1) == y).sum())
+
+
+@pytest.mark.parametrize("ignored", [-100, 0, 255])
+def test_ignored_places_count_nowhere(ignored: int) -> None:
+    x, y = sequences()
+    real = y != -100
+    y = torch.where(real, y.clamp(min=1), ignored)
+    task = Classification(ignore_index=ignored)
+    out = task.step(MODEL, (x, y))
+    flat = x.movedim(1, -1)[real]
+    assert task.count((x, y)) == int(real.sum())
+    torch.testing.assert_close(out.loss_sum, cross_entropy(flat, y[real], reduction="sum"))
+    assert value(out.sums, "acc") == int((flat.argmax(1) == y[real]).sum())
+
+
+def test_with_nothing_to_ignore_every_target_counts() -> None:
+    x, y = sequences()
+    task = Classification(ignore_index=None)
+    assert task.count((x, y)) == 24
+    assert Classification().count((x, y)) == 19
+
+
+def test_classes_may_lie_in_the_last_dimension() -> None:
+    x, y = sequences()
+    last, first = Classification(class_dim=-1), Classification()
+    out, same = last.step(MODEL, (x.movedim(1, -1), y)), first.step(MODEL, (x, y))
+    torch.testing.assert_close(out.loss_sum, same.loss_sum)
+    assert value(out.sums, "acc") == value(same.sums, "acc")
+    torch.testing.assert_close(last.predict(MODEL, (x.movedim(1, -1), y)), first.predict(MODEL, (x, y)))
+
+
+class OwnModule(nn.Module):
+    """Per item, with a buffer that must follow the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        assert self.scale.dtype is logits.dtype
+        return cross_entropy(logits, target, reduction="none") * self.scale
+
+
+def own_sum(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(logits, target, reduction="sum")
+
+
+own_sum.reduction = "sum"  # type: ignore[attr-defined]
+
+LOSSES: list[Callable[[], Any]] = [
+    nn.CrossEntropyLoss,
+    lambda: nn.CrossEntropyLoss(reduction="none"),
+    lambda: partial(cross_entropy, reduction="mean"),
+    lambda: partial(cross_entropy, reduction="none"),
+    OwnModule,
+    lambda: own_sum,
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_of_ones_own_becomes_a_sum(loss: Callable[[], Any]) -> None:
+    x, y = pairs()
+    out = Classification(loss=loss()).step(MODEL, (x.double(), y))
+    torch.testing.assert_close(out.loss_sum, cross_entropy(x.double(), y, reduction="sum"))
+
+
+def test_class_weights_follow_the_number_type_of_the_model() -> None:
+    x, y = pairs()
+    weight = torch.arange(1.0, 6.0)
+    out = Classification(loss=nn.CrossEntropyLoss(weight=weight)).step(MODEL, (x.double(), y))
+    wanted = cross_entropy(x.double(), y, weight=weight.double(), reduction="sum")
+    torch.testing.assert_close(out.loss_sum, wanted)
+
+
+def own_mean(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(logits, target)
+
+
+@pytest.mark.parametrize("loss", [own_mean, partial(cross_entropy, label_smoothing=0.1)])
+def test_one_number_that_may_be_a_mean_is_refused(loss: Any) -> None:
+    with pytest.raises(PluginError, match=r'one number, which may be a mean.*reduction = "sum"'):
+        Classification(loss=loss).step(MODEL, pairs())
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8, torch.int64])
+def test_targets_of_any_integer_type_will_do(kind: torch.dtype) -> None:
+    x, y = pairs()
+    out = Classification().step(MODEL, (x, y.to(kind)))
+    torch.testing.assert_close(out.loss_sum, cross_entropy(x, y, reduction="sum"))
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 5, 1), (11, 5), (5, 12)])
+def test_a_wrong_output_shape_is_named_with_the_right_one(shape: tuple[int, ...]) -> None:
+    with pytest.raises(PluginError) as caught:
+        Classification().step(MODEL, (torch.zeros(shape), torch.zeros(12, dtype=torch.long)))
+    text = str(caught.value)
+    assert f"output has shape {shape}" in text
+    assert "(12, number of classes)" in text
+    assert "\n" not in text
+
+
+def test_labels_outside_the_classes_are_found_in_the_first_batch_and_later() -> None:
+    x, y = pairs()
+    task = Classification()
+    for wrong in (5, -1, -100):
+        with pytest.raises(DataError, match=f"{wrong}.*gives 5 classes, 0 to 4"):
+            task.step(MODEL, (x, torch.full_like(y, wrong)))
+    task.step(MODEL, (x, y))
+    with pytest.raises(DataError, match=r"Target 7 is out of bounds\. The model gives 5 classes"):
+        task.step(MODEL, (x, torch.full_like(y, 7)))
+
+
+def test_targets_that_are_no_integers_are_refused() -> None:
+    x, y = pairs()
+    with pytest.raises(DataError, match=r"targets are torch\.float32.*task=regression"):
+        Classification().step(MODEL, (x, y.float()))
+
+
+def test_an_error_inside_ones_own_loss_stays_what_it_is() -> None:
+    def broken(logits: Tensor, target: Tensor) -> Tensor:
+        raise IndexError("list index out of range")
+
+    with pytest.raises(IndexError, match="list index"):
+        Classification(loss=broken).step(MODEL, pairs())
+
+
+def test_predictions_have_confidence_and_the_target_where_there_is_one() -> None:
+    x, y = pairs()
+    task = Classification()
+    assert isinstance(task, Predicts)
+    columns = task.predict(MODEL, (x, y))
+    assert list(columns) == ["prediction", "confidence", "target"]
+    assert torch.equal(columns["prediction"], x.argmax(1))
+    torch.testing.assert_close(columns["confidence"], x.softmax(1).amax(1))
+    assert columns["target"] is y
+    assert list(task.predict(MODEL, x)) == ["prediction", "confidence"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"label_smoothing": 1.5}, r"task\.label_smoothing=1\.5: must be between 0 and 1"),
+        ({"label_smoothing": 0.1, "loss": own_sum}, r"task\.label_smoothing=0\.1: has no effect"),
+        ({"loss": nn.CrossEntropyLoss(ignore_index=0)}, r"task\.ignore_index=-100: but task\.loss ignores 0"),
+        ({"loss": 3}, r"task\.loss=3: must be a node"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Classification(**arguments)
+
+
+def test_a_loss_with_weights_that_would_never_train_is_refused() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    with pytest.raises(PluginError, match="Learned has parameters of its own"):
+        Classification(loss=Learned())
+
+
+def test_under_autocast_the_loss_is_summed_in_float32() -> None:
+    x, y = pairs()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = Classification().step(nn.Linear(5, 5), (x, y))
+    assert out.loss_sum.dtype is torch.float32
+
+
+def test_confusion_has_targets_in_rows() -> None:
+    prediction, target = torch.tensor([0, 2, 2, 1, 9, 0]), torch.tensor([0, 1, 1, 1, 0, -100])
+    counts = confusion(prediction, target, 3)
+    assert counts.tolist() == [[1, 0, 0], [0, 1, 2], [0, 0, 0]]
+    assert counts.dtype is torch.int64

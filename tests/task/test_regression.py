@@ -1,0 +1,91 @@
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import huber_loss, l1_loss, mse_loss
+
+from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.task.regression import Regression
+
+MODEL = nn.Identity()
+TORCHS = {"mse": mse_loss, "mae": l1_loss, "huber": huber_loss}
+
+
+def pair(*shape: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return 3 * torch.randn(shape), torch.randn(shape)
+
+
+@pytest.mark.parametrize("loss", ["mse", "mae", "huber"])
+@pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 3), (7, 2, 4)])
+def test_the_sum_over_samples_is_that_of_each_samples_own_mean(loss: str, shape: tuple[int, ...]) -> None:
+    x, y = pair(*shape)
+    task = Regression(loss)
+    out = task.step(MODEL, (x, y))
+    wanted = TORCHS[loss](x, y, reduction="none").reshape(7, -1).mean(1).sum()
+    torch.testing.assert_close(out.loss_sum, wanted)
+    assert task.count((x, y)) == 7
+    mae = out.sums["mae"]
+    assert callable(mae)
+    torch.testing.assert_close(mae(), (x - y).abs().reshape(7, -1).mean(1).sum())
+
+
+def per_sample(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).square().flatten(1).mean(1)
+
+
+def summed(x: Tensor, y: Tensor) -> Tensor:
+    return per_sample(x, y).sum()
+
+
+summed.reduction = "sum"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), partial(mse_loss, reduction="mean"), per_sample, summed])
+def test_a_loss_of_ones_own_gives_the_same_sum(loss: Any) -> None:
+    x, y = pair(7, 3)
+    own, builtin = Regression(loss).step(MODEL, (x, y)), Regression("mse").step(MODEL, (x, y))
+    torch.testing.assert_close(own.loss_sum, builtin.loss_sum)
+
+
+def test_one_number_that_may_be_a_mean_is_refused() -> None:
+    with pytest.raises(PluginError, match="may be a mean"):
+        Regression(lambda x, y: mse_loss(x, y)).step(MODEL, pair(7, 3))
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "hint"),
+    [((7, 1), (7,), "squeeze"), ((7,), (7, 1), "unsqueeze"), ((7, 3), (7, 2), "make the two equal")],
+)
+def test_shapes_that_torch_would_broadcast_are_refused_in_every_batch(
+    output: tuple[int, ...], target: tuple[int, ...], hint: str
+) -> None:
+    task = Regression()
+    task.step(MODEL, pair(7))  # a first batch that is right does not blind it
+    with pytest.raises(PluginError, match=hint) as caught:
+        task.step(MODEL, (torch.zeros(output), torch.zeros(target)))
+    assert f"shape {output}" in str(caught.value)
+    assert f"needs {target}" in str(caught.value)
+
+
+def test_targets_take_the_number_type_of_the_output() -> None:
+    x, y = pair(7)
+    out = Regression().step(MODEL, (x, (10 * y).to(torch.int32)))
+    assert out.loss_sum.dtype is torch.float32
+    assert Regression().step(MODEL, (x, y.double())).loss_sum.dtype is torch.float32
+    assert Regression().step(MODEL, (x.bfloat16(), y)).loss_sum.dtype is torch.float32
+
+
+def test_predictions() -> None:
+    x, y = pair(7)
+    assert list(Regression().predict(MODEL, (x, y))) == ["prediction", "target"]
+    assert list(Regression().predict(MODEL, x)) == ["prediction"]
+
+
+def test_wrong_options_and_data_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task\.loss=mes: must be one of mse, mae, huber"):
+        Regression("mes")
+    with pytest.raises(DataError, match="needs real numbers"):
+        Regression().step(MODEL, (torch.zeros(2), torch.zeros(2, dtype=torch.complex64)))

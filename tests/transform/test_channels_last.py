@@ -1,0 +1,84 @@
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainrun.model.cnn import Cnn
+from trainrun.model.mlp import Mlp
+from trainrun.transform.channels_last import channels_last
+
+
+def two_models() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = Cnn([3, 8, 8], 10, width=8, zero_init_residual=False).double()
+    return plain, channels_last(copy.deepcopy(plain))
+
+
+def trained(model: nn.Module, num_steps: int = 3) -> list[Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(num_steps):
+        x, y = torch.randn(16, 3, 8, 8, dtype=torch.float64), torch.randint(10, (16,))
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+class Layouts(nn.Module):
+    """Notes whether its inputs lie channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def forward(self, *inputs: Tensor) -> None:
+        self.seen = [x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) for x in inputs]
+
+
+def test_off_nothing_is_touched() -> None:
+    plain, _ = two_models()
+    assert plain[0].weight.is_contiguous()
+    assert not plain[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_float_pictures_and_nothing_else_change_their_layout() -> None:
+    _, on = two_models()
+    assert on[0].weight.is_contiguous(memory_format=torch.channels_last)
+    model, x = Layouts(), torch.zeros(2, 3, 4, 4)
+    channels_last(model)(x, x.to(torch.uint8), x[0], torch.zeros(2))
+    assert model.seen == [True, False, False, False]
+
+
+def test_training_equals_plain_and_every_parameter_changes() -> None:
+    plain, on = two_models()
+    before = [parameter.detach().clone() for parameter in on.parameters()]
+    after = trained(on)
+    torch.testing.assert_close(after, trained(plain), rtol=1e-9, atol=1e-12)
+    assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_states_load_both_ways() -> None:
+    plain, on = two_models()
+    trained(on)
+    plain.load_state_dict(on.state_dict())
+    again = two_models()[1]
+    again.load_state_dict(plain.state_dict())
+    assert again[0].weight.is_contiguous(memory_format=torch.channels_last)
+    for name, value in on.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+    assert list(on.state_dict()) == list(two_models()[0].state_dict())
+
+
+def test_a_copy_converts_its_inputs_too() -> None:
+    model = copy.deepcopy(channels_last(Layouts()))
+    model(torch.zeros(2, 3, 4, 4))
+    assert model.seen == [True]
+
+
+def test_a_model_without_pictures_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    plain = Mlp([6], 3, hidden=[4])
+    x = torch.randn(5, 6)
+    assert torch.equal(channels_last(copy.deepcopy(plain))(x), plain(x))

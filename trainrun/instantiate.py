@@ -1,0 +1,249 @@
+"""From an open node to an object: a plain dict with `_target_` and keyword arguments, and nothing else.
+
+    {"_target_": "my_net.Net", "width": 64, "head": {"_target_": "torch.nn.ReLU"}}
+
+`_args_` is a list of positional arguments; `_partial_: true` gives a `functools.partial`. Nested nodes,
+in dicts and lists too, are built first. `bind_faults` finds the mistakes before anything is built.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import pkgutil
+import reprlib
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainrun.errors import PluginError, TrainrunError
+
+TARGET, ARGS, PARTIAL = "_target_", "_args_", "_partial_"
+WORDS = (TARGET, ARGS, PARTIAL)
+REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "posix", "posixpath", "pty",
+           "runpy", "shutil", "subprocess", "sys")  # fmt: skip
+
+
+def is_node(value: Any) -> bool:
+    """Whether a value of a config stands for an object to build."""
+    return isinstance(value, dict) and TARGET in value
+
+
+def locate(target: Any, key: str) -> Any:
+    """The callable at a dotted path: modules are imported, the rest are attributes.
+
+    PluginError: not found, fails when imported, not callable, or a way to the operating system. The
+        last is a guard against slips and copied configs, not a sandbox: whoever names a target runs code.
+    """
+    names = target.split(".") if isinstance(target, str) else []
+    if len(names) < 2 or not all(name.isidentifier() for name in names):
+        raise PluginError(f"{key}.{TARGET}={target}: name a class or function by its path, as my_net.Net")
+    fault = f"{key}.{TARGET}={target}:"
+    refuse(names[0], fault)
+    found: Any
+    found, path, rest = import_longest(names, fault)
+    for name in rest:
+        found, path = attribute(found, path, name, fault), f"{path}.{name}"
+    if isinstance(found, ModuleType):
+        raise PluginError(f"{fault} this is a module; name a class or function in it{examples(found)}")
+    if not callable(found):
+        raise PluginError(f"{fault} this is a value of type {type(found).__name__}, not a class or function")
+    refuse(str(getattr(found, "__module__", "")).split(".")[0], fault)
+    return found
+
+
+def refuse(module: str, fault: str) -> None:
+    if module in REFUSED:
+        raise PluginError(f"{fault} targets from {module} are refused; name a function of your own instead")
+
+
+def attribute(found: Any, path: str, name: str, fault: str) -> Any:
+    try:
+        return getattr(found, name)
+    except AttributeError as error:
+        modules = [module.name for module in pkgutil.iter_modules(list(getattr(found, "__path__", [])))]
+        if name in modules:
+            raise PluginError(f"{fault} this is a module; name a class or function in it") from error
+        raise PluginError(f"{fault} {path} has no {name}{nearest(name, [*dir(found), *modules])}") from error
+    except Exception as error:  # packages that import their parts when they are asked for
+        raise PluginError(f"{fault} importing {path}.{name} failed: {place(error)}") from error
+
+
+def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[str]]:
+    """The module that the path begins with, its name, and the rest of the path."""
+    for length in range(len(names) - 1, 0, -1):
+        path = ".".join(names[:length])
+        try:
+            return importlib.import_module(path), path, names[length:]
+        except (Exception, SystemExit) as error:
+            if not is_absent(error, path):
+                raise PluginError(f"{fault} importing {path} failed: {place(error)}") from error
+    guess = nearest(names[0], top_modules(names[0]))
+    raise PluginError(f"{fault} no module {names[0]} (looked in {Path.cwd()} and what is installed){guess}")
+
+
+def is_absent(error: BaseException, path: str) -> bool:
+    """Whether an import failed because the module itself, or a package it lies in, does not exist."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return name is not None and f"{path}.".startswith(f"{name}.")
+
+
+def top_modules(name: str) -> list[str]:
+    """Those in the working directory first, for a guess."""
+    own = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
+    return own if difflib.get_close_matches(name, own) else [module.name for module in pkgutil.iter_modules()]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean x?`, or nothing."""
+    guesses = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {guesses[0]}?" if guesses else ""
+
+
+def examples(module: ModuleType) -> str:
+    """The first classes that a module defines, for a guess."""
+    classes = [item for item in vars(module).values() if inspect.isclass(item)]
+    own = [item.__name__ for item in classes if item.__module__ == module.__name__]
+    return f", as {module.__name__}.{own[0]}" if own else ""
+
+
+def place(error: BaseException) -> str:
+    """`Type: first line of the message (file line n)`: the innermost line outside of installed packages."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename} line {error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and frame.filename not in (__file__, importlib.__file__)
+    ]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    found = (own or frames)[-1:]
+    return f"{text} ({found[0].filename} line {found[0].lineno})" if found else text
+
+
+def bind_faults(node: Any, key: str, extra: Sequence[str] = ()) -> list[str]:
+    """One line for each mistake in a node and in the nodes inside it; imports targets, builds nothing.
+
+    extra: names of the positional arguments that trainrun itself hands over, first of all.
+    """
+    faults = [fault for name, value in children(node, key) for fault in bind_faults(value, name)]
+    if not is_node(node):
+        return faults
+    try:
+        target = locate(node[TARGET], key)
+    except PluginError as error:
+        return [str(error), *faults]
+    return word_faults(node, key) + argument_faults(target, node, key, extra) + faults
+
+
+def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
+    """The object that a node describes; other values as they are, with the nodes inside them built.
+
+    positional come before the node's own arguments, extra replace keyword arguments of the same name.
+    PluginError: the target cannot be imported, or raised; a TrainrunError that it raises passes.
+    """
+    if not is_node(node):
+        return rebuilt(node, key)
+    target = locate(node[TARGET], key)
+    arguments = {name: value for name, value in node.items() if name not in WORDS}
+    keywords = {name: build(value, f"{key}.{name}") for name, value in arguments.items()} | extra
+    args = (*positional, *rebuilt(node.get(ARGS, []), f"{key}.{ARGS}"))
+    if node.get(PARTIAL, False):
+        return functools.partial(target, *args, **keywords)
+    try:
+        return target(*args, **keywords)
+    except TrainrunError:
+        raise
+    except Exception as error:
+        call = f"{node[TARGET]}({shown(args, keywords)})"
+        raise PluginError(f"{key}: {call} raised {place(error)}") from error
+
+
+def rebuilt(value: Any, key: str) -> Any:
+    """Dicts and lists with the nodes inside them built."""
+    if isinstance(value, dict):
+        return {name: build(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list):
+        return [build(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    return value
+
+
+def children(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """What may hold nodes inside a value, with its key."""
+    if isinstance(value, dict):
+        yield from ((f"{key}.{name}", item) for name, item in value.items())
+    elif isinstance(value, list):
+        yield from ((f"{key}[{i}]", item) for i, item in enumerate(value))
+
+
+def word_faults(node: dict[str, Any], key: str) -> list[str]:
+    """Mistakes in the words with underscores."""
+    faults = []
+    if not isinstance(node.get(ARGS, []), list):
+        faults.append(f"{key}.{ARGS}={node[ARGS]}: must be a list")
+    if not isinstance(node.get(PARTIAL, False), bool):
+        faults.append(f"{key}.{PARTIAL}={node[PARTIAL]}: must be true or false")
+    return faults
+
+
+def argument_faults(
+    target: Callable[..., Any], node: dict[str, Any], key: str, extra: Sequence[str]
+) -> list[str]:
+    """Binds the node's arguments to the target's signature; nothing to say where it has none (C code)."""
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    name_of, given = node[TARGET], [name for name in node if name not in WORDS]
+    args = node.get(ARGS, [])
+    num_positional = len(extra) + (len(args) if isinstance(args, list) else 0)
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    faults = []
+    if num_positional > len(by_place) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        handed = f" ({', '.join(extra)} from trainrun)" if extra else ""
+        faults.append(
+            f"{key}.{TARGET}={name_of}: takes {len(by_place)} arguments by position, "
+            f"but gets {num_positional}{handed}"
+        )
+    taken = {p.name for p in by_place[:num_positional]}
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    free = [p for p in named if p.name not in taken]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for name in given:
+        if name in taken and not takes_name_twice(by_place, name):
+            faults.append(f"{key}.{name}: {name_of} gets it by position already; take {key}.{name} away")
+        elif name not in taken and not takes_any and name not in [p.name for p in free]:
+            faults.append(unknown(key, name, name_of, [p.name for p in free]))
+    if not node.get(PARTIAL, False):
+        missing = [p for p in free if p.default is p.empty and p.name not in given]
+        faults += [f"{key}.{p.name}: {name_of} needs it; add {key}.{p.name}=..." for p in missing]
+    return faults
+
+
+def takes_name_twice(by_place: list[inspect.Parameter], name: str) -> bool:
+    """A positional-only parameter leaves its name free for **kwargs."""
+    return any(p.name == name and p.kind is p.POSITIONAL_ONLY for p in by_place)
+
+
+def unknown(key: str, name: str, target: str, takes: list[str]) -> str:
+    if name.startswith("_") and name.endswith("_"):
+        return f"{key}.{name}: not a word of trainrun, which knows {', '.join(WORDS)}"
+    takes_text = f"It takes: {', '.join(takes)}" if takes else "It takes none"
+    return f"{key}.{name}: {target} takes no such argument{nearest(name, takes) or '.'} {takes_text}"
+
+
+def shown(args: Sequence[Any], keywords: dict[str, Any]) -> str:
+    """The arguments of a call, shortened: objects by their type alone."""
+    parts = [brief(value) for value in args] + [f"{name}={brief(value)}" for name, value in keywords.items()]
+    return ", ".join(parts)
+
+
+def brief(value: Any) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, str, list, dict, tuple))
+    return reprlib.repr(value) if plain else type(value).__name__

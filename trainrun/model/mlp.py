@@ -1,0 +1,45 @@
+"""A multi-layer perceptron: a plain stack, with no Python between its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import nn
+
+from trainrun.model.init import initialize
+from trainrun.model.layers import activation, checked_count, checked_sizes, dropout_layers, norm_layers
+
+
+class Mlp(nn.Sequential):
+    """Inputs (B, *in_shape) become logits (B, num_classes). Dropout comes after every hidden layer."""
+
+    def __init__(
+        self,
+        in_shape: Sequence[int],
+        num_classes: int,
+        hidden: Sequence[int] = (256, 128),
+        activation: str = "relu",
+        dropout: float = 0.0,
+        norm: str = "none",
+        init: str = "he",
+    ) -> None:
+        shape = checked_sizes("in_shape", in_shape)
+        layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
+        width = prod(shape)
+        for next_width in checked_sizes("hidden", hidden) if hidden else ():
+            layers += hidden_layer(width, next_width, activation, dropout, norm)
+            width = next_width
+        layers.append(nn.Linear(width, checked_count("num_classes", num_classes)))
+        super().__init__(*layers)
+        initialize(self, init)
+
+
+def hidden_layer(width: int, next_width: int, act: str, dropout: float, norm: str) -> list[nn.Module]:
+    """Linear, norm, activation, dropout; without a bias where the norm takes it away again."""
+    return [
+        nn.Linear(width, next_width, bias=norm != "batch"),
+        *norm_layers(norm, next_width, images=False),
+        activation(act),
+        *dropout_layers(dropout),
+    ]

@@ -1,0 +1,77 @@
+"""What is in a batch: inputs and target, from pairs or from dicts; and what a model gives back.
+
+A batch is a tuple or list `(inputs, target)`, or a dict with one key of each line:
+    inputs: input, inputs, x, image, images
+    target: target, targets, y, label, labels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.errors import DataError, PluginError
+
+INPUT_KEYS = ("input", "inputs", "x", "image", "images")
+TARGET_KEYS = ("target", "targets", "y", "label", "labels")
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
+    """Both halves of a batch. DataError: it has another form."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    inputs, target = inputs_and_maybe_target(batch)
+    if target is None:
+        raise DataError(
+            f"data: a batch is {form_of(batch)}, without a target; "
+            f"give (inputs, target), or a dict with {' | '.join(TARGET_KEYS)}"
+        )
+    return inputs, target
+
+
+def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
+    """The same for predictions, where the data may come without targets: a bare tensor, or one key."""
+    if isinstance(batch, Tensor):
+        return batch, None
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
+        return batch[0], batch[1] if len(batch) == 2 else None
+    if isinstance(batch, Mapping):
+        inputs = next((batch[key] for key in INPUT_KEYS if key in batch), None)
+        if inputs is not None:
+            return inputs, next((batch[key] for key in TARGET_KEYS if key in batch), None)
+    raise DataError(
+        f"data: a batch is {form_of(batch)}; this task reads (inputs, target), or a dict with "
+        f"{' | '.join(INPUT_KEYS)} and {' | '.join(TARGET_KEYS)}; or name your own task: task._target_=..."
+    )
+
+
+def output_tensor(output: Any) -> Tensor:
+    """The model's tensor: the output itself, its `logits` attribute, or its "logits" entry.
+
+    Numbers of 16 bits become float32, so that sums over many items keep their digits.
+    PluginError: none of these.
+    """
+    if not isinstance(output, Tensor):
+        found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        if not isinstance(found, Tensor):
+            raise PluginError(
+                f"model: the output is {form_of(output)}; the task needs a tensor, "
+                'an object with .logits, or a dict with "logits"'
+            )
+        return output_tensor(found)
+    return output.float() if output.dtype in HALF_TYPES else output
+
+
+def form_of(value: Any) -> str:
+    """A few words on the structure of a batch or an output, for messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a dict with {', '.join(map(str, value)) or 'no keys'}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)} parts"
+    return f"a {type(value).__name__}"

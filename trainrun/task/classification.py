@@ -1,0 +1,156 @@
+"""One class per item: a sample (B,), or every place of a sequence or picture (B, ...)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.interfaces import StepOutput
+from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor
+from trainrun.task.losses import Loss, is_summed, no_sum, with_reduction
+
+TORCH_IGNORES = -100  # what torch's own losses ignore unless told
+
+
+class Classification:
+    """Cross-entropy and accuracy; the forms of a batch are in `trainrun.task.batches`.
+
+    loss: `(logits, target) -> Tensor` in place of cross-entropy: one number per item, or their sum. A
+        loss of torch is set to sum up. With class weights it is divided by the number of items, where
+        torch's own mean divides by the sum of their weights.
+    class_dim: where the classes lie in the model's output; they are moved to dimension 1.
+    ignore_index: a target that counts nothing, only in targets (B, T, ...): a target (B,) must not
+        hold it, so that counting a batch touches no tensor. null: none is ignored, which spares
+        targets (B, T, ...) the wait for the device too.
+    """
+
+    def __init__(
+        self,
+        loss: Any = None,
+        label_smoothing: float = 0.0,
+        class_dim: int = 1,
+        ignore_index: int | None = TORCH_IGNORES,
+    ) -> None:
+        if not 0 <= label_smoothing <= 1:
+            raise ConfigError(f"task.label_smoothing={label_smoothing}: must be between 0 and 1")
+        if loss is not None and label_smoothing:
+            raise ConfigError(
+                f"task.label_smoothing={label_smoothing}: has no effect on task.loss; set it there, as "
+                "task.loss.label_smoothing, or leave task.loss out"
+            )
+        ignored = TORCH_IGNORES if ignore_index is None else ignore_index
+        ignored_by_loss = getattr(loss, "ignore_index", ignored)
+        if ignored_by_loss != ignored:
+            raise ConfigError(
+                f"task.ignore_index={ignore_index}: but task.loss ignores {ignored_by_loss}; "
+                f"set task.ignore_index={ignored_by_loss}"
+            )
+        own = partial(cross_entropy, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing)
+        self.loss: Loss = own if loss is None else with_reduction(loss, "sum")
+        self.class_dim = class_dim
+        self.ignore_index = ignore_index
+        self.checked = False
+
+    def count(self, batch: Any) -> int:
+        """Targets (B,): their number. Other targets: those not ignored, which waits for the device."""
+        target = inputs_and_target(batch)[1]
+        if target.ndim == 1:
+            return len(target)
+        if self.ignore_index is None:
+            return target.numel()
+        return int((target != self.ignore_index).sum())
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """PluginError or DataError, at the first batch: outputs and targets do not fit each other."""
+        inputs, target = inputs_and_target(batch)
+        logits = self._logits(model, inputs)
+        if not self.checked:
+            self._check(logits, target)
+        if target.dtype is not torch.int64:
+            target = target.long()
+        return StepOutput(self._loss_sum(logits, target), {"acc": lambda: self._num_right(logits, target)})
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """`prediction` (B, ...), the softmax's `confidence` in it, and `target` where the data has one."""
+        inputs, target = inputs_and_maybe_target(batch)
+        confidence, prediction = self._logits(model, inputs).softmax(1).max(1)
+        columns = {"prediction": prediction, "confidence": confidence}
+        return columns if target is None else columns | {"target": target}
+
+    def _logits(self, model: nn.Module, inputs: Any) -> Tensor:
+        logits = output_tensor(model(inputs))
+        return logits if self.class_dim == 1 else logits.movedim(self.class_dim, 1)
+
+    def _loss_sum(self, logits: Tensor, target: Tensor) -> Tensor:
+        try:
+            loss = self.loss(logits, target)
+        except IndexError as error:
+            if "Target" not in str(error):  # "Target 9 is out of bounds.": found on a CPU; a GPU asserts
+                raise
+            raise DataError(f"data: {error} The model gives {logits.shape[1]} classes") from error
+        if loss.ndim:
+            return loss.sum()
+        if not is_summed(self.loss):
+            raise no_sum(self.loss)
+        return loss
+
+    def _num_right(self, logits: Tensor, target: Tensor) -> Tensor:
+        right = logits.argmax(1) == target
+        if target.ndim > 1 and self.ignore_index is not None:
+            right &= target != self.ignore_index
+        return right.sum()
+
+    def _check(self, logits: Tensor, target: Tensor) -> None:
+        """Of the first batch only: it waits for the device."""
+        check_target_type(target)
+        check_shapes(logits, target)
+        ignores = target.ndim > 1 and self.ignore_index is not None
+        real = target[target != self.ignore_index] if ignores else target
+        if real.numel():
+            check_range(int(real.min()), int(real.max()), logits.shape[1])
+        if isinstance(self.loss, nn.Module):
+            self.loss.to(logits)  # class weights follow the model's device and number type
+        self.checked = True
+
+
+def check_target_type(target: Tensor) -> None:
+    if target.is_floating_point() or target.is_complex():
+        raise DataError(
+            f"data: the targets are {target.dtype}, but task=classification needs integers; "
+            "convert them, or choose task=regression"
+        )
+
+
+def check_shapes(logits: Tensor, target: Tensor) -> None:
+    """Logits (B, C, ...) and target (B, ...)."""
+    if logits.ndim == target.ndim + 1 and logits.shape[:1] + logits.shape[2:] == target.shape:
+        return
+    needed = ", ".join([str(target.shape[0]), "number of classes", *map(str, target.shape[1:])])
+    raise PluginError(
+        f"model: the output has shape {tuple(logits.shape)}, but task=classification needs ({needed}) "
+        f"for targets of shape {tuple(target.shape)}; change the model's last layer, or task.class_dim"
+    )
+
+
+def check_range(lowest: int, highest: int, num_classes: int) -> None:
+    if not 0 <= lowest <= highest < num_classes:
+        raise DataError(
+            f"data: the targets of the first batch lie between {lowest} and {highest}, but the model gives "
+            f"{num_classes} classes, 0 to {num_classes - 1}; correct the labels, or the model's last layer"
+        )
+
+
+def confusion(prediction: Tensor, target: Tensor, num_classes: int) -> Tensor:
+    """Counts (C, C) int64: row the target, column the prediction.
+
+    Left out: pairs with a target or a prediction outside the classes (ignored places, spare outputs).
+    """
+    target, prediction = target.flatten().long(), prediction.flatten().long()
+    inside = (target >= 0) & (target < num_classes) & (prediction >= 0) & (prediction < num_classes)
+    pairs = target[inside] * num_classes + prediction[inside]
+    return torch.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)

@@ -1,0 +1,55 @@
+"""A user's loss, brought to the contract of the runner: a sum over items, divided later and once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainrun.errors import ConfigError, PluginError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def with_reduction(loss: Any, reduction: str) -> Any:
+    """The loss, told to reduce its items in this way where it can be told.
+
+    A module with an attribute `reduction` (every loss of torch) has it *set*, and a `functools.partial`
+    with that keyword gets it anew, unless the user asked for "sum". Anything else stays as it is.
+    ConfigError: not callable. PluginError: it has parameters, which no optimizer would train.
+    """
+    if not callable(loss):
+        raise ConfigError(
+            f"task.loss={loss!r}: must be a node with a target, "
+            "for instance task.loss._target_=torch.nn.CrossEntropyLoss"
+        )
+    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+        raise PluginError(
+            f"task.loss: {type(loss).__name__} has parameters of its own, which the optimizer would not see; "
+            "put them into the model, or write a task of your own (task._target_=...)"
+        )
+    if is_summed(loss):
+        return loss
+    if isinstance(loss, partial) and "reduction" in loss.keywords:
+        return partial(loss, reduction=reduction)
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        loss.reduction = reduction  # type: ignore[assignment]
+    return loss
+
+
+def is_summed(loss: Any) -> bool:
+    """Whether a 0-d result of this loss is known to be a sum."""
+    keywords = loss.keywords if isinstance(loss, partial) else {}
+    return keywords.get("reduction", getattr(loss, "reduction", None)) == "sum"
+
+
+def no_sum(loss: Any) -> PluginError:
+    """The fault of a loss whose single number may be a mean."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    return PluginError(
+        f"task.loss: {name} gives one number, which may be a mean; trainrun adds up sums over micro-batches "
+        'and ranks, and divides once. Return one number per item (reduction="none"), or the sum, '
+        f'and say so with an attribute: {name}.reduction = "sum"'
+    )

@@ -1,0 +1,96 @@
+"""Real numbers per sample: one (B,), or several (B, ...), of which the mean counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import huber_loss, l1_loss, mse_loss
+
+from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.interfaces import StepOutput
+from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor
+from trainrun.task.losses import is_summed, no_sum, with_reduction
+
+LOSSES: dict[str, Callable[..., Tensor]] = {"mse": mse_loss, "mae": l1_loss, "huber": huber_loss}
+
+
+class Regression:
+    """Squared, absolute or Huber error, and the mean absolute error `mae`.
+
+    The loss of a sample is the mean over its own numbers; the forms of a batch are in
+    `trainrun.task.batches`. Outputs and targets must have one shape: (B,) against (B, 1) is refused,
+    because torch would compare every output with every target.
+
+    loss: mse, mae, huber, or `(output, target) -> Tensor` of one number per sample or per element. A
+        loss of torch is set to `reduction="none"`. One number for the whole batch is taken only from
+        a loss with the attribute `reduction = "sum"`, and then as it is.
+    """
+
+    def __init__(self, loss: Any = "mse") -> None:
+        if isinstance(loss, str):
+            if loss not in LOSSES:
+                known = ", ".join(LOSSES)
+                raise ConfigError(f"task.loss={loss}: must be one of {known}, or task.loss._target_=...")
+            self.loss: Any = partial(LOSSES[loss], reduction="sum")
+            self.sums_elements = True
+        else:
+            self.loss = with_reduction(loss, "none")
+            self.sums_elements = False
+        self.checked = False
+
+    def count(self, batch: Any) -> int:
+        return len(inputs_and_target(batch)[1])
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """PluginError: the shapes differ, in this batch or any other."""
+        inputs, target = inputs_and_target(batch)
+        output = output_tensor(model(inputs))
+        if output.shape != target.shape:
+            raise shapes_differ(output, target)
+        if not self.checked:
+            self._check(output, target)
+        if target.dtype is not output.dtype:
+            target = target.to(output.dtype)
+        share = len(target) / max(target.numel(), 1)  # of one number in the mean of its sample
+        return StepOutput(
+            self._loss_sum(output, target, share), {"mae": lambda: (output - target).abs().sum() * share}
+        )
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """`prediction`, and `target` where the data has one."""
+        inputs, target = inputs_and_maybe_target(batch)
+        columns = {"prediction": output_tensor(model(inputs))}
+        return columns if target is None else columns | {"target": target}
+
+    def _loss_sum(self, output: Tensor, target: Tensor, share: float) -> Tensor:
+        loss: Tensor = self.loss(output, target)
+        if self.sums_elements:
+            return loss if share == 1 else loss * share
+        if loss.ndim:
+            return loss.sum() * (len(loss) / max(loss.numel(), 1))
+        if not is_summed(self.loss):
+            raise no_sum(self.loss)
+        return loss
+
+    def _check(self, output: Tensor, target: Tensor) -> None:
+        """Of the first batch only."""
+        if target.is_complex():
+            raise DataError(f"data: the targets are {target.dtype}, but task=regression needs real numbers")
+        if isinstance(self.loss, nn.Module):
+            self.loss.to(output)
+        self.checked = True
+
+
+def shapes_differ(output: Tensor, target: Tensor) -> PluginError:
+    found, wanted = tuple(output.shape), tuple(target.shape)
+    hint = "make the two equal"
+    if found == (*wanted, 1):
+        hint = "end the model with .squeeze(-1), or give targets of shape (B, 1)"
+    elif wanted == (*found, 1):
+        hint = "end the model with .unsqueeze(-1), or give targets of shape (B,)"
+    return PluginError(
+        f"model: the output has shape {found}, but task=regression needs {wanted}, as the targets are; {hint}"
+    )
