@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
+from trainrun.rundir import RunDir
 
 COMMANDS = {
     "resume": "go on with a run from its newest checkpoint",
@@ -73,15 +74,22 @@ def dispatch(words: list[str]) -> int:
 
 def train_words(words: list[str]) -> int:
     """A new run, a sweep, or one of Hydra's own questions."""
-    from trainrun.compose import compose_run, hydra_question, prepare
+    from trainrun.compose import hydra_question, prepare
+    from trainrun.parallel.external import external_ranks
 
+    if follows_others():
+        from trainrun.external_run import follow_run
+
+        return follow_run()
     prepared, folders = prepare(words, Path.cwd())
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
     if len(prepared.flags) > len(sweeps):
         return hydra_question(prepared, folders)
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:
-        from trainrun.sweep import run_sweep
+        if external_ranks():
+            raise ConfigError("--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks")
+        from trainrun.sweep.run import run_sweep
 
         folder = prepared.own.get("hydra.sweep.dir")
         flags = [f"--config-dir={folder}" for folder in prepared.config_dirs]
@@ -97,8 +105,27 @@ def train_one(words: list[str], paths: list[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     from trainrun.runner import Order, execute, new_run
 
+    run = earlier_life()
+    if run is not None:  # torchrun started the ranks anew
+        return execute(run, composition.config, Order(True, paths))
     run = new_run(composition, words)
     return tell(run.root, execute(run, composition.config, Order(False, paths)))
+
+
+def follows_others() -> bool:
+    """Whether this process is a rank above 0 that torchrun or Slurm started."""
+    from trainrun.parallel.external import external_ranks
+
+    return external_ranks() and os.environ["RANK"] != "0"
+
+
+def earlier_life() -> RunDir | None:
+    """The run folder of this process before torchrun restarted it."""
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        return None
+    from trainrun.external_run import restarted_run
+
+    return restarted_run()
 
 
 def tell(folder: Path, code: int) -> int:

@@ -177,10 +177,14 @@ def _hydra_compose(overrides: list[str], user_dirs: list[Path]) -> DictConfig:
 def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
     """Keys below a node of the user's own may be new: the target's signature decides, not Hydra."""
     chosen = dict(word.partition("=")[::2] for word in overrides)
+    targets = [key.removesuffix("._target_") for key in chosen if key.endswith("._target_")]
+    named = [key for key in targets if any(f"{key}.".startswith(f"{node}.") for node in OPEN_NODES)]
     user_dirs = folders[:-1]
 
     def is_open(key: str) -> bool:
         group = key.partition(".")[0]
+        if any(key == f"{node}._target_" or key.startswith(f"{node}.") for node in named):
+            return True
         if group in ("user", "loop") or key.startswith("monitor.listeners."):
             return True
         if not any(key.startswith(node + ".") for node in OPEN_NODES):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainrun.checkpoint.match import check_tensors, tensor_kinds
+from trainrun.errors import CheckpointError
 from trainrun.interfaces import Batches, DataFacts, MicroBatch, Parallel, Precision, StepReport, Task
 from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
 from trainrun.randomness import random_state, set_random_state
@@ -121,11 +123,22 @@ class Parts:
             "schedule": self.schedule.state_dict(),
             "precision": self.precision.state_dict(),
             "train": saved,
+            "stream": self.stream(),
         }
         return shared, {"random": random_state(), "train": own}
 
-    def load_tree(self, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-        """Copies a saved tree into the parts, random states last. own: None where the ranks changed."""
+    def stream(self) -> dict[str, Any]:
+        """What a position in the data means: samples in a micro-batch of all ranks, and in an epoch."""
+        samples = self.config.data.batch_size * self.parallel.world_size
+        return {"samples_per_batch": samples, "num_samples": self.train.num_samples}
+
+    def load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
+        """Copies a saved tree into the parts, random states last. own: None where the ranks changed.
+
+        Raises CheckpointError, before anything is copied, where model or data are others.
+        """
+        check_tensors(place, "this model", tensor_kinds(self.model.state_dict()), tensor_kinds(shared["model"]))
+        shared["train"]["batches"] = self._position(place, shared)
         self.model.load_state_dict(shared["model"])
         self.ema.load_state_dict(shared["ema"])
         load_named_optimizer_state(self.optimizer, self.model, shared["optimizer"])
@@ -141,6 +154,22 @@ class Parts:
         state.load_state_dict(shared["train"] | own["train"] | {"losses": moved})
         set_random_state(own["random"])
         return state
+
+    def _position(self, place: str, shared: dict[str, Any]) -> int:
+        """Micro-batches done in the epoch, converted where their size changed: no sample twice, none lost."""
+        then, now = shared["stream"], self.stream()
+        if shared["train"]["batches"] and then["num_samples"] != now["num_samples"]:
+            raise CheckpointError(
+                f"checkpoint {place}: saved in the middle of an epoch of {then['num_samples']} samples, and data.train "
+                f"has {now['num_samples']} now; use the same data"
+            )
+        samples = shared["train"]["batches"] * then["samples_per_batch"]
+        if samples % now["samples_per_batch"]:
+            raise CheckpointError(
+                f"checkpoint {place}: saved after {samples} samples of the epoch, which is no multiple of "
+                f"batch_size x ranks = {now['samples_per_batch']}; use {then['samples_per_batch']} as before"
+            )
+        return int(samples // now["samples_per_batch"])
 
     @property
     def averaged(self) -> nn.Module:

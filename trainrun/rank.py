@@ -16,9 +16,17 @@ import torch
 
 from trainrun import loop
 from trainrun.build import Site, build_parts
+from trainrun.checkpoint.resume import resolve
 from trainrun.compose import load_config
 from trainrun.config import RunConfig
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, PluginError, TrainingError
+from trainrun.errors import (
+    EXIT_AGAIN,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    CheckpointError,
+    PluginError,
+    TrainingError,
+)
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.listeners import Listeners
@@ -71,18 +79,30 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
 
 def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:
     """A fresh state, or the one of the checkpoint to go on from."""
-    folder: Path | None = None
     loaded = None
     if resume:
         loaded = parts.checkpoints.load_latest()
         if loaded is None:
             parts.board.note("no checkpoint was written yet: the run starts again from its beginning")
     elif config.ckpt_path is not None:
-        folder = Path(config.ckpt_path)
-        loaded = parts.checkpoints.restore(parts.checkpoints.find(str(folder)))
+        loaded = parts.checkpoints.restore(checkpoint_at(config.ckpt_path))
     if loaded is None:
         return TrainState()
-    return parts.load_tree(loaded.shared, loaded.own)
+    same_ranks = loaded.manifest.world_size == parts.parallel.world_size
+    state = parts.load_tree(loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
+    if resume:
+        state.saved_step = state.step
+    return state
+
+
+def checkpoint_at(ckpt_path: str) -> Path:
+    """A checkpoint's folder, or the newest one of a run's folder. Raises CheckpointError."""
+    path = Path(ckpt_path).expanduser().absolute()
+    inside = RunDir(path).checkpoints
+    try:
+        return resolve(inside, "last") if inside.is_dir() else resolve(path.parent, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"ckpt_path={ckpt_path}: {error}") from error
 
 
 def run_loop(parts: Parts, state: TrainState) -> TrainState:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from trainrun.build import Site, build_model, build_parts
-from trainrun.checkpoint.keep import resolve
-from trainrun.checkpoint.manifest import Loaded, read_checkpoint
+from trainrun.checkpoint.format import Loaded, read_checkpoint
+from trainrun.checkpoint.match import check_tensors, tensor_kinds
+from trainrun.checkpoint.resume import resolve
 from trainrun.compose import load_config
 from trainrun.config import RunConfig
 from trainrun.interfaces import DataFacts
@@ -40,7 +41,9 @@ def load_checkpoint(run: RunDir, which: str) -> Loaded:
 def load_weights(model: nn.Module, loaded: Loaded) -> None:
     """The averaged weights where there are any, else the trained ones."""
     averaged = loaded.shared["ema"].get("module")
-    model.load_state_dict(averaged if averaged is not None else loaded.shared["model"])
+    weights = averaged if averaged is not None else loaded.shared["model"]
+    check_tensors(loaded.folder.name, "this model", tensor_kinds(model.state_dict()), tensor_kinds(weights))
+    model.load_state_dict(weights)
 
 
 def parts_of(run: RunDir, which: str, overrides: list[str]) -> tuple[Parts, RunConfig, Path]:

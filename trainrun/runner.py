@@ -14,6 +14,7 @@ from trainrun.config import RunConfig
 from trainrun.environment import describe
 from trainrun.errors import ConfigError
 from trainrun.parallel.devices import num_devices
+from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
 from trainrun.rundir import RunDir, write_json, write_text
 from trainrun.status import failures_written, write_status
@@ -60,9 +61,13 @@ def _folder_of(composition: Composition) -> Path:
 def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
     write_text(run.config, save_config(config))
-    write_json(run.job, {"resume": order.resume, "paths": order.paths})
+    if external_ranks():
+        from trainrun.external_run import lead_run
+
+        return lead_run(run, config, order.resume, order.paths)
     parallel = config.parallel
     count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
+    write_json(run.job, {"resume": order.resume, "paths": order.paths})
     write_status(run, config, state="running", exit_code=None, message="")
     try:
         with failures_written(run, config):

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# From nothing to a trained model: makes .venv, installs the pinned packages, and trains.
+# Further words are passed on:  bash scripts/quickstart.sh data=fashion_mnist model=cnn
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
+
+install_trainrun gpu
+say "running: $venv/bin/trainrun $*"
+exec "$venv/bin/trainrun" "$@"

@@ -1,0 +1,39 @@
+"""What the tests share: one thread, a clean folder, and short real runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that is the working directory, and on the import path as for a user."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    return tmp_path
+
+
+@pytest.fixture
+def trainrun(workdir: Path) -> Command:
+    """The real command in a process of its own, from `workdir`."""
+
+    def call(*words: str, timeout: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
+        root = str(Path(__file__).resolve().parents[1])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        return subprocess.run(
+            [sys.executable, "-W", "error::ResourceWarning", "-m", "trainrun", *words],
+            cwd=workdir, capture_output=True, text=True, timeout=timeout,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+        )  # fmt: skip
+
+    return call

@@ -1,0 +1,131 @@
+"""Whole runs through the real entry points: what a person gets from one command."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import trainrun as package
+from trainrun.config import PRECISIONS
+from trainrun.data import digits
+from trainrun.errors import ConfigError
+
+QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false"]
+
+
+def test_the_default_command_trains_digits_and_leaves_everything(trainrun, workdir: Path) -> None:
+    done = trainrun("hydra.run.dir=run")
+    assert done.returncode == 0, done.stderr
+    status = json.loads((workdir / "run" / "status.json").read_text())
+    assert status["state"] == "done"
+    assert status["monitor"] == "val/acc"
+    assert status["value"] >= 0.97
+    assert status["reason"] == "trainer.max_epochs=20 reached"
+    for name in ("config.yaml", "overrides.txt", "environment.json", "metrics.jsonl", "report.html", "run.log"):
+        assert (workdir / "run" / name).stat().st_size > 0, name
+    plots = {path.stem for path in (workdir / "run" / "plots").glob("*.png")}
+    assert {"loss", "metrics", "lr", "throughput", "memory", "confusion", "predictions"} <= plots
+    assert "\r" not in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "batch 32 x accumulate 1 x ranks 1 = 32" in done.stdout
+
+
+def test_python_trains_with_the_same_words(workdir: Path) -> None:
+    run = package.train("data=digits", "trainer.max_epochs=3", *QUIET)
+    assert run.status["state"] == "done"
+    assert run.folder.is_relative_to(workdir / "outputs")
+    kinds = {row["kind"] for row in run.metrics}
+    assert {"start", "train", "eval", "end"} <= kinds
+    model = package.load_model(run.folder, which="best")
+    assert not model.training
+    source = digits.load("val")
+    inputs, target = source.tensors
+    accuracy = float((model(torch.as_tensor(inputs)).argmax(1) == torch.as_tensor(target)).float().mean())
+    assert accuracy == pytest.approx(run.status["value"], abs=1e-6)
+    with pytest.raises(ConfigError, match="no run is there"):
+        package.load_run(workdir / "nowhere")
+
+
+@pytest.mark.parametrize("mode", PRECISIONS)
+def test_every_precision_trains_on_one_device(workdir: Path, mode: str) -> None:
+    run = package.train(f"precision={mode}", "trainer.max_epochs=4", "trainer.gradient_clip_val=1.0", *QUIET)
+    assert run.status["value"] > 0.8
+    assert run.load_model("last").training is False
+
+
+@pytest.mark.parametrize("mode", PRECISIONS)
+def test_every_precision_trains_on_two_ranks(trainrun, workdir: Path, mode: str) -> None:
+    done = trainrun("parallel=ddp", f"precision={mode}", "trainer.max_epochs=4", "hydra.run.dir=run", *QUIET)
+    assert done.returncode == 0, done.stderr
+    status = json.loads((workdir / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("done", 0)
+    assert status["value"] > 0.8
+    assert "x ranks 2 = 64" in done.stdout
+
+
+@pytest.mark.parametrize("preset", ["fast", "memory-limited", "debug", "max-perf"])
+def test_every_preset_trains(workdir: Path, preset: str) -> None:
+    run = package.train(f"preset={preset}", "trainer.max_epochs=2", "model=cnn", "model.width=8", *QUIET)
+    assert run.status["state"] == "done"
+
+
+def test_two_ranks_equal_one_in_float64(trainrun, workdir: Path) -> None:
+    words = ["precision=64", "trainer.max_epochs=2", "data.shuffle=true", *QUIET]
+    one = package.train(*words, "data.batch_size=50", "trainer.accumulate_grad_batches=2", "output_dir=one")
+    done = trainrun(*words, "parallel=ddp", "data.batch_size=25", "trainer.accumulate_grad_batches=2", "output_dir=two")
+    assert done.returncode == 0, done.stderr
+    two = package.load_run("two")
+    ours, theirs = one.load_model("last").state_dict(), two.load_model("last").state_dict()
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, theirs[name], rtol=1e-10, atol=1e-12), name
+    evals = [[row for row in run.metrics if row["kind"] == "eval"] for run in (one, two)]
+    for left, right in zip(*evals, strict=True):
+        assert left["val/loss"] == pytest.approx(right["val/loss"], rel=1e-10)
+        assert left["val/acc"] == right["val/acc"]
+
+
+def test_accumulation_equals_one_large_batch(workdir: Path) -> None:
+    words = ["precision=64", "trainer.max_epochs=1", "data.shuffle=true", *QUIET]
+    whole = package.train(*words, "data.batch_size=60", "output_dir=whole")
+    parts = package.train(*words, "data.batch_size=20", "trainer.accumulate_grad_batches=3", "output_dir=parts")
+    assert whole.status["step"] == parts.status["step"] == 24  # 1,437 samples: the last window is short
+    theirs = parts.load_model("last").state_dict()
+    for name, tensor in whole.load_model("last").state_dict().items():
+        assert torch.allclose(tensor, theirs[name], rtol=1e-10, atol=1e-13), name
+
+
+def test_evaluate_predict_and_report_work_on_a_finished_run(trainrun, workdir: Path) -> None:
+    run = package.train("trainer.max_epochs=2", "output_dir=run", *QUIET)
+    done = trainrun("evaluate", "run", "--which", "best")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run.folder / "evaluation-val.json").read_text())["val/acc"] == run.status["value"]
+    done = trainrun("predict", "run")
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((run.folder / "predictions-val.csv").open()))
+    assert len(rows) == 360
+    right = sum(row["prediction"] == row["target"] for row in rows)
+    assert right / 360 == pytest.approx(run.status["value"])
+    done = trainrun("report", "run")
+    assert done.returncode == 0, done.stderr
+    assert (run.folder / "plots" / "loss.png").stat().st_size > 1000
+
+
+def test_early_stopping_and_time_end_a_run_with_their_reason(workdir: Path) -> None:
+    patient = package.train("early_stopping=true", "trainer.early_stopping.patience=2", "lr=1e-9", *QUIET)
+    assert patient.status["reason"].startswith("early stopping: val/acc has not improved in 2 validations")
+    timed = package.train("trainer.max_time=0.3", "trainer.max_epochs=null", *QUIET)
+    assert timed.status["reason"] == "trainer.max_time=0.3 seconds reached"
+    assert timed.status["state"] == "done"
+
+
+def test_listening_to_nothing_changes_nothing(workdir: Path) -> None:
+    loud = package.train("trainer.max_epochs=1", "monitor.log_every_n_steps=1", "output_dir=loud", *QUIET)
+    silent = package.train("trainer.max_epochs=1", "monitor=none", "output_dir=silent")
+    theirs = silent.load_model("last").state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in loud.load_model("last").state_dict().items())
+    assert not (silent.folder / "metrics.jsonl").exists()
+    assert not (silent.folder / "plots").exists()

@@ -1,0 +1,150 @@
+"""Every mistake gives one short message, exit code 2 and no traceback."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli import main
+
+CODE = """
+import torch
+from torch import nn
+
+class Wrong(nn.Module):
+    def __init__(self, outputs=7):
+        super().__init__()
+        self.layer = nn.Linear(64, outputs)
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+
+class Breaks(nn.Module):
+    def __init__(self):
+        raise RuntimeError("no such thing")
+
+def empty():
+    return torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.long)
+
+def labels(highest=10):
+    return torch.rand(64, 1, 8, 8), torch.full((64,), highest)
+
+def unequal():
+    return torch.rand(64, 64), torch.zeros(63, dtype=torch.long)
+
+def strange():
+    return 17
+
+not_callable = 3
+"""
+QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false", "trainer.max_epochs=1"]
+
+
+@pytest.fixture
+def project(workdir: Path) -> Iterator[Path]:
+    (workdir / "own.py").write_text(CODE)
+    (workdir / "broken.py").write_text("import not_there\n")
+    yield workdir
+    for name in ("own", "broken"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model=cnnn"], "Did you mean cnn?"),
+        (["nonsense"], "no such command"),
+        (["--config-dir=nowhere"], "no such folder"),
+        (["model._target_=own.Wrnog"], "did you mean Wrong"),
+        (["model._target_=onw.Wrong"], "onw"),
+        (["model._target_=broken.Net"], "not_there"),
+        (["model._target_=own.Wrong", "model.outptus=3"], "did you mean outputs"),
+        (["model._target_=own.Breaks"], "no such thing"),
+        (["model._target_=own.not_callable"], "own.not_callable"),
+        (["model._target_=os.system"], "os.system"),
+        (["model._target_=own.Wrong"], "(32, 7)"),
+        (["data.train._target_=own.empty"], "data.train"),
+        (["data.train._target_=own.labels", "data.shape=[1,8,8]", "data.num_classes=10"], "10"),
+        (["data.train._target_=own.unequal"], "data.train"),
+        (["data.train._target_=own.strange"], "data.train"),
+        (["data.batch_size=5000"], "data.batch_size=5000"),
+        (["data.global_batch_size=100"], "data.global_batch_size=100"),
+        (["data=arrays"], "data.path"),
+        (["data=arrays", "data.path=missing.npz"], "missing.npz"),
+        (["data=fashion_mnist", "data.path=missing"], "missing"),
+        (["ckpt_path=missing"], "missing"),
+        (["ckpt_path=own.py"], "own.py"),
+        (["checkpoint.monitor=val/f1"], "checkpoint.monitor=val/f1: no such metric; there are val/acc, val/loss"),
+        (["parallel.accelerator=cuda"], "parallel.accelerator=cuda"),
+        (["scheduler=cosine", "scheduler.warmup_steps=100000"], "scheduler.warmup_steps"),
+        (["optimizer._target_=torch.optim.AdamW", "optimizer.leraning_rate=1"], "leraning_rate"),
+        (["hydra.run.dir=own.py/run"], "hydra.run.dir"),
+        (["resume", "nowhere"], "no run is there"),
+        (["evaluate", "nowhere"], "no run is there"),
+        (["report", "nowhere"], "nowhere"),
+        (["resume"], "RUN_DIR"),
+        (["--multirun", "model=cnnn,mlp"], "Did you mean cnn?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_short_message(
+    project: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    quiet = [] if words[0] in ("resume", "evaluate", "report", "nonsense") else QUIET
+    assert main([*words, *quiet]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert "Traceback" not in errors
+    assert len(errors.strip().splitlines()) <= 2
+    assert len(errors) < 600
+
+
+def test_all_target_faults_are_listed_before_anything_is_built(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model._target_=own.Wrong", "model.outptus=3", "optimizer.momentun=1", "optimizer._target_=torch.optim.SGD"]
+    assert main([*words, *QUIET]) == 2
+    errors = capsys.readouterr().err
+    assert "outptus" in errors
+    assert "momentun" in errors
+
+
+def test_a_run_folder_is_never_written_over(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUIET, "output_dir=run"]) == 0
+    before = (project / "run" / "status.json").read_text()
+    assert main([*QUIET, "output_dir=run"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert (project / "run" / "status.json").read_text() == before
+
+
+def test_a_failed_run_says_so_in_its_folder(project: Path) -> None:
+    assert main(["model._target_=own.Wrong", *QUIET, "output_dir=run"]) == 2
+    status = json.loads((project / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 2)
+    assert "(32, 7)" in status["message"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUIET, "output_dir=run"]) == 0
+    assert main([*QUIET, "model.hidden=[32]", "ckpt_path=run", "output_dir=other"]) == 2
+    assert "differ" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUIET, "optimizer=sgd", "optimizer.lr=1e30", "output_dir=run"]) == 1
+    errors = capsys.readouterr().err
+    assert "not finite" in errors
+    assert "Traceback" not in errors
+    assert json.loads((project / "run" / "status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize("variable", ["", "1"])
+def test_the_traceback_is_there_for_who_asks(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv("TRAINRUN_FULL_ERROR", variable)
+    assert main(["model=cnnn"]) == 2
+    assert ("Traceback" in capsys.readouterr().err) == (variable == "1")

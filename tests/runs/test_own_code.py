@@ -1,0 +1,124 @@
+"""A network, data, a loss, a task and a loop of one's own, from the folder they lie in."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli import main
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=16, depth=1):
+        super().__init__()
+        layers = [nn.Flatten(), nn.Linear(64, width), nn.ReLU()]
+        for _ in range(depth - 1):
+            layers += [nn.Linear(width, width), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Linear(width, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+DATA = """
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import Dataset
+
+class Digits(Dataset):
+    def __init__(self, train=True):
+        x, y = load_digits(return_X_y=True)
+        keep = slice(0, 1400) if train else slice(1400, None)
+        self.x, self.y = x[keep] / 16, y[keep]  # float64, as NumPy has it
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+"""
+TASK = """
+import torch
+from torch.nn import functional
+from trainrun.interfaces import StepOutput
+
+def per_sample(logits, target):
+    return functional.cross_entropy(logits, target, reduction="none")
+
+class TopTwo:
+    monitor = "top2"
+
+    def count(self, batch):
+        return len(batch[1])
+
+    def step(self, model, batch):
+        x, y = batch
+        logits = model(x)
+        loss = functional.cross_entropy(logits, y, reduction="sum")
+        return StepOutput(loss, {"top2": lambda: (logits.topk(2).indices == y[:, None]).any(1).sum()})
+
+def fit(parts, state):
+    from trainrun import loop
+    parts.board.note("my own loop")
+    return loop.fit(parts, state)
+"""
+QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false", "trainer.max_epochs=2"]
+
+
+@pytest.fixture
+def project(workdir: Path) -> Iterator[Path]:
+    (workdir / "my_net.py").write_text(NET)
+    (workdir / "my_data.py").write_text(DATA)
+    (workdir / "my_task.py").write_text(TASK)
+    (workdir / "conf" / "model").mkdir(parents=True)
+    (workdir / "conf" / "model" / "mine.yaml").write_text("# my network\n_target_: my_net.Net\nwidth: 32\n")
+    yield workdir
+    for name in ("my_net", "my_data", "my_task"):
+        sys.modules.pop(name, None)
+
+
+def status_of(project: Path) -> dict:
+    return json.loads((project / "run" / "status.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=mine"],
+        ["model=mine", "model.depth=3"],
+        ["model._target_=my_net.Net"],
+        ["model=my_net.Net", "model.width=24"],
+        ["model=mine", "data.train._target_=my_data.Digits", "data.val._target_=my_data.Digits", "data.val.train=false"],
+        ["model=mine", "task.loss._target_=torch.nn.CrossEntropyLoss", "task.loss.label_smoothing=0.1"],
+        ["model=mine", "task.loss._target_=my_task.per_sample", "task.loss._partial_=true"],
+        ["model=mine", "loop._target_=my_task.fit"],
+        ["model=mine", "optimizer._target_=torch.optim.RMSprop", "optimizer.lr=1e-3"],
+        ["model=mine", "scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "scheduler.gamma=0.999"],
+    ],
+    ids=" ".join,
+)
+def test_ones_own_code_trains(project: Path, words: list[str]) -> None:
+    assert main([*words, *QUIET, "output_dir=run"]) == 0
+    assert status_of(project)["value"] > 0.5
+
+
+def test_a_task_of_ten_lines_names_its_own_metric(project: Path) -> None:
+    assert main(["model=mine", "task._target_=my_task.TopTwo", *QUIET, "output_dir=run"]) == 0
+    status = status_of(project)
+    assert status["monitor"] == "val/top2"
+    assert status["value"] > 0.7
+    assert main(["evaluate", "run"]) == 0
+    assert main(["predict", "run"]) == 0
+    assert (project / "run" / "predictions-val.csv").read_text().startswith("index,output_0,")
+
+
+def test_ones_own_code_trains_on_two_ranks_through_the_real_command(project: Path, trainrun) -> None:
+    words = ["model=mine", "data.train._target_=my_data.Digits", "data.val._target_=my_data.Digits", "parallel=ddp"]
+    done = trainrun(*words, *QUIET, "output_dir=run")
+    assert done.returncode == 0, done.stderr
+    assert status_of(project)["value"] > 0.5

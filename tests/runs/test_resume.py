@@ -1,0 +1,186 @@
+"""A stopped run goes on bit for bit as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import trainrun as package
+from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.resume import resolve
+from trainrun.cli import main
+
+# A dataset that draws random numbers for every sample, a network with dropout and running
+# statistics, and a listener that sends a signal to its own process at a named step.
+USER_CODE = '''
+import os, random, signal
+import numpy, torch
+from torch import nn
+
+class Noisy:
+    def __init__(self, count=103, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 1, 6, 6, generator=generator)
+        self.y = (self.x.mean(dim=(1, 2, 3)) > 0).long()
+        self.num_classes = 2
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        noise = torch.randn(1, 6, 6) * 0.1 + random.random() * 0.1 + numpy.random.rand() * 0.1
+        return self.x[index] + noise, self.y[index]
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
+                                    nn.Dropout(0.3), nn.Linear(64, 2))
+    def forward(self, x):
+        return self.layers(x)
+
+class Stopper:
+    def __init__(self, at, signal_name):
+        self.at, self.number = at, getattr(signal, signal_name)
+    def on_start(self, facts, step): self.started = step
+    def on_step(self, step, epoch, row):
+        if step == self.at and self.started < self.at:
+            os.kill(os.getpid(), self.number)
+    def on_eval(self, step, epoch, row): pass
+    def on_note(self, text): pass
+    def on_end(self, summary): pass
+    def close(self): pass
+'''
+WORDS = [
+    "data.train._target_=own.Noisy", "data.val._target_=own.Noisy", "data.val.seed=1", "model=own.Net",
+    "data.batch_size=8", "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2", "ema=true", "ema.decay=0.9",
+    "scheduler=cosine", "scheduler.warmup_steps=3", "trainer.val_check_interval=0.5", "trainer.gradient_clip_val=1.0",
+    "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",
+    "checkpoint.keep_last=9",
+]  # fmt: skip
+WALL_CLOCK = {"time", "samples_per_second", "step_seconds", "val/seconds", "facts", "summary"}
+
+
+@pytest.fixture
+def own(workdir: Path) -> Path:
+    (workdir / "own.py").write_text(USER_CODE)
+    yield workdir
+    sys.modules.pop("own", None)
+
+
+def facts_of(folder: Path) -> tuple[dict, list[dict]]:
+    """Every tensor and number of the last checkpoint, and every row, without wall-clock times."""
+    loaded = read_checkpoint(resolve(folder / "checkpoints", "last"))
+    rows = [
+        {name: value for name, value in row.items() if name not in WALL_CLOCK}
+        for row in package.load_run(folder).metrics
+        if row["kind"] in ("train", "eval")
+    ]
+    train = {k: v for k, v in loaded.shared["train"].items() if k not in ("seconds", "last_metrics", "saved_step")}
+    return {"shared": {**loaded.shared, "train": train}, "own": loaded.own}, rows
+
+
+def same(left: object, right: object, path: str = "") -> None:
+    assert type(left) is type(right), path
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, path
+        assert torch.equal(left, right), path
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for name in left:
+            same(left[name], right[name], f"{path}.{name}")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), path
+        for i, pair in enumerate(zip(left, right, strict=True)):
+            same(*pair, f"{path}[{i}]")
+    else:
+        assert left == right, path
+
+
+def stop_at(step: int, name: str) -> list[str]:
+    return [
+        "monitor.listeners.stop._target_=own.Stopper",
+        f"monitor.listeners.stop.at={step}",
+        f"monitor.listeners.stop.signal_name={name}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step", "precision", "workers"),
+    [(1, "32", 0), (4, "32", 0), (7, "bf16", 0), (9, "16", 0), (10, "64", 0), (5, "32", 2)],
+)
+def test_a_run_stopped_anywhere_ends_with_the_same_bits(own: Path, step: int, precision: str, workers: int) -> None:
+    words = [*WORDS, f"precision={precision}", f"data.num_workers={workers}"]
+    assert main([*words, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
+    assert main([*words, *stop_at(step, "SIGINT"), "output_dir=stopped"]) == 130
+    status = json.loads((own / "stopped" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", step + 1)  # the step in which the ranks agreed on it
+    assert main(["resume", "stopped"]) == 0
+    whole, resumed = facts_of(own / "whole"), facts_of(own / "stopped")
+    same(whole[0], resumed[0])
+    assert whole[1] == resumed[1]
+
+
+def test_another_number_of_workers_goes_on_with_the_same_stream(own: Path) -> None:
+    assert main([*WORDS, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
+    assert main([*WORDS, "data.num_workers=1", *stop_at(6, "SIGTERM"), "output_dir=stopped"]) == 75
+    assert main(["resume", "stopped", "data.num_workers=0"]) == 0
+    same(facts_of(own / "whole")[0], facts_of(own / "stopped")[0])
+
+
+def test_two_ranks_go_on_with_the_same_bits(own: Path, trainrun) -> None:
+    words = [*WORDS, "parallel=ddp", "data.batch_size=4"]
+    assert trainrun(*words, *stop_at(-1, "SIGTERM"), "output_dir=whole").returncode == 0
+    stopped = trainrun(*words, *stop_at(5, "SIGTERM"), "output_dir=stopped")
+    assert stopped.returncode == 75, stopped.stderr
+    assert "trainrun resume" in stopped.stderr
+    resumed = trainrun("resume", "stopped")
+    assert resumed.returncode == 0, resumed.stderr
+    whole, again = facts_of(own / "whole"), facts_of(own / "stopped")
+    same(whole[0], again[0])
+    assert whole[1] == again[1]
+
+
+@pytest.mark.parametrize(("parallel", "name", "code"), [("single", "SIGINT", 130), ("ddp", "SIGINT", 130), ("ddp", "SIGTERM", 75)])
+def test_a_signal_from_outside_saves_and_says_how_to_go_on(own: Path, parallel: str, name: str, code: int) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainrun", *WORDS, "trainer.max_epochs=100000", f"parallel={parallel}",
+         "data.batch_size=4", "output_dir=run"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    metrics = own / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and '"train"' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, name))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert "trainrun resume" in errors
+    assert "Traceback" not in errors
+    assert json.loads((own / "run" / "status.json").read_text())["state"] == "stopped"
+    assert resolve(own / "run" / "checkpoints", "last").is_dir()
+
+
+def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "checkpoint.every_n_train_steps=3", "output_dir=run"]
+    assert main([*words, *stop_at(8, "SIGINT")]) == 130
+    newest = resolve(own / "run" / "checkpoints", "last")
+    damaged = newest / "shared.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert main(["resume", "run", "monitor.listeners.stop.at=-1"]) == 0
+    assert main([*WORDS, "output_dir=whole"]) == 0
+    same(facts_of(own / "whole")[0], facts_of(own / "run")[0])
+    for folder in (own / "run" / "checkpoints").glob("step-*"):
+        (folder / "MANIFEST.json").write_text("{}")
+    assert main(["resume", "run"]) == 2
+    assert "MANIFEST.json" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""Sweeps of tiny scripts instead of trainings: each writes the `status.json` that its words ask for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+folder, *words = sys.argv[1:]
+folder = pathlib.Path(folder)
+ask = dict(word.split("=", 1) for word in words)
+def status(state, **fields):
+    (folder / "status.json").write_text(json.dumps({"state": state, "pid": os.getpid(), **fields}))
+def save():
+    (folder / "checkpoints" / "step-7").mkdir(parents=True, exist_ok=True)
+with open(folder.parent / "ran.txt", "a") as ran:
+    ran.write(folder.name + "\\n")
+do = ask.get("do", "train")
+if do == "train":
+    value = float(ask["lr"])
+    status("done", value=value, monitor="val/acc", mode=ask.get("mode", "max"), seconds=1.5)
+elif do == "fail":
+    status("failed", message="the loss is not finite\\nat step 3")
+    sys.exit(1)
+elif do == "refuse":
+    print("note: something", file=sys.stderr)
+    print("trainrun: lr=9: must be below 1", file=sys.stderr)
+    sys.exit(2)
+elif do == "die":
+    status("running", value=None)
+    os.kill(os.getpid(), signal.SIGKILL)
+elif do == "hang":
+    def stop(number, frame):
+        with open(folder / "signals.txt", "a") as file:
+            file.write(signal.Signals(number).name + "\\n")
+        if ask.get("obey", "yes") == "yes":
+            save()
+            status("stopped", value=0.5, monitor="val/acc", mode="max", message="interrupted")
+            sys.exit(130 if number == signal.SIGINT else 75)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    (folder / "hangs").touch()
+    while True:
+        time.sleep(0.01)
+"""
+
+
+def fake_command(words: list[str], folder: Path) -> list[str]:
+    return [sys.executable, "-S", "-c", SCRIPT, str(folder), *words]
+
+
+@pytest.fixture
+def command() -> Callable[[list[str], Path], list[str]]:
+    return fake_command

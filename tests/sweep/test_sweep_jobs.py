@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from trainrun.errors import ConfigError
+from trainrun.sweep.jobs import expand, open_sweep, slug
+
+
+def test_the_first_word_varies_slowest():
+    assert expand(["b=1,2", "fixed=0", "a=x,y"]) == [
+        ("b=1", "fixed=0", "a=x"),
+        ("b=1", "fixed=0", "a=y"),
+        ("b=2", "fixed=0", "a=x"),
+        ("b=2", "fixed=0", "a=y"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ('precision="32","16"', ['precision="32"', 'precision="16"']),  # Hydra needs the quotes again
+        ("lr=range(1,4)", ["lr=1", "lr=2", "lr=3"]),
+        ("lr=choice(0.1,0.2)", ["lr=0.1", "lr=0.2"]),
+        ("clip=0.5,null", ["clip=0.5", "clip=null"]),
+        ("data.shape=[1,2],[3]", ["data.shape=[1,2]", "data.shape=[3]"]),
+        ("data.shape=[1,2]", ["data.shape=[1,2]"]),
+        ("+model.depth=1,2", ["+model.depth=1", "+model.depth=2"]),
+        ("run_name='a, b'", ["run_name='a, b'"]),
+        ("~data.test", ["~data.test"]),
+        ("--config-dir=/x,y", ["--config-dir=/x,y"]),
+    ],
+)
+def test_words_of_one_kind_each(word: str, values: list[str]):
+    assert expand([word]) == [(value,) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("lr=interval(0,1)", "takes values, not an interval, as lr="),
+        ("model=glob(*)", "takes names, not a pattern, as model="),
+        ("lr=range(3,3)", "holds no value"),
+        ("lr=[1,2", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused(word: str, message: str):
+    with pytest.raises(ConfigError, match=message) as caught:
+        expand([word])
+    assert str(caught.value).startswith(word)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_names_tell_what_varies_and_fit_a_file_system(tmp_path: Path):
+    sweep = open_sweep(["data.path=/a/b", "lr=1,2", "model='x y',z"], tmp_path / "s")
+    assert [job.folder for job in sweep.jobs.values()] == [
+        "0-lr=1-model=x_y",
+        "1-lr=1-model=z",
+        "2-lr=2-model=x_y",
+        "3-lr=2-model=z",
+    ]
+    long, other = slug(["key=" + "a" * 300]), slug(["key=" + "a" * 299 + "b"])
+    assert len(long) < 80
+    assert long != other
+    assert re.fullmatch(r"[A-Za-z0-9_.=+-]+", long)
+
+
+def test_a_new_sweep_gets_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = open_sweep(["lr=1,2"], None), open_sweep(["lr=1,2"], None)
+    assert first.folder != second.folder
+    assert re.fullmatch(
+        r"sweeps/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-lr-[0-9a-f]{4}", str(first.folder.relative_to(tmp_path))
+    )
+
+
+def test_the_same_value_twice_is_one_job(tmp_path: Path):
+    assert open_sweep(["lr=1,1,2"], tmp_path).wanted == [0, 1]
+
+
+def test_other_words_add_jobs_and_keep_the_numbers(tmp_path: Path):
+    open_sweep(["lr=1,2", "seed=5"], tmp_path)
+    again = open_sweep(["seed=5", "lr=2,3"], tmp_path)  # lr=2 seed=5 is known in another order
+    assert again.wanted == [1, 2]
+    assert [job.words for job in again.jobs.values()] == [
+        ("lr=1", "seed=5"),
+        ("lr=2", "seed=5"),
+        ("seed=5", "lr=3"),
+    ]
+    assert again.swept_keys() == ["lr"]
+    assert json.loads((tmp_path / "sweep.json").read_text())["calls"] == [
+        ["lr=1,2", "seed=5"],
+        ["seed=5", "lr=2,3"],
+    ]
+
+
+def test_a_place_that_cannot_be_used_is_one_message(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*cannot write there"):
+        open_sweep(["lr=1,2"], tmp_path / "file" / "sweep")
+    (tmp_path / "sweep.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*cannot be read"):
+        open_sweep(["lr=1,2"], tmp_path)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from trainrun.sweep import picture
+from trainrun.sweep.jobs import Job, Sweep, expand
+from trainrun.sweep.results import Result
+from trainrun.sweep.table import ranked
+
+
+def drawn(
+    words: list[str], values: list[float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Figure:
+    jobs = {
+        num: Job(num, row, str(num), Result("failed" if value is None else "done", value, "val/acc", "max"))
+        for num, (row, value) in enumerate(zip(expand(words), values, strict=True))
+    }
+    sweep = Sweep(tmp_path, [], jobs, [])
+    figures: list[Figure] = []
+    new_figure = picture.new_figure
+
+    def kept(width: float, height: float):
+        figure, axes = new_figure(width, height)
+        figures.append(figure)
+        return figure, axes
+
+    monkeypatch.setattr(picture, "new_figure", kept)
+    picture.draw_sweep(tmp_path / "sweep.png", ranked(list(jobs.values())), sweep.swept_keys())
+    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    return figures[0]
+
+
+def test_one_number_is_a_line_with_the_failures_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figure = drawn(["lr=1e-1,1e-4,1e-2,1"], [0.7, 0.5, 0.9, None], tmp_path, monkeypatch)
+    axes = figure.axes[0]
+    line, best, missing = axes.lines
+    assert list(line.get_xdata()) == [0.0001, 0.01, 0.1]
+    assert list(line.get_ydata()) == [0.5, 0.9, 0.7]
+    assert list(best.get_xdata()) == [0.01]
+    assert list(missing.get_xdata()) == [1.0]
+    assert axes.get_xscale() == "log"
+    assert axes.get_xlabel() == "lr"
+    assert axes.get_ylabel() == "best val/acc (higher is better)"
+
+
+def test_a_narrow_range_stays_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figure = drawn(["lr=0.1,0.2"], [0.7, 0.5], tmp_path, monkeypatch)
+    assert figure.axes[0].get_xscale() == "linear"
+
+
+def test_two_keys_are_a_map_with_every_value_in_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figure = drawn(["lr=10,9", "model=mlp,cnn"], [0.1, 0.2, None, 0.4], tmp_path, monkeypatch)
+    axes = figure.axes[0]
+    cells = {text.get_position(): text.get_text() for text in axes.texts}
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["cnn", "mlp"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["9", "10"]  # by size, not as text
+    assert cells == {(1, 1): "0.1", (0, 1): "0.2", (1, 0): "failed", (0, 0): "0.4"}
+
+
+def test_names_are_bars_with_the_best_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figure = drawn(["model=mlp,cnn,'$x'"], [0.1, 0.9, 0.5], tmp_path, monkeypatch)
+    axes = figure.axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [0.9, 0.5, 0.1]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["model=cnn", "model=$x", "model=mlp"]
+    assert axes.yaxis_inverted()
+
+
+def test_three_keys_are_bars_named_by_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    values: list[float | None] = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
+    figure = drawn(["a=1,2", "b=1,2", "c=1,2"], values, tmp_path, monkeypatch)
+    assert figure.axes[0].get_yticklabels()[0].get_text() == "a=2 b=2 c=2"

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainrun.sweep.run import job_command, run_sweep
+
+Command = Callable[[list[str], Path], list[str]]
+DEADLINE_SECONDS = 60
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def ran(folder: Path) -> list[str]:
+    return (folder / "ran.txt").read_text().split()
+
+
+def test_all_jobs_in_order_and_the_best_on_top(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+):
+    assert run_sweep(["lr=0.1,0.3,0.2"], tmp_path, command) == 0
+    assert ran(tmp_path) == ["0-lr=0.1", "1-lr=0.3", "2-lr=0.2"]
+    rows = table(tmp_path)
+    assert [row["lr"] for row in rows] == ["0.3", "0.2", "0.1"]
+    assert rows[0] | {"folder": ""} == {
+        "num": "1", "state": "done", "value": "0.3", "monitor": "val/acc", "seconds": "1.5", "lr": "0.3",
+        "error": "", "folder": "",
+    }  # fmt: skip
+    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    out = capsys.readouterr().out
+    assert "[2/3] 1-lr=0.3: done, val/acc 0.3 in 1.5 s" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert lines.index(["1", "done", "0.3", "1.5", "lr=0.3"]) < lines.index(
+        ["2", "done", "0.2", "1.5", "lr=0.2"]
+    )
+
+
+def test_the_smallest_is_best_where_the_jobs_say_so(tmp_path: Path, command: Command):
+    assert run_sweep(["lr=0.2,0.1,0.3", "mode=min"], tmp_path, command) == 0
+    assert [row["value"] for row in table(tmp_path)] == ["0.1", "0.2", "0.3"]
+
+
+def test_a_failing_job_hides_no_other(tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]):
+    assert run_sweep(["lr=9", "do=fail,refuse,die,train"], tmp_path, command) == 1
+    errors = {row["do"]: (row["state"], row["error"]) for row in table(tmp_path)}
+    assert errors == {
+        "train": ("done", ""),
+        "fail": ("failed", "the loss is not finite at step 3"),
+        "refuse": ("failed", "lr=9: must be below 1"),
+        "die": ("failed", "killed by SIGKILL"),
+    }
+    assert table(tmp_path)[0]["do"] == "train"
+    assert f"hydra.sweep.dir={tmp_path}" in capsys.readouterr().out  # the way out
+
+
+def test_a_job_that_ends_well_without_a_result_has_failed(tmp_path: Path, command: Command):
+    assert run_sweep(["do=nothing"], tmp_path, command) == 1
+    assert table(tmp_path)[0]["error"] == "ended with exit code 0 and no result"
+    assert not (tmp_path / "sweep.png").exists()
+
+
+def test_finished_jobs_are_kept_and_failed_ones_start_anew(tmp_path: Path, command: Command):
+    run_sweep(["lr=1,2", "do=train,fail"], tmp_path, command)
+    leftover = tmp_path / "1-lr=1-do=fail" / "config.yaml"
+    leftover.touch()  # a run refuses a folder that holds one
+    (tmp_path / "ran.txt").unlink()
+    assert run_sweep(["lr=1,2", "do=train,fail"], tmp_path, command) == 1
+    assert ran(tmp_path) == ["1-lr=1-do=fail", "3-lr=2-do=fail"]
+    assert not leftover.exists()
+    (tmp_path / "ran.txt").unlink()
+    assert run_sweep(["lr=1,2,3"], tmp_path, command) == 0  # other words: new jobs, and the table has all
+    assert ran(tmp_path) == ["4-lr=1", "5-lr=2", "6-lr=3"]
+    assert [row["state"] for row in table(tmp_path)] == ["done"] * 5 + ["failed"] * 2
+
+
+def test_a_job_with_a_checkpoint_goes_on(tmp_path: Path):
+    assert job_command(["lr=1"], tmp_path)[1:] == ["-m", "trainrun", "lr=1", f"hydra.run.dir={tmp_path}"]
+    (tmp_path / "checkpoints" / "step-7").mkdir(parents=True)
+    assert job_command(["lr=1"], tmp_path)[1:] == ["-m", "trainrun", "resume", str(tmp_path)]
+
+
+def test_a_second_try_that_dies_early_does_not_show_the_first_ones_end(tmp_path: Path, command: Command):
+    run_sweep(["do=fail"], tmp_path, command)
+    (tmp_path / "0-do=fail" / "checkpoints" / "step-1").mkdir(parents=True)
+    broken = [sys.executable, "-S", "-c", "raise SystemExit('no memory')"]
+    assert run_sweep(["do=fail"], tmp_path, lambda words, folder: broken) == 1
+    assert table(tmp_path)[0]["error"] == "no memory"
+
+
+class Driver:
+    """A sweep in a process and session of its own, so that it can be sent signals."""
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        conftest = str(Path(__file__).with_name("conftest.py"))
+        code = (
+            "import importlib.util as u, pathlib, sys\n"
+            f"spec = u.spec_from_file_location('fakes', {conftest!r}); fakes = u.module_from_spec(spec)\n"
+            "spec.loader.exec_module(fakes)\n"
+            "from trainrun.sweep.run import run_sweep\n"
+            f"sys.exit(run_sweep({words!r}, pathlib.Path({str(folder)!r}), fakes.fake_command))"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def end(self) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
+        return self.process.returncode, out.decode()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_is_passed_on_once_and_ends_the_sweep(tmp_path: Path, number: signal.Signals, code: int):
+    driver = Driver(tmp_path, ["lr=1", "do=train,hang,refuse"])
+    wait_for(tmp_path / "1-do=hang" / "hangs")
+    os.killpg(driver.process.pid, number)  # as the terminal does: the job is not in this group
+    returned, out = driver.end()
+    assert returned == code
+    assert (tmp_path / "1-do=hang" / "signals.txt").read_text().split() == [number.name]
+    assert {row["do"]: row["state"] for row in table(tmp_path)} == {
+        "train": "done", "hang": "stopped", "refuse": "not run",
+    }  # fmt: skip
+    assert "stopping" in out
+    assert ran(tmp_path) == ["0-do=train", "1-do=hang"]
+
+
+def test_a_job_that_does_not_obey_is_killed_by_the_third(tmp_path: Path):
+    driver = Driver(tmp_path, ["do=hang", "obey=no"])
+    folder = tmp_path / "0-do=hang-obey=no"
+    wait_for(folder / "hangs")
+    for times in range(1, 3):
+        driver.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while (
+            not (folder / "signals.txt").exists() or len((folder / "signals.txt").read_text().split()) < times
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    driver.process.send_signal(signal.SIGINT)
+    assert driver.end()[0] == 130
+    assert table(tmp_path)[0]["error"] == "killed by SIGKILL"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path: Path):
+    driver = Driver(tmp_path, ["do=hang"])
+    folder = tmp_path / "0-do=hang"
+    wait_for(folder / "hangs")
+    driver.process.kill()
+    driver.end()
+    wait_for(folder / "status.json")
+    assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
+
+
+def test_a_sweep_imports_no_torch():
+    code = "import sys, trainrun.sweep.run, trainrun.sweep.picture; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,70 @@
+"""Stop signals: noted, never acted on, except a second Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from trainrun.signals import STOP_SIGNALS, StopFlag, catch_signals
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"), [("SIGINT", 1), ("SIGTERM", 2), ("SIGUSR1", 2), ("SIGUSR2", 2)]
+)
+def test_a_signal_only_sets_the_flag(name: str, request_: int) -> None:
+    flag = StopFlag()
+    with catch_signals(flag):
+        assert flag.request == 0
+        send(getattr(signal, name))
+        assert flag.request == request_
+
+
+def test_the_stronger_request_stays() -> None:
+    flag = StopFlag()
+    with catch_signals(flag):
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+    assert flag.request == 2
+
+
+def test_a_second_interrupt_leaves_at_once_and_a_second_sigterm_does_not() -> None:
+    flag = StopFlag()
+    with catch_signals(flag):
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_the_handlers_from_before_come_back() -> None:
+    def fail() -> None:
+        with catch_signals(StopFlag()):
+            assert all(signal.getsignal(number) != handler for number, handler in before.items())
+            raise ValueError("inside")
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    with pytest.raises(ValueError, match="inside"):
+        fail()
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
+
+
+def test_outside_the_main_thread_signals_stay_as_they_are() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+
+    def look() -> None:
+        with catch_signals(StopFlag()):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [before]

@@ -1,0 +1,28 @@
+"""The words that the commands on a finished run have in common."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from trainrun.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def run_parser(name: str, about: str) -> Parser:
+    """A parser of RUN_DIR and key=value words."""
+    parser = Parser(prog=f"trainrun {name}", description=about)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="single values to change")
+    return parser
+
+
+def parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    """Options and key=value words in any order."""
+    return parser.parse_intermixed_args(argv)

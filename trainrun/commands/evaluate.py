@@ -1,0 +1,28 @@
+"""`trainrun evaluate RUN_DIR`: loss and metrics of a saved model."""
+
+from __future__ import annotations
+
+from trainrun.commands.arguments import parse, run_parser
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.runner import open_run
+from trainrun.rundir import write_json
+
+
+def main(argv: list[str]) -> int:
+    """Prints the metrics and writes them to `evaluation-SPLIT.json` in the run folder."""
+    parser = run_parser("evaluate", "Loss and metrics of a saved model, each sample counted once.")
+    parser.add_argument("--which", default="best", help="best, last, or a checkpoint's name (default: best)")
+    parser.add_argument("--split", default="val", choices=("val", "test"), help="which data (default: val)")
+    words = parse(parser, argv)
+    run = open_run(words.run_dir)
+
+    from trainrun.loop import evaluate
+    from trainrun.restore import parts_of
+
+    parts, _, folder = parts_of(run, words.which, words.overrides)
+    if words.split not in parts.splits():
+        raise ConfigError(f"--split {words.split}: this run has no data.{words.split}; name it with data.{words.split}._target_=...")
+    metrics = {name: value for name, value in evaluate(parts, words.split).items() if not name.endswith("/seconds")}
+    write_json(run.root / f"evaluation-{words.split}.json", {"checkpoint": folder.name, **metrics})
+    print(f"{folder.name} ({words.which}): " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
+    return EXIT_DONE

@@ -1,0 +1,94 @@
+"""`trainrun predict RUN_DIR`: one row a sample, as CSV or Parquet."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainrun.commands.arguments import parse, run_parser
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.rundir import RunDir
+from trainrun.runner import open_run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainrun.parts import Parts
+
+FORMATS = (".csv", ".parquet")
+
+
+def main(argv: list[str]) -> int:
+    """Rows are in the order of the data; the columns are the task's."""
+    parser = run_parser("predict", "Predictions of a saved model, one row a sample, in the order of the data.")
+    parser.add_argument("--which", default="best", help="best, last, or a checkpoint's name (default: best)")
+    parser.add_argument("--split", default="val", choices=("val", "test"), help="which data (default: val)")
+    parser.add_argument("--out", default=None, help="a .csv or .parquet file (default: predictions-SPLIT.csv in RUN_DIR)")
+    words = parse(parser, argv)
+    run = open_run(words.run_dir)
+    out = Path(words.out) if words.out else run.root / f"predictions-{words.split}.csv"
+    if out.suffix not in FORMATS:
+        raise ConfigError(f"--out {out}: must end in {' or '.join(FORMATS)}")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
+    columns = predictions(run, words.which, words.split, words.overrides)
+    write_table(out, columns)
+    print(f"{len(next(iter(columns.values())))} predictions in {out}")
+    return EXIT_DONE
+
+
+def predictions(run: RunDir, which: str, split: str, overrides: list[str]) -> dict[str, list[Any]]:
+    """Columns of equal length: `index`, then the task's."""
+    from trainrun.restore import parts_of
+
+    parts, _, _ = parts_of(run, which, overrides)
+    if split not in parts.splits():
+        raise ConfigError(f"--split {split}: this run has no data.{split}; name it with data.{split}._target_=...")
+    columns: dict[str, list[Any]] = {}
+    for name, tensor in predict_split(parts, split).items():
+        flat = tensor.reshape(len(tensor), -1)
+        if flat.shape[1] == 1:
+            columns[name] = flat[:, 0].tolist()
+        else:
+            columns |= {f"{name}_{i}": flat[:, i].tolist() for i in range(flat.shape[1])}
+    count = len(next(iter(columns.values())))
+    return {"index": list(range(count)), **columns}
+
+
+def predict_split(parts: Parts, split: str) -> dict[str, Tensor]:
+    """The task's columns over a whole split, on the CPU; raw outputs where the task predicts nothing."""
+    import torch
+
+    from trainrun.interfaces import Predicts
+
+    collected: dict[str, list[Tensor]] = {}
+    parts.model.eval()
+    with torch.no_grad():
+        for batch in parts.splits()[split].epoch(0):
+            with parts.precision.autocast():
+                if isinstance(parts.task, Predicts):
+                    columns = parts.task.predict(parts.model, batch.data)
+                else:
+                    columns = {"output": parts.model(batch.data[0])}
+            for name, column in columns.items():
+                collected.setdefault(name, []).append(column.detach().cpu())
+    return {name: torch.cat(chunks) for name, chunks in collected.items()}
+
+
+def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
+    """Replaces the file as a whole."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    if out.suffix == ".parquet":
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ConfigError(f"--out {out}: needs pyarrow; pip install 'trainrun[parquet]', or write .csv") from error
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
+    else:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
+    temporary.replace(out)

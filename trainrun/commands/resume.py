@@ -1,0 +1,21 @@
+"""`trainrun resume RUN_DIR [key=value ...]`: the same run, from its newest good checkpoint."""
+
+from __future__ import annotations
+
+import sys
+
+from trainrun.cli import follows_others, tell
+from trainrun.commands.arguments import parse, run_parser
+from trainrun.runner import open_run, resume_run
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code of the run."""
+    parser = run_parser("resume", "Goes on with a run in the same folder, bit for bit as if it had never stopped.")
+    words = parse(parser, argv)
+    if follows_others():
+        from trainrun.external_run import follow_run
+
+        return follow_run()
+    run = open_run(words.run_dir)
+    return tell(run.root, resume_run(run, words.overrides, list(sys.path[-1:])))

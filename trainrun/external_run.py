@@ -1,0 +1,75 @@
+"""A run whose ranks torchrun (or Slurm) started: rank 0 decides, the others are told.
+
+Only rank 0 composes, so there is one run folder and one config; it hands both to the others through
+the store that they meet in anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+
+from trainrun.compose import load_config
+from trainrun.config import RunConfig
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.interfaces import Parallel
+from trainrun.parallel.handshake import Meeting, follow, lead
+from trainrun.parallel.worker import run_as_rank
+from trainrun.rank import train
+from trainrun.rundir import RunDir, read_json, write_text
+from trainrun.signals import StopFlag
+from trainrun.status import write_status
+
+
+def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> int:
+    """Rank 0, after it has composed. Returns the exit code of this rank."""
+    if config.parallel.mode != "ddp":
+        raise ConfigError(f"parallel={config.parallel.mode}: this was started as several ranks; use parallel=ddp")
+    write_text(_note(), str(run.root))
+    meeting = lead({"folder": str(run.root), "resume": resume, "paths": paths})
+    return _work(run, config, resume, meeting)
+
+
+def follow_run() -> int:
+    """Every other rank: no Hydra, no words of its own."""
+    meeting = follow()
+    told = meeting.payload
+    sys.path += [path for path in told["paths"] if path not in sys.path]
+    run = RunDir(Path(told["folder"]))
+    return _work(run, load_config(run.config, []), told["resume"], meeting)
+
+
+def restarted_run() -> RunDir | None:
+    """The folder of this same run before torchrun started its ranks anew; None in its first life."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return None
+    with contextlib.suppress(OSError):
+        return RunDir(Path(_note().read_text(encoding="utf-8")))
+    return None
+
+
+def _note() -> Path:
+    """Where rank 0 leaves the folder for its next life: named by torchrun's run, or by its agent's process."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    own = f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name
+    return Path("outputs").absolute() / ".elastic" / own
+
+
+def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int:
+    rank = int(os.environ["RANK"])
+
+    def work(parallel: Parallel, flag: StopFlag) -> int:
+        meeting.complete.set()  # all ranks are here: nobody asks rank 0 any more
+        return train(run, config, resume, parallel, flag)
+
+    run.rank_error(rank).unlink(missing_ok=True)
+    code = run_as_rank(run, config.parallel, work, store=meeting.store)
+    if code != EXIT_DONE and run.rank_error(rank).exists():
+        told = read_json(run.rank_error(rank))
+        print(f"trainrun: rank {rank}: {told['traceback'] if told['kind'] == 'bug' else told['message']}", file=sys.stderr)
+        if rank == 0:
+            write_status(run, config, state="failed", exit_code=code, message=told["message"])
+    return code

@@ -1,0 +1,112 @@
+"""From device tensors to rows of plain numbers, for whoever listens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport
+
+if TYPE_CHECKING:
+    from trainrun.parts import TrainState
+
+
+class Board:
+    """Exists on every rank, since sums are taken over all of them; only rank 0 has monitors.
+
+    logs: False where nothing is logged: then losses are forgotten at once and nothing is ever read.
+    on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
+    on_log: called at each log point after the row was handed on (plots drawn while the run goes on).
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        monitors: Sequence[Monitor],
+        learning_rate: Callable[[], float],
+        steps_per_epoch: int | None,
+        accumulate: int,
+        logs: bool,
+        on_position: Callable[[int], None] | None = None,
+        on_log: Callable[[int], None] | None = None,
+    ) -> None:
+        self._parallel, self._monitors, self._learning_rate = parallel, monitors, learning_rate
+        self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
+        self._on_position, self._on_log = on_position, on_log
+        self._mark = perf_counter()
+        self._marked_step = 0
+        self._marked_items = 0.0
+        self._elsewhere = 0.0
+        self.step = 0
+
+    def on_start(self, facts: RunFacts, state: TrainState) -> None:
+        self._mark, self._marked_step, self._marked_items = perf_counter(), state.step, state.items
+        self.step = state.step
+        for monitor in self._monitors:
+            monitor.on_start(facts, state.step)
+
+    def on_batch(self, state: TrainState, report: StepReport) -> None:
+        """Every step, on the host only."""
+        self.step = state.step
+        if not self._logs:
+            state.losses.clear()
+        if self._on_position is not None:
+            self._on_position(state.step)
+
+    def on_step(self, state: TrainState, report: StepReport) -> None:
+        """A log point: the one place where the host waits for the device."""
+        losses = torch.stack(state.losses).to("cpu", torch.float64).sum().item()
+        names = sorted(report.sums)
+        values = [losses, float(state.logged_items), float(report.items)]
+        totals = self._parallel.sum_over_ranks(values + [float(report.sums[name]) for name in names])
+        loss_total, logged_items, step_items, *sums = totals
+        row = {"train/loss": _ratio(loss_total, logged_items)}
+        row |= {f"train/{name}": _ratio(total, step_items) for name, total in zip(names, sums, strict=True)}
+        row["lr"] = self._learning_rate()
+        if report.grad.norm is not None:
+            row["grad_norm"] = float(report.grad.norm)
+        if state.skipped_steps:
+            row["skipped_steps"] = float(state.skipped_steps)
+        row |= self._speed(state)
+        state.losses.clear()
+        state.logged_items = 0
+        for monitor in self._monitors:
+            monitor.on_step(state.step, self.epoch_of(state), row)
+        if self._on_log is not None:
+            self._on_log(state.step)
+
+    def _speed(self, state: TrainState) -> dict[str, float]:
+        now = perf_counter()
+        seconds, steps = now - self._mark - self._elsewhere, state.step - self._marked_step
+        items = (state.items - self._marked_items) * self._parallel.world_size
+        self._mark, self._marked_step, self._marked_items, self._elsewhere = now, state.step, state.items, 0.0
+        return {"samples_per_second": _ratio(items, seconds), "step_seconds": _ratio(seconds, steps)}
+
+    def on_eval(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        """After a validation; its time does not count as training time."""
+        self._elsewhere += sum(value for name, value in metrics.items() if name.endswith("/seconds"))
+        for monitor in self._monitors:
+            monitor.on_eval(state.step, self.epoch_of(state), metrics)
+
+    def note(self, text: str) -> None:
+        for monitor in self._monitors:
+            monitor.on_note(text)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        for monitor in self._monitors:
+            monitor.on_end(summary)
+
+    def epoch_of(self, state: TrainState) -> float:
+        """Finished epochs, with the fraction of the current one where its length is known."""
+        if not self._steps_per_epoch:
+            return float(state.epoch)
+        return state.epoch + math.ceil(state.batches / self._accumulate) / self._steps_per_epoch
+
+
+def _ratio(total: float | Tensor, count: float) -> float:
+    return float(total) / count if count else math.nan

@@ -1,0 +1,219 @@
+"""What a person sees of a run: the choices at its start, a progress bar or lines, a summary at its end.
+
+In a terminal a bar is redrawn by a thread of its own, never by a step. Anywhere else (a file, a pipe)
+there is one line per validation, and one now and then where validations are far apart.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from trainrun.interfaces import RunFacts
+from trainrun.monitor.readable import duration, figure, quantity
+from trainrun.rundir import RunDir
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+QUIET_SECONDS = 30.0  # between lines that are no validation
+REDRAWS_PER_SECOND = 5  # a redraw takes the interpreter from the training for about a millisecond
+
+
+class Console:
+    """Listens on rank 0.
+
+    interactive: None looks whether the output is a terminal. verbose: show the composed choices at the
+    start. progress: a bar where there is a terminal. window: log points that samples/s is averaged over.
+    """
+
+    def __init__(
+        self,
+        interactive: bool | None = None,
+        verbose: bool = True,
+        progress: bool = True,
+        window: int = 20,
+        stream: IO[str] | None = None,
+    ) -> None:
+        self._stream = stream
+        self._interactive, self._verbose, self._progress = interactive, verbose, progress
+        self._speeds: deque[float] = deque(maxlen=window)
+        self._latest: dict[str, float] = {}
+        self._facts: RunFacts | None = None
+        self._last_line = 0.0
+        self._live: Live | None = None
+        self.position = 0
+
+    def on_batch(self, step: int) -> None:
+        """Every step: the thread of the bar reads it when it draws."""
+        self.position = step
+
+    def on_start(self, facts: RunFacts, step: int) -> None:
+        self._facts, self.position, self._last_line = facts, step, time.monotonic()
+        for line in start_lines(facts, step, self._verbose):
+            self._print(line)
+        if self._progress and self._in_terminal():
+            self._start_bar(facts)
+
+    def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        if "samples_per_second" in row:
+            self._speeds.append(row["samples_per_second"])
+        self._latest |= {name: value for name, value in row.items() if name.startswith("train/")}
+        if self._live is None and time.monotonic() - self._last_line >= QUIET_SECONDS:
+            self._print_progress(step, epoch, self._latest)
+
+    def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        shown = _metrics(row)
+        self._latest |= shown
+        if any(name.startswith("test/") for name in shown):
+            self._print_progress(step, epoch, shown)
+        elif self._live is None:
+            loss = {name: value for name, value in self._latest.items() if name == "train/loss"}
+            self._print_progress(step, epoch, loss | shown)
+
+    def on_note(self, text: str) -> None:
+        self._print(text)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        self.close()
+        folder = RunDir(Path(self._facts.folder)) if self._facts else None
+        for line in end_lines(summary, folder):
+            self._print(line)
+
+    def close(self) -> None:
+        """Gives the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _in_terminal(self) -> bool:
+        if self._interactive is None:
+            return (self._stream or sys.stdout).isatty()
+        return self._interactive
+
+    def _start_bar(self, facts: RunFacts) -> None:
+        import rich.console
+        from rich.live import Live
+
+        from trainrun.monitor.bar import Bar
+
+        console = rich.console.Console(file=self._stream, force_terminal=True, highlight=False)
+        if console.is_dumb_terminal:  # it cannot move its cursor
+            return
+        lengths = facts.total_steps, facts.steps_per_epoch, facts.total_epochs
+        bar = Bar(*lengths, self.position, console.options.ascii_only)
+        self._live = Live(
+            console=console,
+            get_renderable=lambda: bar.draw(console.width, self.position, self._latest, self._speed()),
+            refresh_per_second=REDRAWS_PER_SECOND,
+            transient=True,
+        )
+        self._live.start()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_plain_streams(sys.stdout, sys.stderr))
+
+    def _speed(self) -> float | None:
+        return sum(self._speeds) / len(self._speeds) if self._speeds else None
+
+    def _print_progress(self, step: int, epoch: float, metrics: Mapping[str, float]) -> None:
+        total = self._facts.total_epochs if self._facts else None
+        self._print(progress_line(step, epoch, total, metrics, self._speed()))
+
+    def _print(self, line: str) -> None:
+        self._last_line = time.monotonic()
+        if self._live is not None:
+            self._live.console.print(line, markup=False, soft_wrap=True)
+        else:
+            print(line, file=self._stream, flush=True)
+
+
+def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
+    """The block at the start; without `verbose` where the files are, and no more."""
+    if not verbose:
+        return [f"{facts.name}  {facts.folder}"]
+    ranks = facts.world_size
+    effective = facts.batch_size * facts.accumulate * ranks
+    batch = f"batch {facts.batch_size} x accumulate {facts.accumulate} x ranks {ranks} = {effective}"
+    model = f"{facts.model_summary}, {facts.num_parameters:,} parameters"
+    if facts.num_trainable != facts.num_parameters:
+        model += f", {facts.num_trainable:,} of them trained"
+    data = f"{_count(facts.num_train)} training samples"
+    if facts.num_val is not None:
+        data += f", {facts.num_val:,} for validation"
+    return [
+        f"{facts.name} on {facts.device}" + (f", resumed at step {step:,}" if step else ""),
+        _entry("model", model),
+        _entry("data", data),
+        _entry("step", batch),
+        _entry("length", _length(facts)),
+        *(_entry("chosen" if i == 0 else "", choice) for i, choice in enumerate(facts.choices)),
+        _entry("folder", facts.folder),
+    ]
+
+
+def progress_line(
+    step: int, epoch: float, total_epochs: int | None, metrics: Mapping[str, float], speed: float | None
+) -> str:
+    """`epoch 3/20  step 135  train/loss 0.21  val/loss 0.25  val/acc 0.921  5.9k samples/s`"""
+    done = f"epoch {epoch:.4g}" + (f"/{total_epochs}" if total_epochs is not None else "")
+    parts = [done, f"step {step:,}", *(f"{name} {figure(value)}" for name, value in metrics.items())]
+    if speed is not None:
+        parts.append(f"{quantity(speed)} samples/s")
+    return "  ".join(parts)
+
+
+def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
+    """Why it ended, the best value, the time, and the files that exist."""
+    lines = [f"ended at step {summary.get('step', 0):,}: {summary.get('reason') or 'all done'}"]
+    if summary.get("value") is not None:
+        best = f"{summary.get('monitor')} {figure(summary['value'])}"
+        at = summary.get("best_step")
+        lines.append(_entry("best", best + (f" at step {at:,}" if at is not None else "")))
+    if "seconds" in summary:
+        speed = summary.get("samples_per_second")
+        rate = f", {quantity(speed)} samples/s" if speed is not None else ""
+        lines.append(_entry("time", duration(summary["seconds"]) + rate))
+    if folder is not None:
+        written = [path for path in (folder.checkpoints, folder.plots, folder.report) if path.exists()]
+        for i, path in enumerate(written or [folder.root]):
+            lines.append(_entry("files" if i == 0 else "", str(path)))
+    return lines
+
+
+def _length(facts: RunFacts) -> str:
+    """`900 steps, 45 an epoch, 20 epochs`, as far as it is known."""
+    parts = [f"{_count(facts.total_steps)} steps"]
+    if facts.steps_per_epoch is not None:
+        parts.append(f"{facts.steps_per_epoch:,} an epoch")
+    if facts.total_epochs is not None:
+        parts.append(f"{facts.total_epochs:,} epochs")
+    return ", ".join(parts)
+
+
+def _entry(name: str, text: str) -> str:
+    return f"  {name:<7} {text}"
+
+
+def _count(number: int | None) -> str:
+    return "an unknown number of" if number is None else f"{number:,}"
+
+
+def _metrics(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if "/" in name and not name.endswith("/seconds")}
+
+
+def _plain_streams(stdout: Any, stderr: Any) -> Callable[[], None]:
+    """For forked children: prints that went through the bar would wait for a lock of a thread they lack."""
+
+    def restore() -> None:
+        if sys.stdout is stdout and hasattr(stdout, "rich_proxied_file"):
+            sys.stdout = stdout.rich_proxied_file
+        if sys.stderr is stderr and hasattr(stderr, "rich_proxied_file"):
+            sys.stderr = stderr.rich_proxied_file
+
+    return restore

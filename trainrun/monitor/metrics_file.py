@@ -1,0 +1,169 @@
+"""The rows of a run on disk: `metrics.jsonl`, one strict JSON object a line, append only.
+
+JSON has no word for numbers that are not finite; here they are the strings "nan", "inf" and "-inf".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainrun.errors import DataError
+from trainrun.interfaces import RunFacts
+from trainrun.rundir import write_text
+
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+TEXTS = ("kind", "text", "split", "facts", "class_names")  # never numbers, whatever they say
+
+Row = dict[str, Any]
+
+
+class MetricsFile:
+    """Appends rows; a row reaches the disk within `flush_seconds` of the next one, an evaluation at once.
+
+    The file is opened anew for each flush: it may be replaced as a whole while a run starts, when rows
+    behind the step of a resume are cut. Other threads may write too.
+    """
+
+    def __init__(self, path: Path, flush_seconds: float = 1.0) -> None:
+        self._path = path
+        self._flush_seconds = flush_seconds
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._flushed = time.monotonic()
+        self._step = 0
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Takes one row of any kind; values are plain numbers, texts, lists and mappings."""
+        line = _line(row)
+        with self._lock:
+            self._lines.append(line)
+            if time.monotonic() - self._flushed >= self._flush_seconds:
+                self._flush()
+
+    def flush(self) -> None:
+        """Writes what was held back."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._lines:
+            _append(self._path, "".join(self._lines).encode())
+            self._lines.clear()
+        self._flushed = time.monotonic()
+
+    def on_start(self, facts: RunFacts, step: int) -> None:
+        self._step = step
+        self.write({"kind": "start", "step": step, "time": time.time(), "facts": asdict(facts)})
+
+    def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        self._step = step
+        self.write({"kind": "train", "step": step, "epoch": epoch, "time": time.time(), **row})
+
+    def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        self._step = step
+        kind = "test" if any(name.startswith("test/") for name in row) else "eval"
+        self.write({"kind": kind, "step": step, "epoch": epoch, "time": time.time(), **row})
+        self.flush()
+
+    def on_note(self, text: str) -> None:
+        self.write({"kind": "note", "step": self._step, "time": time.time(), "text": text})
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        step = summary.get("step", self._step)
+        self.write({"kind": "end", "step": step, "time": time.time(), "summary": dict(summary)})
+        self.flush()
+
+    def close(self) -> None:
+        self.flush()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """All of it or, where the disk is full, nothing: half a line would damage the next one."""
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(before)
+            raise
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows in the order of writing; a last line that was cut off is left out.
+
+    Raises DataError with the line number where anything else is damaged, and OSError.
+    """
+    return [row for _, row in _numbered_rows(path)]
+
+
+def cut_rows_after(path: Path, step: int) -> None:
+    """Drops the rows behind `step`, ends of earlier sessions, a line that was cut off. No file is fine."""
+    if not path.exists():
+        return
+    kept = [
+        line for line, row in _numbered_rows(path) if row.get("kind") != "end" and row.get("step", 0) <= step
+    ]
+    write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Each line as it stands, with its row."""
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        cut = number == len(lines)  # no newline behind it
+        if cut and not line:
+            return
+        try:
+            text = line.decode("utf-8")
+            row = json.loads(text, parse_constant=_refuse)
+            if not isinstance(row, dict):
+                raise ValueError("no JSON object")
+        except ValueError as error:
+            if cut:
+                return
+            raise DataError(
+                f"{path}: line {number} is damaged ({error}); delete that line to read the others"
+            ) from error
+        yield text, _numbers(row) if '"nan"' in text or 'inf"' in text else row
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _numbers(row: Row) -> Row:
+    """Non-finite numbers back from their names, in the row itself and in its summary."""
+    out: Row = {}
+    for name, value in row.items():
+        if name == "summary" and isinstance(value, dict):
+            out[name] = _numbers(value)
+        elif isinstance(value, str) and name not in TEXTS:
+            out[name] = NOT_FINITE.get(value, value)
+        else:
+            out[name] = value
+    return out
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(row, allow_nan=False) + "\n"
+    except ValueError:  # rare, so the common row pays nothing for it
+        return json.dumps(_strict(row), allow_nan=False) + "\n"
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(inner) for inner in value]
+    return value

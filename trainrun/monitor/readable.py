@@ -1,0 +1,40 @@
+"""Numbers as people read them, on the screen and in reports."""
+
+from __future__ import annotations
+
+import math
+
+
+def figure(value: object) -> str:
+    """Four significant digits for fractions; whole numbers in groups of three; other things as they are."""
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        whole = value.is_integer() and abs(value) < 1e9
+        return f"{int(value):,}" if whole else f"{value:.4g}"
+    return str(value)
+
+
+def quantity(value: float) -> str:
+    """Three digits and a letter: 950, 5.9k, 12.3M."""
+    if not math.isfinite(value):
+        return str(value)
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """0.4 s, 12 s, 2:05, 1:02:05."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

@@ -1,0 +1,142 @@
+"""How all pictures look: size, colours, axes. Figures are objects of their own; matplotlib's state is left alone."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainrun.plots.series import Series, thinned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 110
+TITLE, ABOVE, BELOW, BETWEEN, LEFT, RIGHT = 0.4, 0.5, 0.55, 0.2, 0.95, 0.2  # margins in inches
+TRAIN, VAL, TEST, BEST, QUIET = "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#888888"
+# Okabe and Ito's colours, which people with colour blindness tell apart: https://jfly.uni-koeln.de/color/
+CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6BB1")
+FEW_POINTS = 40  # below, each point gets a mark
+
+
+def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
+    """Inches, at DPI dots each. fitted: margins follow the texts, at twice the drawing time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if fitted else None, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def panels(title: str, count: int, columns: int = 1, height: float = 2.3) -> tuple[Figure, list[Axes]]:
+    """`count` axes in a grid under one title; single-column panels share their x axis."""
+    from matplotlib.ticker import FuncFormatter
+
+    rows = -(-count // columns)
+    width = 8.0 if columns == 1 else 5.2 * columns
+    gap = BETWEEN if columns == 1 else BELOW + ABOVE
+    total = TITLE + ABOVE + rows * height + (rows - 1) * gap + BELOW
+    figure = new_figure(width, total)
+    figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False, y=1 - 0.12 / total, va="top")
+    column = (width - columns * (LEFT + RIGHT)) / columns
+    figure.subplots_adjust(
+        left=LEFT / width, right=1 - RIGHT / width, bottom=BELOW / total, top=1 - (TITLE + ABOVE) / total,
+        wspace=(LEFT + RIGHT) / column, hspace=gap / height,
+    )  # fmt: skip
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=columns == 1)
+    axes: list[Axes] = list(grid.flat)
+    for extra in axes[count:]:
+        extra.remove()
+    for ax in axes[:count]:
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.grid(True, alpha=0.25, linewidth=0.7)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.tick_params(labelsize=9)
+    return figure, axes[:count]
+
+
+def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
+    """Steps below a column of panels; epochs above it where their length is known."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    ax = axes[-1]
+    ax.set_xlabel("step")
+    ax.margins(x=0.02)
+    low, high = ax.get_xlim()
+    if high - low < 2:  # a single point: whole steps beside it
+        ax.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    if steps_per_epoch:
+        length = float(steps_per_epoch)
+        top = axes[0].secondary_xaxis("top", functions=(lambda step: step / length, lambda epoch: epoch * length))
+        top.set_xlabel("epoch", fontsize=9)
+        top.tick_params(labelsize=8)
+        top.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
+
+
+def start_at_zero(ax: Axes) -> None:
+    """For amounts: heights can be compared by eye."""
+    ax.set_ylim(0, ax.dataLim.y1 * 1.1 if ax.dataLim.y1 > 0 else None)
+
+
+def use_log_scale(ax: Axes) -> None:
+    """Labels in plain numbers, 1 2 5 10, and no minor ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    subs = (1.0, 2.0, 5.0) if high < 1e4 * low else (1.0,)
+    ax.yaxis.set_major_locator(LogLocator(subs=subs))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def draw_line(ax: Axes, curve: Series, color: str, label: str | None, faint: bool = False, style: str = "-") -> None:
+    """A thinned curve; few points are marked, since a single one would not be seen as a line."""
+    shown = thinned(curve)
+    marker = "o" if len(shown) <= FEW_POINTS else None
+    width, alpha = (1.0, 0.3) if faint else (1.8, 1.0)
+    size = 3.0 if faint else 4.0
+    if len(shown):
+        ax.plot(
+            shown.steps, shown.values, color=color, label=label, linewidth=width, alpha=alpha,
+            marker=marker, markersize=size, linestyle=style,
+        )  # fmt: skip
+
+
+def show_legend(ax: Axes) -> None:
+    """Labels are users' words: `$` in them is no formula."""
+    handles, labels = ax.get_legend_handles_labels()
+    if handles:
+        legend = ax.legend(handles, labels, fontsize=9, framealpha=0.85)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+
+
+def note_gaps(ax: Axes, curves: Sequence[Series]) -> None:
+    """Says that points are missing because they are not finite."""
+    missing = sum(curve.num_not_finite for curve in curves)
+    if missing:
+        ax.text(
+            0.01, 0.02, f"not shown: nan or inf at {missing:,} log points", transform=ax.transAxes,
+            fontsize=8, color="#B00020",
+        )  # fmt: skip
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Replaces the picture as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # a class name in another script
+            figure.savefig(temporary, format="png")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,88 @@
+"""What a run folder tells about its run, read once for all pictures and the report."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from trainrun.monitor.metrics_file import Row, read_rows
+from trainrun.rundir import RunDir, read_json
+
+
+@dataclass(frozen=True)
+class Best:
+    """The value a run is judged by; `metric` as users type it."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class History:
+    """The rows of a run by kind. facts: of the last session, as in RunFacts. summary: empty while it runs."""
+
+    run: RunDir
+    rows: dict[str, list[Row]]
+    facts: dict[str, Any]
+    summary: dict[str, Any]
+
+    def of(self, kind: str) -> list[Row]:
+        return self.rows.get(kind, [])
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        steps: int | None = self.facts.get("steps_per_epoch")
+        return steps
+
+    @property
+    def best(self) -> Best | None:
+        """As the summary says; before the end, the lowest validation loss."""
+        metric, value, step = (self.summary.get(name) for name in ("monitor", "value", "best_step"))
+        if metric is not None and value is not None and step is not None:
+            return Best(metric, value, step)
+        losses = [row for row in self.of("eval") if row.get("val/loss", float("nan")) < float("inf")]
+        if self.summary or not losses:
+            return None
+        lowest = min(losses, key=lambda row: row["val/loss"])
+        return Best("val/loss", lowest["val/loss"], lowest["step"])
+
+
+def read_history(run: RunDir) -> History:
+    """Raises DataError where the metrics file is damaged, OSError where there is none."""
+    rows: dict[str, list[Row]] = {}
+    for row in read_rows(run.metrics):
+        rows.setdefault(row.get("kind", ""), []).append(row)
+    starts, ends = rows.get("start"), rows.get("end")
+    return History(
+        run, rows, starts[-1].get("facts", {}) if starts else {}, ends[-1].get("summary", {}) if ends else {}
+    )
+
+
+def read_config(run: RunDir) -> dict[str, Any]:
+    """The finished config of a run as plain values; empty where the folder has none."""
+    if not run.config.is_file():
+        return {}
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_container(OmegaConf.load(run.config))
+    return {str(name): value for name, value in config.items()} if isinstance(config, dict) else {}
+
+
+def read_environment(run: RunDir) -> dict[str, Any]:
+    """`environment.json`; empty where there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        environment = read_json(run.environment)
+        return environment if isinstance(environment, dict) else {}
+    return {}
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` -> `{"a.b": 1}`; lists stay whole."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        out |= flat(value, f"{prefix}.{name}" if prefix else str(name))
+    return out

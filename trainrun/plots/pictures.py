@@ -1,0 +1,142 @@
+"""What a classifier predicts: the confusion matrix, and a grid of samples with the wrong ones marked."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainrun.errors import DataError
+from trainrun.plots import canvas
+from trainrun.plots.history import History
+from trainrun.rundir import RunDir
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_NUMBERED = 20  # classes with a count in every cell
+MOST_NAMED = 40  # names beside an axis
+LONGEST_NAME = 14
+GRID = 5
+TILE = 0.88  # of the width of a column
+TITLE_SIZES = ((14, 9.0), (20, 7.5))  # for titles of up to so many letters
+TILE_PIXELS = 96  # larger samples are thinned: the picture shows no more
+WRONG, RIGHT = "#C00000", "#333333"
+
+
+def confusion_picture(history: History) -> Figure | None:
+    """The newest confusion matrix: rows are true classes, colours are shares of a row."""
+    rows = history.of("confusion")
+    if not rows:
+        return None
+    row = rows[-1]
+    counts = np.asarray(row["matrix"], dtype=np.float64)
+    classes = len(counts)
+    names = [_short(str(name)) for name in row.get("class_names", [])]
+    names += [str(i) for i in range(len(names), classes)]
+    side = min(max(0.52 * classes, 4.6), 9.0)
+    figure = canvas.new_figure(side + 1.6, side + 0.9, fitted=True)
+    ax = figure.subplots()
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
+    image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    if classes <= MOST_NUMBERED:
+        _write_counts(ax, counts, shares)
+    ticks = list(range(0, classes, -(-classes // MOST_NAMED)))
+    size = 9 if classes <= MOST_NUMBERED else 7
+    tilted = max(len(name) for name in names) > 3
+    ax.set_xticks(ticks, [names[i] for i in ticks], fontsize=size, parse_math=False)
+    ax.set_yticks(ticks, [names[i] for i in ticks], fontsize=size, parse_math=False)
+    if tilted:
+        for label in ax.get_xticklabels():
+            label.set(rotation=45, ha="right", rotation_mode="anchor")
+    ax.set_xlabel("predicted")
+    ax.set_ylabel("true")
+    accuracy = counts.trace() / max(counts.sum(), 1)
+    ax.set_title(
+        f"{row.get('split', 'val')} accuracy {100 * accuracy:.1f} % of {int(counts.sum()):,} (step {row['step']:,})",
+        fontsize=12, fontweight="bold",
+    )  # fmt: skip
+    figure.colorbar(image, ax=ax, label="share of the true class", shrink=0.8)
+    return figure
+
+
+def _write_counts(ax: Axes, counts: npt.NDArray[np.float64], shares: npt.NDArray[np.float64]) -> None:
+    """Cells without a sample stay empty: the eye finds the mistakes."""
+    size = 10 if len(counts) <= 12 else 7
+    for target, prediction in np.argwhere(counts > 0):
+        color = "white" if shares[target, prediction] > 0.55 else "black"
+        text = f"{int(counts[target, prediction])}"
+        ax.text(prediction, target, text, ha="center", va="center", fontsize=size, color=color)
+
+
+def predictions_picture(run: RunDir) -> Figure | None:
+    """Up to 5 x 5 samples, each titled `predicted (true)`; wrong ones framed in red."""
+    if not run.samples.is_file():
+        return None
+    images, target, prediction, names = _read_samples(run)
+    count = min(len(images), GRID * GRID)
+    if not count:
+        return None
+    columns = min(GRID, math.ceil(math.sqrt(count)))
+    rows = -(-count // columns)
+    height = 1.8 * rows + 0.5
+    figure = canvas.new_figure(1.5 * columns, height)
+    wrong = int((target[:count] != prediction[:count]).sum())
+    figure.suptitle(f"predicted (true): {wrong} of {count} wrong", fontsize=12, fontweight="bold", y=1 - 0.1 / height, va="top")
+    # One axes for the whole grid: 25 of them would take ten times as long to draw.
+    ax = figure.add_axes((0, 0, 1, 1 - 0.4 / height))
+    ax.axis("off")
+    titles = [f"{_name(names, prediction[i])} ({_name(names, target[i])})" for i in range(count)]
+    size = next((size for longest, size in TITLE_SIZES if max(map(len, titles)) <= longest), 6.0)
+    for i, title in enumerate(titles):
+        middle, top = i % columns + 0.5, (i // columns) * 1.22 + 0.25
+        _draw_tile(ax, _tile(images[i]), middle, top, bad=bool(target[i] != prediction[i]), title=title, size=size)
+    ax.set(xlim=(0, columns), ylim=(rows * 1.22, 0), aspect="equal")
+    return figure
+
+
+def _draw_tile(ax: Axes, pixels: Any, middle: float, top: float, bad: bool, title: str, size: float) -> None:
+    """One sample with its frame, in a square of TILE side that keeps its proportions."""
+    height, width = pixels.shape[:2]
+    half = TILE * width / max(height, width) / 2
+    left, right, bottom = middle - half, middle + half, top + TILE * height / max(height, width)
+    extent = (left, right, bottom, top)
+    ax.imshow(pixels, extent=extent, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    ax.text(
+        middle, top - 0.04, title, ha="center", va="bottom", fontsize=size, color=WRONG if bad else RIGHT,
+        fontweight="bold" if bad else "normal", parse_math=False,
+    )  # fmt: skip
+    edges = (left, right, right, left, left), (top, top, bottom, bottom, top)
+    ax.plot(*edges, color=WRONG if bad else "#BBBBBB", linewidth=3 if bad else 0.8)
+
+
+def _read_samples(run: RunDir) -> tuple[Any, Any, Any, list[str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(run.samples, framework="numpy") as file:
+            images, target, prediction = (file.get_tensor(name) for name in ("images", "target", "prediction"))
+            names = json.loads((file.metadata() or {}).get("class_names", "[]"))
+    except (SafetensorError, ValueError) as error:
+        raise DataError(f"{run.samples}: cannot be read ({error}); delete it to draw the other plots") from error
+    return images, target, prediction, names
+
+
+def _tile(image: Any) -> Any:
+    """(C, H, W) -> (H, W) or (H, W, 3), in [0, 1]."""
+    stride = max(1, max(image.shape[1:]) // TILE_PIXELS)
+    pixels = np.nan_to_num(np.clip(image[:, ::stride, ::stride].astype(np.float32), 0, 1))
+    return np.moveaxis(pixels[:3], 0, 2) if len(pixels) >= 3 else pixels[0]
+
+
+def _name(names: list[str], index: Any) -> str:
+    return _short(str(names[int(index)])) if 0 <= int(index) < len(names) else str(int(index))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"

@@ -1,0 +1,159 @@
+"""From words with several values to jobs with one value each, and what a sweep folder remembers of them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import secrets
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+
+from trainrun.errors import ConfigError
+from trainrun.rundir import read_json, write_json
+from trainrun.sweep.results import Result
+
+NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable
+
+
+@dataclass(frozen=True)
+class Job:
+    """One point of a sweep. words: all that its command line gets; folder: its name inside the sweep's."""
+
+    num: int
+    words: tuple[str, ...]
+    folder: str
+    result: Result = field(default_factory=Result)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What the words set: key -> value, without the marks of the grammar."""
+        pairs = [word.lstrip("+").partition("=") for word in self.words if not word.startswith("-")]
+        return {key: value.strip("\"'") for key, _, value in pairs}
+
+
+@dataclass
+class Sweep:
+    """All jobs that were ever asked for in `folder`, and the numbers of those that this call wants."""
+
+    folder: Path
+    calls: list[list[str]]
+    jobs: dict[int, Job]
+    wanted: list[int]
+
+    def note(self, num: int, result: Result) -> None:
+        """Remembers how a job stands, on the disk too."""
+        self.jobs[num] = replace(self.jobs[num], result=result)
+        self.save()
+
+    def save(self) -> None:
+        write_json(
+            self.folder / "sweep.json",
+            {"calls": self.calls, "jobs": [asdict(job) for job in self.jobs.values()]},
+        )
+
+    def swept_keys(self) -> list[str]:
+        """The keys whose value differs between jobs, in the order they were written."""
+        keys = dict.fromkeys(key for job in self.jobs.values() for key in job.settings)
+        return [key for key in keys if len({job.settings.get(key) for job in self.jobs.values()}) > 1]
+
+
+def open_sweep(words: list[str], folder: Path | None) -> Sweep:
+    """A new sweep, or one that goes on in its folder with these words. Raises ConfigError."""
+    combinations = expand(words)
+    varied = [place for place, column in enumerate(zip(*combinations, strict=True)) if len(set(column)) > 1]
+    names = [slug([row[place] for place in varied] or row) or "default" for row in combinations]
+    keys = [combinations[0][place].partition("=")[0].lstrip("+") for place in varied]
+    folder = (folder or new_folder(keys)).expanduser().absolute()
+    sweep = load_sweep(folder)
+    known = {tuple(sorted(job.words)): job.num for job in sweep.jobs.values()}
+    for row, name in zip(combinations, names, strict=True):
+        num = known.setdefault(tuple(sorted(row)), len(sweep.jobs))
+        sweep.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
+        if num not in sweep.wanted:  # the same value twice is one job
+            sweep.wanted.append(num)
+    if words not in sweep.calls:
+        sweep.calls.append(words)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep.save()
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.sweep.dir={folder}: cannot write there ({error.strerror}); "
+            "name another folder with hydra.sweep.dir=..."
+        ) from error
+    return sweep
+
+
+def load_sweep(folder: Path) -> Sweep:
+    """What an earlier call left in the folder; nothing where there is none."""
+    path = folder / "sweep.json"
+    if not path.exists():
+        return Sweep(folder, [], {}, [])
+    try:
+        saved: dict[str, Any] = read_json(path)
+        jobs = [
+            Job(job["num"], tuple(job["words"]), job["folder"], Result(**job["result"]))
+            for job in saved["jobs"]
+        ]
+        return Sweep(folder, saved["calls"], {job.num: job for job in jobs}, [])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"hydra.sweep.dir={folder}: its sweep.json cannot be read ({error}); name another folder"
+        ) from error
+
+
+def expand(words: list[str]) -> list[tuple[str, ...]]:
+    """The words of every job; the first word with several values varies slowest. Raises ConfigError.
+
+    Words that begin with a dash are flags, one word each, and the same for all jobs.
+    """
+    return list(itertools.product(*[[word] if word.startswith("-") else values_of(word) for word in words]))
+
+
+def values_of(word: str) -> list[str]:
+    """`lr=1,2` -> `lr=1`, `lr=2`; a word with one value stays as it was typed."""
+    try:
+        override: Override = OverridesParser.create().parse_override(word)
+        if not override.is_sweep_override():
+            return [word]
+        if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+            raise ConfigError(
+                f"{word}: a sweep takes names, not a pattern, as {override.key_or_group}=one,two"
+            )
+        if override.value_type is ValueType.INTERVAL_SWEEP:
+            raise ConfigError(
+                f"{word}: a sweep takes values, not an interval, as {override.key_or_group}=0.1,0.2"
+            )
+        values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    except HydraException as error:
+        raise ConfigError(
+            f"{word}: cannot be read as key=value,value ({str(error).splitlines()[0]})"
+        ) from error
+    if not values:
+        raise ConfigError(f"{word}: holds no value")
+    return values
+
+
+def new_folder(keys: list[str]) -> Path:
+    """A folder that no other sweep has, named after what is varied."""
+    now = datetime.now()
+    name = slug(keys) if keys else "sweep"
+    return Path("sweeps") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{name}-{secrets.token_hex(2)}"
+
+
+def slug(words: list[str] | tuple[str, ...]) -> str:
+    """The words as a file name; a long one is cut and ends in a hash of the whole."""
+    text = re.sub(
+        r"[^A-Za-z0-9_.=+-]+", "_", "-".join(word.replace('"', "").replace("'", "") for word in words)
+    )
+    longest = NAME_LENGTH - 6  # room for the number in front
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

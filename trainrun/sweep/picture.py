@@ -1,0 +1,174 @@
+"""One picture of a sweep: the value over what was varied, for one number, for two keys, or as ranked bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trainrun.sweep.jobs import Job
+from trainrun.sweep.table import label_of
+
+COLOUR, BEST_COLOUR, FAILED_COLOUR = "#31688e", "#35b779", "#d1495b"
+MAX_BARS = 40
+MAX_NAME = 60  # letters of a bar's name
+LOG_RANGE = 100  # two decades are too wide for a linear axis
+CLOSE = 0.3  # of the highest value: values that lie nearer together are magnified
+DPI = 120
+
+
+def draw_sweep(path: Path, jobs: list[Job], keys: list[str]) -> None:
+    """jobs: best first, at least one of them with a value; keys: the settings that were varied."""
+    axes_of = {job.num: tuple(job.settings.get(key, "") for key in keys) for job in jobs}
+    one_each = len(set(axes_of.values())) == len(jobs)
+    if (
+        len(keys) == 1
+        and one_each
+        and all(number_of(job.settings.get(keys[0], "")) is not None for job in jobs)
+    ):
+        figure = draw_line(jobs, keys[0])
+    elif len(keys) == 2 and one_each:
+        figure = draw_map(jobs, keys)
+    else:
+        figure = draw_bars(jobs, keys)
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+
+
+def number_of(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def value_name(jobs: list[Job]) -> str:
+    """The monitored metric, with the direction that is better."""
+    result = next(job.result for job in jobs if job.result.value is not None)
+    better = {"max": " (higher is better)", "min": " (lower is better)"}.get(result.mode, "")
+    return f"best {result.monitor}{better}" if result.monitor else "value"
+
+
+def title_of(jobs: list[Job]) -> str:
+    valued = sum(job.result.value is not None for job in jobs)
+    return f"{valued} jobs" if valued == len(jobs) else f"{valued} of {len(jobs)} jobs have a value"
+
+
+def draw_line(jobs: list[Job], key: str) -> Figure:
+    """One number was varied. Jobs without a value stand as crosses on the lower edge."""
+    figure, axes = new_figure(7, 4.5)
+    places = {job.num: float(job.settings[key]) for job in jobs}
+    valued = sorted((job for job in jobs if job.result.value is not None), key=lambda job: places[job.num])
+    values = [job.result.value or 0.0 for job in valued]
+    axes.plot([places[job.num] for job in valued], values, "o-", color=COLOUR, label="_job")
+    best = next(job for job in jobs if job.result.value is not None)
+    axes.plot(
+        places[best.num], best.result.value or 0.0, "o", markersize=11, color=BEST_COLOUR,
+        label=f"best: {key}={best.settings[key]}, {best.result.value:.4g}",
+    )  # fmt: skip
+    missing = [places[job.num] for job in jobs if job.result.value is None]
+    if missing:
+        edge = axes.get_xaxis_transform()  # x in data, y in parts of the axes
+        axes.plot(
+            missing,
+            [0.0] * len(missing),
+            "x",
+            color=FAILED_COLOUR,
+            transform=edge,
+            clip_on=False,
+            label="no value",
+        )
+    numbers = places.values()
+    if min(numbers) > 0 and max(numbers) / min(numbers) > LOG_RANGE:
+        axes.set_xscale("log")
+    axes.set_xlabel(key, parse_math=False)
+    axes.set_ylabel(value_name(jobs), parse_math=False)
+    axes.set_title(title_of(jobs))
+    axes.grid(alpha=0.3)
+    axes.margins(y=0.12)
+    for text in axes.legend().get_texts():
+        text.set_parse_math(False)
+    return figure
+
+
+def draw_map(jobs: list[Job], keys: list[str]) -> Figure:
+    """Two keys were varied: one cell a job, its value written in it."""
+    rows, columns = (in_order([job.settings.get(key, "") for job in jobs]) for key in keys)
+    table = [[math.nan] * len(columns) for _ in rows]
+    for job in jobs:
+        if job.result.value is not None:
+            row, column = (job.settings.get(key, "") for key in keys)
+            table[rows.index(row)][columns.index(column)] = job.result.value
+    figure, axes = new_figure(max(5.0, 2.6 + 0.95 * len(columns)), max(3.2, 1.6 + 0.5 * len(rows)))
+    best_is_low = jobs[0].result.mode == "min"
+    image = axes.imshow(table, aspect="auto", cmap="viridis_r" if best_is_low else "viridis")
+    figure.colorbar(image, ax=axes).set_label(value_name(jobs), parse_math=False)
+    for job in jobs:
+        row, column = (job.settings.get(key, "") for key in keys)
+        value = job.result.value
+        dark = value is not None and luminance(image.to_rgba(np.array([value]))[0]) < 0.5
+        axes.text(
+            columns.index(column), rows.index(row), job.result.state if value is None else f"{value:.4g}",
+            ha="center", va="center", fontsize=9, fontweight="bold" if job is jobs[0] else "normal",
+            color=FAILED_COLOUR if value is None else "white" if dark else "black",
+        )  # fmt: skip
+    long_names = max(map(len, columns)) > 9
+    axes.set_xticks(range(len(columns)), [shorter(name, 24) for name in columns], parse_math=False,
+                    rotation=30 if long_names else 0, ha="right" if long_names else "center")  # fmt: skip
+    axes.set_yticks(range(len(rows)), [shorter(name, 24) for name in rows], parse_math=False)
+    axes.set_ylabel(keys[0], parse_math=False)
+    axes.set_xlabel(keys[1], parse_math=False)
+    axes.set_title(title_of(jobs))
+    return figure
+
+
+def draw_bars(jobs: list[Job], keys: list[str]) -> Figure:
+    """Names, or more than two keys, were varied: ranked bars, the best on top."""
+    valued = [job for job in jobs if job.result.value is not None]
+    shown = valued[:MAX_BARS]
+    values = [job.result.value or 0.0 for job in shown]
+    names = [shorter(label_of(job, keys), MAX_NAME) for job in shown]
+    figure, axes = new_figure(5.5 + 0.075 * max(map(len, names)), 1.4 + 0.3 * len(shown))
+    colours = [BEST_COLOUR] + [COLOUR] * (len(shown) - 1)
+    bars = axes.barh(range(len(shown)), values, color=colours)
+    axes.bar_label(bars, [f"{value:.4g}" for value in values], padding=3, fontsize=9)
+    axes.set_yticks(range(len(shown)), names, parse_math=False)
+    axes.invert_yaxis()
+    axes.margins(x=0.12, y=0.02)
+    low, high = min(values), max(values)
+    close = low > 0 and high - low < CLOSE * high
+    if close:  # from 0 on they would all look the same
+        left = max(0.0, low - (high - low or 0.1 * high))
+        axes.set_xlim(left, high + 0.15 * (high - left))
+    axes.set_xlabel(value_name(jobs) + (", axis does not start at 0" if close else ""), parse_math=False)
+    axes.set_title(title_of(jobs) + (f", the best {MAX_BARS} are shown" if len(shown) < len(valued) else ""))
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    return figure
+
+
+def in_order(names: list[str]) -> list[str]:
+    """Each name once: numbers by size, words by name."""
+    once = list(dict.fromkeys(names))
+    numbers = {name: number_of(name) for name in once}
+    return sorted(once, key=lambda name: (numbers[name] is None, numbers[name] or 0.0, name))
+
+
+def shorter(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def luminance(colour: Sequence[float]) -> float:
+    red, green, blue, _ = colour
+    return 0.299 * red + 0.587 * green + 0.114 * blue

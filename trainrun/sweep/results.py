@@ -1,0 +1,91 @@
+"""How a job ended: read from its `status.json`, or, where it died without a word, from its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
+from trainrun.rundir import RunDir, read_json
+
+OUTPUT = "run.out"  # what a job prints
+STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Result:
+    """state: done, stopped, failed or "not run"; value: the best of `monitor`; mode: min or max."""
+
+    state: str = "not run"
+    value: float | None = None
+    monitor: str = ""
+    mode: str = ""
+    seconds: float | None = None
+    error: str = ""
+
+
+def is_done(folder: Path) -> bool:
+    return read_status(folder).get("state") == "done"
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return any(RunDir(folder).checkpoints.glob("step-*"))
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """The fields of `status.json`; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        status = read_json(RunDir(folder).status)
+        if isinstance(status, dict):
+            return status
+    return {}
+
+
+def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any] | None = None) -> Result:
+    """The end of a job. earlier: its status before this try; the same again means that it wrote none."""
+    status = read_status(folder)
+    fresh = {} if status == earlier else status
+    said = fresh.get("state")
+    error = ""
+    if exit_code == EXIT_DONE and said == "done":
+        state = "done"
+    elif exit_code in STOPS:
+        state, error = "stopped", str(fresh.get("message") or "")
+    else:
+        state, error = "failed", explain(folder, fresh, exit_code)
+    return Result(
+        state,
+        finite(status.get("value")),
+        str(status.get("monitor") or ""),
+        str(status.get("mode") or ""),
+        finite(status.get("seconds")),
+        " ".join(error.split()),
+    )
+
+
+def explain(folder: Path, status: dict[str, Any], exit_code: int) -> str:
+    """Why a job failed, on one line: its own message, the signal that killed it, or the last it printed."""
+    if status.get("state") == "failed" and status.get("message"):
+        return str(status["message"])
+    if exit_code < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-exit_code).name}"
+        return f"killed by signal {-exit_code}"
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+    faults = [line.removeprefix("trainrun: ") for line in lines if line.startswith("trainrun: ")]
+    if faults:
+        return "; ".join(faults)
+    return lines[-1] if lines and exit_code else f"ended with exit code {exit_code} and no result"
+
+
+def finite(value: Any) -> float | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None

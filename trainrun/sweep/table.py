@@ -1,0 +1,133 @@
+"""The end of a sweep: a table of all jobs on the screen, the same as `sweep.csv`, and a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+
+from trainrun.rundir import write_text
+from trainrun.sweep.jobs import Job, Sweep
+from trainrun.sweep.results import Result
+
+
+def conclude(sweep: Sweep) -> None:
+    """Shows the table, writes `sweep.csv` and `sweep.png`, and says where they are and how to go on."""
+    jobs = ranked(list(sweep.jobs.values()))
+    keys = sweep.swept_keys()
+    header, rows = table_of(jobs, keys)
+    if sys.stdout.isatty():
+        print_rich(header, rows)
+    else:
+        print_plain(header, rows)
+    write_text(sweep.folder / "sweep.csv", csv_of(jobs, keys, sweep))
+    print(f"table: {sweep.folder / 'sweep.csv'}")
+    if any(job.result.value is not None for job in jobs):
+        from trainrun.sweep.picture import draw_sweep
+
+        draw_sweep(sweep.folder / "sweep.png", jobs, keys)
+        print(f"picture: {sweep.folder / 'sweep.png'}")
+    if any(sweep.jobs[num].result.state != "done" for num in sweep.wanted):
+        print(f"the same words with hydra.sweep.dir={sweep.folder} run what is not done", flush=True)
+
+
+def ranked(jobs: list[Job]) -> list[Job]:
+    """Best value first, by the mode that the jobs say; then those that are not done, by number."""
+
+    def place(job: Job) -> tuple[bool, bool, float, int]:
+        result = job.result
+        value = result.value if result.value is not None else 0.0
+        return (
+            result.state != "done",
+            result.value is None,
+            -value if result.mode == "max" else value,
+            job.num,
+        )
+
+    return sorted(jobs, key=place)
+
+
+def label_of(job: Job, keys: list[str]) -> str:
+    """What sets this job apart; all its words where nothing was varied."""
+    settings = job.settings
+    return " ".join(f"{key}={settings[key]}" for key in keys if key in settings) or " ".join(job.words)
+
+
+def shown_value(result: Result) -> str:
+    value = "no value" if result.value is None else f"{result.monitor} {result.value:.5g}".strip()
+    return value if result.seconds is None else f"{value} in {result.seconds:.1f} s"
+
+
+def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str]]]:
+    """The header, and a row of text for each job."""
+    monitors = {job.result.monitor for job in jobs if job.result.monitor}
+    header = [
+        "job",
+        "state",
+        monitors.pop() if len(monitors) == 1 else "value",
+        "seconds",
+        "overrides",
+        "error",
+    ]
+    rows = [
+        [
+            str(job.num),
+            job.result.state,
+            "" if job.result.value is None else f"{job.result.value:.5g}",
+            "" if job.result.seconds is None else f"{job.result.seconds:.1f}",
+            label_of(job, keys),
+            job.result.error,
+        ]
+        for job in jobs
+    ]
+    return header, rows
+
+
+def print_plain(header: list[str], rows: list[list[str]]) -> None:
+    """Aligned columns without frames; nothing is cut."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_rich(header: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"done": "green", "failed": "red", "stopped": "yellow", "not run": "dim"}
+    table = Table()
+    if not any(row[-1] for row in rows):  # no error: its room is for the overrides
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    for name in header:
+        numeric = name not in ("state", "overrides", "error")
+        table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        cells = [Text(text) for text in row]
+        cells[1].stylize(colours.get(row[1], ""))
+        table.add_row(*cells)
+    Console().print(table)
+
+
+def csv_of(jobs: list[Job], keys: list[str], sweep: Sweep) -> str:
+    """All jobs for programs, with a column for each key that was varied."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["num", "state", "value", "monitor", "seconds", *keys, "error", "folder"])
+    for job in jobs:
+        result, settings = job.result, job.settings
+        varied = [settings.get(key, "") for key in keys]
+        folder = sweep.folder / job.folder
+        writer.writerow(
+            [
+                job.num,
+                result.state,
+                result.value,
+                result.monitor,
+                result.seconds,
+                *varied,
+                result.error,
+                folder,
+            ]
+        )
+    return text.getvalue()
