@@ -22,7 +22,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from trainrun import loop
@@ -61,7 +60,9 @@ def hand_written(epochs: int, hidden: list[int], folder: Path) -> tuple[float, f
                 losses.append(loss.detach())
                 step += 1
                 if step % 50 == 0:
-                    log.write(json.dumps({"step": step, "train/loss": torch.stack(losses).mean().item()}) + "\n")
+                    log.write(
+                        json.dumps({"step": step, "train/loss": torch.stack(losses).mean().item()}) + "\n"
+                    )
                     losses.clear()
             model.eval()
             with torch.no_grad():
@@ -73,7 +74,9 @@ def hand_written(epochs: int, hidden: list[int], folder: Path) -> tuple[float, f
             if accuracy > best:
                 best = accuracy
                 kept = {name: value.clone() for name, value in model.state_dict().items()}
-                kept_optimizer = [value.clone() for group in optimizer.state.values() for value in group.values()]
+                kept_optimizer = [
+                    value.clone() for group in optimizer.state.values() for value in group.values()
+                ]
     seconds = time.perf_counter() - started
     assert kept is not None
     assert kept_optimizer is not None
@@ -87,7 +90,12 @@ def tensors(source: object) -> tuple[torch.Tensor, ...]:
 
 def runner(epochs: int, hidden: list[int], folder: Path, words: list[str]) -> tuple[float, float, int]:
     """The same work through `loop.fit`, with all defaults on."""
-    words = [f"trainer.max_epochs={epochs}", f"model.hidden={hidden}".replace(" ", ""), f"seed={SEED}", *words]
+    words = [
+        f"trainer.max_epochs={epochs}",
+        f"model.hidden={hidden}".replace(" ", ""),
+        f"seed={SEED}",
+        *words,
+    ]
     composition = compose_run([*words, f"output_dir={folder / 'run'}"])
     config = composition.config
     run = new_run(composition, words)
@@ -96,7 +104,7 @@ def runner(epochs: int, hidden: list[int], folder: Path, words: list[str]) -> tu
     listeners = Listeners(run, config)
     site = Site(
         run, "bench", parallel, flag, listeners.monitors,
-        listeners.console.on_batch if listeners.console is not None else None, listeners.draw_now,
+        listeners.on_position, listeners.on_log,
     )  # fmt: skip
     try:
         parts, facts = build_parts(config, site)
@@ -113,7 +121,9 @@ def runner(epochs: int, hidden: list[int], folder: Path, words: list[str]) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--wide", action="store_true", help="a network whose step takes about 2 ms")
@@ -126,15 +136,16 @@ def main() -> None:
     for number in range(given.rounds + 1):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            sides = [lambda: hand_written(given.epochs, hidden, folder),
-                     lambda: runner(given.epochs, hidden, folder, given.words)]  # fmt: skip
             stdout = os.dup(1)
             os.dup2(null, 1)
-            results = [None, None]
-            for side in (0, 1) if number % 2 else (1, 0):
-                results[side] = sides[side]()
+            if number % 2:
+                first = hand_written(given.epochs, hidden, folder)
+                second = runner(given.epochs, hidden, folder, given.words)
+            else:
+                second = runner(given.epochs, hidden, folder, given.words)
+                first = hand_written(given.epochs, hidden, folder)
             os.dup2(stdout, 1)
-        (hand, hand_loss, steps), (ours, our_loss, our_steps) = results
+        (hand, hand_loss, steps), (ours, our_loss, our_steps) = first, second
         assert steps == our_steps
         assert abs(hand_loss - our_loss) < 1e-3 * max(1.0, hand_loss), (hand_loss, our_loss)
         micro = 1e6 / steps

@@ -45,12 +45,12 @@ pip_install() {
         --quiet --disable-pip-version-check --no-input --retries 3 "$@" >"$log" 2>&1; then
         return
     fi
-    grep -v '^WARNING' "$log" | tail -n 12 >&2
     if grep -qiE 'no space left|errno 28|disk quota' "$log"; then
-        fail "the disk is full: with its GPU libraries torch needs about 7 GB; free some and run this again"
+        fail "the disk is full: torch needs several GB (most with its GPU libraries); free some and run this again"
     elif grep -qiE 'name resolution|name or service|nodename nor servname|connection|unreachable|timed out|max retries' "$log"; then
         fail "the packages could not be downloaded: is there a network? Then run this again (all of pip's words: $log)"
     fi
+    grep -v '^WARNING' "$log" | tail -n 12 >&2
     fail "the installation failed (all of pip's words: $log)"
 }
 

@@ -69,7 +69,9 @@ def due_steps(built: Cadence, micro_per_epoch: int, accumulate: int, steps: int)
         ((None, None), 1, []),
     ],
 )
-def test_validation_by_fraction_steps_and_epochs(val: tuple[int, float], every: int, steps: list[int]) -> None:
+def test_validation_by_fraction_steps_and_epochs(
+    val: tuple[int, float], every: int, steps: list[int]
+) -> None:
     built, _, _ = cadence(val=val, every=every)
     assert due_steps(built, 10, 1, 30) == steps
 

@@ -25,7 +25,9 @@ def test_intervals_have_a_unit(value: Any, meant: Interval) -> None:
     assert parse_interval(value) == meant
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1, 1.5, "1.5epoch", "0.5step", "0step", "", "often", True, None, [1]])
+@pytest.mark.parametrize(
+    "value", [0, 0.0, -1, 1.5, "1.5epoch", "0.5step", "0step", "", "often", True, None, [1]]
+)
 def test_intervals_that_mean_nothing_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="must be a whole number of steps"):
         parse_interval(value)
@@ -40,7 +42,9 @@ def test_durations(value: Any, seconds: float | None) -> None:
     assert parse_seconds(value) == seconds
 
 
-@pytest.mark.parametrize("value", [0, -1, "soon", "1:2:3:4:5", "00:00", True, float("inf"), float("nan"), "5 parsecs"])
+@pytest.mark.parametrize(
+    "value", [0, -1, "soon", "1:2:3:4:5", "00:00", True, float("inf"), float("nan"), "5 parsecs"]
+)
 def test_durations_that_mean_nothing_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="must be seconds"):
         parse_seconds(value)

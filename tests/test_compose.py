@@ -47,13 +47,21 @@ def test_presets_do_what_their_names_say() -> None:
     lean = compose_run(["preset=memory-limited"]).config
     debug = compose_run(["preset=debug"]).config
     most = compose_run(["preset=max-perf"]).config
-    assert (fast.precision.mode, fast.trainer.channels_last, fast.data.batch_size) == ("bf16-mixed", True, 128)
+    assert (fast.precision.mode, fast.trainer.channels_last, fast.data.batch_size) == (
+        "bf16-mixed",
+        True,
+        128,
+    )
     assert lean.data.batch_size * lean.trainer.accumulate_grad_batches == 32
     assert (lean.data.num_workers, lean.data.max_sequence_length, lean.checkpoint.keep_last) == (0, 512, 1)
     assert (debug.trainer.deterministic, debug.monitor.log_every_n_steps, debug.trainer.limit_train_batches) == (
         True, 1, 10,
     )  # fmt: skip
-    assert (most.trainer.compile.enabled, most.precision.matmul, most.data.batch_size) == ("auto", "high", 256)
+    assert (most.trainer.compile.enabled, most.precision.matmul, most.data.batch_size) == (
+        "auto",
+        "high",
+        256,
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,9 @@ def test_precision_by_the_names_people_type(typed: str, mode: str) -> None:
 
 
 def test_other_trainers_names_are_translated_and_said() -> None:
-    composition = compose_run(["strategy=none", "gradient_accumulation_steps=4", "lr=0.5", "ema.decay=0.9", "ema=true"])
+    composition = compose_run(
+        ["strategy=none", "gradient_accumulation_steps=4", "lr=0.5", "ema.decay=0.9", "ema=true"]
+    )
     config = composition.config
     assert config.parallel.mode == "single"
     assert config.trainer.accumulate_grad_batches == 4
@@ -78,7 +88,9 @@ def test_a_target_of_ones_own_starts_from_the_empty_option() -> None:
     config = compose_run(["model._target_=my_net.Net", "model.width=9"]).config
     assert config.model == {"_target_": "my_net.Net", "width": 9}
     assert compose_run(["model=my_net.Net"]).config.model == {"_target_": "my_net.Net"}
-    schedule = compose_run(["scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "scheduler.gamma=0.9"])
+    schedule = compose_run(
+        ["scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "scheduler.gamma=0.9"]
+    )
     assert schedule.config.scheduler["gamma"] == 0.9
     assert schedule.config.scheduler["warmup_steps"] == 0
 
@@ -95,7 +107,11 @@ def test_a_folder_conf_beside_the_user_adds_and_shadows(tmp_path: Path) -> None:
 
 def test_all_faults_are_listed_at_once() -> None:
     faults = faults_of(
-        "model=cnnn", "precison=16-mixed", "data.batchsize=4", "data.batch_size=abc", "trainer.gradient_clip_val=-1"
+        "model=cnnn",
+        "precison=16-mixed",
+        "data.batchsize=4",
+        "data.batch_size=abc",
+        "trainer.gradient_clip_val=-1",
     )
     assert len(faults) == 5
     assert faults[0].startswith("model=cnnn: there is no such model. Did you mean cnn?")
@@ -140,7 +156,9 @@ def test_a_mistake_names_the_key_and_the_way_out(word: str, said: str) -> None:
 
 
 def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
-    config = compose_run(["preset=max-perf", "run_name=012", "data.path=no", "trainer.max_time=01:00:00:00"]).config
+    config = compose_run(
+        ["preset=max-perf", "run_name=012", "data.path=no", "trainer.max_time=01:00:00:00"]
+    ).config
     path = tmp_path / "config.yaml"
     path.write_text(save_config(config))
     assert load_config(path, []) == config

@@ -1,7 +1,7 @@
 """Trains a PyTorch model from one command; from Python with the same words.
 
-    run = trainrun.train("data=digits", "trainer.max_epochs=5")
-    model = run.load_model("best")
+run = trainrun.train("data=digits", "trainer.max_epochs=5")
+model = run.load_model("best")
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,22 @@ from trainrun.monitor.board import Board
 from trainrun.optimizer.build import build_optimizer
 from trainrun.optimizer.ema import Ema
 from trainrun.parts import Parts
-from trainrun.plan import best_watch, build_rhythm, build_watch, default_monitor, fingerprint, keep_options, with_accumulation
-from trainrun.precision.amp import PrecisionOptions, build_precision, data_float_dtype, prepare_model, set_matmul
+from trainrun.plan import (
+    best_watch,
+    build_rhythm,
+    build_watch,
+    default_monitor,
+    fingerprint,
+    keep_options,
+    with_accumulation,
+)
+from trainrun.precision.amp import (
+    PrecisionOptions,
+    build_precision,
+    data_float_dtype,
+    prepare_model,
+    set_matmul,
+)
 from trainrun.rundir import RunDir
 from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
 from trainrun.scheduler.scaling import scaled_lr
@@ -33,6 +48,10 @@ from trainrun.transform.channels_last import channels_last
 from trainrun.transform.compile import compile_model
 
 SCHEDULE_KEYS = ("warmup_steps", "warmup_ratio", "warmup_epochs", "lr_scaling", "base_batch_size", "metric")
+
+
+SMALL_STEP_FLOP = 1e8  # forward and backward of one micro-batch: about half a millisecond on one core
+DENSE = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)
 
 
 @dataclass(frozen=True)
@@ -78,6 +97,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     assert train is not None
     check_classes(config, facts, sources)
     model = build_model(config, facts, site.parallel.device)
+    set_threads(config, model, site.parallel.device, notes)
     task = build(config.task, "task")
     precision, more = build_precision(precision_options(config), model, site.parallel.device)
     notes += more
@@ -86,7 +106,9 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     optimizer = build_optimizer_of(config, model, site.parallel.world_size, notes)
     rhythm = build_rhythm(config, train, val is not None)
     schedule = build_schedule_of(config, optimizer, rhythm)
-    ema = Ema(model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps)
+    ema = Ema(
+        model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps
+    )
     board = Board(
         site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
         rhythm.log_every is not None, site.on_position, site.on_log,
@@ -109,10 +131,10 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
 
 
 def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
-    """Switches of the whole process: threads, determinism, kernels, what float32 may round to."""
+    """Switches of the whole process: determinism, kernels, what float32 may round to."""
     trainer = config.trainer
-    if trainer.num_threads is not None:
-        torch.set_num_threads(trainer.num_threads)
+    if trainer.deterministic and parallel.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(trainer.deterministic)
     torch.backends.cudnn.benchmark = trainer.benchmark
     note = set_matmul(config.precision.matmul, parallel.device)
@@ -125,7 +147,9 @@ def build_sources(config: RunConfig) -> dict[str, Any]:
     return {name: build(node, f"data.{name}") if node else None for name, node in nodes.items()}
 
 
-def open_split(config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str]) -> Batches | None:
+def open_split(
+    config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str]
+) -> Batches | None:
     if source is None:
         return None
     data, training = config.data, name == "train"
@@ -178,10 +202,36 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
             node[name] = value
     model = build(node, "model")
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model._target_={node['_target_']}: gives a {type(model).__name__}, not a torch.nn.Module")
+        raise ConfigError(
+            f"model._target_={node['_target_']}: gives a {type(model).__name__}, not a torch.nn.Module"
+        )
     model = model.to(device)
     prepare_model(model, config.precision.mode)
     return model
+
+
+def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
+    """Threads of one operation on the CPU, by a rule and not by a clock: they change the last bits of sums.
+
+    A step of a few dense layers is too small to share: two threads made it 1.09x slower on a quiet
+    two-core machine, and 48x on a busy one, where each waits for the other to be scheduled.
+    """
+    wanted = config.trainer.num_threads
+    if wanted != "auto":
+        torch.set_num_threads(wanted)
+        return
+    if device.type != "cpu" or torch.get_num_threads() == 1:
+        return
+    small = (
+        6 * sum(parameter.numel() for parameter in model.parameters()) * config.data.batch_size
+        < SMALL_STEP_FLOP
+    )
+    dense = all(
+        isinstance(module, DENSE) or not list(module.parameters(recurse=False)) for module in model.modules()
+    )
+    if small and dense:
+        torch.set_num_threads(1)
+        notes.append("trainer.num_threads: 1, a step this small does not gain from more")
 
 
 def precision_options(config: RunConfig) -> PrecisionOptions:

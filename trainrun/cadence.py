@@ -177,7 +177,9 @@ class Cadence:
             return ""
         if watch.threshold is not None and sign * value <= sign * watch.threshold:
             return f"early stopping: {watch.metric}={value:.5g} reached the threshold {watch.threshold:g}"
-        if watch.divergence is not None and (not math.isfinite(value) or sign * value >= sign * watch.divergence):
+        if watch.divergence is not None and (
+            not math.isfinite(value) or sign * value >= sign * watch.divergence
+        ):
             return f"early stopping: {watch.metric}={value:.5g} is beyond the divergence threshold {watch.divergence:g}"
         if bad_validations >= watch.patience:
             return f"early stopping: {watch.metric} has not improved in {bad_validations} validations"

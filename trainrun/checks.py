@@ -47,6 +47,7 @@ def parse_interval(value: Any) -> Interval:
 def parse_seconds(value: Any) -> float | None:
     """None, seconds, `90s`, `10min`, `2h`, `1d`, or DD:HH:MM:SS. Raises ValueError."""
     allowed = "must be seconds, `90s`, `10min`, `2h`, `1d` or DD:HH:MM:SS"
+    seconds: float
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value):
@@ -100,9 +101,13 @@ def check(config: RunConfig) -> list[str]:
             "leave out trainer.accumulate_grad_batches"
         )
     if config.parallel.mode == "single" and config.parallel.devices not in ("auto", 1, "1"):
-        faults.append(f"parallel.devices={config.parallel.devices}: parallel=single is one device; use parallel=ddp")
+        faults.append(
+            f"parallel.devices={config.parallel.devices}: parallel=single is one device; use parallel=ddp"
+        )
     if trainer.deterministic and trainer.benchmark:
-        faults.append("trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out")
+        faults.append(
+            "trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out"
+        )
     for key in ("data.train", "model", "task", "optimizer"):
         faults += _node_faults(config, key)
     return faults
@@ -155,6 +160,13 @@ def _number_faults(key: str, value: Any, item: dataclasses.Field[Any]) -> Iterat
         or (limits["below"] is not None and value >= limits["below"])
     )
     if wrong:
-        words = {"at_least": "{} or more", "above": "more than {}", "at_most": "at most {}", "below": "below {}"}
-        rule = " and ".join(text.format(limits[name]) for name, text in words.items() if limits[name] is not None)
+        words = {
+            "at_least": "{} or more",
+            "above": "more than {}",
+            "at_most": "at most {}",
+            "below": "below {}",
+        }
+        rule = " and ".join(
+            text.format(limits[name]) for name, text in words.items() if limits[name] is not None
+        )
         yield f"{key}={value}: must be {rule or 'a finite number'}"

@@ -88,7 +88,9 @@ def train_words(words: list[str]) -> int:
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:
         if external_ranks():
-            raise ConfigError("--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks")
+            raise ConfigError(
+                "--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks"
+            )
         from trainrun.sweep.run import run_sweep
 
         folder = prepared.own.get("hydra.sweep.dir")

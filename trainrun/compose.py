@@ -89,7 +89,9 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
     if composed is None:
         raise ConfigError(*faults)
     cfg, kept = composed
-    choices = {key: str(value) for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")}
+    choices = {
+        key: str(value) for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")
+    }
     try:
         config = to_run_config(cfg)
     except ConfigError as error:
@@ -133,7 +135,9 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     for word in words.overrides:
         key, equals, value = word.lstrip("+").partition("=")
         if not equals or key in known:
-            faults.append(f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value")
+            faults.append(
+                f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"
+            )
             continue
         try:
             open_node = any(key.startswith(node + ".") for node in OPEN_NODES)
@@ -190,9 +194,14 @@ def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
         if not any(key.startswith(node + ".") for node in OPEN_NODES):
             return False
         option = chosen.get(group, "").strip('"')
-        return option == "custom" or any((folder / group / f"{option}.yaml").is_file() for folder in user_dirs)
+        return option == "custom" or any(
+            (folder / group / f"{option}.yaml").is_file() for folder in user_dirs
+        )
 
-    return [f"++{word}" if word[:1] not in "+~" and is_open(word.partition("=")[0]) else word for word in overrides]
+    return [
+        f"++{word}" if word[:1] not in "+~" and is_open(word.partition("=")[0]) else word
+        for word in overrides
+    ]
 
 
 def _explain(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
@@ -230,7 +239,11 @@ def _explain_value(error: Exception, key: str, value: str, folders: list[Path] |
         text = _first_line(error)
         if "not in" in text or "is not in struct" in text:
             return _unknown_key(key, f"{key}={value}", error.parent_node, folders)
-        for kind, word in (("Integer", "a whole number"), ("Float", "a number"), ("Boolean", "true or false")):
+        for kind, word in (
+            ("Integer", "a whole number"),
+            ("Float", "a number"),
+            ("Boolean", "true or false"),
+        ):
             if f"converted to {kind}" in text:
                 return f"{key}={value}: must be {word}"
     return f"{key}={value}: {_first_line(error)}"
@@ -240,7 +253,7 @@ def _unknown_key(key: str, word: str, parent: Any, folders: list[Path] | None) -
     head, _, last = key.rpartition(".")
     names: list[str] = []
     with contextlib.suppress(AttributeError, TypeError):
-        names = [str(name) for name in parent.keys() if str(name) != "hydra"]
+        names = [str(name) for name in parent if str(name) != "hydra"]
     if not head:
         names = sorted({*names, *groups(folders or [conf_dir()])})
         kind = "no such group or setting"

@@ -29,20 +29,18 @@ def number(default: Any, at_least: float | None = None, above: float | None = No
     return field(default=default, metadata=limits)
 
 
-def node() -> Any:
-    """An open node: `_target_` and the keyword arguments of that target."""
-    return field(default=None)
-
-
 @dataclass
 class DataConfig:
-    """Which samples, and how they become batches (`batch_size` is per device)."""
+    """Which samples, and how they become batches (`batch_size` is per device).
+
+    train, val, test, collate_fn are open nodes: `_target_` and the keyword arguments of that target.
+    """
 
     name: str = "custom"
     path: str | None = None
-    train: Any = node()
-    val: Any = node()
-    test: Any = node()
+    train: Any = None
+    val: Any = None
+    test: Any = None
     shape: list[int] | None = None
     num_classes: int | None = number(None, at_least=2)
     batch_size: int = number(32, at_least=1)
@@ -56,7 +54,7 @@ class DataConfig:
     persistent_workers: bool = True
     prefetch_factor: int = number(2, at_least=1)
     worker_timeout_seconds: float = number(300.0, at_least=0)
-    collate_fn: Any = node()
+    collate_fn: Any = None
     max_sequence_length: int | None = number(None, at_least=1)
 
 
@@ -112,7 +110,7 @@ class TrainerConfig:
     channels_last: bool = False
     deterministic: bool = False
     benchmark: bool = False
-    num_threads: int | None = number(None, at_least=1)
+    num_threads: Any = number("auto", at_least=1)
     ema: EmaConfig = field(default_factory=EmaConfig)
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
@@ -176,20 +174,20 @@ class RunConfig:
     """The whole run: the only config object that the rest of the code sees."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    model: Any = node()
-    task: Any = node()
-    optimizer: Any = node()
-    scheduler: Any = node()
+    model: Any = None
+    task: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    loop: Any = node()
+    loop: Any = None
     seed: int | None = number(42, at_least=0, below=2**32)
     run_name: str | None = None
     ckpt_path: str | None = None
-    user: Any = node()
+    user: Any = None
 
 
 def conf_dir() -> Path:

@@ -10,7 +10,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("trainrun", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "scikit-learn", "matplotlib")
+PACKAGES = (
+    "trainrun",
+    "torch",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "safetensors",
+    "scikit-learn",
+    "matplotlib",
+)
 
 
 def describe(working_dir: Path) -> dict[str, Any]:

@@ -27,7 +27,9 @@ from trainrun.status import write_status
 def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> int:
     """Rank 0, after it has composed. Returns the exit code of this rank."""
     if config.parallel.mode != "ddp":
-        raise ConfigError(f"parallel={config.parallel.mode}: this was started as several ranks; use parallel=ddp")
+        raise ConfigError(
+            f"parallel={config.parallel.mode}: this was started as several ranks; use parallel=ddp"
+        )
     write_text(_note(), str(run.root))
     meeting = lead({"folder": str(run.root), "resume": resume, "paths": paths})
     return _work(run, config, resume, meeting)
@@ -69,7 +71,10 @@ def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int
     code = run_as_rank(run, config.parallel, work, store=meeting.store)
     if code != EXIT_DONE and run.rank_error(rank).exists():
         told = read_json(run.rank_error(rank))
-        print(f"trainrun: rank {rank}: {told['traceback'] if told['kind'] == 'bug' else told['message']}", file=sys.stderr)
+        print(
+            f"trainrun: rank {rank}: {told['traceback'] if told['kind'] == 'bug' else told['message']}",
+            file=sys.stderr,
+        )
         if rank == 0:
             write_status(run, config, state="failed", exit_code=code, message=told["message"])
     return code

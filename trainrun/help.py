@@ -33,7 +33,9 @@ def help_text(topics: list[str], commands: dict[str, str]) -> str:
     lines = [EXAMPLES, "groups (the default comes first):"]
     defaults = _defaults(folder)
     for group in groups:
-        options = sorted((item.stem for item in (folder / group).glob("*.yaml")), key=lambda name: name != defaults[group])
+        options = sorted(
+            (item.stem for item in (folder / group).glob("*.yaml")), key=lambda name: name != defaults[group]
+        )
         lines.append(f"  {group:<12} {', '.join(options)}")
     lines.append("\ncommands:")
     lines += [f"  {name:<12} {text}" for name, text in commands.items()]
@@ -56,7 +58,9 @@ def first_comment(path: Path) -> str:
 
 
 def _defaults(folder: Path) -> dict[str, str]:
-    pairs = [line.strip("- ").partition("#")[0] for line in (folder / "trainrun.yaml").read_text().splitlines()]
+    pairs = [
+        line.strip("- ").partition("#")[0] for line in (folder / "trainrun.yaml").read_text().splitlines()
+    ]
     return {key.strip(): value.strip() for key, _, value in (pair.partition(":") for pair in pairs) if value}
 
 

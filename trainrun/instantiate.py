@@ -39,6 +39,8 @@ def locate(target: Any, key: str) -> Any:
     PluginError: not found, fails when imported, not callable, or a way to the operating system. The
         last is a guard against slips and copied configs, not a sandbox: whoever names a target runs code.
     """
+    if target is None:
+        raise PluginError(f"{key}: needs a class or function; name it, as {key}.{TARGET}=my_net.Net")
     names = target.split(".") if isinstance(target, str) else []
     if len(names) < 2 or not all(name.isidentifier() for name in names):
         raise PluginError(f"{key}.{TARGET}={target}: name a class or function by its path, as my_net.Net")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from trainrun.config import RunConfig
@@ -19,14 +20,16 @@ class Listeners:
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
         self._run, self._config = run, config
+        self._closing = contextlib.ExitStack()
         wanted = config.monitor
         self.console: Console | None = None
         self.monitors: list[Monitor] = []
         self._file: MetricsFile | None = None
         self._hardware: Hardware | None = None
         if wanted.verbose or wanted.progress_bar:
-            self.console = Console(None, wanted.verbose, wanted.progress_bar)
-            self.monitors.append(self.console)
+            self.console = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size)
+            log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
+            self.monitors += [self.console, Console(False, wanted.verbose, False, wanted.window_size, log)]
         if wanted.metrics_file:
             self._file = MetricsFile(run.metrics)
             self.monitors.append(self._file)
@@ -35,40 +38,48 @@ class Listeners:
 
     def attach(self, parts: Parts, state: TrainState) -> None:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
+        if self._file is None:
+            return
         cut_rows_after(self._run.metrics, state.step)
-        if self._config.monitor.hardware and self._file is not None:
-            self._hardware = Hardware(self.write, lambda: parts.board.step)
+        if self._config.monitor.hardware:
+            self._hardware = Hardware(self._file.write, lambda: parts.board.step)
 
-    def write(self, row: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(row)
+    def on_position(self, step: int) -> None:
+        """After every step: where the progress bar is."""
+        if self.console is not None:
+            self.console.position = step
 
-    def draw_now(self, step: int) -> None:
+    def on_log(self, step: int) -> None:
         """Pictures while the run goes on, every `monitor.plot_every_n_steps`."""
         every = self._config.monitor.plot_every_n_steps
-        if every and step % every == 0 and self._file is not None:
+        if every and step % every == 0 and self._config.monitor.plots and self._file is not None:
             self._file.flush()
-            self._draw()
+            from trainrun.plots.curves import draw_run  # matplotlib costs half a second: only where it draws
 
-    def end(self, parts: Parts, summary: dict[str, Any]) -> None:
+            draw_run(self._run)
+
+    def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """The last rows, the pictures and the report, and last the summary on the screen."""
         if self._hardware is not None:
             self._hardware.close()
-            self._hardware = None
         if self._file is not None:
+            for row in rows:
+                self._file.write(row)
             self._file.on_end(summary)
-        if self._config.monitor.plots and self._file is not None:
-            self._draw()
+            if self._config.monitor.plots:
+                from trainrun.plots.curves import draw_run
+                from trainrun.plots.report import draw_report
+
+                draw_run(self._run)
+                draw_report(self._run)
         for monitor in self.monitors:
             if monitor is not self._file:
                 monitor.on_end(summary)
 
-    def _draw(self) -> None:
-        from trainrun.plots.curves import draw_run  # matplotlib costs half a second: not before the end
-
-        draw_run(self._run)
-
     def close(self) -> None:
+        """Always called; after a failure too."""
         if self._hardware is not None:
             self._hardware.close()
         for monitor in self.monitors:
             monitor.close()
+        self._closing.close()

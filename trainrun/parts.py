@@ -76,7 +76,9 @@ class TrainState:
         self.logged_items += report.items
 
     def state_dict(self) -> dict[str, Any]:
-        state = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_THIS_SESSION}
+        state = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_THIS_SESSION
+        }
         state["losses"] = torch.stack(self.losses) if self.losses else None
         state["last_metrics"] = dict(self.last_metrics)
         return state
@@ -137,7 +139,9 @@ class Parts:
 
         Raises CheckpointError, before anything is copied, where model or data are others.
         """
-        check_tensors(place, "this model", tensor_kinds(self.model.state_dict()), tensor_kinds(shared["model"]))
+        check_tensors(
+            place, "this model", tensor_kinds(self.model.state_dict()), tensor_kinds(shared["model"])
+        )
         shared["train"]["batches"] = self._position(place, shared)
         self.model.load_state_dict(shared["model"])
         self.ema.load_state_dict(shared["ema"])

@@ -16,6 +16,7 @@ from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Batches, Parallel
 
+
 def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
     """`data.global_batch_size` divided among ranks and micro-batches; it must come out even."""
     wanted, one = config.data.global_batch_size, config.data.batch_size * world_size
@@ -83,7 +84,9 @@ def build_watch(config: RunConfig, default: str | None) -> Watch:
         return Watch(None, "min")
     metric = wanted.monitor or default
     if metric is None or default is None:
-        raise ConfigError("trainer.early_stopping.enabled=true: there is no validation data (data.val) to watch")
+        raise ConfigError(
+            "trainer.early_stopping.enabled=true: there is no validation data (data.val) to watch"
+        )
     return Watch(
         metric, direction(metric, wanted.mode), wanted.patience, wanted.min_delta,
         wanted.stopping_threshold, wanted.divergence_threshold,

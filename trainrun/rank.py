@@ -34,7 +34,7 @@ from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts, TrainState
 from trainrun.randomness import derive_seed, seed_everything
-from trainrun.rundir import RunDir, read_json
+from trainrun.rundir import RunDir, read_json, write_json
 from trainrun.showcase import show
 from trainrun.signals import StopFlag, catch_signals
 from trainrun.status import write_status
@@ -56,12 +56,13 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
         listeners = Listeners(run, config) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
+        closing.callback(torch.set_num_threads, torch.get_num_threads())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         site = Site(
             run, read_json(run.identity)["run_id"], parallel, flag,
             listeners.monitors if listeners is not None else [],
-            listeners.console.on_batch if listeners is not None and listeners.console is not None else None,
-            listeners.draw_now if listeners is not None else None,
+            listeners.on_position if listeners is not None else None,
+            listeners.on_log if listeners is not None else None,
         )  # fmt: skip
         parts, facts = build_parts(config, site)
         for stream in (parts.train, parts.val, parts.test):
@@ -70,11 +71,19 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         state = first_state(parts, run, config, resume)
         if listeners is not None:
+            note_data(run, parts)
             listeners.attach(parts, state)
         parts.cadence.start(state)
         parts.board.on_start(facts, state)
         state = run_loop(parts, state)
         return finish(parts, state, run, listeners, facts)
+
+
+def note_data(run: RunDir, parts: Parts) -> None:
+    """What the data said of itself, for `load_model`, which builds the model without the data."""
+    facts = parts.data_facts
+    told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
+    write_json(run.identity, read_json(run.identity) | {"data": told})
 
 
 def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:
@@ -112,7 +121,9 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
     if node:
         found = build(node, "loop") if len(node) > 1 else locate(node["_target_"], "loop")
         if not callable(found):
-            raise PluginError(f"loop._target_={node['_target_']}: must be a function (Parts, TrainState) -> TrainState")
+            raise PluginError(
+                f"loop._target_={node['_target_']}: must be a function (Parts, TrainState) -> TrainState"
+            )
         fit = found
     try:
         return fit(parts, state)
@@ -145,8 +156,6 @@ def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | 
         confusion = show(parts, run, parts.data_facts.class_names)
     if listeners is None:
         return code
-    if confusion is not None:
-        listeners.write(confusion | {"step": state.step})
     seconds = max(state.seconds, 1e-9)
     summary: dict[str, Any] = {
         "reason": state.stop_reason,
@@ -160,11 +169,13 @@ def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | 
         "samples_per_second": state.items * parts.parallel.world_size / seconds,
         "skipped_steps": state.skipped_steps,
         "num_parameters": facts.num_parameters,
-        "metrics": {name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")},
+        "metrics": {
+            name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")
+        },
     }
     status = "done" if code == EXIT_DONE else "stopped"
     write_status(run, parts.config, state=status, exit_code=code, message="", **summary)
-    listeners.end(parts, summary)
+    listeners.end(summary, [confusion | {"step": state.step}] if confusion is not None else [])
     return code
 
 

@@ -35,7 +35,9 @@ def show(parts: Parts, run: RunDir, class_names: tuple[str, ...]) -> dict[str, A
         return None
     if parts.parallel.rank == 0 and images is not None:
         _save_samples(run, images, columns["target"], columns["prediction"], class_names)
-    counts = torch.bincount(target * classes + prediction, minlength=classes * classes).reshape(classes, classes)
+    counts = torch.bincount(target * classes + prediction, minlength=classes * classes).reshape(
+        classes, classes
+    )
     names = [class_names[i] if i < len(class_names) else str(i) for i in range(classes)]
     return {"kind": "confusion", "split": "val", "class_names": names, "matrix": counts.tolist()}
 

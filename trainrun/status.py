@@ -20,7 +20,9 @@ def failures_written(run: RunDir, config: RunConfig) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        write_status(run, config, state="stopped", exit_code=EXIT_INTERRUPTED, message="interrupted twice, not saved")
+        write_status(
+            run, config, state="stopped", exit_code=EXIT_INTERRUPTED, message="interrupted twice, not saved"
+        )
         raise
     except TrainrunError as error:
         write_status(run, config, state="failed", exit_code=error.exit_code, message=str(error))
@@ -33,13 +35,15 @@ def failures_written(run: RunDir, config: RunConfig) -> Iterator[None]:
         raise
 
 
-def write_status(run: RunDir, config: RunConfig, state: str, exit_code: int | None, message: str, **facts: Any) -> None:
+def write_status(
+    run: RunDir, config: RunConfig, state: str, exit_code: int | None, message: str, **facts: Any
+) -> None:
     """Replaces `status.json`; what an earlier status knew (best value, steps) is kept until it is said anew."""
     earlier: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         earlier = read_json(run.status)
     overrides = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.exists() else []
-    status = {
+    status: dict[str, Any] = {
         "value": None, "monitor": None, "mode": None, "best_step": None, "step": 0, "epoch": 0.0,
         "seconds": 0.0, "samples_per_second": None, "reason": "",
     }  # fmt: skip

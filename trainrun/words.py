@@ -49,9 +49,21 @@ KEY_ALIASES = {
     "output_dir": "hydra.run.dir",
     "seed_everything": "seed",
 }
-SECTION_ALIASES = {"ema": "trainer.ema", "early_stopping": "trainer.early_stopping", "compile": "trainer.compile"}
+SECTION_ALIASES = {
+    "ema": "trainer.ema",
+    "early_stopping": "trainer.early_stopping",
+    "compile": "trainer.compile",
+}
 SWITCHES = ("trainer.ema", "trainer.early_stopping", "trainer.compile", "checkpoint")
-SWITCH_WORDS = {"true": "true", "on": "true", "yes": "true", "false": "false", "off": "false", "no": "false", "auto": "auto"}
+SWITCH_WORDS = {
+    "true": "true",
+    "on": "true",
+    "yes": "true",
+    "false": "false",
+    "off": "false",
+    "no": "false",
+    "auto": "auto",
+}
 OPTION_ALIASES = {
     "precision": {
         **dict.fromkeys(("32", "fp32", "float32", "no"), "32-true"),
@@ -139,7 +151,9 @@ def _group_words(group: str, value: str, is_option: Callable[[str, str], bool]) 
     if value[:1] in ("[", "{", '"', "'", "$"):
         return [f"{group}={value}"]
     aliases = OPTION_ALIASES.get(group, {})
-    options = [part if is_option(group, part) else aliases.get(part.lower(), part) for part in value.split(",")]
+    options = [
+        part if is_option(group, part) else aliases.get(part.lower(), part) for part in value.split(",")
+    ]
     extra = ["parallel.accelerator=cpu"] if group == "parallel" and value == "processes" else []
     if len(options) == 1 and "." in value and not is_option(group, value) and re.fullmatch(r"[\w.]+", value):
         target = "data.train._target_" if group == "data" else f"{group}._target_"

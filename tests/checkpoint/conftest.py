@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,14 @@ class Run:
 
     def hidden(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob(".*"))
+
+
+@pytest.fixture(autouse=True)
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the calls of fsync instead of waiting for the disk: no test here takes the power away."""
+    calls: list[int] = []
+    monkeypatch.setattr(os, "fsync", calls.append)
+    return calls
 
 
 @pytest.fixture

@@ -120,6 +120,18 @@ def test_files_swapped_between_ranks(make_run: MakeRun, ranks: Ranks, tmp_path: 
         read_checkpoint(folder)
 
 
+@pytest.mark.parametrize("name", FILES[1:3])
+def test_rank_zero_looks_at_the_files_of_all(
+    make_run: MakeRun, ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    ranks(2, lambda parallel: story(make_run(parallel=parallel)))
+    folder = tmp_path / "checkpoints" / "step-00000004"
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=f"{name}: damaged"):
+        read_checkpoint(folder, rank=0)
+
+
 def test_nothing_left_is_said_by_all(make_run: MakeRun, ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, lambda parallel: make_run(parallel=parallel).go(1, stop="done"))
     (tmp_path / "checkpoints" / "step-00000001" / "state.json").unlink()

@@ -187,7 +187,7 @@ def test_workers_ignore_stop_signals(opened):
 
 def test_a_worker_that_hangs_is_killed(opened, monkeypatch):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    hanging = Broken(lambda: time.sleep(60), index=0)
+    hanging = Broken(lambda: time.sleep(600), index=0)
     stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=0.5)
     with pytest.raises(DataError, match=r"data.worker_timeout_seconds=0.5: data.train gave no batch"):
         list(stream.epoch(0))

@@ -53,11 +53,11 @@ def test_the_global_seed_decides_the_weights(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["default", "he"])
 def test_zero_init_makes_every_residual_block_the_identity(norm: str, scheme: str) -> None:
     model = Cnn([1, 8, 8], 10, width=4, norm=norm, init=scheme, zero_init_residual=True)
-    (block,) = [module for module in model if isinstance(module, Residual)]
+    (block,) = [module for module in model.layers if isinstance(module, Residual)]
     x = torch.randn(2, 8, 2, 2)
     assert torch.equal(block(x), x)
     plain = Cnn([1, 8, 8], 10, width=4, norm=norm, init=scheme, zero_init_residual=False)
-    (block,) = [module for module in plain if isinstance(module, Residual)]
+    (block,) = [module for module in plain.layers if isinstance(module, Residual)]
     assert not torch.equal(block(x), x)
 
 

@@ -40,11 +40,20 @@ def test_every_parameter_changes_within_two_steps(build: Callable[[], nn.Module]
 def test_the_cnn_takes_any_size_of_picture(shape: tuple[int, int, int]) -> None:
     model = Cnn(shape, 5, width=2).eval()
     assert model(torch.zeros(2, *shape)).shape == (2, 5)
-    assert model[-1].weight.shape[1] <= 4 * 13 * 20  # the head stays small, whatever the picture
+    assert model.layers[-1].weight.shape[1] <= 4 * 13 * 20  # the head stays small, whatever the picture
 
 
 def test_the_reference_cnn_has_a_known_size() -> None:
     assert sum(parameter.numel() for parameter in Cnn([1, 28, 28], 10).parameters()) == 124_266
+
+
+def test_the_maps_of_the_cnn_lie_channels_last_whatever_the_input() -> None:
+    model = Cnn([1, 8, 8], 10, width=4).eval()
+    layouts = []
+    for layer in model.layers[:8]:
+        layer.register_forward_hook(lambda *call: layouts.append(call[-1].stride(1)))
+    model(torch.zeros(2, 1, 8, 8))
+    assert layouts == [1] * 8
 
 
 def test_the_mlp_takes_vectors_and_flattens_the_rest() -> None:
@@ -57,7 +66,7 @@ def test_the_mlp_takes_vectors_and_flattens_the_rest() -> None:
 
 def test_dropout_is_really_there() -> None:
     for model in (Mlp([64], 3, dropout=0.5), Cnn([1, 8, 8], 3, dropout=0.5, width=2)):
-        assert [layer.p for layer in model if isinstance(layer, nn.Dropout)][:1] == [0.5]
+        assert [layer.p for layer in model.layers if isinstance(layer, nn.Dropout)][:1] == [0.5]
 
 
 def test_the_residual_option_changes_the_function_and_not_the_size() -> None:

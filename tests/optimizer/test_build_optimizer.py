@@ -86,13 +86,15 @@ def test_a_fused_update_that_computes_wrong_values_is_not_used() -> None:
         build_optimizer(Lazy, {"lr": 0.1, "fused": True}, nn.Linear(3, 2))
 
 
-def test_fused_sgd_takes_parameters_that_join_later() -> None:
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+def test_an_open_switch_takes_parameters_that_join_later(dampening: float) -> None:
     ends = []
     for fused in (None, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        optimizer, _ = build_optimizer(SGD, {"lr": 0.1, "momentum": 0.9, "fused": fused}, model)
-        assert is_fused(optimizer) == (fused is None)
+        keywords = {"lr": 0.1, "momentum": 0.9, "dampening": dampening, "fused": fused}
+        optimizer, _ = build_optimizer(SGD, keywords, model)
+        assert is_fused(optimizer) == (fused is None and dampening == 0)
         for step in range(4):
             for layer in model[: 1 + step // 2]:
                 layer.weight.grad = torch.full((3, 3), 1.0 + step)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from trainrun.rundir import RunDir, read_json
 
 RANK = """
-    import os
+    import os, time
     from types import SimpleNamespace
     from trainrun.parallel.external import external_ranks
     from trainrun.parallel.handshake import follow, lead
@@ -18,6 +18,8 @@ RANK = """
 
     assert external_ranks()
     rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if rank == 0 and life == "1":
+        time.sleep(1)  # what was left from the first life is there before the new answer
     meeting = lead({"run_dir": str(run.root), "life": life}) if rank == 0 else follow()
 
     def work(parallel, flag):

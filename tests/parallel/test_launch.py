@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trainrun.parallel.launch import RankFailed, launch, rank_environment
@@ -24,7 +25,7 @@ import os, signal, time
 from trainrun.errors import DataError, TrainingError
 from trainrun.parallel.rank import LostContact, die_with_parent, run_rank
 from trainrun.signals import EXIT_CODE_OF_STOP, StopFlag, catch_signals
-die_with_parent()
+die_with_parent(float(os.environ.get("SAVE_SECONDS", "30")))
 rank = int(os.environ["RANK"])
 flag = StopFlag()
 
@@ -287,23 +288,32 @@ def test_the_time_to_save_is_bounded(driver: Start, run_dir: RunDir) -> None:
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
-def test_no_rank_outlives_a_killed_driver(driver: Start, run_dir: RunDir) -> None:
-    work = """
-        (run.root / f"pid{rank}").write_text(str(os.getpid()))
-        return train()
-    """
-    process = driver(work)
-    pids = [int((run_dir.root / f"pid{rank}").read_text()) for rank in range(2)]
-    process.kill()
-    process.wait()
+def test_ranks_of_a_killed_driver_save_and_leave(driver: Start, run_dir: RunDir) -> None:
+    pids = kill_the_driver(driver, run_dir, "return train()")
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert all((run_dir.root / f"saved{rank}").exists() for rank in range(2))
+
+
+def test_hanging_ranks_of_a_killed_driver_leave_too(
+    driver: Start, run_dir: RunDir, rank_env: dict[str, str]
+) -> None:
+    rank_env["SAVE_SECONDS"] = "0.3"
+    pids = kill_the_driver(driver, run_dir, SLOW_SAVE)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def kill_the_driver(driver: Start, run_dir: RunDir, work: str) -> list[int]:
+    """The ids of two ranks whose driver was killed while they trained."""
+    write_pid = '(run.root / f"pid{rank}").write_text(str(os.getpid()))\n'
+    process = driver(write_pid + work)
+    process.kill()
+    process.wait()
+    return [int((run_dir.root / f"pid{rank}").read_text()) for rank in range(2)]
 
 
 def is_alive(pid: int) -> bool:
     """A process that ended but that nobody waited for is not alive."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False

@@ -263,6 +263,21 @@ def test_the_stop_survives_a_resume() -> None:
     assert later.failure(wait=True) == ""
 
 
+def test_a_good_state_ends_a_stop_that_the_device_holds() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
+    precision = Guarded(model, CPU, lazy=True)
+    for scale in (1.0, float("nan")):
+        feed(precision, model, scale)
+        precision.optimizer_step(optimizer, want_norm=False)
+    precision.load_state_dict(Guarded(model, CPU).state_dict())
+    before = copy.deepcopy(model.state_dict())
+    feed(precision, model)
+    precision.optimizer_step(optimizer, want_norm=False)
+    assert precision.failure(wait=True) == ""
+    assert not same(model.state_dict(), before)
+
+
 def test_set_matmul_sets_both_switches_and_says_so() -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:

@@ -25,7 +25,14 @@ def test_the_default_command_trains_digits_and_leaves_everything(trainrun, workd
     assert status["monitor"] == "val/acc"
     assert status["value"] >= 0.97
     assert status["reason"] == "trainer.max_epochs=20 reached"
-    for name in ("config.yaml", "overrides.txt", "environment.json", "metrics.jsonl", "report.html", "run.log"):
+    for name in (
+        "config.yaml",
+        "overrides.txt",
+        "environment.json",
+        "metrics.jsonl",
+        "report.html",
+        "run.log",
+    ):
         assert (workdir / "run" / name).stat().st_size > 0, name
     plots = {path.stem for path in (workdir / "run" / "plots").glob("*.png")}
     assert {"loss", "metrics", "lr", "throughput", "memory", "confusion", "predictions"} <= plots
@@ -76,7 +83,9 @@ def test_every_preset_trains(workdir: Path, preset: str) -> None:
 def test_two_ranks_equal_one_in_float64(trainrun, workdir: Path) -> None:
     words = ["precision=64", "trainer.max_epochs=2", "data.shuffle=true", *QUIET]
     one = package.train(*words, "data.batch_size=50", "trainer.accumulate_grad_batches=2", "output_dir=one")
-    done = trainrun(*words, "parallel=ddp", "data.batch_size=25", "trainer.accumulate_grad_batches=2", "output_dir=two")
+    done = trainrun(
+        *words, "parallel=ddp", "data.batch_size=25", "trainer.accumulate_grad_batches=2", "output_dir=two"
+    )
     assert done.returncode == 0, done.stderr
     two = package.load_run("two")
     ours, theirs = one.load_model("last").state_dict(), two.load_model("last").state_dict()
@@ -91,7 +100,9 @@ def test_two_ranks_equal_one_in_float64(trainrun, workdir: Path) -> None:
 def test_accumulation_equals_one_large_batch(workdir: Path) -> None:
     words = ["precision=64", "trainer.max_epochs=1", "data.shuffle=true", *QUIET]
     whole = package.train(*words, "data.batch_size=60", "output_dir=whole")
-    parts = package.train(*words, "data.batch_size=20", "trainer.accumulate_grad_batches=3", "output_dir=parts")
+    parts = package.train(
+        *words, "data.batch_size=20", "trainer.accumulate_grad_batches=3", "output_dir=parts"
+    )
     assert whole.status["step"] == parts.status["step"] == 24  # 1,437 samples: the last window is short
     theirs = parts.load_model("last").state_dict()
     for name, tensor in whole.load_model("last").state_dict().items():
@@ -126,6 +137,8 @@ def test_listening_to_nothing_changes_nothing(workdir: Path) -> None:
     loud = package.train("trainer.max_epochs=1", "monitor.log_every_n_steps=1", "output_dir=loud", *QUIET)
     silent = package.train("trainer.max_epochs=1", "monitor=none", "output_dir=silent")
     theirs = silent.load_model("last").state_dict()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in loud.load_model("last").state_dict().items())
+    assert all(
+        torch.equal(tensor, theirs[name]) for name, tensor in loud.load_model("last").state_dict().items()
+    )
     assert not (silent.folder / "metrics.jsonl").exists()
     assert not (silent.folder / "plots").exists()

@@ -40,7 +40,12 @@ def strange():
 
 not_callable = 3
 """
-QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false", "trainer.max_epochs=1"]
+QUIET = [
+    "monitor.progress_bar=false",
+    "monitor.hardware=false",
+    "monitor.plots=false",
+    "trainer.max_epochs=1",
+]
 
 
 @pytest.fixture
@@ -77,7 +82,10 @@ def project(workdir: Path) -> Iterator[Path]:
         (["data=fashion_mnist", "data.path=missing"], "missing"),
         (["ckpt_path=missing"], "missing"),
         (["ckpt_path=own.py"], "own.py"),
-        (["checkpoint.monitor=val/f1"], "checkpoint.monitor=val/f1: no such metric; there are val/acc, val/loss"),
+        (
+            ["checkpoint.monitor=val/f1"],
+            "checkpoint.monitor=val/f1: no such metric; there are val/acc, val/loss",
+        ),
         (["parallel.accelerator=cuda"], "parallel.accelerator=cuda"),
         (["scheduler=cosine", "scheduler.warmup_steps=100000"], "scheduler.warmup_steps"),
         (["optimizer._target_=torch.optim.AdamW", "optimizer.leraning_rate=1"], "leraning_rate"),
@@ -105,7 +113,12 @@ def test_a_mistake_is_one_short_message(
 def test_all_target_faults_are_listed_before_anything_is_built(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["model._target_=own.Wrong", "model.outptus=3", "optimizer.momentun=1", "optimizer._target_=torch.optim.SGD"]
+    words = [
+        "model._target_=own.Wrong",
+        "model.outptus=3",
+        "optimizer.momentun=1",
+        "optimizer._target_=torch.optim.SGD",
+    ]
     assert main([*words, *QUIET]) == 2
     errors = capsys.readouterr().err
     assert "outptus" in errors

@@ -67,7 +67,12 @@ def fit(parts, state):
     parts.board.note("my own loop")
     return loop.fit(parts, state)
 """
-QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false", "trainer.max_epochs=2"]
+QUIET = [
+    "monitor.progress_bar=false",
+    "monitor.hardware=false",
+    "monitor.plots=false",
+    "trainer.max_epochs=2",
+]
 
 
 @pytest.fixture
@@ -93,7 +98,12 @@ def status_of(project: Path) -> dict:
         ["model=mine", "model.depth=3"],
         ["model._target_=my_net.Net"],
         ["model=my_net.Net", "model.width=24"],
-        ["model=mine", "data.train._target_=my_data.Digits", "data.val._target_=my_data.Digits", "data.val.train=false"],
+        [
+            "model=mine",
+            "data.train._target_=my_data.Digits",
+            "data.val._target_=my_data.Digits",
+            "data.val.train=false",
+        ],
         ["model=mine", "task.loss._target_=torch.nn.CrossEntropyLoss", "task.loss.label_smoothing=0.1"],
         ["model=mine", "task.loss._target_=my_task.per_sample", "task.loss._partial_=true"],
         ["model=mine", "loop._target_=my_task.fit"],
@@ -118,7 +128,12 @@ def test_a_task_of_ten_lines_names_its_own_metric(project: Path) -> None:
 
 
 def test_ones_own_code_trains_on_two_ranks_through_the_real_command(project: Path, trainrun) -> None:
-    words = ["model=mine", "data.train._target_=my_data.Digits", "data.val._target_=my_data.Digits", "parallel=ddp"]
+    words = [
+        "model=mine",
+        "data.train._target_=my_data.Digits",
+        "data.val._target_=my_data.Digits",
+        "parallel=ddp",
+    ]
     done = trainrun(*words, *QUIET, "output_dir=run")
     assert done.returncode == 0, done.stderr
     assert status_of(project)["value"] > 0.5

@@ -20,7 +20,7 @@ from trainrun.cli import main
 
 # A dataset that draws random numbers for every sample, a network with dropout and running
 # statistics, and a listener that sends a signal to its own process at a named step.
-USER_CODE = '''
+USER_CODE = """
 import os, random, signal
 import numpy, torch
 from torch import nn
@@ -56,7 +56,7 @@ class Stopper:
     def on_note(self, text): pass
     def on_end(self, summary): pass
     def close(self): pass
-'''
+"""
 WORDS = [
     "data.train._target_=own.Noisy", "data.val._target_=own.Noisy", "data.val.seed=1", "model=own.Net",
     "data.batch_size=8", "trainer.max_epochs=3", "trainer.accumulate_grad_batches=2", "ema=true", "ema.decay=0.9",
@@ -82,7 +82,9 @@ def facts_of(folder: Path) -> tuple[dict, list[dict]]:
         for row in package.load_run(folder).metrics
         if row["kind"] in ("train", "eval")
     ]
-    train = {k: v for k, v in loaded.shared["train"].items() if k not in ("seconds", "last_metrics", "saved_step")}
+    train = {
+        k: v for k, v in loaded.shared["train"].items() if k not in ("seconds", "last_metrics", "saved_step")
+    }
     return {"shared": {**loaded.shared, "train": train}, "own": loaded.own}, rows
 
 
@@ -115,12 +117,17 @@ def stop_at(step: int, name: str) -> list[str]:
     ("step", "precision", "workers"),
     [(1, "32", 0), (4, "32", 0), (7, "bf16", 0), (9, "16", 0), (10, "64", 0), (5, "32", 2)],
 )
-def test_a_run_stopped_anywhere_ends_with_the_same_bits(own: Path, step: int, precision: str, workers: int) -> None:
+def test_a_run_stopped_anywhere_ends_with_the_same_bits(
+    own: Path, step: int, precision: str, workers: int
+) -> None:
     words = [*WORDS, f"precision={precision}", f"data.num_workers={workers}"]
     assert main([*words, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
     assert main([*words, *stop_at(step, "SIGINT"), "output_dir=stopped"]) == 130
     status = json.loads((own / "stopped" / "status.json").read_text())
-    assert (status["state"], status["step"]) == ("stopped", step + 1)  # the step in which the ranks agreed on it
+    assert (status["state"], status["step"]) == (
+        "stopped",
+        step + 1,
+    )  # the step in which the ranks agreed on it
     assert main(["resume", "stopped"]) == 0
     whole, resumed = facts_of(own / "whole"), facts_of(own / "stopped")
     same(whole[0], resumed[0])
@@ -147,8 +154,12 @@ def test_two_ranks_go_on_with_the_same_bits(own: Path, trainrun) -> None:
     assert whole[1] == again[1]
 
 
-@pytest.mark.parametrize(("parallel", "name", "code"), [("single", "SIGINT", 130), ("ddp", "SIGINT", 130), ("ddp", "SIGTERM", 75)])
-def test_a_signal_from_outside_saves_and_says_how_to_go_on(own: Path, parallel: str, name: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "name", "code"), [("single", "SIGINT", 130), ("ddp", "SIGINT", 130), ("ddp", "SIGTERM", 75)]
+)
+def test_a_signal_from_outside_saves_and_says_how_to_go_on(
+    own: Path, parallel: str, name: str, code: int
+) -> None:
     root = str(Path(__file__).resolve().parents[2])
     process = subprocess.Popen(
         [sys.executable, "-m", "trainrun", *WORDS, "trainer.max_epochs=100000", f"parallel={parallel}",
@@ -171,7 +182,9 @@ def test_a_signal_from_outside_saves_and_says_how_to_go_on(own: Path, parallel: 
     assert resolve(own / "run" / "checkpoints", "last").is_dir()
 
 
-def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*WORDS, "checkpoint.every_n_train_steps=3", "output_dir=run"]
     assert main([*words, *stop_at(8, "SIGINT")]) == 130
     newest = resolve(own / "run" / "checkpoints", "last")

@@ -4,14 +4,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainrun.model.cnn import Cnn
 from trainrun.model.mlp import Mlp
 from trainrun.transform.channels_last import channels_last
 
 
 def two_models() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    plain = Cnn([3, 8, 8], 10, width=8, zero_init_residual=False).double()
+    plain = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 10),
+    ).double()  # fmt: skip
     return plain, channels_last(copy.deepcopy(plain))
 
 

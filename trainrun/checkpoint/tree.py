@@ -110,7 +110,7 @@ class _Writer:
         raise TypeError(f"cannot save {_name(path)}: {kind.__module__}.{kind.__qualname__} is no plain value")
 
     def _items(self, values: list[Any] | tuple[Any, ...], path: Path) -> list[Any]:
-        if set(map(type, values)) == {int} and -SAFE_INT <= min(values) and max(values) <= SAFE_INT:
+        if set(map(type, values)) == {int} and min(values) >= -SAFE_INT and max(values) <= SAFE_INT:
             return list(values)  # the state of a random generator is more than 600 of them
         return [self.encode(value, (*path, str(i))) for i, value in enumerate(values)]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainrun.commands.arguments import parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.runner import open_run
 from trainrun.rundir import write_json
+from trainrun.runner import open_run
 
 
 def main(argv: list[str]) -> int:
@@ -21,8 +21,15 @@ def main(argv: list[str]) -> int:
 
     parts, _, folder = parts_of(run, words.which, words.overrides)
     if words.split not in parts.splits():
-        raise ConfigError(f"--split {words.split}: this run has no data.{words.split}; name it with data.{words.split}._target_=...")
-    metrics = {name: value for name, value in evaluate(parts, words.split).items() if not name.endswith("/seconds")}
+        raise ConfigError(
+            f"--split {words.split}: this run has no data.{words.split}; name it with data.{words.split}._target_=..."
+        )
+    metrics = {
+        name: value for name, value in evaluate(parts, words.split).items() if not name.endswith("/seconds")
+    }
     write_json(run.root / f"evaluation-{words.split}.json", {"checkpoint": folder.name, **metrics})
-    print(f"{folder.name} ({words.which}): " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
+    print(
+        f"{folder.name} ({words.which}): "
+        + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items())
+    )
     return EXIT_DONE

@@ -21,10 +21,14 @@ FORMATS = (".csv", ".parquet")
 
 def main(argv: list[str]) -> int:
     """Rows are in the order of the data; the columns are the task's."""
-    parser = run_parser("predict", "Predictions of a saved model, one row a sample, in the order of the data.")
+    parser = run_parser(
+        "predict", "Predictions of a saved model, one row a sample, in the order of the data."
+    )
     parser.add_argument("--which", default="best", help="best, last, or a checkpoint's name (default: best)")
     parser.add_argument("--split", default="val", choices=("val", "test"), help="which data (default: val)")
-    parser.add_argument("--out", default=None, help="a .csv or .parquet file (default: predictions-SPLIT.csv in RUN_DIR)")
+    parser.add_argument(
+        "--out", default=None, help="a .csv or .parquet file (default: predictions-SPLIT.csv in RUN_DIR)"
+    )
     words = parse(parser, argv)
     run = open_run(words.run_dir)
     out = Path(words.out) if words.out else run.root / f"predictions-{words.split}.csv"
@@ -44,7 +48,9 @@ def predictions(run: RunDir, which: str, split: str, overrides: list[str]) -> di
 
     parts, _, _ = parts_of(run, which, overrides)
     if split not in parts.splits():
-        raise ConfigError(f"--split {split}: this run has no data.{split}; name it with data.{split}._target_=...")
+        raise ConfigError(
+            f"--split {split}: this run has no data.{split}; name it with data.{split}._target_=..."
+        )
     columns: dict[str, list[Any]] = {}
     for name, tensor in predict_split(parts, split).items():
         flat = tensor.reshape(len(tensor), -1)
@@ -84,7 +90,9 @@ def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise ConfigError(f"--out {out}: needs pyarrow; pip install 'trainrun[parquet]', or write .csv") from error
+            raise ConfigError(
+                f"--out {out}: needs pyarrow; pip install 'trainrun[parquet]', or write .csv"
+            ) from error
         pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
     else:
         with temporary.open("w", newline="", encoding="utf-8") as file:

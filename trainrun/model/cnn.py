@@ -1,13 +1,15 @@
 """A compact convolutional network for small pictures: two convolutions with pooling, one residual block.
 
-Fashion-MNIST, three epochs, AdamW, batch 128: test accuracy 0.917 with a cosine schedule from 0.002.
+Fashion-MNIST, three epochs, AdamW with lr 0.002, batch 128: test accuracy 0.915 with a cosine schedule,
+0.906 to 0.911 with a constant one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trainrun.model.init import initialize
 from trainrun.model.layers import Residual, checked_count, checked_sizes, dropout_layers, norm_layers
@@ -15,7 +17,7 @@ from trainrun.model.layers import Residual, checked_count, checked_sizes, dropou
 HEAD_SIDE = 7  # larger maps are averaged down to about this side before the last layer
 
 
-class Cnn(nn.Sequential):
+class Cnn(nn.Module):
     """Pictures (B, *in_shape) with in_shape (C, H, W) of 4 x 4 or more become logits (B, num_classes).
 
     width: channels of the first convolution; the others have twice as many. 28 x 28 and 32: 124k parameters.
@@ -39,7 +41,8 @@ class Cnn(nn.Sequential):
         branch = [*conv(wide, wide, norm), nn.ReLU(inplace=True), *conv(wide, wide, norm)]
         pool = max(1, min(rows, columns) // 4 // HEAD_SIDE)
         num_places = (rows // 4 // pool) * (columns // 4 // pool)
-        super().__init__(
+        super().__init__()
+        self.layers = nn.Sequential(
             *conv(channels, narrow, norm),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(2),
@@ -54,6 +57,13 @@ class Cnn(nn.Sequential):
             nn.Linear(wide * num_places, checked_count("num_classes", num_classes)),
         )
         initialize(self, init, zero_init_residual)
+        # Weights in channels-last memory make all maps so: 1.3x to 2x in fp32 on 2 EPYC cores (not quiet).
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def conv(channels: int, next_channels: int, norm: str) -> list[nn.Module]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainrun.model.init import initialize
 from trainrun.model.layers import activation, checked_count, checked_sizes, dropout_layers, norm_layers
 
 
-class Mlp(nn.Sequential):
+class Mlp(nn.Module):
     """Inputs (B, *in_shape) become logits (B, num_classes). Dropout comes after every hidden layer."""
 
     def __init__(
@@ -31,8 +31,14 @@ class Mlp(nn.Sequential):
             layers += hidden_layer(width, next_width, activation, dropout, norm)
             width = next_width
         layers.append(nn.Linear(width, checked_count("num_classes", num_classes)))
-        super().__init__(*layers)
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
         initialize(self, init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def hidden_layer(width: int, next_width: int, act: str, dropout: float, norm: str) -> list[nn.Module]:

@@ -45,7 +45,7 @@ class Console:
         self._speeds: deque[float] = deque(maxlen=window)
         self._latest: dict[str, float] = {}
         self._facts: RunFacts | None = None
-        self._last_line = 0.0
+        self._last_line = time.monotonic()
         self._live: Live | None = None
         self.position = 0
 
@@ -127,7 +127,7 @@ class Console:
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()
         if self._live is not None:
-            self._live.console.print(line, markup=False, soft_wrap=True)
+            self._live.console.print(line, markup=False, emoji=False, soft_wrap=True)
         else:
             print(line, file=self._stream, flush=True)
 

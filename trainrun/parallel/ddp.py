@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -30,6 +31,9 @@ from trainrun.parallel.group import Group, contact, destroy, is_lost_contact
 from trainrun.parallel.rank import LostContact
 
 TORCH_BUCKET_MB = 25.0
+# the copy of buffers is ours: see above; torch 2.13 has a new word for it and warns of the old one
+NEW_WORD = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if NEW_WORD else "broadcast_buffers": False}
 
 
 class Ddp:
@@ -62,6 +66,7 @@ class Ddp:
         }
         self._ddp: DistributedDataParallel | None = None
         self._has_buffers = False
+        self._learns_graph = static_graph
         self._own = torch.zeros(3, dtype=torch.float64)
         self._all = torch.zeros(self.world_size, 3, dtype=torch.float64)
         self._rows = list(self._all.unbind())
@@ -72,10 +77,7 @@ class Ddp:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         device_ids = [self.device] if self.device.type == "cuda" else None
         with self._exchange():
-            # the copy of buffers is ours: see the head of this file
-            ddp = DistributedDataParallel(
-                model, device_ids=device_ids, broadcast_buffers=False, **self._options
-            )
+            ddp = DistributedDataParallel(model, device_ids=device_ids, **OWN_BUFFERS, **self._options)
             self._has_buffers = any(True for _ in model.buffers())
             self._ddp = ddp
             self._spread_buffers()
@@ -84,6 +86,8 @@ class Ddp:
         return ddp
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
+        if self._learns_graph:  # torch fails where the first backward of a static graph exchanges nothing
+            self._learns_graph, last = False, True
         return self._exchange_last() if last else self._exchange_later()
 
     def agree(self, items: int, stop: int, save: int) -> Agreed:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -13,7 +12,8 @@ from collections.abc import Callable
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
 from trainrun.rundir import RunDir, write_json
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+WATCH_SECONDS = 0.5
+SAVE_SECONDS = 30.0
 
 
 class LostContact(LaunchError):
@@ -26,17 +26,22 @@ class LostContact(LaunchError):
         super().__init__(f"lost contact with the other ranks ({first_line})")
 
 
-def die_with_parent() -> None:
-    """Called first thing in a rank: when whoever started it dies, even by SIGKILL, it gets a SIGTERM.
+def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
+    """Called first thing in a rank: when whoever started it dies, even by SIGKILL, it stops and saves.
 
-    Only Linux can do this. Elsewhere ranks end when their exchange fails or times out.
+    A rank that cannot, because it hangs, is gone `save_seconds` later.
     """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    driver = os.environ.get("TRAINRUN_DRIVER")
-    if driver is not None and os.getppid() != int(driver):  # it died before the line above
-        sys.exit(EXIT_FAILED)
+    parent = int(os.environ.get("TRAINRUN_DRIVER", os.getppid()))
+    threading.Thread(target=outlive_briefly, args=(parent, save_seconds), daemon=True).start()
+
+
+def outlive_briefly(parent: int, save_seconds: float) -> None:
+    """A thread, not Linux's PR_SET_PDEATHSIG: it works everywhere, and also ends a rank that hangs."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(save_seconds)
+    os._exit(EXIT_FAILED)
 
 
 def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int]) -> int:

@@ -1,12 +1,12 @@
-"""How all pictures look: size, colours, axes. Figures are objects of their own; matplotlib's state is left alone."""
+"""How all pictures look: size, colours, axes. Matplotlib's global state is left alone."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainrun.plots.series import Series, thinned
 
@@ -27,7 +27,9 @@ def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if fitted else None, facecolor="white")
+    figure = Figure(
+        figsize=(width, height), dpi=DPI, layout="constrained" if fitted else None, facecolor="white"
+    )
     FigureCanvasAgg(figure)
     return figure
 
@@ -72,16 +74,23 @@ def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if steps_per_epoch:
-        length = float(steps_per_epoch)
-        top = axes[0].secondary_xaxis("top", functions=(lambda step: step / length, lambda epoch: epoch * length))
+        top = axes[0].secondary_xaxis("top", functions=_epochs(steps_per_epoch))
         top.set_xlabel("epoch", fontsize=9)
         top.tick_params(labelsize=8)
         top.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
 
 
+def _epochs(steps_per_epoch: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Steps to epochs and back, for arrays."""
+    return lambda step: step / steps_per_epoch, lambda epoch: epoch * steps_per_epoch
+
+
 def start_at_zero(ax: Axes) -> None:
-    """For amounts: heights can be compared by eye."""
-    ax.set_ylim(0, ax.dataLim.y1 * 1.1 if ax.dataLim.y1 > 0 else None)
+    """For amounts: heights can be compared by eye. The legend gets a strip of its own above the curves."""
+    labelled = bool(ax.get_legend_handles_labels()[0])
+    if ax.dataLim.y1 > 0:
+        ax.set_ylim(0, ax.dataLim.y1 * (1.35 if labelled else 1.1))
+    show_legend(ax, strip=True)
 
 
 def use_log_scale(ax: Axes) -> None:
@@ -96,7 +105,9 @@ def use_log_scale(ax: Axes) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def draw_line(ax: Axes, curve: Series, color: str, label: str | None, faint: bool = False, style: str = "-") -> None:
+def draw_line(
+    ax: Axes, curve: Series, color: str, label: str | None, faint: bool = False, style: str = "-"
+) -> None:
     """A thinned curve; few points are marked, since a single one would not be seen as a line."""
     shown = thinned(curve)
     marker = "o" if len(shown) <= FEW_POINTS else None
@@ -109,11 +120,14 @@ def draw_line(ax: Axes, curve: Series, color: str, label: str | None, faint: boo
         )  # fmt: skip
 
 
-def show_legend(ax: Axes) -> None:
-    """Labels are users' words: `$` in them is no formula."""
+def show_legend(ax: Axes, strip: bool = False) -> None:
+    """Where there is room, or as a strip at the top. Labels are users' words: `$` in them is no formula."""
     handles, labels = ax.get_legend_handles_labels()
     if handles:
-        legend = ax.legend(handles, labels, fontsize=9, framealpha=0.85)
+        place: Literal["upper left", "best"] = "upper left" if strip else "best"
+        legend = ax.legend(
+            handles, labels, fontsize=9, framealpha=0.85, loc=place, ncols=len(handles) if strip else 1
+        )
         for text in legend.get_texts():
             text.set_parse_math(False)
 

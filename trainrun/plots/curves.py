@@ -1,4 +1,4 @@
-"""The curves of one run: losses, metrics, learning rate, throughput, memory; and `draw_run` for all pictures."""
+"""The curves of one run, and `draw_run`, which draws them and all other pictures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
         "confusion.png": confusion_picture(history),
         "predictions.png": predictions_picture(run),
     }
-    return [canvas.save(picture, run.plots / name) for name, picture in pictures.items() if picture is not None]
+    return [
+        canvas.save(picture, run.plots / name) for name, picture in pictures.items() if picture is not None
+    ]
 
 
 def loss_picture(history: History, window: int) -> Figure | None:
@@ -70,7 +72,9 @@ def metrics_picture(history: History, window: int) -> Figure | None:
     if not names:
         return None
     wide = 1 if len(names) == 1 else 2
-    picture, axes = canvas.panels(_title("Metrics", history), len(names), wide, height=3.4 if wide == 1 else 2.8)
+    picture, axes = canvas.panels(
+        _title("Metrics", history), len(names), wide, height=3.4 if wide == 1 else 2.8
+    )
     for ax, name in zip(axes, names, strict=True):
         curves = _splits(history, name)
         _draw_splits(ax, curves, window)
@@ -97,7 +101,6 @@ def lr_picture(history: History) -> Figure | None:
         if wants_log_scale([norm]):
             canvas.use_log_scale(axes[1])
         canvas.note_gaps(axes[1], [norm])
-    canvas.show_legend(axes[0])
     canvas.label_steps(axes, history.steps_per_epoch)
     return picture
 
@@ -118,8 +121,6 @@ def throughput_picture(history: History, window: int) -> Figure | None:
         _draw_averaged(axes[1], scaled, window, canvas.VAL, "step time")
         axes[1].set_ylabel(f"{unit} per step")
         canvas.start_at_zero(axes[1])
-    for ax in axes:
-        canvas.show_legend(ax)
     canvas.label_steps(axes, history.steps_per_epoch)
     return picture
 
@@ -153,7 +154,6 @@ def memory_picture(history: History) -> Figure | None:
         axes[1].set_ylabel("load (%)")
     for ax in axes:
         canvas.start_at_zero(ax)
-        canvas.show_legend(ax)
     canvas.label_steps(axes, history.steps_per_epoch)
     return picture
 

@@ -80,7 +80,7 @@ def read_environment(run: RunDir) -> dict[str, Any]:
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """`{"a": {"b": 1}}` -> `{"a.b": 1}`; lists stay whole."""
-    if not isinstance(tree, dict) or not tree:
+    if not isinstance(tree, dict) or (prefix and not tree):
         return {prefix: tree}
     out: dict[str, Any] = {}
     for name, value in tree.items():

@@ -57,10 +57,8 @@ def confusion_picture(history: History) -> Figure | None:
     ax.set_xlabel("predicted")
     ax.set_ylabel("true")
     accuracy = counts.trace() / max(counts.sum(), 1)
-    ax.set_title(
-        f"{row.get('split', 'val')} accuracy {100 * accuracy:.1f} % of {int(counts.sum()):,} (step {row['step']:,})",
-        fontsize=12, fontweight="bold",
-    )  # fmt: skip
+    title = f"{row.get('split', 'val')} accuracy {100 * accuracy:.1f} % of {int(counts.sum()):,} samples"
+    ax.set_title(f"{title} (step {row['step']:,})", fontsize=12, fontweight="bold")
     figure.colorbar(image, ax=ax, label="share of the true class", shrink=0.8)
     return figure
 
@@ -87,7 +85,13 @@ def predictions_picture(run: RunDir) -> Figure | None:
     height = 1.8 * rows + 0.5
     figure = canvas.new_figure(1.5 * columns, height)
     wrong = int((target[:count] != prediction[:count]).sum())
-    figure.suptitle(f"predicted (true): {wrong} of {count} wrong", fontsize=12, fontweight="bold", y=1 - 0.1 / height, va="top")
+    figure.suptitle(
+        f"predicted (true): {wrong} of {count} wrong",
+        fontsize=12,
+        fontweight="bold",
+        y=1 - 0.1 / height,
+        va="top",
+    )
     # One axes for the whole grid: 25 of them would take ten times as long to draw.
     ax = figure.add_axes((0, 0, 1, 1 - 0.4 / height))
     ax.axis("off")
@@ -95,7 +99,9 @@ def predictions_picture(run: RunDir) -> Figure | None:
     size = next((size for longest, size in TITLE_SIZES if max(map(len, titles)) <= longest), 6.0)
     for i, title in enumerate(titles):
         middle, top = i % columns + 0.5, (i // columns) * 1.22 + 0.25
-        _draw_tile(ax, _tile(images[i]), middle, top, bad=bool(target[i] != prediction[i]), title=title, size=size)
+        _draw_tile(
+            ax, _tile(images[i]), middle, top, bad=bool(target[i] != prediction[i]), title=title, size=size
+        )
     ax.set(xlim=(0, columns), ylim=(rows * 1.22, 0), aspect="equal")
     return figure
 
@@ -120,10 +126,14 @@ def _read_samples(run: RunDir) -> tuple[Any, Any, Any, list[str]]:
 
     try:
         with safe_open(run.samples, framework="numpy") as file:
-            images, target, prediction = (file.get_tensor(name) for name in ("images", "target", "prediction"))
+            images, target, prediction = (
+                file.get_tensor(name) for name in ("images", "target", "prediction")
+            )
             names = json.loads((file.metadata() or {}).get("class_names", "[]"))
     except (SafetensorError, ValueError) as error:
-        raise DataError(f"{run.samples}: cannot be read ({error}); delete it to draw the other plots") from error
+        raise DataError(
+            f"{run.samples}: cannot be read ({error}); delete it to draw the other plots"
+        ) from error
     return images, target, prediction, names
 
 

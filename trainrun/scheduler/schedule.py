@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainrun.errors import CheckpointError, ConfigError
-from trainrun.scheduler.state import merged, plain
+from trainrun.scheduler.state import plain
 
 Curve = Callable[[int], float]
 
@@ -110,7 +110,7 @@ class Schedule:
         self._count = state["count"]
         self._follow()
         if self._wrapped is not None and state["wrapped"] is not None:
-            self._wrapped.load_state_dict(merged(self._wrapped.state_dict(), state["wrapped"]))
+            self._wrapped.load_state_dict(plain(state["wrapped"]))
             for group, lr in zip(self._optimizer.param_groups, state["lrs"], strict=True):
                 set_lr(group, lr)
 

@@ -1,7 +1,7 @@
 """The state of torch's schedulers as a tree that survives JSON.
 
 Their state_dict is every attribute they have: constants of the config, tables with integer keys and
-functions among them. What JSON would change is left out, and taken from the freshly built scheduler.
+functions among them. What JSON would change is left out; the freshly built scheduler has it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str | Tensor)
-
-
-def merged(fresh: Any, stored: Any) -> Any:
-    """What was stored, and where nothing was, what a freshly built one has."""
-    if isinstance(fresh, dict) and isinstance(stored, dict):
-        return fresh | {key: merged(fresh.get(key), value) for key, value in stored.items()}
-    if isinstance(fresh, list | tuple) and isinstance(stored, list | tuple):
-        items = [merged(fresh[at] if at < len(fresh) else None, value) for at, value in enumerate(stored)]
-        return items if isinstance(fresh, list) else tuple(items)
-    return stored

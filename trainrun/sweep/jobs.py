@@ -37,6 +37,11 @@ class Job:
         pairs = [word.lstrip("+").partition("=") for word in self.words if not word.startswith("-")]
         return {key: value.strip("\"'") for key, _, value in pairs}
 
+    def label(self, keys: list[str]) -> str:
+        """What sets this job apart, given the keys that vary; all its words where none does."""
+        settings = self.settings
+        return " ".join(f"{key}={settings[key]}" for key in keys if key in settings) or " ".join(self.words)
+
 
 @dataclass
 class Sweep:

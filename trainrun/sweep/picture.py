@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainrun.sweep.jobs import Job
-from trainrun.sweep.table import label_of
 
 COLOUR, BEST_COLOUR, FAILED_COLOUR = "#31688e", "#35b779", "#d1495b"
 MAX_BARS = 40
@@ -138,7 +137,7 @@ def draw_bars(jobs: list[Job], keys: list[str]) -> Figure:
     valued = [job for job in jobs if job.result.value is not None]
     shown = valued[:MAX_BARS]
     values = [job.result.value or 0.0 for job in shown]
-    names = [shorter(label_of(job, keys), MAX_NAME) for job in shown]
+    names = [shorter(job.label(keys), MAX_NAME) for job in shown]
     figure, axes = new_figure(5.5 + 0.075 * max(map(len, names)), 1.4 + 0.3 * len(shown))
     colours = [BEST_COLOUR] + [COLOUR] * (len(shown) - 1)
     bars = axes.barh(range(len(shown)), values, color=colours)

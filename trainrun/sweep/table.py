@@ -47,12 +47,6 @@ def ranked(jobs: list[Job]) -> list[Job]:
     return sorted(jobs, key=place)
 
 
-def label_of(job: Job, keys: list[str]) -> str:
-    """What sets this job apart; all its words where nothing was varied."""
-    settings = job.settings
-    return " ".join(f"{key}={settings[key]}" for key in keys if key in settings) or " ".join(job.words)
-
-
 def shown_value(result: Result) -> str:
     value = "no value" if result.value is None else f"{result.monitor} {result.value:.5g}".strip()
     return value if result.seconds is None else f"{value} in {result.seconds:.1f} s"
@@ -75,7 +69,7 @@ def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str
             job.result.state,
             "" if job.result.value is None else f"{job.result.value:.5g}",
             "" if job.result.seconds is None else f"{job.result.seconds:.1f}",
-            label_of(job, keys),
+            job.label(keys),
             job.result.error,
         ]
         for job in jobs

@@ -59,10 +59,8 @@ class Classification:
     def count(self, batch: Any) -> int:
         """Targets (B,): their number. Other targets: those not ignored, which waits for the device."""
         target = inputs_and_target(batch)[1]
-        if target.ndim == 1:
-            return len(target)
-        if self.ignore_index is None:
-            return target.numel()
+        if target.ndim == 1 or self.ignore_index is None:
+            return target.numel()  # len(target) takes 1.2 us, this 0.2
         return int((target != self.ignore_index).sum())
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:

@@ -42,7 +42,7 @@ class Regression:
         self.checked = False
 
     def count(self, batch: Any) -> int:
-        return len(inputs_and_target(batch)[1])
+        return inputs_and_target(batch)[1].shape[0]
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError: the shapes differ, in this batch or any other."""
@@ -54,7 +54,8 @@ class Regression:
             self._check(output, target)
         if target.dtype is not output.dtype:
             target = target.to(output.dtype)
-        share = len(target) / max(target.numel(), 1)  # of one number in the mean of its sample
+        # what one number weighs in the mean of its sample
+        share = 1.0 if target.ndim == 1 else target.shape[0] / max(target.numel(), 1)
         return StepOutput(
             self._loss_sum(output, target, share), {"mae": lambda: (output - target).abs().sum() * share}
         )

@@ -1,0 +1,47 @@
+"""Files up to 300 lines, functions up to 60; whatever is longer stands here with its reason."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+# "folder/file.py" or "folder/file.py:function" -> why it is better long than split
+ALLOWED: dict[str, str] = {}
+
+
+def too_long(root: Path) -> dict[str, int]:
+    found = {}
+    for path in sorted(item for folder in ("trainrun", "scripts") for item in (root / folder).rglob("*.py")):
+        name, text = str(path.relative_to(root)), path.read_text(encoding="utf-8")
+        if len(text.splitlines()) > MAX_FILE_LINES:
+            found[name] = len(text.splitlines())
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    found[f"{name}:{node.name}"] = lines
+    return found
+
+
+def test_nothing_is_too_long_without_a_reason():
+    long = {name: lines for name, lines in too_long(ROOT).items() if name not in ALLOWED}
+    assert not long, "split it, or give the reason in ALLOWED: " + ", ".join(
+        f"{k} ({v} lines)" for k, v in long.items()
+    )
+
+
+def test_every_reason_is_still_needed():
+    assert set(ALLOWED) <= set(too_long(ROOT))
+    assert all(len(reason) > 10 for reason in ALLOWED.values())
+
+
+def test_the_measure_sees_what_is_too_long(tmp_path: Path):
+    (tmp_path / "trainrun").mkdir()
+    (tmp_path / "trainrun" / "a.py").write_text("x = 0\n" * 239 + "def f():\n" + "    y = 0\n" * 60)
+    assert too_long(tmp_path) == {"trainrun/a.py:f": 61}
+    (tmp_path / "trainrun" / "a.py").write_text("x = 0\n" * 301)
+    assert too_long(tmp_path) == {"trainrun/a.py": 301}

@@ -1,0 +1,193 @@
+"""Every import arrow of the package runs downhill: from a floor to a lower one, and never in a circle.
+
+What is imported under `TYPE_CHECKING` names the type of an argument and builds nothing: it may point
+uphill and closes no circle. A group room names no sibling's types either.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "trainrun"
+
+# A name with a slash is a group room (a folder); the files of one room may import each other.
+FLOORS = {
+    7: ["cli", "record"],
+    6: ["runner", "rank", "restore", "external_run", "sweep/"],
+    5: ["build", "plan", "listeners"],
+    4: ["loop", "showcase"],
+    3: ["parts", "cadence", "compose", "status", "plots/"],
+    2: ["config", "checks", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
+    1: ["interfaces", "rundir", "randomness", "signals", "instantiate", "environment", "words",
+        "optimizer/", "scheduler/"],
+    0: ["errors", "model/", "transform/"],
+}  # fmt: skip
+ONE_ROOM = {"__main__": "cli", "commands": "cli", "help": "cli"}  # the verbs and their help are part of cli
+TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it
+
+FLOOR_OF = {name.rstrip("/"): floor for floor, names in FLOORS.items() for name in names}
+GROUP_ROOMS = {name.rstrip("/") for names in FLOORS.values() for name in names if name.endswith("/")}
+
+
+class Arrow(NamedTuple):
+    source: str
+    target: str
+    line: int
+    typing_only: bool
+
+    def __str__(self) -> str:
+        return f"trainrun/{self.source.replace('.', '/')}.py:{self.line} imports trainrun.{self.target}"
+
+
+def module_of(path: Path, package: Path) -> str:
+    parts = path.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    first = module.partition(".")[0]
+    return ONE_ROOM.get(first, first)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports_in(node: ast.AST, typing_only: bool = False):
+    """Every import statement below a node, also inside functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, typing_only
+        elif is_type_checking(child):
+            for part in child.body:
+                yield from imports_in(ast.Module([part], []), True)
+            for part in child.orelse:
+                yield from imports_in(ast.Module([part], []), typing_only)
+        else:
+            yield from imports_in(child, typing_only)
+
+
+def arrows_of(package: Path) -> list[Arrow]:
+    modules = {module_of(path, package): path for path in package.rglob("*.py")}
+    arrows = []
+    for source, path in modules.items():
+        for node, typing_only in imports_in(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, (
+                    f"{path}:{node.lineno}: import from the defining module, by its full name"
+                )
+                base = node.module or ""
+                names = [f"{base}.{alias.name}" for alias in node.names]
+            else:
+                base, names = "", [alias.name for alias in node.names]
+            for name in names:
+                if name.partition(".")[0] != "trainrun":
+                    continue
+                inner = name.removeprefix("trainrun").lstrip(".")
+                found = inner if inner in modules else base.removeprefix("trainrun").lstrip(".")
+                arrows.append(Arrow(source, found or TOP, node.lineno, typing_only))
+    return arrows
+
+
+def faults_of(arrows: list[Arrow]) -> list[str]:
+    faults = []
+    for arrow in arrows:
+        source, target = room_of(arrow.source), room_of(arrow.target)
+        if source in (target, TOP):
+            continue
+        if target == TOP:
+            faults.append(f"{arrow}: import from the defining module")
+            continue
+        floors = FLOOR_OF.get(source, -1), FLOOR_OF.get(target, -1)
+        if floors[0] == floors[1] and {source, target} <= GROUP_ROOMS:
+            faults.append(f"{arrow}: a group room never imports a sibling; take it as an argument")
+        elif floors[0] < floors[1] and not arrow.typing_only:
+            faults.append(f"{arrow}: uphill, from floor {floors[0]} to floor {floors[1]}")
+        elif floors[0] == floors[1] and {source, target} & GROUP_ROOMS and not arrow.typing_only:
+            faults.append(f"{arrow}: sideways between a group room and a file of its floor")
+    return faults
+
+
+def circle_in(arrows: list[Arrow]) -> list[str]:
+    """The modules of one import circle, the first again at the end; empty where there is none."""
+    graph: dict[str, set[str]] = {}
+    for arrow in arrows:
+        if not arrow.typing_only and arrow.source != TOP and arrow.source != arrow.target:
+            graph.setdefault(arrow.source, set()).add(arrow.target)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_file_has_a_floor():
+    rooms = {room_of(module_of(path, PACKAGE)) for path in PACKAGE.rglob("*.py")} - {TOP}
+    missing = sorted(rooms - FLOOR_OF.keys())
+    assert not missing, f"give it a floor in {Path(__file__).name}: {', '.join(missing)}"
+    gone = sorted(FLOOR_OF.keys() - rooms)
+    assert not gone, f"no longer there, take it out of {Path(__file__).name}: {', '.join(gone)}"
+    folders = {path.parent.name for path in PACKAGE.glob("*/*.py")} - ONE_ROOM.keys()
+    assert folders == GROUP_ROOMS
+
+
+def test_imports_run_downhill():
+    faults = faults_of(arrows_of(PACKAGE))
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_no_import_runs_in_a_circle():
+    circle = circle_in(arrows_of(PACKAGE))
+    assert not circle, " -> ".join(circle)
+
+
+def test_the_lawn_imports_nothing_of_trainrun():
+    lawn = ("model", "transform")
+    faults = [
+        str(arrow)
+        for arrow in arrows_of(PACKAGE)
+        if room_of(arrow.source) in lawn and room_of(arrow.target) not in lawn
+    ]
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def write_package(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / f"{name.replace('__in__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_the_walk_sees_each_kind_of_fault(tmp_path: Path):
+    typing_only = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from trainrun.runner import run\n"
+    package = write_package(
+        tmp_path,
+        errors="import trainrun.loop\n",
+        loop="def f():\n    from trainrun import parts, interfaces\n",
+        parts=typing_only + "else:\n    from trainrun.cli import main\n",
+        interfaces="from trainrun.errors import E\n",
+        cli="from trainrun import load_run\nfrom trainrun.commands.resume import main\n",
+        runner="",
+        commands__in__resume="from trainrun.cli import tell\n",
+        data__in__order="from trainrun.task.losses import mse\nfrom trainrun.config import RunConfig\n",
+        task__in__losses="",
+        config="",
+        __init__="from trainrun.runner import run\n",
+    )
+    arrows = arrows_of(package)
+    assert sorted(faults_of(arrows)) == [
+        "trainrun/cli.py:1 imports trainrun.__init__: import from the defining module",
+        "trainrun/data/order.py:1 imports trainrun.task.losses: a group room never imports a sibling; "
+        "take it as an argument",
+        "trainrun/data/order.py:2 imports trainrun.config: sideways between a group room and a file of its "
+        "floor",
+        "trainrun/errors.py:1 imports trainrun.loop: uphill, from floor 0 to floor 4",
+        "trainrun/parts.py:5 imports trainrun.cli: uphill, from floor 3 to floor 7",
+    ]
+    assert set(circle_in(arrows)) in ({"cli", "commands.resume"}, {"errors", "loop", "interfaces"})
+    assert circle_in([arrow for arrow in arrows if arrow.source in ("parts", "runner")]) == []

@@ -1,0 +1,256 @@
+"""What people see: golden lines without a terminal, the bar with one."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainrun.interfaces import RunFacts
+from trainrun.monitor.bar import Bar
+from trainrun.monitor.console import Console
+from trainrun.monitor.readable import duration, figure, quantity
+
+FACTS = RunFacts(
+    "digits-mlp", "runs/x", "cpu", 2, 32, 4, 1437, 360, 45, 900, 20, "MLP (layers)", 19210, 19210,
+    ("data.engine=resident: 0.4 MiB fits in memory", "parallel.devices=2: [two] cores"),
+)  # fmt: skip
+SUMMARY = {
+    "reason": "trainer.max_epochs=20 reached", "monitor": "val/acc", "value": 0.98125, "best_step": 810,
+    "step": 900, "seconds": 65.2, "samples_per_second": 5912.3,
+}  # fmt: skip
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def run(console: Console, folder: str = "runs/x") -> None:
+    console.on_start(replace(FACTS, folder=folder), 0)
+    console.on_step(
+        100, 2.22, {"train/loss": 0.3, "train/acc": 0.9, "lr": 1e-3, "samples_per_second": 5000.0}
+    )
+    console.on_step(130, 2.9, {"train/loss": 0.21345, "samples_per_second": 6000.0})
+    console.on_eval(135, 3.0, {"val/loss": 0.25, "val/acc": 0.921, "val/seconds": 0.01})
+    console.on_note("saved [bold]checkpoint[/bold] :smile:")
+    console.on_eval(900, 20.0, {"test/loss": 0.2, "test/acc": 0.95})
+    console.on_end(SUMMARY)
+    console.close()
+
+
+def test_lines_without_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    stream = io.StringIO()
+    run(Console(stream=stream), str(tmp_path))
+    assert (
+        stream.getvalue()
+        == f"""\
+digits-mlp on cpu
+  model   MLP (layers), 19,210 parameters
+  data    1,437 training samples, 360 for validation
+  step    batch 32 x accumulate 4 x ranks 2 = 256
+  length  900 steps, 45 an epoch, 20 epochs
+  chosen  data.engine=resident: 0.4 MiB fits in memory
+          parallel.devices=2: [two] cores
+  folder  {tmp_path}
+epoch 3/20  step 135  train/loss 0.2135  val/loss 0.25  val/acc 0.921  5.5k samples/s
+saved [bold]checkpoint[/bold] :smile:
+epoch 20/20  step 900  test/loss 0.2  test/acc 0.95  5.5k samples/s
+ended at step 900: trainer.max_epochs=20 reached
+  best    val/acc 0.9812 at step 810
+  time    1:05, 5.91k samples/s
+  files   {tmp_path}/checkpoints
+"""
+    )
+
+
+def test_less_is_said_without_verbose_and_of_what_is_unknown() -> None:
+    stream = io.StringIO()
+    console = Console(verbose=False, stream=stream)
+    console.on_start(FACTS, 0)
+    assert stream.getvalue() == "digits-mlp  runs/x\n"
+    stream.seek(0)
+    open_end = replace(
+        FACTS, num_train=None, num_val=None, steps_per_epoch=None, total_steps=None, total_epochs=None,
+        num_trainable=10, choices=(),
+    )  # fmt: skip
+    Console(stream=stream).on_start(open_end, 1500)
+    assert (
+        stream.getvalue()
+        == """\
+digits-mlp on cpu, resumed at step 1,500
+  model   MLP (layers), 19,210 parameters, 10 of them trained
+  data    an unknown number of training samples
+  step    batch 32 x accumulate 4 x ranks 2 = 256
+  length  an unknown number of steps
+  folder  runs/x
+"""
+    )
+
+
+def test_a_run_without_validation_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainrun.monitor.console.QUIET_SECONDS", 0.0)
+    stream = io.StringIO()
+    console = Console(verbose=False, stream=stream)
+    console.on_start(FACTS, 0)
+    console.on_step(50, 1.111111, {"train/loss": 0.3, "lr": 1e-3})
+    assert stream.getvalue().splitlines()[1:] == ["epoch 1.111/20  step 50  train/loss 0.3"]
+
+
+def test_only_recent_log_points_count_for_the_speed() -> None:
+    stream = io.StringIO()
+    console = Console(window=2, stream=stream)
+    for speed in (1.0, 100.0, 200.0):
+        console.on_step(1, 0.0, {"samples_per_second": speed})
+    console.on_eval(1, 1.0, {"val/loss": 1.0})
+    assert stream.getvalue() == "epoch 1  step 1  val/loss 1  150 samples/s\n"
+
+
+def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    before = sys.stdout, set(threading.enumerate())
+    stream = io.StringIO()
+    console = Console(interactive=True, stream=stream)
+    console.on_start(FACTS, 0)
+    console.on_batch(450)
+    console.on_step(450, 10.0, {"train/loss": 0.25, "samples_per_second": 5900.0})
+    console.on_eval(450, 10.0, {"val/acc": 0.9})
+    console._live.refresh()  # type: ignore[union-attr]
+    console.on_note("saved [bold]x[/bold] :smile:")
+    print("a print of the user's")
+    console.on_end(SUMMARY)
+    console.close()
+    shown = ESCAPES.sub("", stream.getvalue())
+    assert "epoch 11/20" in shown
+    assert "450/900  50%" in shown
+    assert "5.9k samples/s  train/loss 0.25  val/acc 0.9" in shown
+    assert "saved [bold]x[/bold] :smile:" in shown
+    assert "a print of the user's" in shown
+    assert "step 450  " not in shown  # no lines beside the bar
+    assert shown.endswith(
+        "  best    val/acc 0.9812 at step 810\n  time    1:05, 5.91k samples/s\n  files   runs/x\n"
+    )
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # the cursor is back
+    assert sys.stdout is before[0]
+    for thread in set(threading.enumerate()) - before[1]:
+        thread.join(30)  # it was told to end
+        assert not thread.is_alive()
+
+
+def test_a_failed_run_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    before = sys.stdout
+    console = Console(interactive=True, stream=io.StringIO())
+    console.on_start(FACTS, 0)
+    console.close()
+    console.close()
+    assert sys.stdout is before
+
+
+@pytest.mark.parametrize(("progress", "terminal"), [(False, "xterm"), (True, "dumb")])
+def test_no_bar_where_none_is_wanted_or_possible(
+    progress: bool, terminal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", terminal)
+    stream = io.StringIO()
+    run(Console(interactive=True, progress=progress, stream=stream))
+    assert "\x1b" not in stream.getvalue()
+    assert "epoch 3/20  step 135" in stream.getvalue()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_prints_without_the_lock_of_the_bar() -> None:
+    """A child that prints while the parent's drawing thread held its lock would wait for ever."""
+    code = f"""
+import os, sys, threading
+from trainrun.interfaces import RunFacts
+from trainrun.monitor.console import Console
+console = Console(interactive=True)
+console.on_start({FACTS!r}, 0)
+held, done = threading.Event(), threading.Event()
+def draw():
+    with console._live._lock, console._live.console._lock:
+        held.set()
+        done.wait()
+thread = threading.Thread(target=draw)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    print("from the child", flush=True)
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+done.set()
+thread.join()
+console.close()
+sys.exit(status)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TERM": "xterm"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "from the child" in result.stdout
+
+
+def test_rich_is_not_imported_without_a_terminal() -> None:
+    code = f"""
+import sys
+from trainrun.interfaces import RunFacts
+from trainrun.monitor.console import Console
+console = Console()
+console.on_start({FACTS!r}, 0)
+console.on_end({SUMMARY!r})
+assert not [name for name in sys.modules if name.partition(".")[0] == "rich"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 200])
+def test_the_bar_fits_the_terminal(width: int) -> None:
+    bar = Bar(100_000, 45, 20, 0, clock=lambda: 0.0)
+    first = bar.draw(width, 50_000, {"train/loss": 0.5}, 1e4).plain.splitlines()[0]
+    if width >= 60:
+        assert len(first) <= width
+        assert first.count("━") == min(40, width - len(first.replace("━", "")))
+    else:
+        assert "━" not in first
+
+
+def test_the_time_left_follows_the_recent_speed() -> None:
+    now = 0.0
+    bar = Bar(1000, None, None, 0, clock=lambda: now)
+    assert "? left" in bar.draw(80, 0, {}, None).plain
+    for now, step in ((10.0, 10), (100.0, 100), (110.0, 200), (129.0, 390)):
+        drawn = bar.draw(80, step, {}, None).plain
+    assert "1:01 left" in drawn  # 610 steps at 10 a second, not at 3
+
+
+def test_a_bar_of_unknown_length_and_in_plain_letters() -> None:
+    open_end = Bar(None, None, None, 0, clock=lambda: 0.0).draw(80, 1234, {}, None).plain
+    assert open_end.splitlines()[0] == "training  step 1,234  0.0 s"
+    plain = Bar(10, 5, None, 5, ascii_only=True, clock=lambda: 0.0).draw(80, 5, {}, None).plain
+    assert plain.splitlines()[0] == f"epoch 2  {'#' * 20}{'-' * 20}  5/10  50%  ? left"
+
+
+def test_numbers_are_readable() -> None:
+    shown = [figure(value) for value in (0.123456, 1e-5, 3.0, 19210, float("nan"), True, None, "x")]
+    assert shown == ["0.1235", "1e-05", "3", "19,210", "nan", "True", "None", "x"]
+    assert [quantity(value) for value in (0.0, 9.5, 999.9, 5912.3, 12.34e6)] == [
+        "0",
+        "9.5",
+        "1k",
+        "5.91k",
+        "12.3M",
+    ]
+    assert [duration(value) for value in (0.04, 9.94, 9.96, 59.7, 125.0, 3725.0)] == [
+        "0.0 s", "9.9 s", "10 s", "1:00", "2:05", "1:02:05",
+    ]  # fmt: skip

@@ -1,0 +1,222 @@
+"""Which pictures a run gets, and what is on them."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from trainrun.errors import DataError
+from trainrun.monitor.metrics_file import MetricsFile
+from trainrun.plots.curves import (
+    draw_run,
+    loss_picture,
+    lr_picture,
+    memory_picture,
+    metrics_picture,
+    throughput_picture,
+)
+from trainrun.plots.history import read_history
+from trainrun.plots.pictures import confusion_picture, predictions_picture
+from trainrun.rundir import RunDir
+
+ALL = [
+    "loss.png",
+    "metrics.png",
+    "lr.png",
+    "throughput.png",
+    "memory.png",
+    "confusion.png",
+    "predictions.png",
+]
+OpenRun = tuple[RunDir, MetricsFile]
+
+
+def size_of(png: Path) -> tuple[int, int]:
+    data = png.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def texts_of(ax: Any) -> list[str]:
+    legend = ax.get_legend()
+    shown = [text.get_text() for text in ax.texts]
+    return shown + ([text.get_text() for text in legend.get_texts()] if legend else [])
+
+
+def test_a_whole_run_has_all_pictures(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    paths = draw_run(run)
+    assert paths == [run.plots / name for name in ALL]
+    assert sorted(path.name for path in run.plots.iterdir()) == sorted(ALL)  # no temporary file is left
+    for path in paths:
+        width, height = size_of(path)
+        assert 300 <= width <= 1300
+        assert 250 <= height <= 1300
+        assert path.stat().st_size > 5000
+
+
+def test_only_what_was_logged_is_drawn(open_run: OpenRun) -> None:
+    run, file = open_run
+    file.flush()
+    assert draw_run(run) == []
+    file.on_step(1, 0.1, {"train/loss": 2.0, "train/acc": 0.1, "lr": 0.1})
+    file.flush()
+    assert [path.name for path in draw_run(run)] == ["loss.png", "metrics.png", "lr.png"]
+
+
+def test_a_single_point_and_values_that_are_not_finite_can_be_drawn(open_run: OpenRun) -> None:
+    run, file = open_run
+    row = {
+        "train/loss": math.nan,
+        "lr": 0.0,
+        "samples_per_second": math.inf,
+        "step_seconds": 0.0,
+        "grad_norm": math.inf,
+    }
+    file.on_step(1, 0.1, row)
+    file.on_eval(1, 0.1, {"val/loss": math.inf, "val/acc": math.nan})
+    file.write({"kind": "hardware", "step": 0, "memory_bytes": 12})
+    file.write(
+        {"kind": "confusion", "step": 1, "split": "val", "class_names": [], "matrix": [[0, 0], [0, 0]]}
+    )
+    file.close()
+    assert len(draw_run(run)) == 6
+
+
+def test_loss_shows_raw_and_averaged_curves_the_best_step_and_resumes(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with run.metrics.open("a") as file:
+        file.write('{"kind": "start", "step": 50, "facts": {"name": "x", "steps_per_epoch": 10}}\n')
+    picture = loss_picture(read_history(run), 5)
+    assert picture is not None
+    ax = picture.axes[0]
+    assert texts_of(ax) == ["train, mean of 5 log points", "val", "best val/acc 0.98 (step 100)", "resumed"]
+    raw, mean, val, best, resumed = ax.get_lines()
+    assert list(raw.get_xdata()) == list(mean.get_xdata()) == list(range(2, 101, 2))
+    assert list(val.get_xdata()) == list(range(10, 101, 10))
+    assert list(best.get_xdata()) == [100, 100]
+    assert list(resumed.get_xdata()) == [50, 50]
+    assert ax.get_yscale() == "log"
+    assert ax.get_xlabel() == "step"
+    assert [child.get_xlabel() for child in ax.child_axes] == ["epoch"]
+
+
+def test_missing_points_are_counted_on_the_picture(open_run: OpenRun) -> None:
+    run, file = open_run
+    for step in range(1, 30):
+        file.on_step(step, step / 10, {"train/loss": math.nan if step > 20 else 1.0})
+    file.on_eval(29, 2.9, {"val/loss": 2.0})
+    file.close()
+    picture = loss_picture(read_history(run), 5)
+    assert picture is not None
+    assert "not shown: nan or inf at 9 log points" in texts_of(picture.axes[0])
+    assert "best val/loss 2 (step 29)" in texts_of(picture.axes[0])  # no summary yet
+    assert picture.axes[0].get_yscale() == "linear"
+    assert max(picture.axes[0].get_lines()[1].get_xdata()) == 20  # the mean ends with the curve
+
+
+def test_each_metric_has_its_panel_and_the_loss_has_none(open_run: OpenRun) -> None:
+    run, file = open_run
+    file.on_step(1, 0.1, {"train/loss": 1.0, "train/acc": 0.5, "lr": 1.0})
+    file.on_eval(1, 0.1, {"val/loss": 1.0, "val/acc": 0.5, "val/f1": 0.4, "val/seconds": 1.0})
+    file.on_eval(1, 0.1, {"test/acc": 0.25})
+    file.close()
+    picture = metrics_picture(read_history(run), 5)
+    assert picture is not None
+    assert [ax.get_ylabel() for ax in picture.axes] == ["acc", "f1"]
+    assert texts_of(picture.axes[0]) == ["train", "val", "test 0.25"]
+
+
+def test_units_follow_the_size(open_run: OpenRun) -> None:
+    run, file = open_run
+    for step in (1, 2):
+        file.on_step(step, 0.1, {"lr": 0.1, "samples_per_second": 1e6, "step_seconds": 2e-5})
+        row = {"memory_bytes": 3 * 2**29, "gpu_memory_bytes": 2**29, "cpu_percent": 50.0, "gpu_percent": 10.0}
+        file.write({"kind": "hardware", "step": step, **row})
+    file.close()
+    history = read_history(run)
+    memory, throughput = memory_picture(history), throughput_picture(history, 5)
+    assert memory is not None
+    assert throughput is not None
+    assert [ax.get_ylabel() for ax in memory.axes] == ["memory (GiB)", "load (%)"]
+    assert [list(line.get_ydata()) for line in memory.axes[0].get_lines()] == [[1.5, 1.5], [0.5, 0.5]]
+    assert [ax.get_ylabel() for ax in throughput.axes] == ["samples per second", "µs per step"]
+    assert list(throughput.axes[1].get_lines()[0].get_ydata()) == pytest.approx([20, 20])
+    assert throughput.axes[0].get_ylim()[0] == 0
+    rates = lr_picture(history)
+    assert rates is not None
+    assert len(rates.axes) == 1  # no gradient norm was logged
+
+
+def test_confusion_is_normalised_by_row_and_says_the_accuracy(make_run: Any, tmp_path: Path) -> None:
+    picture = confusion_picture(read_history(make_run(tmp_path / "run")))
+    assert picture is not None
+    ax = picture.axes[0]
+    np.testing.assert_allclose(ax.get_images()[0].get_array(), [[5 / 6, 1 / 6], [0, 1]])
+    cells = {(int(text.get_position()[0]), int(text.get_position()[1])): text.get_text() for text in ax.texts}
+    assert cells == {(0, 0): "5", (1, 0): "1", (1, 1): "4"}  # x is the prediction; an empty cell says nothing
+    assert ax.get_title() == "val accuracy 90.0 % of 10 samples (step 100)"
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("predicted", "true")
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["cat", "$dog_"]
+
+
+def test_many_classes_have_no_numbers_and_not_all_names(open_run: OpenRun) -> None:
+    run, file = open_run
+    names = [f"a class with a long name {i}" for i in range(90)]
+    file.write(
+        {"kind": "confusion", "step": 1, "class_names": names, "matrix": np.eye(90, dtype=int).tolist()}
+    )
+    file.close()
+    picture = confusion_picture(read_history(run))
+    assert picture is not None
+    assert not picture.axes[0].texts
+    assert len(picture.axes[0].get_yticklabels()) == 30
+    assert max(len(label.get_text()) for label in picture.axes[0].get_yticklabels()) == 14
+
+
+def test_wrong_predictions_are_red_and_right_ones_are_not(make_run: Any, tmp_path: Path) -> None:
+    picture = predictions_picture(make_run(tmp_path / "run"))
+    assert picture is not None
+    ax = picture.axes[0]
+    titles = {text.get_text(): text.get_color() for text in ax.texts}
+    assert titles == {"cat (cat)": "#333333", "cat ($dog_)": "#C00000", "$dog_ ($dog_)": "#333333"}
+    assert [line.get_color() for line in ax.get_lines()] == ["#BBBBBB", "#C00000", "#BBBBBB"]
+    assert picture.get_suptitle() == "predicted (true): 1 of 3 wrong"
+    left, right, bottom, top = ax.get_images()[0].get_extent()
+    assert (right - left) / (bottom - top) == pytest.approx(6 / 8)  # proportions stay
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_grid_holds_25_samples_of_any_size(open_run: OpenRun, channels: int) -> None:
+    run, _ = open_run
+    images = np.full((30, channels, 300, 200), np.nan, dtype=np.float32)
+    classes = np.arange(30)
+    save_file({"images": images, "target": classes, "prediction": classes}, run.samples)
+    picture = predictions_picture(run)
+    assert picture is not None
+    assert len(picture.axes[0].get_images()) == 25
+    assert picture.axes[0].get_images()[0].get_array().shape[:2] == (100, 67)
+    assert picture.axes[0].texts[24].get_text() == "24 (24)"
+
+
+def test_a_damaged_samples_file_is_named(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.samples.write_bytes(b"not safetensors")
+    with pytest.raises(DataError, match=r"samples\.safetensors: cannot be read"):
+        draw_run(run)
+
+
+def test_global_state_of_matplotlib_is_left_alone(make_run: Any, tmp_path: Path) -> None:
+    import matplotlib
+
+    before = json.dumps(dict(matplotlib.rcParams), default=str)
+    draw_run(make_run(tmp_path / "run"))
+    assert json.dumps(dict(matplotlib.rcParams), default=str) == before

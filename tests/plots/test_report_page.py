@@ -1,0 +1,111 @@
+"""The report stands alone and is safe to open; a comparison shows what differs."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from trainrun.plots.compare import compare, differing_keys, short_names
+from trainrun.plots.curves import draw_run
+from trainrun.plots.history import flat
+from trainrun.plots.report import draw_report
+from trainrun.rundir import RunDir
+
+EVIL = '<script>alert("x")</script>&'
+
+
+class Reader(HTMLParser):
+    """Tags, their targets, and the text between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(path: Path) -> Reader:
+    reader = Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    return reader
+
+
+def test_the_report_holds_everything_and_needs_nothing(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", choices=("data.engine=resident: fits",))
+    draw_run(run)
+    assert draw_report(run) == run.report
+    page = read(run.report)
+    assert len(page.sources) == 7
+    assert all(source.startswith("data:image/png;base64,iVBOR") for source in page.sources)
+    for expected in (
+        "trainer.max_epochs=10 reached", "0.98 at step 100", "data.engine=resident: fits", "packages.torch",
+        "2.8.0", "optimizer.lr=<0.001>", "window_size: 5", "saved <b>best</b> & last", "6.05k", "3.5 s",
+    ):  # fmt: skip
+        assert expected in page.text
+
+
+def test_texts_of_a_run_cannot_become_code(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", name=EVIL, choices=(EVIL,))
+    (run.plots).mkdir()
+    (run.plots / '"><script>.png').write_bytes(b"x")
+    page = read(draw_report(run))
+    assert "script" not in page.tags
+    assert "b" not in page.tags
+    assert page.text.count(EVIL) == 4  # title, heading, choice, config
+
+
+def test_a_report_while_the_run_goes_on_and_of_a_bare_folder(open_run: Any) -> None:
+    run, file = open_run
+    file.on_eval(10, 1.0, {"val/loss": 0.5})
+    page = read(draw_report(run))
+    assert "did not come to an end" in page.text
+    assert "best val/loss" in page.text
+    assert "img" not in page.tags
+
+
+def test_a_comparison_shows_only_what_differs(make_run: Any, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a", "one", 0.001), make_run(tmp_path / "b", "two", 0.01)]
+    result = compare(runs, tmp_path / "out")
+    names = ["compare_loss.png", "compare_metrics.png", "compare.html"]
+    assert [path.name for path in result.files] == names
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
+    head, first, second = result.table.splitlines()
+    assert head.split() == ["run", "best", "step", "time", "samples/s", "optimizer.lr"]
+    assert first.split() == ["a", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "0.001"]
+    assert second.split() == ["b", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "0.01"]
+    assert first.index("val/acc") == head.index("best")
+    page = read(result.files[-1])
+    assert page.tags.count("img") == 2
+    assert "optimizer.lr" in page.text
+
+
+def test_a_run_without_config_or_metrics_can_be_compared(
+    make_run: Any, open_run: Any, tmp_path: Path
+) -> None:
+    run, file = open_run
+    file.close()
+    result = compare([make_run(tmp_path / "a"), run], tmp_path)
+    assert result.table.splitlines()[2].split() == ["run", "-", "-", "-", "-"]
+
+
+def test_keys_differ_in_value_or_presence() -> None:
+    configs = [
+        flat({"a": 1, "b": {"c": [1], "d": {}}, "run_name": "x"}),
+        flat({"a": 1, "b": {"c": [2]}, "e": None}),
+        {},
+    ]
+    assert differing_keys(configs) == ["b.c", "b.d", "e"]
+
+
+def test_names_are_short_and_distinct() -> None:
+    roots = [Path("/x/day1/run"), Path("/x/day2/run")]
+    assert short_names([RunDir(root) for root in roots]) == ["day1/run", "day2/run"]
+    assert short_names([RunDir(Path("/x/run"))]) == ["run"]

@@ -1,0 +1,87 @@
+"""Averages and thinning keep what a person must see."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainrun.plots.series import (
+    Series,
+    fitting_window,
+    moving_average,
+    names_in,
+    series_of,
+    thinned,
+    wants_log_scale,
+)
+
+
+def series(*values: float) -> Series:
+    return Series(np.arange(1.0, len(values) + 1), np.array(values, dtype=np.float64))
+
+
+def test_a_column_is_sorted_by_step_and_rows_without_it_are_left_out() -> None:
+    rows = [{"step": 4, "a": 4}, {"step": 2, "a": 2.0}, {"step": 3, "b": 1}, {"step": 5, "a": "text"}]
+    found = series_of(rows, "a")
+    assert found.steps.tolist() == [2, 4]
+    assert found.values.tolist() == [2, 4]
+    assert len(series_of(rows, "missing")) == 0
+    assert names_in(rows) == ["step", "a", "b"]
+
+
+@given(
+    st.lists(st.one_of(st.floats(-1e3, 1e3), st.sampled_from([np.nan, np.inf])), max_size=30),
+    st.integers(1, 9),
+)
+def test_moving_average_is_the_mean_of_the_finite_neighbours(values: list[float], window: int) -> None:
+    curve = series(*values)
+    means = moving_average(curve, window).values
+    width = min(window, len(values))
+    for i, value in enumerate(values):
+        if window == 1:
+            assert means[i] == value or np.isnan(value)
+            continue
+        if not np.isfinite(value):
+            assert np.isnan(means[i])
+            continue
+        first = i - width // 2 + (width + 1) % 2 * 0
+        near = [v for v in values[max(0, first) : first + width] if np.isfinite(v)]
+        later = [v for v in values[max(0, first + 1) : first + 1 + width] if np.isfinite(v)]
+        assert any(np.isclose(means[i], np.mean(part), atol=1e-9) for part in (near, later) if part)
+
+
+def test_a_spike_does_not_spoil_the_means_behind_it() -> None:
+    means = moving_average(series(0.1, 1e30, 0.1, 0.1, 0.1, 0.1), 2).values
+    assert means[-1] == pytest.approx(0.1)
+
+
+def test_the_window_leaves_short_curves_their_shape() -> None:
+    assert [fitting_window(points, 20) for points in (0, 4, 18, 50, 10_000)] == [1, 1, 3, 10, 20]
+
+
+def test_thinning_keeps_extremes_ends_and_order() -> None:
+    values = np.sin(np.arange(300_000) / 5000)
+    values[123_456], values[200_001] = 50.0, -50.0
+    values[7] = np.nan
+    thin = thinned(Series(np.arange(300_000.0), values), most=2000)
+    assert 1000 < len(thin) <= 2000
+    assert thin.steps[thin.values.argmax()] == 123_456
+    assert thin.steps[thin.values.argmin()] == 200_001
+    assert (thin.steps[0], thin.steps[-1]) == (0, 299_999)
+    assert (np.diff(thin.steps) > 0).all()
+    assert np.isfinite(thin.values).all()
+
+
+def test_thinning_leaves_few_points_alone_but_drops_what_is_not_finite() -> None:
+    assert thinned(series(1.0, np.nan, np.inf, 2.0)).steps.tolist() == [1, 4]
+
+
+def test_log_scale_is_for_more_than_two_decades_above_zero() -> None:
+    assert wants_log_scale([series(1.0, 101.0)])
+    assert wants_log_scale([series(1.0), series(101.0, np.nan)])
+    assert not wants_log_scale([series(1.0, 99.0)])
+    assert not wants_log_scale([series(0.0, 99.0)])
+    assert not wants_log_scale([series(-1.0, 999.0)])
+    assert not wants_log_scale([series(np.nan), series()])

@@ -1,0 +1,64 @@
+"""Lists of gradients, as the batched kernels of a GPU need them: one device and one type each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainrun.precision.gradients import clip_norm_, gradient_groups, is_uniform, mark_nonfinite, total_norm
+
+CPU = torch.device("cpu")
+
+
+def parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in dtypes]
+    for at, param in enumerate(params):
+        param.grad = torch.full_like(param, 1.0 + at)
+    return params
+
+
+def test_groups_have_one_type_each() -> None:
+    params = parameters(torch.float32, torch.float64, torch.float32, torch.bfloat16)
+    groups = gradient_groups(params, is_uniform(params))
+    assert [[grad.dtype for grad in grads] for grads in groups] == [
+        [torch.float32, torch.float32], [torch.float64], [torch.bfloat16]
+    ]  # fmt: skip
+    assert not is_uniform(params)
+
+
+def test_parameters_without_a_gradient_are_left_out() -> None:
+    params = parameters(torch.float32, torch.float32)
+    params[0].grad = None
+    assert gradient_groups(params, uniform=True) == [[params[1].grad]]
+    params[1].grad = None
+    assert gradient_groups(params, uniform=True) == []
+
+
+def test_the_norm_is_not_rounded_to_sixteen_bits() -> None:
+    params = parameters(*[torch.bfloat16] * 3)
+    norm = total_norm(gradient_groups(params, uniform=True), CPU)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx((2 * (1 + 4 + 9)) ** 0.5, rel=1e-6)
+
+
+def test_clipping_never_scales_up() -> None:
+    params = parameters(torch.float32, torch.float32)
+    groups = gradient_groups(params, uniform=True)
+    clip_norm_(groups, total_norm(groups, CPU), limit=100.0)
+    assert [grad.tolist() for grad in groups[0]] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_mark_stays_and_the_values_too(bad: float, dtype: torch.dtype) -> None:
+    found, one = torch.zeros(()), torch.ones(())
+    good = [torch.tensor([0.1, -3.0], dtype=dtype)]
+    before = good[0].clone()
+    mark_nonfinite([good], found, one)
+    assert found.item() == 0
+    mark_nonfinite([good, [torch.tensor([1.0, bad], dtype=dtype)]], found, one)
+    assert found.item() == 1
+    mark_nonfinite([good], found, one)
+    assert found.item() == 1
+    assert torch.equal(good[0], before)

@@ -1,0 +1,129 @@
+"""Several runs side by side: their curves in one picture, their results and differing values in one table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainrun.monitor.readable import duration, figure, quantity
+from trainrun.plots import canvas, page
+from trainrun.plots.history import History, flat, read_config, read_history
+from trainrun.plots.report import plain
+from trainrun.plots.series import fitting_window, moving_average, names_in, series_of, wants_log_scale
+from trainrun.rundir import RunDir, write_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WINDOW = 20
+LINE_STYLES = ("-", "--", "-.", ":")
+UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the training
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """files: what was written. table: the same table as on the page, in plain text."""
+
+    files: tuple[Path, ...]
+    table: str
+
+
+def compare(runs: list[RunDir], out: Path) -> Comparison:
+    """Writes `compare_loss.png`, `compare_metrics.png` (if there are rows) and `compare.html`."""
+    histories = dict(zip(short_names(runs), (read_history(run) for run in runs), strict=True))
+    head, rows = comparison_table(histories)
+    names = _metric_names(list(histories.values()))
+    drawings = {"compare_loss.png": _picture("Loss (faint: training)", histories, ["loss"]), "compare_metrics.png": None}
+    if names:
+        drawings["compare_metrics.png"] = _picture("Metrics (faint: training)", histories, names)
+    files = [canvas.save(drawing, out / name) for name, drawing in drawings.items() if drawing is not None]
+    title = f"{len(runs)} runs side by side"
+    parts = [page.heading(title, level=1), page.table(head, rows), page.pictures(files)]
+    write_text(out / "compare.html", page.page(title, parts))
+    return Comparison((*files, out / "compare.html"), text_table(head, rows))
+
+
+def short_names(runs: Sequence[RunDir]) -> list[str]:
+    """The folders without the part that all have in common."""
+    roots = [run.root.absolute() for run in runs]
+    common = Path(os.path.commonpath([root.parent for root in roots]))
+    return [root.relative_to(common).as_posix() for root in roots]
+
+
+def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[list[str]]]:
+    """Result, time and speed of each run, and the config values in which they differ."""
+    configs = [flat(read_config(history.run)) for history in histories.values()]
+    keys = differing_keys(configs)
+    head = ["run", "best", "step", "time", "samples/s", *keys]
+    rows = []
+    for (name, history), config in zip(histories.items(), configs, strict=True):
+        best, summary = history.best, history.summary
+        seconds, speed = summary.get("seconds"), summary.get("samples_per_second")
+        rows.append([
+            name,
+            f"{best.metric} {figure(best.value)}" if best else "-",
+            f"{best.step:,}" if best else "-",
+            duration(seconds) if seconds is not None else "-",
+            quantity(speed) if speed is not None else "-",
+            *(plain(config[key]) if key in config else "-" for key in keys),
+        ])  # fmt: skip
+    return head, rows
+
+
+def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """Keys whose values are not the same in all configs there are, in their order of appearance."""
+    configs = [config for config in configs if config]
+    keys = [key for key in names_in(configs) if key not in UNEQUAL_ALWAYS]
+    return [
+        key for key in keys if any(config.get(key, ...) != configs[0].get(key, ...) for config in configs)
+    ]
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns under each other, for the terminal."""
+    lines = [head, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _metric_names(histories: Sequence[History]) -> list[str]:
+    columns = names_in(row for history in histories for kind in ("train", "eval") for row in history.of(kind))
+    splits = (column.partition("/") for column in columns)
+    names = dict.fromkeys(name for split, _, name in splits if split in ("train", "val"))
+    return [name for name in names if name not in ("", "loss", "seconds")]
+
+
+def _picture(title: str, histories: dict[str, History], names: Sequence[str]) -> Figure | None:
+    """One panel for each name; validation drawn full, training faint in the same colour."""
+    wide = 1 if len(names) == 1 else 2
+    figure_, axes = canvas.panels(title, len(names), wide, height=3.4 if wide == 1 else 2.8)
+    drawn = [_draw_panel(ax, name, histories) for ax, name in zip(axes, names, strict=True)]
+    return figure_ if any(drawn) else None
+
+
+def _draw_panel(ax: Axes, name: str, histories: dict[str, History]) -> bool:
+    curves = []
+    for i, (run, history) in enumerate(histories.items()):
+        color = canvas.CYCLE[i % len(canvas.CYCLE)]
+        style = LINE_STYLES[i // len(canvas.CYCLE) % len(LINE_STYLES)]
+        train = series_of(history.of("train"), f"train/{name}")
+        val = series_of(history.of("eval"), f"val/{name}")
+        smooth = moving_average(train, fitting_window(len(train), WINDOW))
+        canvas.draw_line(
+            ax, smooth, color, None if len(val) else f"{run} (train)", faint=bool(len(val)), style=style
+        )
+        canvas.draw_line(ax, val, color, run, style=style)
+        curves += [smooth, val]
+    ax.set_ylabel(name, parse_math=False)
+    if name == "loss" and wants_log_scale(curves):
+        canvas.use_log_scale(ax)
+    canvas.show_legend(ax)
+    canvas.label_steps([ax], None)
+    return any(len(curve) for curve in curves)

@@ -1,0 +1,80 @@
+"""Plain HTML from plain text: everything that comes from a run is escaped."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 1150px;
+       margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top: 1.8em; }
+table { border-collapse: collapse; }
+td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top;
+       border-bottom: 1px solid #e4e4e4; } th { color: #555; font-weight: 600; }
+.pictures { display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start; }
+.pictures img { max-width: 100%; width: 540px; border: 1px solid #e4e4e4; }
+pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 13px; } .quiet { color: #666; }
+"""
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """A whole page that needs no other file."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        f"<style>{STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def heading(text: str, level: int = 2) -> str:
+    return f"<h{level}>{escape(text)}</h{level}>"
+
+
+def paragraph(text: str) -> str:
+    return f'<p class="quiet">{escape(text)}</p>'
+
+
+def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """A table of names and values; nothing where there are no rows."""
+    if not rows:
+        return ""
+    body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>\n" for name, value in rows)
+    return f"{heading(title)}\n<table>\n{body}</table>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with a head."""
+    body = "".join(f"<tr>{_cells(row, 'td')}</tr>\n" for row in rows)
+    return f"<table>\n<tr>{_cells(head, 'th')}</tr>\n{body}</table>"
+
+
+def _cells(texts: Sequence[str], tag: str) -> str:
+    return "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+
+
+def listing(title: str, lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    return f"{heading(title)}\n<ul>\n" + "".join(f"<li>{escape(line)}</li>\n" for line in lines) + "</ul>"
+
+
+def folded(title: str, text: str) -> str:
+    """Long text that opens with a click."""
+    if not text:
+        return ""
+    return f"<details>\n<summary>{escape(title)}</summary>\n<pre>{escape(text)}</pre>\n</details>"
+
+
+def pictures(paths: Iterable[Path]) -> str:
+    """PNG files, kept inside the page."""
+    images = "\n".join(_image(path) for path in paths)
+    return f'{heading("Pictures")}\n<div class="pictures">\n{images}\n</div>' if images else ""
+
+
+def _image(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return f'<img alt="{escape(path.stem, quote=True)}" src="data:image/png;base64,{data}">'

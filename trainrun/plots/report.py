@@ -1,0 +1,106 @@
+"""`report.html`: a run on one page that needs no other file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainrun.monitor.readable import duration, figure, quantity
+from trainrun.plots import page
+from trainrun.plots.history import History, flat, read_environment, read_history
+from trainrun.rundir import RunDir, write_text
+
+ORDER = ("loss", "metrics", "confusion", "predictions", "lr", "throughput", "memory")
+MOST_NOTES = 200
+
+
+def draw_report(run: RunDir) -> Path:
+    """Puts the pictures in `plots/` and the facts of the run on one page.
+
+    Raises DataError where the metrics file is damaged, OSError where there is none.
+    """
+    history = read_history(run)
+    name = str(history.facts.get("name") or run.root.name)
+    notes = [f"step {row.get('step', 0):,}: {row.get('text', '')}" for row in history.of("note")]
+    dropped = (
+        [f"{len(notes) - MOST_NOTES:,} earlier notes are in {run.metrics.name}"]
+        if len(notes) > MOST_NOTES
+        else []
+    )
+    parts = [
+        page.heading(name, level=1),
+        page.paragraph(str(run.root)),
+        page.pairs("Result", result_rows(history)),
+        page.pairs("Set-up", setup_rows(history.facts)),
+        page.listing("Choices", [str(choice) for choice in history.facts.get("choices", [])]),
+        page.pictures(pictures_in_order(run)),
+        page.listing("Notes", dropped + notes[-MOST_NOTES:]),
+        page.pairs(
+            "Environment", [(key, plain(value)) for key, value in flat(read_environment(run)).items() if key]
+        ),
+        page.heading("Config"),
+        page.folded("overrides.txt", _text(run.overrides)),
+        page.folded("config.yaml", _text(run.config)),
+    ]
+    write_text(run.report, page.page(name, parts))
+    return run.report
+
+
+def result_rows(history: History) -> list[tuple[str, str]]:
+    """How it ended; while the run goes on, what is known."""
+    summary, best = history.summary, history.best
+    rows = [("state", "ended" if summary else "running, or it did not come to an end")]
+    if summary.get("reason"):
+        rows.append(("why it ended", str(summary["reason"])))
+    if best is not None:
+        rows.append((f"best {best.metric}", f"{figure(best.value)} at step {best.step:,}"))
+    rows += [(name, figure(value)) for name, value in (summary.get("metrics") or {}).items()]
+    tests = history.of("test")
+    rows += [(name, figure(tests[-1][name])) for name in (tests[-1] if tests else {}) if _is_result(name)]
+    for name, show in (
+        ("step", figure),
+        ("epoch", figure),
+        ("seconds", duration),
+        ("samples_per_second", quantity),
+    ):
+        if isinstance(summary.get(name), (int, float)):
+            rows.append(
+                ({"seconds": "time", "samples_per_second": "samples/s"}.get(name, name), show(summary[name]))
+            )
+    if summary.get("skipped_steps"):
+        rows.append(("skipped steps", figure(summary["skipped_steps"])))
+    return list(dict(rows).items())
+
+
+def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Device, model, data and lengths, as at the start."""
+    names = {
+        "device": "device", "world_size": "ranks", "batch_size": "batch size", "accumulate": "accumulate",
+        "num_train": "training samples", "num_val": "validation samples", "steps_per_epoch": "steps an epoch",
+        "total_steps": "steps in all", "total_epochs": "epochs", "model_summary": "model",
+        "num_parameters": "parameters", "num_trainable": "trained parameters",
+    }  # fmt: skip
+    return [(label, figure(facts[name])) for name, label in names.items() if facts.get(name) is not None]
+
+
+def pictures_in_order(run: RunDir) -> list[Path]:
+    """The known ones first, then others in `plots/`."""
+    found = sorted(path for path in run.plots.glob("*.png") if not path.name.startswith("."))
+    rank = {name: i for i, name in enumerate(ORDER)}
+    return sorted(found, key=lambda path: rank.get(path.stem, len(rank)))
+
+
+def plain(value: Any) -> str:
+    """A config value as one types it."""
+    if isinstance(value, bool) or value is None or isinstance(value, (list, dict)):
+        return json.dumps(value)
+    return str(value)
+
+
+def _is_result(name: str) -> bool:
+    return name.startswith("test/") and not name.endswith("/seconds")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
