@@ -171,6 +171,7 @@ def open_split(
             timeout_seconds=data.worker_timeout_seconds,
             collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
             max_sequence_length=data.max_sequence_length,
+            may_grow=not training and data.val_batch_size is None,
             limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
             rank=parallel.rank,
             world_size=parallel.world_size,
@@ -250,7 +251,10 @@ def transform_model(config: RunConfig, model: nn.Module, device: torch.device, n
         enabled = device.type == "cuda"
         notes.append(f"compile: {'on' if enabled else 'off, it rarely pays on a CPU'} (auto, {device.type})")
     if enabled:
-        compile_model(model, wanted.mode, wanted.backend, wanted.fullgraph, wanted.dynamic)
+        try:
+            compile_model(model, wanted.mode, wanted.backend, wanted.fullgraph, wanted.dynamic)
+        except RuntimeError as error:  # no compiler, no such backend: said in words already
+            raise ConfigError(str(error)) from error
 
 
 def build_optimizer_of(

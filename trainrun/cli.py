@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.rundir import RunDir
+from trainrun.words import Words
 
 COMMANDS = {
     "resume": "go on with a run from its newest checkpoint",
@@ -91,12 +92,33 @@ def train_words(words: list[str]) -> int:
             raise ConfigError(
                 "--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks"
             )
-        from trainrun.sweep.run import run_sweep
-
-        folder = prepared.own.get("hydra.sweep.dir")
-        flags = [f"--config-dir={folder}" for folder in prepared.config_dirs]
-        return run_sweep([*flags, *prepared.overrides], Path(folder) if folder else None)
+        return sweep_words(prepared)
     return train_one(words, paths)
+
+
+def sweep_words(prepared: Words) -> int:
+    """Every value of every word is composed once before the first job starts."""
+    from trainrun.compose import compose_run
+    from trainrun.sweep.jobs import expand
+    from trainrun.sweep.run import run_sweep
+
+    for note in prepared.notes:
+        print(f"note: {note}", file=sys.stderr)
+    words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides]
+    seen: set[str] = set()
+    faults: list[str] = []
+    for job in expand(words):
+        if seen.issuperset(job):
+            continue
+        seen.update(job)
+        try:
+            compose_run(list(job))
+        except ConfigError as error:
+            faults += [fault for fault in error.faults if fault not in faults]
+    if faults:
+        raise ConfigError(*faults)
+    folder = prepared.own.get("hydra.sweep.dir")
+    return run_sweep(words, Path(folder) if folder else None)
 
 
 def train_one(words: list[str], paths: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 from trainrun.config import RunConfig
@@ -42,7 +43,9 @@ class Listeners:
             return
         cut_rows_after(self._run.metrics, state.step)
         if self._config.monitor.hardware:
-            self._hardware = Hardware(self._file.write, lambda: parts.board.step)
+            ranks = parts.parallel.world_size > 1  # then whoever started them is the root of all processes
+            root = os.getppid() if ranks else None
+            self._hardware = Hardware(self._file.write, lambda: parts.board.step, root_pid=root)
 
     def on_position(self, step: int) -> None:
         """After every step: where the progress bar is."""

@@ -31,21 +31,22 @@ def random_state() -> dict[str, Any]:
     """The state of every global generator of this process, as a tree of plain values and tensors."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
+        "python": [version, torch.tensor(words), gauss],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+        words_of_numpy = torch.from_numpy(keys.astype("int64"))
+        state["numpy"] = [name, words_of_numpy, int(position), int(has_gauss), float(cached)]
     return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Puts back what `random_state` returned."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -53,7 +54,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         import numpy
 
         name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+        numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), position, has_gauss, cached))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def test_one_run_is_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["outputs/a"]) == 0
     assert run.report.is_file()
     assert [path.name for path in run.plots.iterdir()] == ["loss.png"]
-    assert capsys.readouterr().out == f"{run.report}  (1 pictures in {run.plots})\n"
+    assert capsys.readouterr().out == f"{run.report}  (pictures: 1, in {run.plots})\n"
     assert not (tmp_path / "outputs/compare.html").exists()
 
 

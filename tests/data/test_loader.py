@@ -107,6 +107,8 @@ def test_ranks_and_subsets_draw_the_same_for_a_sample(opened):
     two = by_index([opened(Augmented(), rank=rank, world_size=2) for rank in range(2)], 1)
     subset = by_index([opened(Subset(Augmented(), range(N)))], 1)
     assert one == two == subset
+    before = by_index([opened(Augmented())], 0)
+    assert all(before[index] != one[index] for index in range(N))
     assert len({tuple(noise) for noise in one.values()}) == N
 
 

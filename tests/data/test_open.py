@@ -117,6 +117,8 @@ def test_faults(source, changes, message):
 def test_evaluation_reads_all_in_order_whatever_the_batch_size():
     stream, _ = opened((X, Y), training=False, batch_size=64, shuffle=True, drop_last=True)
     assert [batch.data[1].tolist() for batch in stream.epoch(4)] == [Y.tolist()]
+    short, _ = opened((X, Y), training=False, batch_size=4, drop_last=True)
+    assert [len(batch.data[1]) for batch in short.epoch(0)] == [4, 4, 2]
     ranks = [opened((X, Y), training=False, batch_size=64, rank=rank, world_size=3)[0] for rank in range(3)]
     assert torch.cat([batch.data[1] for rank in ranks for batch in rank.epoch(0)]).equal(Y)
 

@@ -35,7 +35,7 @@ def run(console: Console, folder: str = "runs/x") -> None:
         100, 2.22, {"train/loss": 0.3, "train/acc": 0.9, "lr": 1e-3, "samples_per_second": 5000.0}
     )
     console.on_step(130, 2.9, {"train/loss": 0.21345, "samples_per_second": 6000.0})
-    console.on_eval(135, 3.0, {"val/loss": 0.25, "val/acc": 0.921, "val/seconds": 0.01})
+    console.on_eval(135, 3.0, {"val/acc": 0.921, "val/loss": 0.25, "val/seconds": 0.01})
     console.on_note("saved [bold]checkpoint[/bold] :smile:")
     console.on_eval(900, 20.0, {"test/loss": 0.2, "test/acc": 0.95})
     console.on_end(SUMMARY)
@@ -119,7 +119,7 @@ def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatc
     console.on_start(FACTS, 0)
     console.on_batch(450)
     console.on_step(450, 10.0, {"train/loss": 0.25, "samples_per_second": 5900.0})
-    console.on_eval(450, 10.0, {"val/acc": 0.9})
+    console.on_eval(450, 10.0, {"val/acc": 0.9, "val/loss": 0.5})
     console._live.refresh()  # type: ignore[union-attr]
     console.on_note("saved [bold]x[/bold] :smile:")
     print("a print of the user's")
@@ -128,7 +128,7 @@ def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatc
     shown = ESCAPES.sub("", stream.getvalue())
     assert "epoch 11/20" in shown
     assert "450/900  50%" in shown
-    assert "5.9k samples/s  train/loss 0.25  val/acc 0.9" in shown
+    assert "5.9k samples/s  train/loss 0.25  val/loss 0.5  val/acc 0.9" in shown
     assert "saved [bold]x[/bold] :smile:" in shown
     assert "a print of the user's" in shown
     assert "step 450  " not in shown  # no lines beside the bar
@@ -226,10 +226,10 @@ def test_the_bar_fits_the_terminal(width: int) -> None:
 
 
 def test_the_time_left_follows_the_recent_speed() -> None:
-    now = 0.0
-    bar = Bar(1000, None, None, 0, clock=lambda: now)
+    times = iter((0.0, 0.0, 10.0, 100.0, 110.0, 129.0))
+    bar = Bar(1000, None, None, 0, clock=lambda: next(times))
     assert "? left" in bar.draw(80, 0, {}, None).plain
-    for now, step in ((10.0, 10), (100.0, 100), (110.0, 200), (129.0, 390)):
+    for step in (10, 100, 200, 390):
         drawn = bar.draw(80, step, {}, None).plain
     assert "1:01 left" in drawn  # 610 steps at 10 a second, not at 3
 

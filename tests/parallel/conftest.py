@@ -30,9 +30,10 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def rank_env() -> dict[str, str]:
+def rank_env(tmp_path: Path) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name not in WORDS_OF_OTHERS}
-    return env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # TMPDIR: a killed driver leaves its folder behind
+    return env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
 
 
 @pytest.fixture

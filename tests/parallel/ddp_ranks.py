@@ -175,6 +175,9 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     assert isinstance(parallel, Ddp)
     seen: dict[str, Any] = {}
     train_unevenly(parallel, json.loads(sys.argv[2]), seen)
+    static = another(parallel, static_graph=True, gradient_as_bucket_view=False)
+    train_unevenly(static, json.loads(sys.argv[2]), seen_static := {})
+    seen["weights_of_static_graph"] = seen_static["weights"]
     talk(parallel, seen)
     follow_buffers(parallel, seen)
     resume(parallel, seen)

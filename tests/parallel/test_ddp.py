@@ -57,7 +57,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """What every rank of `ddp_ranks.py` saw; one start of the ranks for all tests of this file."""
     world_size = request.param
     run = RunDir(tmp_path_factory.mktemp("ddp"))
-    env = dict(os.environ, PYTHONPATH=str(SCRIPT.parents[2]), OMP_NUM_THREADS="1")
+    env = dict(
+        os.environ,
+        PYTHONPATH=str(SCRIPT.parents[2]),
+        OMP_NUM_THREADS="1",
+        PYTHONWARNINGS="error::FutureWarning",
+    )
     sizes = json.dumps(SIZES[world_size])
     code = launch(
         lambda attempt: [sys.executable, str(SCRIPT), str(run.root), sizes],
@@ -67,11 +72,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [read_json(run.root / f"seen{rank}.json") for rank in range(world_size)]
 
 
-def test_uneven_micro_batches_equal_one_process(results: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("weights", ["weights", "weights_of_static_graph"])
+def test_uneven_micro_batches_equal_one_process(results: list[dict[str, Any]], weights: str) -> None:
     wanted = one_process(len(results))
     for seen in results:
-        assert seen["weights"].keys() == wanted.keys()
-        for name, value in seen["weights"].items():
+        assert seen[weights].keys() == wanted.keys()
+        for name, value in seen[weights].items():
             torch.testing.assert_close(
                 torch.tensor(value, dtype=torch.float64), wanted[name], rtol=0, atol=1e-12
             )

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.precision.amp import PrecisionOptions, build_precision, set_matmul, type_notes
-from trainrun.precision.guarded import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Guarded
+from trainrun.precision.guarded import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Guarded, plain_step
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, Callable[[Any, bool], Optimizer]] = {
@@ -333,3 +333,29 @@ def test_it_works_with_the_bucket_views_of_ddp(tmp_path: Path) -> None:
         assert same(*ends)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adam", "NAdam"])
+def test_the_plain_step_of_torchs_optimizers_updates_as_the_wrapped_one(name: str) -> None:
+    weights = []
+    for wrapped in (False, True):
+        parameter = nn.Parameter(torch.linspace(-1, 1, 7))
+        optimizer = getattr(torch.optim, name)([parameter], lr=0.1)
+        step = optimizer.step if wrapped else plain_step(optimizer)
+        assert (step == optimizer.step) == wrapped
+        for scale in (1.0, -0.5, 2.0):
+            parameter.grad = torch.cos(parameter.detach() * scale)
+            step()
+        weights.append(parameter.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_hooks_schedulers_and_foreign_optimizers_keep_their_own_step() -> None:
+    class Own(torch.optim.SGD):
+        """A user's subclass."""
+
+    parameter = nn.Parameter(torch.ones(3))
+    own, hooked, scheduled = Own([parameter]), torch.optim.SGD([parameter]), torch.optim.SGD([parameter])
+    hooked.register_step_post_hook(lambda *_: None)
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    assert all(plain_step(optimizer) == optimizer.step for optimizer in (own, hooked, scheduled))

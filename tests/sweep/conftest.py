@@ -44,7 +44,8 @@ elif do == "hang":
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     (folder / "hangs").touch()
-    while True:
+    end = time.monotonic() + 120  # a test that fails leaves nothing behind for long
+    while time.monotonic() < end:
         time.sleep(0.01)
 """
 

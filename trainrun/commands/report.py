@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
     for run in runs:
         pictures = draw_run(run)
-        print(f"{draw_report(run)}  ({len(pictures)} pictures in {run.plots})")
+        print(f"{draw_report(run)}  (pictures: {len(pictures)}, in {run.plots})")
     if len(runs) > 1:
         from trainrun.plots.compare import compare
 

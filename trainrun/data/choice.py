@@ -7,11 +7,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from trainrun.data.batch import Preparation
+from trainrun.data.batch import Preparation, as_tensor
 from trainrun.data.columns import Column, Columns
 from trainrun.errors import DataError
 
 MAX_AUTO_WORKERS = 8
+ROOMY_BATCH_BYTES = 2**20
 
 
 class Choice(NamedTuple):
@@ -36,6 +37,18 @@ def choose(key: str, columns: Columns | None, engine: str, num_workers: int | Li
         return loader_workers(num_workers, world_size)
     why = "data.engine=workers" if engine == "workers" else "data.collate_fn" if collates else ""
     return Choice(0, f"read in the main process ({size}; {why or f'too much to be resident on {device}'})")
+
+
+def roomy_batch_size(columns: Columns, batch_size: int) -> int:
+    """Up to 16 times as many samples in a batch without gradients, while its inputs stay below 1 MiB.
+
+    Integers may be tokens, whose outputs are far larger than they are: those are left alone.
+    """
+    inputs = as_tensor(columns.values[0][:1])
+    if not inputs.is_floating_point():
+        return batch_size
+    sample_bytes = max(4 * inputs.numel(), 1)
+    return max(batch_size, min(16 * batch_size, ROOMY_BATCH_BYTES // sample_bytes))
 
 
 def _asked_resident(key: str, columns: Columns | None, num_workers: int | Literal["auto"], collates: bool,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
-from trainrun.data.choice import choose, describe_workers
+from trainrun.data.choice import choose, describe_workers, roomy_batch_size
 from trainrun.data.columns import Columns, columns_of
 from trainrun.data.iterable import IterableBatches, StreamReader
 from trainrun.data.loader import LoaderBatches
@@ -39,7 +39,8 @@ class StreamOptions:
     training: False reads every sample once in its own order: shuffle and drop_last do not apply,
         every epoch is epoch 0, and a batch_size above the data is lowered.
     engine: "auto", "resident" or "workers". limit: a fraction of the micro-batches (float) or their
-        number (int). max_sequence_length and float_dtype: see `Preparation`.
+        number (int). may_grow: batch_size is a suggestion, and small inputs in memory come in larger
+        batches, for evaluation. max_sequence_length and float_dtype: see `Preparation`.
     """
 
     key: str
@@ -57,6 +58,7 @@ class StreamOptions:
     collate_fn: Callable[[list[Any]], Any] | None = None
     max_sequence_length: int | None = None
     limit: float | int = 1.0
+    may_grow: bool = False
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
@@ -69,6 +71,8 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     if isinstance(source, IterableDataset):
         return _open_iterable(source, options)
     columns = columns_of(source, options.key)
+    if options.may_grow and columns is not None:
+        options = replace(options, batch_size=roomy_batch_size(columns, options.batch_size))
     plan = _plan(_length(source if columns is None else columns, options.key), options)
     preparation = Preparation(options.float_dtype, options.max_sequence_length)
     collates = options.collate_fn is not None

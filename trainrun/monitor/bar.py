@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from rich.text import Text
 
-from trainrun.monitor.readable import duration, figure, quantity
+from trainrun.monitor.readable import duration, quantity, readings
 
 WIDEST = 40
 NARROWEST = 8
@@ -44,7 +44,7 @@ class Bar:
             full = min(room, room * step // self._total_steps)
             text.append("  " + self._full * full, "green").append(self._empty * (room - full), "bright_black")
         text.append("  " + right)
-        values = [f"{name} {figure(value)}" for name, value in metrics.items()]
+        values = readings(metrics)
         if speed is not None:
             values.insert(0, f"{quantity(speed)} samples/s")
         text.append("\n" + "  ".join(values))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainrun.interfaces import RunFacts
-from trainrun.monitor.readable import duration, figure, quantity
+from trainrun.monitor.readable import duration, figure, quantity, readings
 from trainrun.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def progress_line(
 ) -> str:
     """`epoch 3/20  step 135  train/loss 0.21  val/loss 0.25  val/acc 0.921  5.9k samples/s`"""
     done = f"epoch {epoch:.4g}" + (f"/{total_epochs}" if total_epochs is not None else "")
-    parts = [done, f"step {step:,}", *(f"{name} {figure(value)}" for name, value in metrics.items())]
+    parts = [done, f"step {step:,}", *readings(metrics)]
     if speed is not None:
         parts.append(f"{quantity(speed)} samples/s")
     return "  ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 
 def figure(value: object) -> str:
@@ -15,6 +16,12 @@ def figure(value: object) -> str:
         whole = value.is_integer() and abs(value) < 1e9
         return f"{int(value):,}" if whole else f"{value:.4g}"
     return str(value)
+
+
+def readings(metrics: Mapping[str, float]) -> list[str]:
+    """`train/loss 0.21`, `val/loss 0.25`, `val/acc 0.921`: losses first, the rest in its own order."""
+    names = sorted(metrics, key=lambda name: (0, name) if name.endswith("/loss") else (1, ""))
+    return [f"{name} {figure(metrics[name])}" for name in names]
 
 
 def quantity(value: float) -> str:

@@ -37,7 +37,10 @@ def compare(runs: list[RunDir], out: Path) -> Comparison:
     histories = dict(zip(short_names(runs), (read_history(run) for run in runs), strict=True))
     head, rows = comparison_table(histories)
     names = _metric_names(list(histories.values()))
-    drawings = {"compare_loss.png": _picture("Loss (faint: training)", histories, ["loss"]), "compare_metrics.png": None}
+    drawings = {
+        "compare_loss.png": _picture("Loss (faint: training)", histories, ["loss"]),
+        "compare_metrics.png": None,
+    }
     if names:
         drawings["compare_metrics.png"] = _picture("Metrics (faint: training)", histories, names)
     files = [canvas.save(drawing, out / name) for name, drawing in drawings.items() if drawing is not None]

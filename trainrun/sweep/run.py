@@ -6,6 +6,7 @@ stopped one goes on from its newest checkpoint, and new words add new jobs.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -16,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from trainrun.parallel.rank import die_with_parent
 from trainrun.signals import catch_stops
 from trainrun.sweep.jobs import Job, Sweep, open_sweep
 from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, is_done, read_result, read_status
@@ -24,6 +24,7 @@ from trainrun.sweep.table import conclude, shown_value
 
 Command = Callable[[list[str], Path], list[str]]
 STOPPING = b"\nstopping: the job that runs saves first; Ctrl-C again ends it without\n"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 KILL_AFTER = 3  # the first Ctrl-C lets a job save, the second ends it, the third kills it
 
 
@@ -57,6 +58,12 @@ class StopRelay:
         if self.number:  # it came while the job was being started
             self.pass_on(self.number)
         return process.wait()
+
+
+def end_with_sweep() -> None:
+    """Run in a job before its program: on Linux it gets a SIGTERM when the sweep dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def job_command(words: list[str], folder: Path) -> list[str]:
@@ -108,7 +115,7 @@ def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Comma
             command(list(job.words), folder),
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=die_with_parent,  # a sweep that is killed leaves no job behind
+            preexec_fn=end_with_sweep,  # a sweep that is killed leaves no job behind
         )  # fmt: skip
         result = read_result(folder, relay.wait(process), earlier)
     print(f"{label} {job.folder}: {result.state}, {result.error or shown_value(result)}", flush=True)

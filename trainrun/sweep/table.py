@@ -49,7 +49,11 @@ def ranked(jobs: list[Job]) -> list[Job]:
 
 def shown_value(result: Result) -> str:
     value = "no value" if result.value is None else f"{result.monitor} {result.value:.5g}".strip()
-    return value if result.seconds is None else f"{value} in {result.seconds:.1f} s"
+    return value if result.seconds is None else f"{value} in {shown_seconds(result.seconds)} s"
+
+
+def shown_seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str]]]:
@@ -68,7 +72,7 @@ def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str
             str(job.num),
             job.result.state,
             "" if job.result.value is None else f"{job.result.value:.5g}",
-            "" if job.result.seconds is None else f"{job.result.seconds:.1f}",
+            "" if job.result.seconds is None else shown_seconds(job.result.seconds),
             job.label(keys),
             job.result.error,
         ]

@@ -29,6 +29,8 @@ class Classification:
         targets (B, T, ...) the wait for the device too.
     """
 
+    monitor = "acc"  # what `best` means
+
     def __init__(
         self,
         loss: Any = None,
