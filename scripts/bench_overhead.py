@@ -149,8 +149,12 @@ def main() -> None:
         assert steps == our_steps
         assert abs(hand_loss - our_loss) < 1e-3 * max(1.0, hand_loss), (hand_loss, our_loss)
         micro = 1e6 / steps
-        print(f"round {number}: hand {hand * micro:7.1f} us/step  runner {ours * micro:7.1f} us/step  {ours / hand:.3f}x"
-              f"  load {os.getloadavg()[0]:.1f}{'  (warm-up, not counted)' if number == 0 else ''}", flush=True)  # fmt: skip
+        note = "  (warm-up, not counted)" if number == 0 else ""
+        print(
+            f"round {number}: hand {hand * micro:7.1f} us/step  runner {ours * micro:7.1f} us/step  "
+            f"{ours / hand:.3f}x  load {os.getloadavg()[0]:.1f}{note}",
+            flush=True,
+        )
         if number:
             pairs.append(ours / hand)
             fastest = [min(fastest[0], hand), min(fastest[1], ours)]

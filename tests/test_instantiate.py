@@ -10,7 +10,7 @@ import pytest
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, is_node, locate
 
-SOURCE = '''
+SOURCE = """
 from trainrun.errors import ConfigError
 
 WIDTH = 3
@@ -38,7 +38,7 @@ def positional(first, /, second=0, **more):
 
 def everything(*args, **keywords):
     return args, keywords
-'''
+"""
 
 
 NO_HIDEN = "plug_net.Net takes no such argument; did you mean hidden? It takes: width, hidden, head"

@@ -8,7 +8,13 @@ import numpy
 import torch
 
 from trainrun.checkpoint.tree import flatten
-from trainrun.randomness import derive_seed, kept_random_state, random_state, seed_everything, set_random_state
+from trainrun.randomness import (
+    derive_seed,
+    kept_random_state,
+    random_state,
+    seed_everything,
+    set_random_state,
+)
 
 
 def draw() -> tuple[float, float, float, float]:

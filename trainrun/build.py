@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainrun.backends import set_backends, set_threads
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
@@ -37,7 +37,6 @@ from trainrun.precision.amp import (
     build_precision,
     data_float_dtype,
     prepare_model,
-    set_matmul,
 )
 from trainrun.rundir import RunDir
 from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
@@ -48,10 +47,6 @@ from trainrun.transform.channels_last import channels_last
 from trainrun.transform.compile import compile_model
 
 SCHEDULE_KEYS = ("warmup_steps", "warmup_ratio", "warmup_epochs", "lr_scaling", "base_batch_size", "metric")
-
-
-SMALL_STEP_FLOP = 1e8  # forward and backward of one micro-batch: about half a millisecond on one core
-DENSE = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)
 
 
 @dataclass(frozen=True)
@@ -130,17 +125,6 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     return parts, run_facts(parts, site, rhythm, notes)
 
 
-def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
-    """Switches of the whole process: determinism, kernels, what float32 may round to."""
-    trainer = config.trainer
-    if trainer.deterministic and parallel.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    torch.use_deterministic_algorithms(trainer.deterministic)
-    torch.backends.cudnn.benchmark = trainer.benchmark
-    note = set_matmul(config.precision.matmul, parallel.device)
-    return [note] if note else []
-
-
 def build_sources(config: RunConfig) -> dict[str, Any]:
     data = config.data
     nodes = {"train": data.train, "val": data.val, "test": data.test}
@@ -209,30 +193,6 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
     model = model.to(device)
     prepare_model(model, config.precision.mode)
     return model
-
-
-def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
-    """Threads of one operation on the CPU, by a rule and not by a clock: they change the last bits of sums.
-
-    A step of a few dense layers is too small to share: two threads made it 1.09x slower on a quiet
-    two-core machine, and 48x on a busy one, where each waits for the other to be scheduled.
-    """
-    wanted = config.trainer.num_threads
-    if wanted != "auto":
-        torch.set_num_threads(wanted)
-        return
-    if device.type != "cpu" or torch.get_num_threads() == 1:
-        return
-    small = (
-        6 * sum(parameter.numel() for parameter in model.parameters()) * config.data.batch_size
-        < SMALL_STEP_FLOP
-    )
-    dense = all(
-        isinstance(module, DENSE) or not list(module.parameters(recurse=False)) for module in model.modules()
-    )
-    if small and dense:
-        torch.set_num_threads(1)
-        notes.append("trainer.num_threads: 1, a step this small does not gain from more")
 
 
 def precision_options(config: RunConfig) -> PrecisionOptions:

@@ -14,6 +14,7 @@ from trainrun.config import RunConfig
 
 _INTERVAL = re.compile(r"(\d+(?:\.\d*)?)\s*(step|epoch)s?\Z")
 _DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|sec|second|m|min|minute|h|hour|d|day)s?\Z")
+LR_SCALINGS = ("none", "linear", "sqrt")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -110,7 +111,25 @@ def check(config: RunConfig) -> list[str]:
         )
     for key in ("data.train", "model", "task", "optimizer"):
         faults += _node_faults(config, key)
-    return faults
+    return faults + list(_rate_faults(config))
+
+
+def _rate_faults(config: RunConfig) -> Iterator[str]:
+    """The keys of optimizer and scheduler that every target shares; the others are the target's own."""
+    optimizer, scheduler = config.optimizer or {}, config.scheduler or {}
+    nodes = {"optimizer.lr": optimizer.get("lr"), "optimizer.weight_decay": optimizer.get("weight_decay")}
+    nodes |= {
+        f"scheduler.{name}": scheduler.get(name) for name in ("warmup_steps", "warmup_ratio", "warmup_epochs")
+    }
+    for key, value in nodes.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            yield f"{key}={value}: must be a number, 0 or more"
+    rule = scheduler.get("lr_scaling", "none")
+    if rule not in LR_SCALINGS:
+        yield f"scheduler.lr_scaling={rule}: must be one of {', '.join(LR_SCALINGS)}.{nearest(str(rule), LR_SCALINGS)}"
+    base = scheduler.get("base_batch_size", 1)
+    if not isinstance(base, int) or base < 1:
+        yield f"scheduler.base_batch_size={base}: must be a whole number, 1 or more"
 
 
 def _parse_limit(value: Any) -> None:

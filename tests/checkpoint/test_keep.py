@@ -141,6 +141,7 @@ def test_top_k_in_both_modes_earlier_wins_ties(mode: str, expected: list[int]) -
     assert not ranking.admits(Entry(7, 0.5))
     assert ranking.admits(Entry(7, 0.51 if mode == "max" else 0.49))
     assert not ranking.admits(Entry(1, 9.0 if mode == "max" else -9.0))
+    assert not any(Ranking(mode, 3, []).admits(Entry(1, value)) for value in (math.nan, math.inf, -math.inf))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -268,7 +269,7 @@ def test_a_resume_forgets_what_comes_later(make_run: MakeRun) -> None:
 def test_the_ranking_of_another_metric_does_not_count(make_run: MakeRun) -> None:
     make_run(every_n_train_steps=1).go(1, acc=0.5)
     run = resumed(make_run, monitor="val/loss", mode="min")
-    run.go(2, acc=0.1, stop="done")
+    run.go(2, acc=-0.9, stop="done")  # a loss of 0.9, to an accuracy of 0.5
     assert best_steps(run) == [2]
     assert run.keep.find("best").name == "step-00000002"
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "trainrun"
 FLOORS = {
     7: ["cli", "record"],
     6: ["runner", "rank", "restore", "external_run", "sweep/"],
-    5: ["build", "plan", "listeners"],
+    5: ["build", "plan", "backends", "listeners"],
     4: ["loop", "showcase"],
     3: ["parts", "cadence", "compose", "status", "plots/"],
     2: ["config", "checks", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],

@@ -22,6 +22,10 @@ class Wrong(nn.Module):
     def forward(self, x):
         return self.layer(x.flatten(1))
 
+class Flat(Wrong):
+    def forward(self, x):
+        return super().forward(x).sum(1)
+
 class Breaks(nn.Module):
     def __init__(self):
         raise RuntimeError("no such thing")
@@ -70,7 +74,8 @@ def project(workdir: Path) -> Iterator[Path]:
         (["model._target_=own.Breaks"], "no such thing"),
         (["model._target_=own.not_callable"], "own.not_callable"),
         (["model._target_=os.system"], "os.system"),
-        (["model._target_=own.Wrong"], "(32, 7)"),
+        (["model._target_=own.Wrong"], "7 classes"),
+        (["model._target_=own.Flat"], "(32,)"),
         (["data.train._target_=own.empty"], "data.train"),
         (["data.train._target_=own.labels", "data.shape=[1,8,8]", "data.num_classes=10"], "10"),
         (["data.train._target_=own.unequal"], "data.train"),
@@ -137,7 +142,7 @@ def test_a_failed_run_says_so_in_its_folder(project: Path) -> None:
     assert main(["model._target_=own.Wrong", *QUIET, "output_dir=run"]) == 2
     status = json.loads((project / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 2)
-    assert "(32, 7)" in status["message"]
+    assert "7 classes" in status["message"]
 
 
 def test_a_checkpoint_of_another_model_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

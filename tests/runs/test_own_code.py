@@ -114,7 +114,7 @@ def status_of(project: Path) -> dict:
 )
 def test_ones_own_code_trains(project: Path, words: list[str]) -> None:
     assert main([*words, *QUIET, "output_dir=run"]) == 0
-    assert status_of(project)["value"] > 0.5
+    assert status_of(project)["value"] > 0.3  # two epochs of a small network: far from chance
 
 
 def test_a_task_of_ten_lines_names_its_own_metric(project: Path) -> None:

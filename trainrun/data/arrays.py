@@ -16,12 +16,14 @@ from trainrun.data.split import check_split
 from trainrun.errors import DataError
 
 
-def load(path: str, split: str) -> Arrays:
+def load(path: str | None, split: str) -> Arrays:
     """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample.
 
     Of a folder, the files are mapped into memory: what is not read is not loaded.
     """
     check_split(split, ("train", "val", "test"))
+    if path is None:
+        raise DataError("data.path: name an .npz file, or a folder of .npy files, as data.path=my_arrays.npz")
     place, names = Path(path).expanduser(), (f"x_{split}", f"y_{split}")
     if place.is_dir():
         _check_names(path, names, {file.stem for file in place.glob("*.npy")})

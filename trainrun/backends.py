@@ -1,0 +1,50 @@
+"""Switches of the whole process: threads, determinism, kernels, rounding of products."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from trainrun.config import RunConfig
+from trainrun.interfaces import Parallel
+from trainrun.precision.amp import set_matmul
+
+SMALL_STEP_FLOP = 1e8  # forward and backward of one micro-batch: about half a millisecond on one core
+DENSE = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)
+
+
+def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
+    """Switches of the whole process: determinism, kernels, what float32 may round to."""
+    trainer = config.trainer
+    if trainer.deterministic and parallel.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(trainer.deterministic)
+    torch.backends.cudnn.benchmark = trainer.benchmark
+    note = set_matmul(config.precision.matmul, parallel.device)
+    return [note] if note else []
+
+
+def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
+    """Threads of one operation on the CPU, by a rule and not by a clock: they change the last bits of sums.
+
+    A step of a few dense layers is too small to share: two threads made it 1.09x slower on a quiet
+    two-core machine, and 48x on a busy one, where each waits for the other to be scheduled.
+    """
+    wanted = config.trainer.num_threads
+    if wanted != "auto":
+        torch.set_num_threads(wanted)
+        return
+    if device.type != "cpu" or torch.get_num_threads() == 1:
+        return
+    small = (
+        6 * sum(parameter.numel() for parameter in model.parameters()) * config.data.batch_size
+        < SMALL_STEP_FLOP
+    )
+    dense = all(
+        isinstance(module, DENSE) or not list(module.parameters(recurse=False)) for module in model.modules()
+    )
+    if small and dense:
+        torch.set_num_threads(1)
+        notes.append("trainer.num_threads: 1, a step this small does not gain from more")
