@@ -93,7 +93,7 @@ def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> T
         loaded = parts.checkpoints.load_latest()
         if loaded is None:
             parts.board.note("no checkpoint was written yet: the run starts again from its beginning")
-    elif config.ckpt_path is not None:
+    if loaded is None and config.ckpt_path is not None:
         loaded = parts.checkpoints.restore(checkpoint_at(config.ckpt_path))
     if loaded is None:
         return TrainState()

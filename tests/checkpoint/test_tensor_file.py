@@ -62,6 +62,13 @@ def test_we_read_what_the_library_writes_and_ourselves() -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in found.values() if tensor.numel()}) == 6
 
 
+def test_lazy_bits_are_settled() -> None:
+    base = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
+    found = read(b"".join(stream({"conjugate": base.conj(), "negative": base.conj().imag})))
+    assert found["conjugate"].tolist() == [1 - 2j, 3 + 1j]
+    assert found["negative"].tolist() == [-2, 1]
+
+
 def test_wide_tensors_are_aligned() -> None:
     data = b"".join(stream(TENSORS))
     length = int.from_bytes(data[:8], "little")

@@ -156,7 +156,7 @@ def test_tied_tensors_stay_tied() -> None:
     assert type(back["embed"]) is Tensor
 
 
-def test_empty_tensors_are_not_tied() -> None:
+def test_empty_tensors_keep_shape_and_dtype() -> None:
     back = there_and_back([torch.empty(0), torch.empty(0, dtype=torch.int8), torch.empty(2, 0)])
     assert [(t.dtype, tuple(t.shape)) for t in back] == [
         (torch.float32, (0,)),

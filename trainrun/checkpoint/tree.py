@@ -135,7 +135,7 @@ class _Writer:
         shape, stride = tuple(tensor.shape), tensor.stride()
         bits = (tensor.is_conj(), tensor.is_neg())  # lazy: the memory is the same, the values are not
         view = (tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, bits)
-        name = self._views.get(view) if tensor.numel() else None
+        name = self._views.get(view)
         if name is None:
             name = self._views[view] = self._new_name(path)
             self.tensors[name] = tensor
