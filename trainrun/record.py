@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,7 @@ def train(*words: str) -> Run:
     """
     composition = compose_run(list(words))
     run = new_run(composition, list(words))
-    code = execute(run, composition.config, Order(resume=False, paths=[]))
+    code = execute(run, composition.config, Order(resume=False, paths=[path for path in sys.path if path]))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
     return Run(run.root)
