@@ -7,6 +7,7 @@ or path is named here; what a step does differently, it does behind `parts`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from time import perf_counter
@@ -62,10 +63,11 @@ def train_step(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
         with parallel.sync_gradients(last=i == len(window) - 1):
             with precision.autocast():
                 out = task.step(parts.wrapped, batch.data)
-            precision.backward(out.loss_sum, batch.real / agreed.items)  # ranks average: items is a mean
-        losses.append(out.loss_sum.detach())
-        if log:
-            add_sums(sums, out.sums if batch.real else {})
+            # ranks average: items is a mean; 0 only where no target counts, and then no loss does
+            precision.backward(out.loss_sum, batch.real / (agreed.items or 1))
+        losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
+        if log:  # the same names on every rank, also where nothing counts
+            add_sums(sums, out.sums if batch.real else dict.fromkeys(out.sums, losses[-1]))
     grad = precision.optimizer_step(parts.optimizer, want_norm=log)
     if not grad.skipped:
         parts.schedule.step()
@@ -92,7 +94,10 @@ def evaluate(parts: Parts, split: str) -> dict[str, float]:
     names = parts.parallel.gather(sorted(sums))[0]
     values = [float(sums[name]) if name in sums else 0.0 for name in names]  # waits for the device
     *totals, count = parts.parallel.sum_over_ranks([*values, float(items)])
-    metrics = {f"{split}/{name}": total / count for name, total in zip(names, totals, strict=True)}
+    metrics = {
+        f"{split}/{name}": total / count if count else math.nan
+        for name, total in zip(names, totals, strict=True)
+    }
     return metrics | {f"{split}/seconds": perf_counter() - started}
 
 

@@ -1,0 +1,148 @@
+"""Small networks, data and runs in memory; as a script, what one of several ranks does with them.
+
+`exact_parts.py RUN_DIR`: RUN_DIR/scenarios.json maps names to words; rank 0 writes results.json.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainrun import loop
+from trainrun.build import Site, build_parts
+from trainrun.compose import compose_run
+from trainrun.config import RunConfig
+from trainrun.interfaces import Parallel
+from trainrun.parallel.single import Single
+from trainrun.parallel.worker import run_as_rank
+from trainrun.parts import Parts, TrainState
+from trainrun.randomness import derive_seed, seed_everything
+from trainrun.rundir import RunDir, write_json
+from trainrun.signals import StopFlag
+
+FEATURES, CLASSES, TOKENS = 5, 3, 7
+WORDS = (
+    "model=exact_parts.Net", "task.class_dim=-1", "optimizer=sgd", "optimizer.lr=0.3", "optimizer.momentum=0.9",
+    "data.train._target_=exact_parts.samples", "trainer.max_epochs=1", "trainer.num_threads=1",
+    "checkpoint.enabled=false", "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false",
+)  # fmt: skip
+WALL_CLOCK = {"samples_per_second", "step_seconds", "val/seconds", "test/seconds"}
+
+
+class Net(nn.Module):
+    """(B, ..., FEATURES) -> (B, ..., CLASSES)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def samples(count: int = 13, seed: int = 1, bad: int | None = None) -> tuple[Tensor, Tensor]:
+    """x (N, FEATURES), y (N,). bad: the index of a sample that is not a number."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
+    if bad is not None:
+        x[bad] = torch.nan
+    return x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def tokens(count: int = 13, seed: int = 1, empty_below: int = 0) -> tuple[Tensor, Tensor]:
+    """x (N, TOKENS, FEATURES), y (N, TOKENS); from 1 to TOKENS of them count, none of the first `empty_below`."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, TOKENS, FEATURES, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (count, TOKENS), generator=generator)
+    lengths = torch.randint(1, TOKENS + 1, (count,), generator=generator)
+    lengths[:empty_below] = 0
+    y[torch.arange(TOKENS) >= lengths[:, None]] = -100
+    return x, y
+
+
+class Recorder:
+    """A monitor that keeps the rows, without wall-clock times."""
+
+    def __init__(self) -> None:
+        self.train: list[dict[str, float]] = []
+        self.eval: list[dict[str, float]] = []
+
+    def on_start(self, facts: Any, step: int) -> None: ...
+
+    def on_step(self, step: int, epoch: float, row: Any) -> None:
+        self.train.append({"step": step, **{k: v for k, v in row.items() if k not in WALL_CLOCK}})
+
+    def on_eval(self, step: int, epoch: float, row: Any) -> None:
+        self.eval.append({"step": step, **{k: v for k, v in row.items() if k not in WALL_CLOCK}})
+
+    def on_note(self, text: str) -> None: ...
+
+    def on_end(self, summary: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@functools.cache
+def composed(words: tuple[str, ...]) -> RunConfig:
+    return compose_run([*WORDS, *words]).config
+
+
+def parts_of(words: tuple[str, ...], recorder: Recorder | None = None, parallel: Parallel | None = None,
+             **data: Any) -> Parts:  # fmt: skip
+    """Real `Parts`. data: fields of the section `data`, and `accumulate`, without composing anew."""
+    config = copy.deepcopy(composed(words))
+    config.trainer.accumulate_grad_batches = data.pop("accumulate", config.trainer.accumulate_grad_batches)
+    config.data.train = config.data.train | {k: data.pop(k) for k in ("count", "bad") if k in data}
+    for name, value in data.items():
+        setattr(config.data, name, value)
+    seed_everything(derive_seed(config.seed))
+    ranks = parallel or Single(torch.device("cpu"))
+    site = Site(RunDir(Path("nowhere")), "exact", ranks, StopFlag(), [recorder] if recorder else [])
+    return build_parts(config, site)[0]
+
+
+def fitted(parts: Parts) -> TrainState:
+    state = TrainState()
+    parts.cadence.start(state)
+    state = loop.fit(parts, state)
+    parts.train.close()
+    return state
+
+
+def result(words: tuple[str, ...], parallel: Parallel | None = None, **data: Any) -> dict[str, Any]:
+    """What a run ends with: weights, averaged weights and all rows."""
+    recorder = Recorder()
+    parts = parts_of(words, recorder, parallel, **data)
+    state = fitted(parts)
+    return {
+        "weights": [p.double().flatten().tolist() for p in parts.model.parameters()],
+        "averaged": [p.double().flatten().tolist() for p in parts.averaged.parameters()],
+        "train": recorder.train,
+        "eval": recorder.eval,
+        "skipped": state.skipped_steps,
+    }
+
+
+def work(parallel: Parallel, flag: StopFlag) -> int:
+    folder = Path(sys.argv[1])
+    scenarios = json.loads((folder / "scenarios.json").read_text())
+    results = {name: result(tuple(words), parallel) for name, words in scenarios.items()}
+    if parallel.rank == 0:
+        write_json(folder / "results.json", results)
+    return 0
+
+
+if __name__ == "__main__":
+    OPTIONS = SimpleNamespace(
+        mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False, static_graph=False,
+        gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=60.0,
+    )  # fmt: skip
+    sys.exit(run_as_rank(RunDir(Path(sys.argv[1])), OPTIONS, work))
