@@ -12,7 +12,7 @@ from typing import Any
 import exact_parts
 import pytest
 import torch
-from exact_parts import FEATURES, fitted, parts_of, result
+from exact_parts import fitted, parts_of, result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -88,7 +88,8 @@ def reference(parts: Parts, accumulate: int, algorithm: str, limit: float) -> li
 def test_gradients_are_clipped_after_unscale_as_by_hand(precision: str, algorithm: str) -> None:
     limit = 0.05 if algorithm == "norm" else 0.02
     words = (
-        *TOKENS, f"precision={precision}", f"trainer.gradient_clip_val={limit}", f"trainer.gradient_clip_algorithm={algorithm}",
+        *TOKENS, f"precision={precision}", f"trainer.gradient_clip_val={limit}",
+        f"trainer.gradient_clip_algorithm={algorithm}",
         "data.train.count=29", "data.batch_size=3", "trainer.accumulate_grad_batches=4",
     )  # fmt: skip
     parts = parts_of(words)
