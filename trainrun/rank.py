@@ -99,8 +99,7 @@ def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> T
         return TrainState()
     same_ranks = loaded.manifest.world_size == parts.parallel.world_size
     state = parts.load_tree(loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
-    if resume:
-        state.saved_step = state.step
+    state.saved_step = state.step if resume else -1  # a new run has none of the other run's checkpoints
     return state
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainrun.checkpoint.format import read_checkpoint
 from trainrun.checkpoint.manifest import Incompatible
 from trainrun.checkpoint.resume import resolve
 from trainrun.errors import CheckpointError
@@ -135,3 +137,35 @@ def test_foreign_files_are_refused_unopened(tmp_path: Path) -> None:
             CheckpointError, match=r"not a trainrun checkpoint \(a folder step-XXXXXXXX.*" + hint
         ):
             resolve(tmp_path / "none", str(tmp_path / name))
+
+
+def test_a_step_validated_only_after_a_resume_is_one_of_the_best(
+    make_run: MakeRun, faults: Any, killed: type[BaseException]
+) -> None:
+    """A signal came at the step of a validation; a kill at any moment of the new save changes nothing."""
+    first = make_run(save_top_k=2)
+    first.go(3, acc=0.7, save_request=1)
+    first.state.validated_step = 3
+    first.go(5, stop="asked to stop by a signal", request=3)
+    for at in range(1, 40):
+        again = make_run(save_top_k=2, faults=faults(at))
+        loaded = again.keep.load_latest()
+        assert loaded is not None
+        assert loaded.manifest.step == 5
+        again.state.saved_step = 5
+        if loaded.manifest.metric is None:
+            assert not again.go(5)
+        try:
+            again.go(5, acc=0.9)
+            break
+        except killed:
+            continue
+    assert at > 3
+    assert again.keep._ranking.entries[0].step == 5
+    assert read_checkpoint(again.folder / "step-00000005").manifest.metric.value == 0.9
+    last = make_run(save_top_k=2)
+    last.keep.load_latest()
+    last.state.saved_step = 5
+    assert not last.go(5, acc=0.9)
+    last.go(9, save_request=1)
+    assert json.loads((last.folder / "best.json").read_text())["entries"][0]["step"] == 5

@@ -30,6 +30,7 @@ from trainrun.checkpoint.manifest import (
     MANIFEST,
     Incompatible,
     Manifest,
+    Metric,
     folder_name,
     manifest_bytes,
     open_regular,
@@ -138,6 +139,16 @@ def write_checkpoint(root: Path, facts: Manifest, part: Part, parallel: Parallel
                 files.remove_tree(temporary)
         raise
     return target
+
+
+def write_metric(folder: Path, metric: Metric, files: FileLayer) -> None:
+    """Adds a metric that was measured after the checkpoint was committed; its manifest is replaced as a whole."""
+    manifest = replace(read_manifest(folder), metric=metric)
+    temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
+    with file_faults(f"cannot add {metric.name} to checkpoint {folder}", folder.parent):
+        files.write(temporary, [manifest_bytes(manifest)])
+        files.rename(temporary, folder / MANIFEST)
+        files.fsync_dir(folder)
 
 
 def set_aside(folder: Path, files: FileLayer, prefix: str = ".bad") -> Path:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import Loaded, Part, build_part, write_checkpoint
+from trainrun.checkpoint.format import Loaded, Part, build_part, write_checkpoint, write_metric
 from trainrun.checkpoint.manifest import Manifest, Metric, committed_steps, folder_name
 from trainrun.checkpoint.ranking import Entry, Ranking, committed_metrics, write_best
 from trainrun.checkpoint.resume import load_latest, load_together, resolve, set_newer_aside
@@ -103,6 +103,9 @@ class Checkpoints:
         if kind is None:
             self._commit(None)
             return
+        if kind == "measured":
+            self._add_metric(state)
+            return
         record = self._record(parts, state, kind)
         if kind == "best" and not state.stop_reason and self._may_wait(record):
             self._waiting[state.step] = Record(record.facts, record.part.kept())
@@ -149,8 +152,10 @@ class Checkpoints:
     def _kind(self, state: TrainState) -> str | None:
         """What the state of this step would be saved as; None where it is not saved."""
         options = self.options
-        if not options.enabled or state.saved_step == state.step:
+        if not options.enabled:
             return None
+        if state.saved_step == state.step:  # a run that goes on from here may have had no time to validate
+            return "measured" if self._is_best(state) else None
         if state.stop_reason and state.stop_request > 0:
             return "stopped"
         if state.stop_reason and options.save_last:
@@ -159,8 +164,11 @@ class Checkpoints:
             return "periodic"
         if state.save_request > 0 and options.save_last:
             return "last"
+        return "best" if self._is_best(state) else None
+
+    def _is_best(self, state: TrainState) -> bool:
         metric = self._metric(state)
-        return "best" if metric and self._ranking.admits(Entry(state.step, metric.value)) else None
+        return metric is not None and self._ranking.admits(Entry(state.step, metric.value))
 
     def _metric(self, state: TrainState) -> Metric | None:
         """The monitored metric of this very step; None where it was not measured, or is not finite."""
@@ -192,6 +200,15 @@ class Checkpoints:
             files={},
         )
         return Record(facts, build_part(self._parallel.rank, shared_tree, rank_tree))
+
+    def _add_metric(self, state: TrainState) -> None:
+        """The committed checkpoint of this very step becomes one of the best."""
+        metric = self._metric(state)
+        assert metric is not None
+        folder = self.folder / folder_name(state.step)
+        on_rank_zero(self._parallel, lambda: write_metric(folder, metric, self._files))
+        self._ranking.add(Entry(state.step, metric.value))
+        on_rank_zero(self._parallel, self._tidy)
 
     def _since_commit(self) -> float:
         return self._clock() - self._last_commit
