@@ -116,6 +116,15 @@ def test_rows_behind_the_step_of_a_resume_are_cut(path: Path) -> None:
     assert [row["step"] for row in read_rows(path)] == [0, 2, 2, 4, 4, 5]
 
 
+def test_what_an_ended_session_wrote_at_its_end_is_cut(path: Path) -> None:
+    file = MetricsFile(path)
+    file.on_eval(4, 1.0, {"val/loss": 1.0})
+    file.write({"kind": "confusion", "step": 4, "split": "val", "class_names": [], "matrix": []})
+    file.on_end({"step": 4})
+    cut_rows_after(path, 4)
+    assert [row["kind"] for row in read_rows(path)] == ["eval"]
+
+
 def test_nothing_is_cut_where_there_is_no_file(path: Path) -> None:
     cut_rows_after(path, 0)
     assert not path.exists()

@@ -20,6 +20,7 @@ from trainrun.rundir import write_text
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 TEXTS = ("kind", "text", "split", "facts", "class_names")  # never numbers, whatever they say
+OF_THE_END = ("confusion", "end")  # written once more by the session that goes on
 
 Row = dict[str, Any]
 
@@ -109,7 +110,9 @@ def cut_rows_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [
-        line for line, row in _numbered_rows(path) if row.get("kind") != "end" and row.get("step", 0) <= step
+        line
+        for line, row in _numbered_rows(path)
+        if row.get("kind") not in OF_THE_END and row.get("step", 0) <= step
     ]
     write_text(path, "".join(f"{line}\n" for line in kept))
 
