@@ -86,7 +86,13 @@ class Cadence:
         self._seconds_before = 0.0
 
     def start(self, state: TrainState) -> None:
-        """Starts the clock of this session; the time of earlier sessions counts."""
+        """Starts the clock of this session; the time of earlier sessions counts.
+
+        An early stop is decided again: the run may go on with other words (more patience, or none).
+        """
+        if state.early_stop:
+            value = state.last_metrics.get(self._watch.metric or "")
+            state.early_stop = "" if value is None else self._early_stop(value, state.bad_validations)
         self._started, self._seconds_before = time.monotonic(), state.seconds
         if self._limits.max_seconds is not None:
             self._deadline = self._started + self._limits.max_seconds - state.seconds
