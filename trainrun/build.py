@@ -60,6 +60,7 @@ class Site:
     monitors: list[Monitor]
     on_position: Callable[[int], None] | None = None
     on_log: Callable[[int], None] | None = None
+    before_commit: Callable[[], None] | None = None
 
 
 def check_targets(config: RunConfig) -> None:
@@ -111,7 +112,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     default_metric = default_monitor(task, val is not None)
     checkpoints = Checkpoints(
         site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
-        fingerprint(config, site.parallel), board.note,
+        fingerprint(config, site.parallel), board.note, before_commit=site.before_commit,
     )  # fmt: skip
     cadence = Cadence(
         Limits(config.trainer.max_steps, config.trainer.max_epochs, parse_seconds(config.trainer.max_time)),

@@ -61,6 +61,11 @@ class Listeners:
 
             draw_run(self._run)
 
+    def flush(self) -> None:
+        """Ahead of a checkpoint: a killed run that goes on from it has every row before it."""
+        if self._file is not None:
+            self._file.flush()
+
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The last rows, the pictures and the report, and last the summary on the screen."""
         if self._hardware is not None:

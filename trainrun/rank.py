@@ -63,6 +63,7 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
             listeners.monitors if listeners is not None else [],
             listeners.on_position if listeners is not None else None,
             listeners.on_log if listeners is not None else None,
+            listeners.flush if listeners is not None else None,
         )  # fmt: skip
         parts, facts = build_parts(config, site)
         for stream in (parts.train, parts.val, parts.test):

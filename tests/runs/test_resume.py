@@ -197,3 +197,70 @@ def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(
         (folder / "MANIFEST.json").write_text("{}")
     assert main(["resume", "run"]) == 2
     assert "MANIFEST.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_stop_at_a_validation_leaves_the_same_best_checkpoints(own: Path, step: int) -> None:
+    """The stop comes into effect one step later: at a validation, in and at the end of an epoch."""
+    words = [*WORDS, "checkpoint.save_top_k=3", "checkpoint.keep_last=1"]
+    assert main([*words, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
+    assert main([*words, *stop_at(step, "SIGINT"), "output_dir=stopped"]) == 130
+    assert main(["resume", "stopped"]) == 0
+    folders = [own / name / "checkpoints" for name in ("whole", "stopped")]
+    best = [json.loads((folder / "best.json").read_text()) for folder in folders]
+    assert best[0] == best[1]
+    assert step + 1 in [entry["step"] for entry in best[0]["entries"]]
+    for entry in best[0]["entries"]:
+        one, other = (read_checkpoint(folder / entry["folder"]).shared for folder in folders)
+        same(one["model"], other["model"])
+        same(one["ema"], other["ema"])
+
+
+def test_a_finished_run_stays_as_it_is_and_goes_on_with_more_epochs(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for word in WORDS if not word.startswith("scheduler")]
+    assert main([*words, "trainer.max_epochs=2", "output_dir=run"]) == 0
+    before, rows = facts_of(own / "run"), package.load_run(own / "run").metrics
+    capsys.readouterr()
+    assert main(["resume", "run"]) == 0
+    assert "trainer.max_epochs=2 reached" in capsys.readouterr().out
+    same(before[0], facts_of(own / "run")[0])
+    kinds = [sorted(r["kind"] for r in some if r["kind"] != "start")
+             for some in (rows, package.load_run(own / "run").metrics)]  # fmt: skip
+    assert kinds[0] == kinds[1]
+    assert main(["resume", "run", "trainer.max_epochs=3"]) == 0
+    assert main([*words, "output_dir=whole"]) == 0
+    whole, longer = facts_of(own / "whole"), facts_of(own / "run")
+    same(whole[0], longer[0])
+    assert whole[1] == longer[1]
+
+
+def test_more_patience_goes_on_behind_an_early_stop(own: Path) -> None:
+    words = [
+        *(word for word in WORDS if not word.startswith("scheduler")),
+        "trainer.max_epochs=9", "trainer.early_stopping.enabled=true", "trainer.early_stopping.min_delta=0.2",
+    ]  # fmt: skip
+    for patience, folder in ((2, "run"), (4, "whole")):
+        assert main([*words, f"trainer.early_stopping.patience={patience}", f"output_dir={folder}"]) == 0
+    assert facts_of(own / "run")[0]["shared"]["train"]["bad_validations"] == 2
+    assert main(["resume", "run"]) == 0
+    assert facts_of(own / "run")[0]["shared"]["train"]["bad_validations"] == 2
+    assert main(["resume", "run", "trainer.early_stopping.patience=4"]) == 0
+    whole, longer = facts_of(own / "whole"), facts_of(own / "run")
+    same(whole[0], longer[0])
+    assert whole[1] == longer[1]
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_bits_and_rows(own: Path, trainrun) -> None:
+    words = [*WORDS, "checkpoint.every_n_train_steps=2", "trainer.val_check_interval=1.0"]
+    assert main([*words, *stop_at(-1, "SIGKILL"), "output_dir=whole"]) == 0
+    assert trainrun(*words, *stop_at(5, "SIGKILL"), "output_dir=run").returncode == -signal.SIGKILL
+    for step in (12, 19):
+        again = trainrun("resume", "run", f"monitor.listeners.stop.at={step}")
+        assert again.returncode == -signal.SIGKILL, again.stderr
+    last = trainrun("resume", "run", "monitor.listeners.stop.at=-1")
+    assert last.returncode == 0, last.stderr
+    whole, killed = facts_of(own / "whole"), facts_of(own / "run")
+    same(whole[0], killed[0])
+    assert whole[1] == killed[1]

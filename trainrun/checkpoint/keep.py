@@ -66,6 +66,7 @@ class Checkpoints:
     """The checkpoints of one run. Every rank has one; all call `save` and the loading methods together.
 
     What is due follows from the state, which is the same on all ranks; what a clock says is rank 0's.
+    before_commit: called ahead of every save; what has to be on disk before a resume may start there.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Checkpoints:
         note: Callable[[str], None],
         files: FileLayer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        before_commit: Callable[[], None] | None = None,
     ) -> None:
+        self._before_commit = before_commit
         self.folder, self.options = folder, options
         self._run_id, self._parallel, self._fingerprint = run_id, parallel, fingerprint
         self._note, self._files, self._clock = note, files or FileLayer(), clock
@@ -231,6 +234,8 @@ class Checkpoints:
             self._rank(record)
         records = [*self._waiting.values(), *([record] if record else [])]
         self._waiting = {}
+        if self._before_commit is not None:
+            self._before_commit()
         for done, one in enumerate(records):
             try:
                 write_checkpoint(self.folder, one.facts, one.part, self._parallel, self._files)
