@@ -72,6 +72,7 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         state = first_state(parts, run, config, resume)
         if listeners is not None:
+            run.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on
             note_data(run, parts)
             listeners.attach(parts, state)
         parts.cadence.start(state)

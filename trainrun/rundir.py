@@ -24,6 +24,11 @@ class RunDir:
         return self.root / "config.yaml"
 
     @property
+    def config_before(self) -> Path:
+        """The config before the words of a resume; there until the run has taken them."""
+        return self.root / ".config-before.yaml"
+
+    @property
     def overrides(self) -> Path:
         """The words of the command line, one a line."""
         return self.root / "overrides.txt"

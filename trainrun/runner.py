@@ -93,6 +93,17 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
 
 
 def resume_run(run: RunDir, overrides: list[str], paths: list[str]) -> int:
-    """Goes on in the same folder, from the newest good checkpoint."""
+    """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
+    take_back(run)
     config = load_config(run.config, overrides)
-    return execute(run, config, Order(resume=True, paths=paths))
+    write_text(run.config_before, run.config.read_text(encoding="utf-8"))
+    try:
+        return execute(run, config, Order(resume=True, paths=paths))
+    finally:
+        take_back(run)
+
+
+def take_back(run: RunDir) -> None:
+    """The config before the words of a resume that never came to its first step."""
+    if run.config_before.is_file():
+        run.config_before.replace(run.config)

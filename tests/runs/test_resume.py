@@ -236,6 +236,19 @@ def test_a_finished_run_stays_as_it_is_and_goes_on_with_more_epochs(
     assert whole[1] == longer[1]
 
 
+def test_words_that_a_run_cannot_go_on_with_are_forgotten(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, *stop_at(4, "SIGINT"), "output_dir=run"]) == 130
+    config = (own / "run" / "config.yaml").read_text()
+    assert main(["resume", "run", "data.batch_size=7"]) == 2
+    assert "use 8 as before" in capsys.readouterr().err
+    assert (own / "run" / "config.yaml").read_text() == config
+    assert main(["resume", "run", "trainer.max_epochs=2"]) == 0
+    assert package.load_run(own / "run").config.trainer.max_epochs == 2
+    assert not (own / "run" / ".config-before.yaml").exists()
+
+
 def test_more_patience_goes_on_behind_an_early_stop(own: Path) -> None:
     words = [
         *(word for word in WORDS if not word.startswith("scheduler")),
