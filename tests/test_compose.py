@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.compose import compose_run, groups, load_config, options, save_config
-from trainrun.config import RunConfig, conf_dir
+from trainrun.compose import compose_run, load_config, save_config
+from trainrun.config import RunConfig, conf_dir, groups, options
 from trainrun.errors import ConfigError
 
 
@@ -148,6 +148,18 @@ def test_all_faults_are_listed_at_once() -> None:
         ("model=mlp,", "cannot be read as key=value"),
         ("data.batch_size", "cannot be read as key=value"),
         ("=3", "cannot be read as key=value"),
+        ("optimizer.lr = 3", "no spaces around the ="),
+        ("data.path=a(b", "quote it twice"),
+        ("+trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
+        ("++modle.width=3", "Did you mean model.width?"),
+        ("+nothing=3", "nothing=: no such group or setting."),
+        ("trainer=fast", "is a section"),
+        ("~trainer.max_epochs", "trainer.max_epochs=null"),
+        ("--foo", "--foo: no such flag."),
+        ("--multirn", "Did you mean --multirun?"),
+        ("--lr=3", "written without dashes: lr=3"),
+        ("--cfg=jobs", "needs one of job, hydra, all"),
+        ("--config-dir", "needs a value"),
         ("trainer.compile=maybe", "trainer.compile"),
         ("checkpoint.save_top_k=1.5", "must be a whole number"),
     ],

@@ -54,12 +54,7 @@ def dispatch(words: list[str]) -> int:
         command: Callable[[list[str]], int] = importlib.import_module(f"trainrun.commands.{words[0]}").main
         return command(words[1:])
     if words and re.fullmatch(r"[a-z][\w-]*", words[0]):
-        from trainrun.checks import nearest
-
-        raise ConfigError(
-            f"{words[0]}: no such command.{nearest(words[0], COMMANDS)} Commands: {', '.join(COMMANDS)}; "
-            "settings are given as key=value"
-        )
+        raise ConfigError(no_command(words[0]))
     if "--help" in words or "-h" in words:
         from trainrun.help import help_text
 
@@ -71,6 +66,18 @@ def dispatch(words: list[str]) -> int:
         print(version_line())
         return EXIT_DONE
     return train_words(words)
+
+
+def no_command(word: str) -> str:
+    from trainrun.checks import nearest
+    from trainrun.config import conf_dir
+
+    if (conf_dir() / word).is_dir():
+        return f"{word}: is a group; choose with {word}=..., see trainrun --help {word}"
+    return (
+        f"{word}: no such command.{nearest(word, COMMANDS)} Commands: {', '.join(COMMANDS)}; "
+        "settings are given as key=value; see trainrun --help"
+    )
 
 
 def train_words(words: list[str]) -> int:

@@ -6,12 +6,11 @@ again, so that all faults are listed at once. Nothing of Hydra or OmegaConf is l
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import hydra
 import yaml
@@ -20,14 +19,15 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.checks import check, nearest
-from trainrun.config import OPEN_NODES, RunConfig, conf_dir
+from trainrun.checks import check
+from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.explain import explain, explain_value, first_line
 from trainrun.words import Words, split_words, translate
 
 _user_dirs: list[Path] = []
@@ -64,14 +64,6 @@ def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
     return folders
 
 
-def groups(folders: list[Path]) -> list[str]:
-    return sorted({item.name for folder in folders for item in folder.iterdir() if item.is_dir()})
-
-
-def options(group: str, folders: list[Path]) -> list[str]:
-    return sorted({item.stem for folder in folders for item in (folder / group).glob("*.yaml")})
-
-
 def prepare(argv: list[str], working_dir: Path) -> tuple[Words, list[Path]]:
     """The command line ready for Hydra, and every folder of configs, the user's first."""
     words = split_words(argv)
@@ -97,7 +89,7 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
     except ConfigError as error:
         raise ConfigError(*faults, *error.faults) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(*faults, f"{error.full_key or 'config'}: {_first_line(error)}") from error
+        raise ConfigError(*faults, explain_value(error, str(error.full_key or "config"), "")) from error
     faults += check(config)
     if faults:
         raise ConfigError(*faults)
@@ -126,7 +118,7 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     try:
         cfg = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: not a config of a run ({_first_line(error)})") from error
+        raise ConfigError(f"{path}: not a config of a run ({first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
     words = split_words(overrides)
     known = groups([conf_dir()])
@@ -143,7 +135,7 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
             open_node = any(key.startswith(node + ".") for node in OPEN_NODES)
             OmegaConf.update(cfg, key, yaml.safe_load(value), force_add=open_node)
         except (OmegaConfBaseException, yaml.YAMLError) as error:
-            faults.append(_explain_value(error, key, value))
+            faults.append(explain_value(error, key, value))
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, RunConfig)
     faults += check(config)
@@ -161,7 +153,7 @@ def _compose_without_faults(
         try:
             return _hydra_compose(words, folders[:-1]), words
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            fault, culprit = _explain(error, words, folders)
+            fault, culprit = explain(error, words, folders)
             faults.append(fault)
             if culprit is None:
                 return None
@@ -198,78 +190,17 @@ def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
             (folder / group / f"{option}.yaml").is_file() for folder in user_dirs
         )
 
-    return [
-        f"++{word}" if word[:1] not in "+~" and is_open(word.partition("=")[0]) else word
-        for word in overrides
-    ]
+    return [word if word[:1] == "~" else _with_plus(word, is_open) for word in overrides]
 
 
-def _explain(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
-    """One line for the user, and the word to take out; None where no single word is to blame."""
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        culprit = _word_of(words, lambda key: key == group)
-        names = [name for name in error.options if "/" not in name]
-        text = f"{group}={option}: there is no such {group}.{nearest(option, names)} Choose from: {', '.join(names)}"
-        return text, culprit
-    if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be read as key=value ({_first_line(error)})", str(error.override)
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        key = str(cause.full_key)
-        culprit = _word_of(words, lambda typed: typed == key or typed.startswith(key + "."))
-        value = culprit.partition("=")[2] if culprit else ""
-        if culprit is None:
-            return _first_line(error), None
-        return _explain_value(cause, culprit.partition("=")[0].lstrip("+~"), value, folders), culprit
-    if "Ambiguous value" in str(error):
-        culprit = _word_of(words, lambda key: f"'{key}=" in str(error))
-        return f"{culprit}: several values make a sweep: add --multirun (a list is [1,2])", culprit
-    for word in words:
-        name = word.partition("=")[0].lstrip("+~")
-        if f"'{name}'" in str(error):
-            return _unknown_key(name, word, None, folders), word
-        if not name:
-            return f"{word}: cannot be read as key=value", word
-    return _first_line(error), None
-
-
-def _explain_value(error: Exception, key: str, value: str, folders: list[Path] | None = None) -> str:
-    if isinstance(error, OmegaConfBaseException):
-        text = _first_line(error)
-        if "not in" in text or "is not in struct" in text:
-            return _unknown_key(key, f"{key}={value}", error.parent_node, folders)
-        for kind, word in (
-            ("Integer", "a whole number"),
-            ("Float", "a number"),
-            ("Boolean", "true or false"),
-        ):
-            if f"converted to {kind}" in text:
-                return f"{key}={value}: must be {word}"
-    return f"{key}={value}: {_first_line(error)}"
-
-
-def _unknown_key(key: str, word: str, parent: Any, folders: list[Path] | None) -> str:
-    head, _, last = key.rpartition(".")
-    names: list[str] = []
-    with contextlib.suppress(AttributeError, TypeError):
-        names = [str(name) for name in parent if str(name) != "hydra"]
-    if not head:
-        names = sorted({*names, *groups(folders or [conf_dir()])})
-        kind = "no such group or setting"
-    else:
-        kind = "no such setting"
-    near = nearest(last, names)
-    known = "" if near or not names else f" Known there: {', '.join(names[:12])}"
-    return f"{word}: {kind}.{near.replace('mean ', 'mean ' + (head + '.' if head else ''))}{known}"
-
-
-def _word_of(words: list[str], wanted: Any) -> str | None:
-    return next((word for word in words if wanted(word.partition("=")[0].lstrip("+~"))), None)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+def _with_plus(word: str, is_open: Callable[[str], bool]) -> str:
+    """`++` where a key may be new, as typed in the rest of an open node, and none where the schema is closed:
+    with a `+` Hydra would add a misspelt setting that nobody reads."""
+    bare = word.lstrip("+")
+    key = bare.partition("=")[0]
+    if is_open(key):
+        return f"++{bare}"
+    return word if "." not in key or key.startswith(tuple(f"{node}." for node in OPEN_NODES)) else bare
 
 
 def hydra_question(words: Words, folders: list[Path]) -> int:

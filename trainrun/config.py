@@ -197,3 +197,11 @@ def conf_dir() -> Path:
         if (folder / "trainrun.yaml").is_file():
             return folder
     raise FileNotFoundError(f"trainrun's own config files are not in {here}: install the package again")
+
+
+def groups(folders: list[Path]) -> list[str]:
+    return sorted({item.name for folder in folders for item in folder.iterdir() if item.is_dir()})
+
+
+def options(group: str, folders: list[Path]) -> list[str]:
+    return sorted({item.stem for folder in folders for item in (folder / group).glob("*.yaml")})

@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from trainrun.checks import nearest
 from trainrun.config import RunConfig, conf_dir
+from trainrun.errors import ConfigError
 
 EXAMPLES = """\
 usage: trainrun [group=option ...] [key=value ...]     one run
@@ -27,26 +29,37 @@ def help_text(topics: list[str], commands: dict[str, str]) -> str:
     folder = conf_dir()
     groups = sorted(item.name for item in folder.iterdir() if item.is_dir())
     if topics and topics[0] in groups:
-        return _group(folder / topics[0])
+        return _group(topics[0])
     if topics and topics[0] == "all":
         return "\n".join(_keys(RunConfig(), ""))
+    if topics and topics[0] in commands:
+        return f"trainrun {topics[0]}: {commands[topics[0]]}; see trainrun {topics[0]} --help"
+    if topics:
+        known = [*groups, "all"]
+        raise ConfigError(
+            f"--help {topics[0]}: no such topic.{nearest(topics[0], known)} Choose from: {', '.join(known)}"
+        )
     lines = [EXAMPLES, "groups (the default comes first):"]
     defaults = _defaults(folder)
     for group in groups:
-        options = sorted(
-            (item.stem for item in (folder / group).glob("*.yaml")), key=lambda name: name != defaults[group]
-        )
+        options = sorted(_option_files(group), key=lambda name: (name != defaults[group], name))
         lines.append(f"  {group:<12} {', '.join(options)}")
     lines.append("\ncommands:")
     lines += [f"  {name:<12} {text}" for name, text in commands.items()]
     return "\n".join(lines)
 
 
-def _group(folder: Path) -> str:
-    lines = [f"{folder.name}="]
-    for item in sorted(folder.glob("*.yaml")):
-        lines.append(f"  {item.stem:<16} {first_comment(item)}")
+def _group(group: str) -> str:
+    lines = [f"{group}="]
+    for name, path in sorted(_option_files(group).items()):
+        lines.append(f"  {name:<16} {first_comment(path)}".rstrip())
     return "\n".join(lines)
+
+
+def _option_files(group: str) -> dict[str, Path]:
+    """Ours, and those of ./conf, which hide ours."""
+    folders = (conf_dir() / group, Path("conf") / group)
+    return {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
 
 
 def first_comment(path: Path) -> str:

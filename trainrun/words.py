@@ -10,6 +10,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from trainrun.checks import nearest
+from trainrun.errors import ConfigError
+
 KEY_ALIASES = {
     "lr": "optimizer.lr",
     "learning_rate": "optimizer.lr",
@@ -76,7 +79,11 @@ OPTION_ALIASES = {
     "preset": {"null": "none"},
     "monitor": {"null": "none"},
 }
+FLAGS = (
+    "--help", "-h", "--version", "--multirun", "-m", "--resolve", "--run", "-r", "--info", "--hydra-help",
+)  # fmt: skip
 FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--shell-completion")
+CFG_QUESTIONS = ("job", "hydra", "all")
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 
 _PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
@@ -96,6 +103,7 @@ class Words:
 def split_words(argv: list[str]) -> Words:
     """Flags, overrides, and what is meant for the runner itself, wherever they stand."""
     words, rest = Words(), list(argv)
+    faults: list[str] = []
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or "=" in word.split("--")[0]:
@@ -108,11 +116,28 @@ def split_words(argv: list[str]) -> Words:
         flag, equals, value = word.partition("=")
         if flag in FLAGS_WITH_VALUE and not equals and rest:
             value = rest.pop(0)
-        if flag in ("--config-dir", "-cd"):
+        if fault := _flag_fault(word, flag, value):
+            faults.append(fault)
+        elif flag in ("--config-dir", "-cd"):
             words.config_dirs.append(value)
         else:
             words.flags += [flag, value] if value else [flag]
+    if faults:
+        raise ConfigError(*faults)
     return words
+
+
+def _flag_fault(word: str, flag: str, value: str) -> str:
+    """What is wrong with a word that begins with a dash; empty if nothing is."""
+    if flag not in FLAGS + FLAGS_WITH_VALUE:
+        setting = f" A setting is written without dashes: {word.lstrip('-')}." if "=" in word else ""
+        near = nearest(flag, FLAGS + FLAGS_WITH_VALUE)
+        return f"{word}: no such flag.{near}{setting} See trainrun --help"
+    if flag in ("--cfg", "-c") and value not in CFG_QUESTIONS:
+        return f"{word}: needs one of {', '.join(CFG_QUESTIONS)}, as --cfg job"
+    if flag in FLAGS_WITH_VALUE and not value:
+        return f"{word}: needs a value after it"
+    return ""
 
 
 def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool]) -> None:

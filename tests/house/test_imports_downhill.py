@@ -21,8 +21,8 @@ FLOORS = {
     5: ["build", "plan", "backends", "listeners"],
     4: ["loop", "showcase"],
     3: ["parts", "cadence", "compose", "status", "plots/"],
-    2: ["config", "checks", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
-    1: ["interfaces", "rundir", "randomness", "signals", "instantiate", "environment", "words",
+    2: ["config", "checks", "words", "explain", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
+    1: ["interfaces", "rundir", "randomness", "signals", "instantiate", "environment",
         "optimizer/", "scheduler/"],
     0: ["errors", "model/", "transform/"],
 }  # fmt: skip

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli import COMMANDS
-from trainrun.compose import options, prepare
+from trainrun.compose import prepare
+from trainrun.config import options
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"

@@ -8,8 +8,7 @@ import numpy
 import pytest
 
 import trainrun as package
-from trainrun.compose import groups, options
-from trainrun.config import conf_dir
+from trainrun.config import conf_dir, groups, options
 from trainrun.data.fashion_mnist import find_folder
 from trainrun.errors import DataError
 

@@ -66,6 +66,9 @@ def project(workdir: Path) -> Iterator[Path]:
     [
         (["model=cnnn"], "Did you mean cnn?"),
         (["nonsense"], "no such command"),
+        (["model"], "see trainrun --help model"),
+        (["--help", "modle"], "Did you mean model?"),
+        (["evaluate"], "required: RUN_DIR;"),
         (["--config-dir=nowhere"], "no such folder"),
         (["model._target_=own.Wrnog"], "did you mean Wrong"),
         (["model._target_=onw.Wrong"], "onw"),

@@ -19,7 +19,9 @@ def run_parser(name: str, about: str) -> Parser:
     """A parser of RUN_DIR and key=value words."""
     parser = Parser(prog=f"trainrun {name}", description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="single values to change")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="single values to change"
+    )
     return parser
 
 
