@@ -16,7 +16,7 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "request_"), [("SIGINT", 1), ("SIGTERM", 2), ("SIGUSR1", 2), ("SIGUSR2", 2)]
+    ("name", "request_"), [("SIGINT", 1), ("SIGTERM", 2), ("SIGHUP", 2), ("SIGUSR1", 2), ("SIGUSR2", 2)]
 )
 def test_a_signal_only_sets_the_flag(name: str, request_: int) -> None:
     flag = StopFlag()
@@ -68,3 +68,15 @@ def test_outside_the_main_thread_signals_stay_as_they_are() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        flag = StopFlag()
+        with catch_signals(flag):
+            send(signal.SIGHUP)
+            assert flag.request == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,7 +26,9 @@ COMMANDS = {
 
 def entry() -> None:
     """The console script."""
-    sys.exit(main())
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what the interpreter still tidies up is of no interest
+    sys.exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except TrainrunError as error:
         return report_fault(error)
     except KeyboardInterrupt:
+        print("trainrun: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_DONE
@@ -140,7 +145,7 @@ def train_one(words: list[str], paths: list[str]) -> int:
     if run is not None:  # torchrun started the ranks anew
         return execute(run, composition.config, Order(True, paths))
     run = new_run(composition, words)
-    return tell(run.root, execute(run, composition.config, Order(False, paths)))
+    return told(run.root, lambda: execute(run, composition.config, Order(False, paths)))
 
 
 def follows_others() -> bool:
@@ -159,11 +164,17 @@ def earlier_life() -> RunDir | None:
     return restarted_run()
 
 
-def tell(folder: Path, code: int) -> int:
-    """A stopped run says how it goes on."""
+def told(folder: Path, work: Callable[[], int]) -> int:
+    """A stopped run says how it goes on, also where a second Ctrl-C left no time to save."""
+    try:
+        code = work()
+    except KeyboardInterrupt:
+        print("trainrun: interrupted; what came after the last checkpoint is not saved", file=sys.stderr)
+        code = EXIT_INTERRUPTED
     if code not in (EXIT_DONE, EXIT_USAGE) and (folder / "checkpoints").is_dir():
         shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
-        print(f"go on with: trainrun resume {shown}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts
+            print(f"go on with: trainrun resume {shown}", file=sys.stderr, flush=True)
     return code
 
 

@@ -12,12 +12,15 @@ from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
 
 STOP_NONE = 0
 STOP_INTERRUPTED = 1  # Ctrl-C
-STOP_AGAIN = 2  # SIGTERM, and what cluster schedulers send as an early warning
+STOP_AGAIN = 2  # SIGTERM, a closed terminal, and what cluster schedulers send as an early warning
 
 EXIT_CODE_OF_STOP = {STOP_NONE: EXIT_DONE, STOP_INTERRUPTED: EXIT_INTERRUPTED, STOP_AGAIN: EXIT_AGAIN}
 STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
 )
+HANG_UP = getattr(signal, "SIGHUP", None)
 Handler = Callable[[int, FrameType | None], None]
 
 
@@ -57,9 +60,15 @@ def catch_stops(handler: Handler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    caught = [number for number in STOP_SIGNALS if number != HANG_UP or not _is_ignored(number)]
+    before = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, signal.SIG_DFL if old is None else old)
+
+
+def _is_ignored(number: int) -> bool:
+    """As `nohup` does with SIGHUP: such a run wants to outlive its terminal."""
+    return signal.getsignal(number) is signal.SIG_IGN

@@ -254,3 +254,15 @@ def test_numbers_are_readable() -> None:
     assert [duration(value) for value in (0.04, 9.94, 9.96, 59.7, 125.0, 3725.0)] == [
         "0.0 s", "9.9 s", "10 s", "1:00", "2:05", "1:02:05",
     ]  # fmt: skip
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def isatty(self) -> bool:
+        return False
+
+
+def test_a_closed_terminal_or_pipe_ends_no_training() -> None:
+    run(Console(stream=ClosedPipe()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainrun.cli import add_import_paths, follows_others, tell
+from trainrun.cli import add_import_paths, follows_others, told
 from trainrun.commands.arguments import parse, run_parser
 from trainrun.runner import open_run, resume_run
 
@@ -18,4 +18,4 @@ def main(argv: list[str]) -> int:
 
         return follow_run()
     run = open_run(words.run_dir)
-    return tell(run.root, resume_run(run, words.overrides, add_import_paths([])))
+    return told(run.root, lambda: resume_run(run, words.overrides, add_import_paths([])))

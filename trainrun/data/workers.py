@@ -24,7 +24,7 @@ from trainrun.randomness import derive_seed, kept_random_state
 
 DEATH_NOTICE = "DataLoader worker"  # how torch begins its message about a dead worker
 NOTICE_SECONDS = 1.0  # longest time from a worker's death to its signal
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Console:
         self._facts: RunFacts | None = None
         self._last_line = time.monotonic()
         self._live: Live | None = None
+        self._closed = False
         self.position = 0
 
     def on_batch(self, step: int) -> None:
@@ -88,8 +89,11 @@ class Console:
     def close(self) -> None:
         """Gives the terminal back."""
         if self._live is not None:
-            self._live.stop()
-            self._live = None
+            live, self._live = self._live, None
+            try:
+                live.stop()
+            except OSError:
+                self._closed = True
 
     def _in_terminal(self) -> bool:
         if self._interactive is None:
@@ -126,10 +130,15 @@ class Console:
 
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()
-        if self._live is not None:
-            self._live.console.print(line, markup=False, emoji=False, soft_wrap=True)
-        else:
-            print(line, file=self._stream, flush=True)
+        if self._closed:
+            return
+        try:
+            if self._live is not None:
+                self._live.console.print(line, markup=False, emoji=False, soft_wrap=True)
+            else:
+                print(line, file=self._stream, flush=True)
+        except OSError:  # a closed terminal or pipe ends no training; run.log has the same lines
+            self._closed = True
 
 
 def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:

@@ -119,8 +119,18 @@ def run_attempt(
                 own = env | rank_environment(env, rank, world_size, Path(folder, "store"))
                 ranks.append(start_rank(command, rank, run_dir, own))
             return watch(ranks, run_dir, received, grace_seconds)
+        except BaseException:
+            end(ranks)
+            release_terminal()
+            raise
         finally:
             end(ranks)
+
+
+def release_terminal() -> None:
+    """A killed rank leaves its progress bar and no cursor: a new line, and the cursor again."""
+    if sys.stdout.isatty():
+        print("\n\x1b[?25h", end="", flush=True)
 
 
 def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: Path) -> dict[str, str]:

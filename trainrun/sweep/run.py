@@ -6,6 +6,7 @@ stopped one goes on from its newest checkpoint, and new words add new jobs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -42,7 +43,8 @@ class StopRelay:
         self.number = self.number or number
         self.count += 1
         if self.count == 1:
-            os.write(2, STOPPING)  # print() is not safe in a handler
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, STOPPING)  # print() is not safe in a handler
         self.pass_on(number)
 
     def pass_on(self, number: int) -> None:
