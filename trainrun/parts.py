@@ -145,7 +145,8 @@ class Parts:
         shared["train"]["batches"] = self._position(place, shared)
         self.model.load_state_dict(shared["model"])
         self.ema.load_state_dict(shared["ema"])
-        load_named_optimizer_state(self.optimizer, self.model, shared["optimizer"])
+        configured = {name for name in self.config.optimizer if name not in ("_target_", "lr")}
+        load_named_optimizer_state(self.optimizer, self.model, shared["optimizer"], configured)
         self.schedule.load_state_dict(shared["schedule"])
         self.precision.load_state_dict(shared["precision"])
         state = TrainState()

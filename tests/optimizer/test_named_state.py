@@ -231,3 +231,14 @@ def test_a_parameter_of_nobody_is_refused() -> None:
     optimizer = AdamW([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(CheckpointError, match="1 of its 3 tensors are no parameters of the model"):
         named_optimizer_state(optimizer, model)
+
+    old = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, betas=(0.5, 0.6))
+    tree = named_optimizer_state(old, model)
+    new = torch.optim.AdamW(model.parameters(), lr=0.3, weight_decay=0.7, betas=(0.9, 0.99))
+    load_named_optimizer_state(new, model, tree, {"weight_decay", "betas"})
+    assert (new.param_groups[0]["weight_decay"], new.param_groups[0]["betas"]) == (0.7, (0.9, 0.99))
+    assert new.param_groups[0]["lr"] == 0.1
+    torch.optim.lr_scheduler.OneCycleLR(old, max_lr=1.0, total_steps=10)
+    moved = old.param_groups[0]["betas"]
+    load_named_optimizer_state(new, model, named_optimizer_state(old, model), {"weight_decay", "betas"})
+    assert (new.param_groups[0]["weight_decay"], new.param_groups[0]["betas"]) == (0.7, moved)

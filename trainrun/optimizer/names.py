@@ -8,6 +8,7 @@ bfloat16 weights would be rounded. Here nothing is renamed silently and nothing 
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError
 
+CYCLED = ("momentum", "betas")
 MAX_FAULTS_SHOWN = 5
 KERNEL_CHOICES = ("fused", "foreach")  # belong to this machine, not to the training
 
@@ -41,8 +43,13 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
     }
 
 
-def load_named_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: dict[str, Any]) -> None:
-    """Puts copies of the stored state into a freshly built optimizer of the same parameters."""
+def load_named_optimizer_state(
+    optimizer: Optimizer, model: nn.Module, tree: dict[str, Any], configured: Collection[str] = ()
+) -> None:
+    """Puts copies of the stored state into a freshly built optimizer of the same parameters.
+
+    configured: group fields that the config names (`weight_decay`): those stay as it says now.
+    """
     params = {name: param for param, name in _names(optimizer, model).items()}
     _check_same(params, optimizer, tree)
     if tree["own"]:
@@ -52,7 +59,8 @@ def load_named_optimizer_state(optimizer: Optimizer, model: nn.Module, tree: dic
         for name in stored["params"]:
             if name in tree["state"]:  # a parameter without a gradient so far may have none
                 optimizer.state[params[name]] = _copied(tree["state"][name], params[name], on_device)
-        _load_fields(group, stored)
+        cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
+        _load_fields(group, stored, {name for name in configured if name not in cycled})
     optimizer.state.update(copy.deepcopy(tree["others"]))
 
 
@@ -95,10 +103,10 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
         )
 
 
-def _load_fields(group: dict[str, Any], stored: dict[str, Any]) -> None:
-    """Group fields as stored; a tuple that became a list on disk is a tuple again."""
+def _load_fields(group: dict[str, Any], stored: dict[str, Any], kept: Collection[str]) -> None:
+    """Group fields as stored, but for those kept; a tuple that became a list on disk is a tuple again."""
     for key, value in stored.items():
-        if key == "params" or key in KERNEL_CHOICES:
+        if key == "params" or key in KERNEL_CHOICES or key in kept:
             continue
         fresh = group.get(key)
         if isinstance(fresh, Tensor):
