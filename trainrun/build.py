@@ -16,7 +16,7 @@ from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
 from trainrun.config import RunConfig
 from trainrun.data.open import StreamOptions, check_labels, facts_of, open_batches
-from trainrun.errors import ConfigError, DataError
+from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.instantiate import bind_faults, build, locate
 from trainrun.interfaces import Batches, DataFacts, Monitor, Parallel, RunFacts
 from trainrun.monitor.board import Board
@@ -94,7 +94,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     check_classes(config, facts, sources)
     model = build_model(config, facts, site.parallel.device)
     set_threads(config, model, site.parallel.device, notes)
-    task = build(config.task, "task")
+    task = build_task(config)
     precision, more = build_precision(precision_options(config), model, site.parallel.device)
     notes += more
     transform_model(config, model, site.parallel.device, notes)
@@ -174,6 +174,17 @@ def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) 
     for name, source in sources.items():
         if source is not None and isinstance(num_classes, int):
             check_labels(source, f"data.{name}", num_classes)
+
+
+def build_task(config: RunConfig) -> Any:
+    task = build(config.task, "task")
+    lacking = [name for name in ("count", "step") if not callable(getattr(task, name, None))]
+    if lacking:
+        raise PluginError(
+            f"task: {type(task).__name__} has no method {' and no '.join(lacking)}; a task has "
+            "count(batch) -> int and step(model, batch) -> StepOutput"
+        )
+    return task
 
 
 def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn.Module:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
+from trainrun.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.rundir import RunDir
 from trainrun.words import Words
 
@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_DONE
+    except Exception as error:
+        return report_crash(error)
 
 
 def report_fault(error: TrainrunError) -> int:
@@ -51,6 +53,18 @@ def report_fault(error: TrainrunError) -> int:
     for line in str(error).splitlines():
         print(f"trainrun: {line}" if not line.startswith(" ") else line, file=sys.stderr)
     return error.exit_code
+
+
+def report_crash(error: Exception) -> int:
+    """An exception of the user's own code: their lines of it. A bug of ours keeps the whole traceback."""
+    from trainrun.usercode import user_traceback
+
+    shown = user_traceback(error)
+    if not shown or os.environ.get("TRAINRUN_FULL_ERROR") == "1":
+        raise error
+    print(f"trainrun: failed in code of yours:\n{shown}", file=sys.stderr)
+    print("(every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
+    return EXIT_FAILED
 
 
 def dispatch(words: list[str]) -> int:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from trainrun.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     CheckpointError,
+    DataError,
     PluginError,
     TrainingError,
 )
@@ -38,6 +40,11 @@ from trainrun.rundir import RunDir, read_json, write_json
 from trainrun.showcase import show
 from trainrun.signals import StopFlag, catch_signals
 from trainrun.status import write_status
+
+# of torch's linear and convolution layers
+WHOLE_INPUTS = re.compile(
+    r"got (Byte|Char|Short|Int|Long) and |Input type \((unsigned char|torch.*ByteTensor)\)"
+)
 
 
 def train_here(run: RunDir, config: RunConfig, resume: bool) -> int:
@@ -133,7 +140,19 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
     except RuntimeError as error:
         if "can't allocate memory" in str(error):
             raise TrainingError(out_of_memory(parts, error)) from error
+        if WHOLE_INPUTS.search(str(error)):
+            raise DataError(
+                f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "
+                "convert them where they are read, as x.float() / 255"
+            ) from error
         raise
+    except AttributeError as error:
+        if error.name != "loss_sum":
+            raise
+        raise PluginError(
+            f"task: step() gave a {type(error.obj).__name__}; it must return "
+            "trainrun.interfaces.StepOutput(loss_sum, {...})"
+        ) from error
 
 
 def out_of_memory(parts: Parts, error: Exception) -> str:

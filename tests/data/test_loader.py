@@ -205,7 +205,10 @@ def test_a_sample_that_cannot_be_read(opened, workers):
     stream = opened(Broken(fail), num_workers=workers)
     with pytest.raises(DataError) as caught:
         list(stream.epoch(0))
-    assert str(caught.value) == "data.train: sample 9 of Broken cannot be read: KeyError: 'no such file'"
+    line = fail.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        f"data.train: sample 9 of Broken cannot be read: KeyError: 'no such file' ({__file__} line {line})"
+    )
     assert isinstance(caught.value.__cause__, KeyError) or "in fail" in str(caught.value.__cause__)
 
 

@@ -39,6 +39,26 @@ def labels(highest=10):
 def unequal():
     return torch.rand(64, 64), torch.zeros(63, dtype=torch.long)
 
+def names():
+    return [(torch.rand(64), "cat") for _ in range(40)]
+
+def pixels():
+    return torch.zeros(64, 1, 8, 8, dtype=torch.uint8), torch.zeros(64, dtype=torch.long)
+
+class Forgetful(Wrong):
+    def __init__(self):
+        super().__init__(10)
+    def forward(self, x):
+        return self.forgotten(x)
+
+class NoStep:
+    def count(self, batch):
+        return len(batch[1])
+
+class Bare(NoStep):
+    def step(self, model, batch):
+        return model(batch[0]).sum()
+
 def strange():
     return 17
 
@@ -80,6 +100,10 @@ def project(workdir: Path) -> Iterator[Path]:
         (["model._target_=own.Wrong"], "7 classes"),
         (["model._target_=own.Flat"], "(32,)"),
         (["data.train._target_=own.empty"], "data.train"),
+        (["data.train._target_=own.names", "model=own.Wrong"], "(str), not a tensor"),
+        (["data.train._target_=own.pixels", "data.num_classes=10"], "x.float() / 255"),
+        (["task=own.NoStep"], "NoStep has no method step"),
+        (["task=own.Bare"], "gave a Tensor; it must return"),
         (["data.train._target_=own.labels", "data.shape=[1,8,8]", "data.num_classes=10"], "10"),
         (["data.train._target_=own.unequal"], "data.train"),
         (["data.train._target_=own.strange"], "data.train"),
@@ -169,3 +193,16 @@ def test_the_traceback_is_there_for_who_asks(
     monkeypatch.setenv("TRAINRUN_FULL_ERROR", variable)
     assert main(["model=cnnn"]) == 2
     assert ("Traceback" in capsys.readouterr().err) == (variable == "1")
+
+
+@pytest.mark.parametrize("parallel", ["single", "ddp"])
+def test_a_bug_of_the_users_shows_their_line(
+    project: Path, capsys: pytest.CaptureFixture[str], parallel: str
+) -> None:
+    line = CODE.splitlines().index("        return self.forgotten(x)") + 1
+    assert main(["model=own.Forgetful", f"parallel={parallel}", *QUIET]) == 1
+    said = capsys.readouterr().err
+    assert "no attribute 'forgotten'" in said
+    assert f"own.py line {line}" in said or f'own.py", line {line}' in said
+    assert "_call_impl" not in said
+    assert "runner.py" not in said

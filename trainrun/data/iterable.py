@@ -26,6 +26,7 @@ from trainrun.data.workers import (
 )
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
+from trainrun.usercode import line_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +102,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         except Exception as error:
             raise DataError(
                 f"{self.key}: sample {position} of {self._name} cannot be read: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}{line_of(error)}"
             ) from error
         if self.num_samples not in (None, position):
             raise DataError(

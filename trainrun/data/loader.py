@@ -24,6 +24,7 @@ from trainrun.data.workers import (
 )
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
+from trainrun.usercode import line_of
 
 Collate = Callable[[list[Any]], Any]
 
@@ -88,7 +89,7 @@ class BatchReader:
             which = f"sample {index}" if indices is None else f"one of the samples {_listed(indices)}"
             name = type(self._dataset).__name__
             raise DataError(
-                f"{self._key}: {which} of {name} cannot be read: {type(error).__name__}: {error}"
+                f"{self._key}: {which} of {name} cannot be read: {type(error).__name__}: {error}{line_of(error)}"
             ) from error
 
 

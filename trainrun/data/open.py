@@ -22,6 +22,7 @@ from trainrun.data.workers import WorkerOptions
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches, DataFacts
 from trainrun.randomness import kept_random_state
+from trainrun.usercode import line_of
 
 CPU = torch.device("cpu")
 IGNORED_LABEL = -100  # torch's ignore_index
@@ -205,7 +206,8 @@ def _first_shape(source: Any, key: str) -> tuple[int, ...] | None:
             sample = source[0]
         except Exception as error:
             raise DataError(
-                f"{key}: sample 0 of {type(source).__name__} cannot be read: {type(error).__name__}: {error}"
+                f"{key}: sample 0 of {type(source).__name__} cannot be read: "
+                f"{type(error).__name__}: {error}{line_of(error)}"
             ) from error
     while isinstance(sample, tuple | list | dict) and sample:
         sample = next(iter(sample.values() if isinstance(sample, dict) else sample))

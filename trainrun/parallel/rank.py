@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
 from trainrun.rundir import RunDir, write_json
+from trainrun.usercode import line_of
 
 WATCH_SECONDS = 0.5
 SAVE_SECONDS = 30.0
@@ -68,7 +69,7 @@ def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
             "rank": rank,
             "exit_code": error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED,
             "kind": "echo" if isinstance(error, LostContact) else "fault" if fault else "bug",
-            "message": str(error) if fault else f"{type(error).__name__}: {error}",
+            "message": str(error) if fault else f"{type(error).__name__}: {error}{line_of(error)}",
             "traceback": "".join(traceback.format_exception(error)),
         },
     )

@@ -22,7 +22,7 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
     """Both halves of a batch. DataError: it has another form."""
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[0], batch[1]
     inputs, target = inputs_and_maybe_target(batch)
     if target is None:
@@ -30,6 +30,11 @@ def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
             f"data: a batch is {form_of(batch)}, without a target; "
             f"give (inputs, target), or a dict with {' | '.join(TARGET_KEYS)}"
         )
+    if not isinstance(target, Tensor):
+        kind = form_of(target)
+        if isinstance(target, (tuple, list)) and target:
+            kind += f" ({type(target[0]).__name__})"
+        raise DataError(f"data: the targets of a batch are {kind}, not a tensor; give numbers")
     return inputs, target
 
 
