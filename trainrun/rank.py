@@ -108,7 +108,9 @@ def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> T
         return TrainState()
     same_ranks = loaded.manifest.world_size == parts.parallel.world_size
     state = parts.load_tree(loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
-    state.saved_step = state.step if resume else -1  # a new run has none of the other run's checkpoints
+    state.saved_step = state.step
+    if not resume:  # a new run has none of the other run's checkpoints, and no best of its own yet
+        state.saved_step, state.best_step, state.best_metric = -1, -1, None
     return state
 
 

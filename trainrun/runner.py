@@ -17,7 +17,7 @@ from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
 from trainrun.rundir import RunDir, write_json, write_text
-from trainrun.status import failures_written, write_status
+from trainrun.status import run_status
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,8 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     parallel = config.parallel
     count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
     write_json(run.job, {"resume": order.resume, "paths": order.paths})
-    write_status(run, config, state="running", exit_code=None, message="")
     try:
-        with failures_written(run, config):
+        with run_status(run, config, order.resume):
             if parallel.mode == "single":
                 from trainrun.rank import train_here
 

@@ -10,13 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainrun.config import RunConfig
-from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainrunError
-from trainrun.rundir import RunDir, read_json, write_json
+from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
+from trainrun.rundir import RunDir, read_json, write_json, write_text
 
 
 @contextlib.contextmanager
-def failures_written(run: RunDir, config: RunConfig) -> Iterator[None]:
-    """Whatever ends a run by an exception is in `status.json` before it goes on."""
+def run_status(run: RunDir, config: RunConfig, resumes: bool) -> Iterator[None]:
+    """`status.json` says running; whatever ends the run by an exception is in it before that goes on.
+
+    A resume that is refused changes nothing: the run is what it was before.
+    """
+    earlier = run.status.read_text(encoding="utf-8") if run.status.exists() else None
+    write_status(run, config, state="running", exit_code=None, message="")
     try:
         yield
     except KeyboardInterrupt:
@@ -25,7 +30,10 @@ def failures_written(run: RunDir, config: RunConfig) -> Iterator[None]:
         )
         raise
     except TrainrunError as error:
-        write_status(run, config, state="failed", exit_code=error.exit_code, message=str(error))
+        if resumes and earlier is not None and error.exit_code == EXIT_USAGE:
+            write_text(run.status, earlier)
+        else:
+            write_status(run, config, state="failed", exit_code=error.exit_code, message=str(error))
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"

@@ -172,6 +172,13 @@ def test_a_failed_run_says_so_in_its_folder(project: Path) -> None:
     assert "7 classes" in status["message"]
 
 
+def test_a_refused_resume_leaves_the_run_as_it_was(project: Path) -> None:
+    assert main([*QUIET, "output_dir=run"]) == 0
+    before = [(project / "run" / name).read_text() for name in ("status.json", "config.yaml")]
+    assert main(["resume", "run", "model.hidden=[32]"]) == 2
+    assert [(project / "run" / name).read_text() for name in ("status.json", "config.yaml")] == before
+
+
 def test_a_checkpoint_of_another_model_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUIET, "output_dir=run"]) == 0
     assert main([*QUIET, "model.hidden=[32]", "ckpt_path=run", "output_dir=other"]) == 2
