@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import time
@@ -12,11 +13,11 @@ from pathlib import Path
 from trainrun.compose import Composition, load_config, save_config
 from trainrun.config import RunConfig
 from trainrun.environment import describe
-from trainrun.errors import ConfigError
+from trainrun.errors import EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
-from trainrun.rundir import RunDir, write_json, write_text
+from trainrun.rundir import RunDir, read_json, write_json, write_text
 from trainrun.status import failures_written, write_status
 
 
@@ -34,7 +35,7 @@ class Order:
 def new_run(composition: Composition, words: list[str]) -> RunDir:
     """Makes the folder of a new run and writes down what was asked for."""
     run = RunDir(_folder_of(composition))
-    if run.config.exists():
+    if run.config.exists() and not forget_failure(run):
         raise ConfigError(
             f"hydra.run.dir={run.root}: holds a run already; go on with `trainrun resume {run.root}`, or name another"
         )
@@ -47,6 +48,18 @@ def new_run(composition: Composition, words: list[str]) -> RunDir:
     write_json(run.environment, describe(Path.cwd()))
     write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()})
     return run
+
+
+def forget_failure(run: RunDir) -> bool:
+    """Whether the run here failed before anything was saved; what it wrote is taken away, then."""
+    failed = False
+    with contextlib.suppress(OSError, ValueError):
+        failed = read_json(run.status).get("state") == "failed"
+    if not failed or any(run.checkpoints.glob("step-*")):
+        return False
+    for path in (run.config, run.metrics, run.log, run.status):
+        path.unlink(missing_ok=True)
+    return True
 
 
 def _folder_of(composition: Composition) -> Path:
@@ -94,5 +107,11 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
 
 def resume_run(run: RunDir, overrides: list[str], paths: list[str]) -> int:
     """Goes on in the same folder, from the newest good checkpoint."""
+    before = run.config.read_text(encoding="utf-8")
     config = load_config(run.config, overrides)
-    return execute(run, config, Order(resume=True, paths=paths))
+    try:
+        return execute(run, config, Order(resume=True, paths=paths))
+    except TrainrunError as error:
+        if error.exit_code == EXIT_USAGE:
+            write_text(run.config, before)  # words that do not work must not stay for the next try
+        raise
