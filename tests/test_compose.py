@@ -193,3 +193,14 @@ def test_single_values_of_a_saved_run_can_change_groups_cannot(tmp_path: Path) -
     path.write_text("- a list\n")
     with pytest.raises(ConfigError, match="not a config of a run"):
         load_config(path, [])
+
+
+def test_a_warmup_that_is_named_replaces_the_one_of_the_option(tmp_path: Path) -> None:
+    scheduler = compose_run(
+        ["scheduler=warmup_cosine", "scheduler.warmup_steps=7"], tmp_path
+    ).config.scheduler
+    assert (scheduler["warmup_steps"], scheduler["warmup_ratio"]) == (7, None)
+    kept = compose_run(["scheduler=warmup_cosine"], tmp_path).config.scheduler
+    assert (kept["warmup_steps"], kept["warmup_ratio"]) == (0, 0.05)
+    both = compose_run(["scheduler.warmup_steps=7", "scheduler.warmup_ratio=0.1"], tmp_path).config.scheduler
+    assert (both["warmup_steps"], both["warmup_ratio"]) == (7, 0.1)  # refused where it is built

@@ -29,7 +29,7 @@ from trainrun.checks import check
 from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.explain import explain, explain_value, first_line
-from trainrun.words import Words, split_words, translate
+from trainrun.words import Words, split_words, translate, with_one_warmup
 
 _user_dirs: list[Path] = []
 
@@ -78,7 +78,7 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
     """The config that the words ask for. Raises ConfigError with every fault of it."""
     words, folders = prepare(argv, working_dir or Path.cwd())
     faults: list[str] = []
-    composed = _compose_without_faults(words.overrides, folders, faults)
+    composed = _compose_without_faults(with_one_warmup(words.overrides), folders, faults)
     if composed is None:
         raise ConfigError(*faults)
     cfg, kept = composed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import time
@@ -16,7 +17,7 @@ from trainrun.errors import ConfigError
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
-from trainrun.rundir import RunDir, write_json, write_text
+from trainrun.rundir import RunDir, read_json, write_json, write_text
 from trainrun.status import run_status
 
 
@@ -34,7 +35,7 @@ class Order:
 def new_run(composition: Composition, words: list[str]) -> RunDir:
     """Makes the folder of a new run and writes down what was asked for."""
     run = RunDir(_folder_of(composition))
-    if run.config.exists():
+    if run.config.exists() and not forget_failure(run):
         raise ConfigError(
             f"hydra.run.dir={run.root}: holds a run already; go on with `trainrun resume {run.root}`, or name another"
         )
@@ -47,6 +48,18 @@ def new_run(composition: Composition, words: list[str]) -> RunDir:
     write_json(run.environment, describe(Path.cwd()))
     write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()})
     return run
+
+
+def forget_failure(run: RunDir) -> bool:
+    """Whether the run here failed before anything was saved; what it wrote is taken away, then."""
+    failed = False
+    with contextlib.suppress(OSError, ValueError):
+        failed = read_json(run.status).get("state") == "failed"
+    if not failed or any(run.checkpoints.glob("step-*")):
+        return False
+    for path in (run.config, run.metrics, run.log, run.status):
+        path.unlink(missing_ok=True)
+    return True
 
 
 def _folder_of(composition: Composition) -> Path:

@@ -84,6 +84,7 @@ FLAGS = (
 )  # fmt: skip
 FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--shell-completion")
 CFG_QUESTIONS = ("job", "hydra", "all")
+WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 
 _PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
@@ -185,6 +186,15 @@ def _group_words(group: str, value: str, is_option: Callable[[str, str], bool]) 
         return [f"{group}=custom", f"{target}={value}"]
     quoted = [f'"{part}"' if _PLAIN.match(part) else part for part in options]
     return [f"{group}={','.join(quoted)}", *extra]
+
+
+def with_one_warmup(overrides: list[str]) -> list[str]:
+    """A warmup that is named replaces the one that the option brings along, in another unit."""
+    units = {f"scheduler.warmup_{unit}": empty for unit, empty in WARMUP_UNITS.items()}
+    named = {word.lstrip("+").partition("=")[0] for word in overrides} & set(units)
+    if len(named) != 1:
+        return overrides
+    return overrides + [f"{key}={empty}" for key, empty in units.items() if key not in named]
 
 
 def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -> list[str]:

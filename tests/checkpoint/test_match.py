@@ -30,11 +30,11 @@ def test_the_differences_are_named_with_counts() -> None:
     assert str(caught.value) == (
         "checkpoint step-00000001 does not fit model=mlp: 4 of 5 tensors differ: "
         "layers.0.weight is (128, 64) there and (256, 64) here, half is float16 there and float32 here, "
-        "new is missing there, old is there only"
+        "new is missing there, old is there only; build it with the same model and model.* as the checkpoint"
     )
 
 
 def test_only_the_first_five_are_shown() -> None:
     here = {f"w{i}": torch.zeros(1) for i in range(8)}
-    with pytest.raises(CheckpointError, match=r"8 of 8 .*w4 is missing there, and 3 more$"):
+    with pytest.raises(CheckpointError, match=r"8 of 8 .*w4 is missing there, and 3 more; build it"):
         check_tensors("x", "model=mlp", tensor_kinds(here), {})

@@ -213,3 +213,24 @@ def test_a_bug_of_the_users_shows_their_line(
     assert f"own.py line {line}" in said or f'own.py", line {line}' in said
     assert "_call_impl" not in said
     assert "runner.py" not in said
+
+
+def test_words_that_a_run_cannot_resume_with_leave_it_as_it_was(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hydra.run.dir=r", *QUIET]) == 0
+    assert main(["resume", "r", "model.hidden=[3]", "trainer.max_epochs=2"]) == 2
+    assert "build it with the same model" in capsys.readouterr().err
+    assert main(["evaluate", "r"]) == 0
+    assert main(["resume", "r", "trainer.max_epochs=2"]) == 0
+
+
+def test_a_named_folder_is_free_again_after_a_failure_that_saved_nothing(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hydra.run.dir=r", "model=own.Wrong", *QUIET]) == 2
+    assert main(["hydra.run.dir=r", *QUIET]) == 0
+    rows = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in rows].count("start") == 1
+    assert main(["hydra.run.dir=r", *QUIET]) == 2
+    assert "holds a run already" in capsys.readouterr().err

@@ -32,7 +32,7 @@ def check_tensors(place: str, owner: str, expected: Mapping[str, Kind], found: M
         more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise CheckpointError(
             f"checkpoint {place} does not fit {owner}: {len(faults)} of {len(names)} tensors differ: "
-            f"{', '.join(faults[:SHOWN])}{more}"
+            f"{', '.join(faults[:SHOWN])}{more}; build it with the same model and model.* as the checkpoint"
         )
 
 

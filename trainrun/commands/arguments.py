@@ -12,7 +12,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are one line, like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+        raise ConfigError(f"{self.prog.partition(' ')[2]}: {message}; see {self.prog} --help")
 
 
 def run_parser(name: str, about: str) -> Parser:

@@ -37,7 +37,10 @@ def main(argv: list[str]) -> int:
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
     columns = predictions(run, words.which, words.split, words.overrides)
-    write_table(out, columns)
+    try:
+        write_table(out, columns)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot write there ({error.strerror}); name another file") from error
     print(f"{len(next(iter(columns.values())))} predictions in {out}")
     return EXIT_DONE
 
