@@ -23,6 +23,7 @@ def kept_backends() -> Iterator[None]:
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, matmul = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    tf32 = torch.backends.cudnn.allow_tf32
     try:
         yield
     finally:
@@ -30,6 +31,7 @@ def kept_backends() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
         torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = tf32
 
 
 def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
