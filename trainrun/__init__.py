@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from trainrun.errors import TrainrunError as TrainrunError
     from trainrun.record import Run as Run
     from trainrun.record import load_run as load_run
     from trainrun.record import train as train
 
-__all__ = ["Run", "load_model", "load_run", "train"]
+__all__ = ["Run", "TrainrunError", "load_model", "load_run", "train"]
 
 
 def load_model(run_dir: str | Path, which: str = "best") -> nn.Module:
@@ -33,4 +34,8 @@ def __getattr__(name: str) -> Any:
         from trainrun import record
 
         return getattr(record, name)
+    if name == "TrainrunError":
+        from trainrun.errors import TrainrunError
+
+        return TrainrunError
     raise AttributeError(f"module 'trainrun' has no attribute '{name}'")

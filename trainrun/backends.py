@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -13,6 +15,23 @@ from trainrun.precision.amp import set_matmul
 
 SMALL_STEP_FLOP = 1e8  # forward and backward of one micro-batch: about half a millisecond on one core
 DENSE = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)
+
+
+@contextmanager
+def kept_backends() -> Iterator[None]:
+    """What `set_backends` and `set_threads` change is as before at the end: a notebook lives on."""
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, matmul = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    tf32 = torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = tf32
 
 
 def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from trainrun import loop
+from trainrun.backends import kept_backends
 from trainrun.build import Site, build_parts
 from trainrun.checkpoint.resume import resolve
 from trainrun.compose import load_config
@@ -63,7 +64,7 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
         listeners = Listeners(run, config) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
-        closing.callback(torch.set_num_threads, torch.get_num_threads())
+        closing.enter_context(kept_backends())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         site = Site(
             run, read_json(run.identity)["run_id"], parallel, flag,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainrun.compose import compose_run, load_config
 from trainrun.config import RunConfig
-from trainrun.errors import TrainingError
+from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.metrics_file import read_rows
+from trainrun.randomness import kept_random_state
 from trainrun.rundir import RunDir, read_json
 from trainrun.runner import Order, execute, new_run, open_run
 
@@ -61,9 +62,16 @@ def train(*words: str) -> Run:
     Raises TrainrunError; a run that was stopped by a signal is returned, with `status["state"]`
     "stopped".
     """
+    for word in words:
+        if not isinstance(word, str) or (word.startswith("-") and not word.startswith("--config-dir=")):
+            raise ConfigError(
+                f"trainrun.train({word!r}): takes key=value words, as train('data=digits', 'seed=1')"
+            )
     composition = compose_run(list(words))
     run = new_run(composition, list(words))
-    code = execute(run, composition.config, Order(resume=False, paths=[path for path in sys.path if path]))
+    order = Order(resume=False, paths=[path for path in sys.path if path])
+    with kept_random_state():  # a notebook's own random numbers go on as if nothing had been trained
+        code = execute(run, composition.config, order)
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
     return Run(run.root)

@@ -57,6 +57,30 @@ def test_python_trains_with_the_same_words(workdir: Path) -> None:
         package.load_run(workdir / "nowhere")
 
 
+def test_python_gets_its_process_back_as_it_was(workdir: Path) -> None:
+    def switches() -> tuple[object, ...]:
+        return (
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.allow_tf32,
+            torch.get_rng_state().tolist(),
+            Path.cwd(),
+        )
+
+    before = switches()
+    for preset in ("max-perf", "debug"):
+        package.train(f"preset={preset}", "trainer.max_steps=2", *QUIET)
+        assert switches() == before
+
+
+@pytest.mark.parametrize("word", ["--help", ("seed=1",)])
+def test_python_takes_words_alone(workdir: Path, word: object) -> None:
+    with pytest.raises(package.TrainrunError, match="takes key=value words"):
+        package.train(word)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("mode", PRECISIONS)
 def test_every_precision_trains_on_one_device(workdir: Path, mode: str) -> None:
     run = package.train(f"precision={mode}", "trainer.max_epochs=4", "trainer.gradient_clip_val=1.0", *QUIET)

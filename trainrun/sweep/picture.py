@@ -15,7 +15,7 @@ from trainrun.sweep.jobs import Job
 COLOUR, BEST_COLOUR, FAILED_COLOUR = "#31688e", "#35b779", "#d1495b"
 MAX_BARS = 40
 MAX_NAME = 60  # letters of a bar's name
-LOG_RANGE = 100  # two decades are too wide for a linear axis
+LOG_RANGE = 10  # a decade crowds the small values of a linear axis
 CLOSE = 0.3  # of the highest value: values that lie nearer together are magnified
 DPI = 120
 
@@ -70,12 +70,9 @@ def draw_line(jobs: list[Job], key: str) -> Figure:
     places = {job.num: float(job.settings[key]) for job in jobs}
     valued = sorted((job for job in jobs if job.result.value is not None), key=lambda job: places[job.num])
     values = [job.result.value or 0.0 for job in valued]
-    axes.plot([places[job.num] for job in valued], values, "o-", color=COLOUR, label="_job")
+    axes.plot([places[job.num] for job in valued], values, "o-", color=COLOUR)
     best = next(job for job in jobs if job.result.value is not None)
-    axes.plot(
-        places[best.num], best.result.value or 0.0, "o", markersize=11, color=BEST_COLOUR,
-        label=f"best: {key}={best.settings[key]}, {best.result.value:.4g}",
-    )  # fmt: skip
+    axes.plot(places[best.num], best.result.value or 0.0, "o", markersize=11, color=BEST_COLOUR)
     missing = [places[job.num] for job in jobs if job.result.value is None]
     if missing:
         edge = axes.get_xaxis_transform()  # x in data, y in parts of the axes
@@ -88,16 +85,16 @@ def draw_line(jobs: list[Job], key: str) -> Figure:
             clip_on=False,
             label="no value",
         )
+        axes.legend()
     numbers = places.values()
-    if min(numbers) > 0 and max(numbers) / min(numbers) > LOG_RANGE:
+    if min(numbers) > 0 and max(numbers) / min(numbers) >= LOG_RANGE:
         axes.set_xscale("log")
     axes.set_xlabel(key, parse_math=False)
     axes.set_ylabel(value_name(jobs), parse_math=False)
-    axes.set_title(title_of(jobs))
+    title = f"{title_of(jobs)}; best: {key}={best.settings[key]}, {best.result.value:.4g}"
+    axes.set_title(title, parse_math=False)  # not in a legend, which would lie on the points
     axes.grid(alpha=0.3)
     axes.margins(y=0.12)
-    for text in axes.legend().get_texts():
-        text.set_parse_math(False)
     return figure
 
 
