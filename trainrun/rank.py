@@ -37,6 +37,7 @@ from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts, TrainState
 from trainrun.randomness import derive_seed, seed_everything
+from trainrun.rehearsal import check_monitors
 from trainrun.rundir import RunDir, read_json, write_json
 from trainrun.showcase import show
 from trainrun.signals import StopFlag, catch_signals
@@ -77,6 +78,7 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
         for stream in (parts.train, parts.val, parts.test):
             if stream is not None:
                 closing.callback(stream.close)
+        check_monitors(parts)
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         state = first_state(parts, run, config, resume)
         if listeners is not None:

@@ -172,6 +172,15 @@ def test_a_failed_run_says_so_in_its_folder(project: Path) -> None:
     assert "7 classes" in status["message"]
 
 
+@pytest.mark.parametrize("word", ["checkpoint.monitor=val/accc", "trainer.early_stopping.monitor=val/accc"])
+def test_an_unknown_metric_is_refused_before_the_training(
+    project: Path, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    assert main([word, "early_stopping=true", *QUIET, "output_dir=run"]) == 2
+    assert "there are val/acc, val/loss. Did you mean val/acc?" in capsys.readouterr().err
+    assert not (project / "run" / "metrics.jsonl").exists()
+
+
 def test_a_refused_resume_leaves_the_run_as_it_was(project: Path) -> None:
     assert main([*QUIET, "output_dir=run"]) == 0
     before = [(project / "run" / name).read_text() for name in ("status.json", "config.yaml")]
