@@ -156,6 +156,16 @@ def open_split(
             timeout_seconds=data.worker_timeout_seconds,
             collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
             max_sequence_length=data.max_sequence_length,
+            num_threads=data.num_threads,
+            cache=data.cache,
+            transform=build(data.transform, "data.transform") if data.transform else None,
+            augment=build_augmentations(data.augment) if training else (),
+            on_error=data.on_error,
+            max_skipped_share=data.max_skipped_share,
+            truncate=data.truncate,
+            padding=data.padding,
+            max_tokens=data.max_tokens,
+            pad_multiple=data.pad_multiple,
             may_grow=not training and data.val_batch_size is None,
             limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
             rank=parallel.rank,
@@ -166,6 +176,11 @@ def open_split(
     )
     notes.append(note)
     return batches
+
+
+def build_augmentations(nodes: dict[str, Any]) -> tuple[Any, ...]:
+    """In the order of the config; a node set to null is left out."""
+    return tuple(build(node, f"data.augment.{name}") for name, node in nodes.items() if node)
 
 
 def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 PARALLELS = ("single", "ddp")
 OPEN_NODES = (
     "model", "task", "optimizer", "scheduler", "data.train", "data.val", "data.test", "data.collate_fn",
+    "data.transform", "data.augment",
     "loop", "user", "monitor.listeners",
 )  # fmt: skip
 
@@ -48,14 +49,24 @@ class DataConfig:
     global_batch_size: int | None = number(None, at_least=1)
     shuffle: bool = True
     drop_last: bool = False
-    engine: str = one_of("auto", "resident", "workers", default="auto")
+    engine: str = one_of("auto", "resident", "workers", "threads", default="auto")
     num_workers: Any = number("auto", at_least=0)
+    num_threads: Any = number("auto", at_least=1)
+    cache: str = "none"
+    transform: Any = None
+    augment: dict[str, Any] = field(default_factory=dict)
+    on_error: str = one_of("raise", "skip", default="raise")
+    max_skipped_share: float = number(0.01, at_least=0, at_most=1)
     pin_memory: bool = True
     persistent_workers: bool = True
     prefetch_factor: int = number(2, at_least=1)
     worker_timeout_seconds: float = number(300.0, at_least=0)
     collate_fn: Any = None
     max_sequence_length: int | None = number(None, at_least=1)
+    truncate: str = one_of("left", "right", "drop", "split", default="right")
+    padding: str = one_of("longest", "max", "bucket", "pack", "token_budget", default="longest")
+    max_tokens: int | None = number(None, at_least=1)
+    pad_multiple: int | None = number(None, at_least=1)
 
 
 @dataclass

@@ -64,11 +64,14 @@ class MicroBatch(NamedTuple):
     real: False where this rank only keeps step with the others: the last samples of an epoch were
         fewer than the ranks, so the data is another rank's and counts nothing.
     last: no batch of this epoch comes after this one.
+    indices: (B,) int64 on the host, the numbers of its samples in the data set (of an iterable one, their
+        positions in the epoch): with seed and epoch they are what random augmentation is drawn from.
     """
 
     data: Any
     real: bool = True
     last: bool = False
+    indices: Tensor | None = None
 
 
 class Batches(Protocol):

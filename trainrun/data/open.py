@@ -58,6 +58,16 @@ class StreamOptions:
     timeout_seconds: float = 300.0
     collate_fn: Callable[[list[Any]], Any] | None = None
     max_sequence_length: int | None = None
+    num_threads: int | Literal["auto"] = "auto"
+    cache: str = "none"
+    transform: Callable[[Any], Any] | None = None
+    augment: tuple[Any, ...] = ()
+    on_error: str = "raise"
+    max_skipped_share: float = 0.01
+    truncate: str = "right"
+    padding: str = "longest"
+    max_tokens: int | None = None
+    pad_multiple: int | None = None
     limit: float | int = 1.0
     may_grow: bool = False
     rank: int = 0
