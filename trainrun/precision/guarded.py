@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainrun.eager import plain_step
+from trainrun.eager import backward, plain_step
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport
 from trainrun.precision.gradients import (
@@ -87,7 +87,7 @@ class Guarded:
             gradient = self._new_share(loss_sum, share)
         if self._scaler is not None:
             gradient = self._scaler.scale(gradient).to(loss_sum.dtype)
-        loss_sum.backward(gradient)  # type: ignore[no-untyped-call]
+        backward(loss_sum, gradient)
 
     def _new_share(self, loss_sum: Tensor, share: float) -> Tensor:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:
