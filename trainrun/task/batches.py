@@ -11,7 +11,7 @@ position_ids (B, T): the model gets those that its `forward` names, as keyword a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -70,7 +70,7 @@ def run_model(model: nn.Module, inputs: Any, batch: Any) -> Any:
     if not given:
         return model(inputs)
     bare = model.module if isinstance(model, DistributedDataParallel) else model
-    taken, takes_all = keywords_of(bare.__class__)
+    taken, takes_all = keywords_of(bare.__class__.forward)
     if "segment_ids" in given and "segment_ids" not in taken:
         raise PluginError(
             f"model: data.padding=pack puts several sequences into a row, and {type(bare).__name__}.forward has no "
@@ -81,9 +81,9 @@ def run_model(model: nn.Module, inputs: Any, batch: Any) -> Any:
 
 
 @lru_cache(maxsize=16)
-def keywords_of(model_class: Any) -> tuple[frozenset[str], bool]:
-    """The arguments that `forward` of this class names, and whether it takes any others by keyword."""
-    parameters = inspect.signature(model_class.forward).parameters.values()
+def keywords_of(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """The arguments that a `forward` names, and whether it takes any others by keyword."""
+    parameters = inspect.signature(forward).parameters.values()
     named = frozenset(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)
     return named, any(item.kind is item.VAR_KEYWORD for item in parameters)
 

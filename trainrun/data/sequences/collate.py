@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -130,12 +129,8 @@ class Packed:
                 )
         if max(lengths) > self.width:
             raise ValueError(f"a sequence of {max(lengths)} positions is longer than a row of {self.width}")
-        places = np.array(next_fit(lengths, self.width))
-        row, begin, size = (
-            torch.from_numpy(places[:, 0]),
-            torch.from_numpy(places[:, 1]),
-            torch.tensor(lengths),
-        )
+        row, begin = torch.tensor(next_fit(lengths, self.width)).T.contiguous()
+        size = torch.tensor(lengths)
         slot = torch.arange(len(rows)) - torch.searchsorted(row, row)  # which segment of its row, from 0
         shape = (int(row[-1]) + 1, self.width)
         inside = torch.arange(int(size.sum())) - torch.repeat_interleave(size.cumsum(0) - size, size)

@@ -58,8 +58,8 @@ def fields_of(sample: Any) -> Fields:
 
 
 def is_numbers(value: Any) -> bool:
-    """Whether it is a list or tuple of plain numbers, as readers of JSON give token ids."""
-    return isinstance(value, list | tuple) and all(type(item) in (int, float) for item in value)
+    """Whether it is a list of plain numbers, as readers of JSON give token ids."""
+    return isinstance(value, list) and all(type(item) in (int, float) for item in value)
 
 
 def leaf(value: Any) -> Any:
