@@ -144,6 +144,33 @@ def test_evaluation_reads_every_sample_once_in_the_same_order(lengths, mode, bat
 
 
 @pytest.mark.parametrize("mode", ["bucket", "pack", "token_budget"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_rank_without_a_share_fills_in_training_and_rests_in_evaluation(mode, training):
+    lengths = [12, 11, 10, 9, 8, 7, 12]  # rows of one; of the last batch there is one for two ranks
+    plans = [
+        planned(
+            lengths,
+            mode,
+            3,
+            training,
+            rank=rank,
+            world_size=2,
+            max_tokens=12 if mode == "token_budget" else None,
+        )
+        for rank in range(2)
+    ]
+    streams = [shares(found.plan) for found in plans]
+    if training:
+        assert len(streams[0]) == len(streams[1])
+        fillers = [(one[0], two) for one, two in zip(*streams, strict=True) if not two[1]]
+        assert fillers
+        assert all(two[0] == one for one, two in fillers)
+    else:
+        assert len(streams[1]) < len(streams[0])
+        assert all(real for _, real, _ in joined(streams))
+
+
+@pytest.mark.parametrize("mode", ["bucket", "pack", "token_budget"])
 def test_epochs_differ_and_a_seed_repeats(mode):
     lengths = np.random.default_rng(0).integers(1, 13, 60).tolist()
     plan = planned(lengths, mode, seed=1).plan
@@ -160,8 +187,17 @@ def test_buckets_hold_like_lengths_in_random_order(monkeypatch):
     batches = [lengths[indices] for indices, _, _ in shares(plan)]
     assert [len(batch) for batch in batches] == [4] * 50 + [3]
     assert np.mean([np.ptp(batch) for batch in batches]) < 4
-    firsts = [int(batch[0]) for batch in batches]
+
+
+def test_the_buckets_of_one_mega_batch_come_in_random_order():
+    lengths = np.random.default_rng(0).integers(1, 13, 80)
+    firsts = [
+        int(lengths[indices[0]]) for indices, _, _ in shares(planned(lengths, "bucket", batch_size=4).plan)
+    ]
     assert firsts != sorted(firsts)
+    evaluated = planned(lengths, "bucket", batch_size=4, training=False).plan
+    firsts = [int(lengths[indices[0]]) for indices, _, _ in shares(evaluated)]
+    assert firsts == sorted(firsts)
 
 
 def test_the_short_bucket_and_what_drop_last_leaves_out_have_any_length():
@@ -220,6 +256,13 @@ def test_next_fit_finds_the_rows_again(lengths, batch_size, world_size, epoch):
             assert set(found) <= known
             assert len(found) <= batch_size
             assert not real or sum(map(len, found)) == len(indices)
+
+
+def test_rows_are_kept_apart_where_the_next_would_fit():
+    lengths = [6, 4, 3]  # rows of 10: the 3 by itself, behind which the 6 would fit
+    plan = planned(lengths, "pack", batch_size=2, max_sequence_length=10).plan
+    for epoch in range(6):
+        assert sorted(shares(plan, epoch)[0][0][:2]) == [0, 1]
 
 
 def test_rows_are_nearly_full():
