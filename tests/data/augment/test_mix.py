@@ -67,7 +67,9 @@ def test_cutmix_puts_a_box_of_the_partner_in(
                 wanted[:, row, column] = x[j, :, row, column]
                 area += 1
         assert torch.equal(found[i], wanted)
-        soft = (48 - area) / 48 * one_hot(y[i], CLASSES).double() + area / 48 * one_hot(y[j], CLASSES).double()
+        soft = (48 - area) / 48 * one_hot(y[i], CLASSES).double() + area / 48 * one_hot(
+            y[j], CLASSES
+        ).double()
         torch.testing.assert_close(target[i], soft, rtol=1e-12, atol=1e-12)
     assert found.dtype is dtype
     assert found.is_contiguous(memory_format=layout)
