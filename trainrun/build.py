@@ -15,6 +15,7 @@ from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
 from trainrun.config import RunConfig
+from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.open import StreamOptions, check_labels, facts_of, open_batches
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.instantiate import bind_faults, build, locate
@@ -69,6 +70,7 @@ def check_targets(config: RunConfig) -> None:
     data = config.data
     nodes = {"data.train": data.train, "data.val": data.val, "data.test": data.test, "model": config.model}
     nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
+    nodes |= {f"data.augment.{name}": node for name, node in data.augment.items()}
     for key, node in nodes.items():
         faults += bind_faults(node, key) if node else []
     if config.optimizer:
@@ -159,7 +161,7 @@ def open_split(
             num_threads=data.num_threads,
             cache=data.cache,
             transform=build(data.transform, "data.transform") if data.transform else None,
-            augment=build_augmentations(data.augment) if training else (),
+            augment=build_augmentations(data.augment),
             on_error=data.on_error,
             max_skipped_share=data.max_skipped_share,
             truncate=data.truncate,
@@ -176,11 +178,6 @@ def open_split(
     )
     notes.append(note)
     return batches
-
-
-def build_augmentations(nodes: dict[str, Any]) -> tuple[Any, ...]:
-    """In the order of the config; a node set to null is left out."""
-    return tuple(build(node, f"data.augment.{name}") for name, node in nodes.items() if node)
 
 
 def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:

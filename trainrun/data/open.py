@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainrun.data.augment.augmented import NamedAugmentation, augmented
 from trainrun.data.batch import Preparation, as_tensor, is_integer
 from trainrun.data.choice import choose, describe_workers, roomy_batch_size
 from trainrun.data.columns import Columns, columns_of
@@ -61,7 +62,7 @@ class StreamOptions:
     num_threads: int | Literal["auto"] = "auto"
     cache: str = "none"
     transform: Callable[[Any], Any] | None = None
-    augment: tuple[Any, ...] = ()
+    augment: tuple[NamedAugmentation, ...] = ()
     on_error: str = "raise"
     max_skipped_share: float = 0.01
     truncate: str = "right"
@@ -78,6 +79,11 @@ class StreamOptions:
 
 def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     """The stream, and one line with the engine that was chosen and why."""
+    batches, line = _open(source, options)
+    return augmented(batches, options.augment, options.seed, options.training, options.float_dtype), line
+
+
+def _open(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     _check_limit(options)
     if isinstance(source, IterableDataset):
         return _open_iterable(source, options)

@@ -36,7 +36,9 @@ class ResidentBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         tensors, pack = self._tensors, self._pack
         for indices, real, last in self._plan.shares(epoch, start, self._device):
-            yield MicroBatch(pack([tensor.index_select(0, indices) for tensor in tensors]), real, last)
+            yield MicroBatch(
+                pack([tensor.index_select(0, indices) for tensor in tensors]), real, last, indices
+            )
 
     def close(self) -> None:
         """Nothing to end."""

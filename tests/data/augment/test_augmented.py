@@ -1,0 +1,189 @@
+"""An augmented stream: the same pixels for a sample in every batch, rank, order and after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainrun.data.augment.augmented import Augmented, NamedAugmentation, augmented, device_of
+from trainrun.data.augment.crop import RandomCrop
+from trainrun.data.augment.cutout import Cutout
+from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.flip import RandomFlip
+from trainrun.data.augment.mix import CutMix, MixUp
+from trainrun.data.augment.normalize import Normalize
+from trainrun.data.order import Plan
+from trainrun.errors import DataError, PluginError
+from trainrun.interfaces import Batches, MicroBatch
+
+N = 50
+IMAGES = torch.randint(256, (N, 1, 6, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+LABELS = torch.arange(N) % 4
+
+
+class Stream:
+    """A plain engine over `IMAGES`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.closed = False
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.plan.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return self.plan.num_seen
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        for indices, real, last in self.plan.shares(epoch, start):
+            yield MicroBatch((IMAGES[indices], LABELS[indices]), real, last, indices)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def named(**augmentations: Any) -> list[NamedAugmentation]:
+    return [
+        NamedAugmentation(f"data.augment.{name}", apply, getattr(apply, "random", True))
+        for name, apply in augmentations.items()
+    ]
+
+
+def all_kinds() -> list[NamedAugmentation]:
+    return named(crop=RandomCrop(2), flip=RandomFlip(), normalize=Normalize(0.5, 0.25), cutout=Cutout(2),
+                 mixup=MixUp(1.0, 4), cutmix=CutMix(1.0, 4))  # fmt: skip
+
+
+def stream(batch_size: int, seed: int = 3, **plan: Any) -> Batches:
+    return Augmented(Stream(Plan(N, batch_size, **({"seed": 3} | plan))), all_kinds(), seed)
+
+
+def by_sample(*streams: Batches, epoch: int = 0) -> dict[int, list[Tensor]]:
+    found = {}
+    for batches in streams:
+        for data, real, _, indices in batches.epoch(epoch):
+            assert indices is not None
+            for i, index in enumerate(indices.tolist() if real else []):
+                assert index not in found
+                found[index] = [part[i] for part in data]
+    return found
+
+
+def same(left: dict[int, list[Tensor]], right: dict[int, list[Tensor]]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(one, two) for index in left for one, two in zip(left[index], right[index], strict=True)
+    )
+
+
+def test_batch_size_and_ranks_change_no_sample() -> None:
+    """Mixed ones too, in even micro-batches."""
+    whole = by_sample(stream(10))
+    assert len(whole) == N
+    assert same(by_sample(stream(50)), whole)
+    assert same(by_sample(stream(2)), whole)
+    for world_size, size in ((5, 2), (5, 10)):
+        ranks = [stream(size, rank=rank, world_size=world_size) for rank in range(world_size)]
+        assert same(by_sample(*ranks), whole)
+
+
+def test_without_mixing_the_order_does_not_matter_either() -> None:
+    alone = all_kinds()[:4]
+    orders = [
+        by_sample(Augmented(Stream(Plan(N, size, seed, shuffle)), alone, seed=1))
+        for size, seed, shuffle in ((7, 3, True), (3, 9, True), (50, 0, False))
+    ]
+    assert same(orders[0], orders[1])
+    assert same(orders[0], orders[2])
+
+
+def test_a_resume_goes_on_with_the_same_batches() -> None:
+    for start in (0, 3, 4):
+        went_on = list(stream(10).epoch(1, start))
+        assert len(went_on) == 5 - start
+        for one, two in zip(went_on, list(stream(10).epoch(1))[start:], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one.data, two.data, strict=True))
+            assert one[1:3] == two[1:3]
+
+
+@pytest.mark.parametrize("only", ["crop", "flip", "cutout", "mixup", "cutmix"])
+def test_every_epoch_and_seed_draws_anew(only: str) -> None:
+    chosen = [item for item in all_kinds() if item.key.endswith((only, "normalize"))]
+
+    def run(seed: int, epoch: int) -> Tensor:
+        batches = Augmented(Stream(Plan(N, N, shuffle=False)), chosen, seed)
+        return next(batches.epoch(epoch)).data[0]
+
+    first = run(1, 0)
+    assert torch.equal(first, run(1, 0))
+    assert not torch.equal(first, run(1, 1))
+    assert not torch.equal(first, run(2, 0))
+
+
+def test_two_of_a_kind_draw_their_own_numbers() -> None:
+    seen: list[Tensor] = []
+
+    def spy(batch: Any, draws: Draws) -> Any:
+        seen.append(draws.uniform("u"))
+        return batch
+
+    next(Augmented(Stream(Plan(N, 10)), named(a=spy, b=spy), 0).epoch(0))
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_they_are_applied_in_the_order_given() -> None:
+    calls: list[str] = []
+    steps = {
+        name: (lambda batch, draws, name=name: (calls.append(name), batch)[1]) for name in ("b", "a", "c")
+    }
+    next(Augmented(Stream(Plan(N, 10)), named(**steps), 0).epoch(0))
+    assert calls == ["b", "a", "c"]
+
+
+def test_the_rest_of_the_stream_stays() -> None:
+    inner = Stream(Plan(N, 8, drop_last=True))
+    outer = Augmented(inner, all_kinds(), 0)
+    assert (outer.num_batches, outer.num_samples) == (6, 48)
+    for one, two in zip(outer.epoch(0, 2), inner.epoch(0, 2), strict=True):
+        assert one[1:3] == two[1:3]
+        assert one.indices is not None
+        assert two.indices is not None
+        assert torch.equal(one.indices, two.indices)
+    outer.close()
+    assert inner.closed
+
+
+def test_evaluation_gets_what_is_not_random() -> None:
+    inner = Stream(Plan(N, N, shuffle=False, training=False))
+    batches = augmented(inner, all_kinds(), 0, training=False, float_dtype=torch.float64)
+    found = next(batches.epoch(0)).data[0]
+    assert torch.equal(
+        found, Normalize(0.5, 0.25)(IMAGES, Draws(0, 0, torch.arange(N), float_dtype=torch.float64))
+    )
+    assert found.dtype is torch.float64
+    assert augmented(inner, named(flip=RandomFlip()), 0, False, torch.float32) is inner
+    assert augmented(inner, (), 0, True, torch.float32) is inner
+    assert isinstance(augmented(inner, named(flip=RandomFlip()), 0, True, torch.float32), Augmented)
+
+
+def test_faults_name_the_augmentation() -> None:
+    def tokens(batch: Any, draws: Draws) -> Any:
+        return (batch[0].flatten(1), batch[1])
+
+    with pytest.raises(
+        DataError, match=r"^data\.augment\.crop: needs images \(B, C, H, W\).*shape \(10, 48\)"
+    ):
+        next(Augmented(Stream(Plan(N, 10)), named(flat=tokens, crop=RandomCrop()), 0).epoch(0))
+    with pytest.raises(PluginError, match=r"^data\.augment\.mine: returned nothing"):
+        next(Augmented(Stream(Plan(N, 10)), named(mine=lambda batch, draws: None), 0).epoch(0))
+
+
+def test_the_device_of_a_batch_is_that_of_its_first_tensor() -> None:
+    meta = torch.zeros(2, device="meta")
+    assert device_of({"id": "a", "pair": ["b", (meta, torch.zeros(2))]}) == meta.device
+    assert device_of(["a", 3]) is None

@@ -1,0 +1,86 @@
+"""Augmentation of whole batches on the device, the same for every engine, worker, rank and resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trainrun.data.augment.draws import Draws
+from trainrun.errors import DataError, PluginError
+from trainrun.interfaces import Batches, MicroBatch
+
+
+class Augmentation(Protocol):
+    """`(batch, draws) -> batch`: the data of a micro-batch on the device, and its random numbers.
+
+    It must leave the tensors that it gets as they are: they may belong to the data set. Randomness comes
+    from `draws` alone. An attribute `random = False` says that it draws nothing and belongs to evaluation
+    too; without it, it is applied in training only.
+    """
+
+    def __call__(self, batch: Any, draws: Draws) -> Any: ...
+
+
+class NamedAugmentation(NamedTuple):
+    """key: as typed, `data.augment.crop`: for messages, and for the streams of random numbers."""
+
+    key: str
+    apply: Augmentation
+    random: bool = True
+
+
+def augmented(batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int, training: bool,
+              float_dtype: torch.dtype) -> Batches:  # fmt: skip
+    """The stream with what applies to it: all in training, what is not random in evaluation."""
+    chosen = [item for item in augmentations if training or not item.random]
+    return Augmented(batches, chosen, seed, float_dtype) if chosen else batches
+
+
+class Augmented:
+    """A stream with its batches augmented, in the order given; nothing else of it changes."""
+
+    def __init__(self, batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int,
+                 float_dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+        self._batches = batches
+        self._augmentations = tuple(augmentations)
+        self._seed = seed
+        self._float_dtype = float_dtype
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._batches.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return self._batches.num_samples
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        for batch in self._batches.epoch(epoch, start):
+            yield batch._replace(data=self._augment(batch, epoch))
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def _augment(self, batch: MicroBatch, epoch: int) -> Any:
+        assert batch.indices is not None, "every engine says which samples are in a batch"
+        data = batch.data
+        draws = Draws(self._seed, epoch, batch.indices, device_of(data), self._float_dtype)
+        for key, apply, _ in self._augmentations:
+            try:
+                data = apply(data, draws.named(key))
+            except DataError as error:
+                raise DataError(f"{key}: {error}") from error
+            if data is None:
+                raise PluginError(f"{key}: returned nothing; an augmentation returns the batch")
+        return data
+
+
+def device_of(data: Any) -> torch.device | None:
+    """Of the first tensor in a batch."""
+    if isinstance(data, Tensor):
+        return data.device
+    parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple | list) else ()
+    return next((device for device in map(device_of, parts) if device is not None), None)

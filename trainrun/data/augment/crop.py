@@ -1,0 +1,54 @@
+"""Random crop with padding: every image is shifted by a few pixels, zeros come in.
+
+When: small images whose object keeps its class wherever it stands. When not: where the place is the answer.
+Source: He et al. 2015 (https://arxiv.org/abs/1512.03385). After `Normalize` the zeros are the mean colour,
+before it they are black.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.pictures import images_of, in_memory_order, is_channels_last, like, with_images
+from trainrun.errors import ConfigError
+
+
+class RandomCrop:
+    """Pads every side by `padding` zeros and cuts the old size out at a random place. Any number type."""
+
+    random = True
+
+    def __init__(self, padding: int = 4) -> None:
+        if padding < 1:
+            raise ConfigError(f"padding={padding}: must be 1 or more")
+        self.padding = padding
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        images = images_of(batch)
+        places = draws.integers("place", 0, 2 * self.padding + 1, n=2)
+        return with_images(batch, cut_out(images, places, self.padding))
+
+
+def cut_out(images: Tensor, places: Tensor, padding: int) -> Tensor:
+    """Windows of the old size from the padded images. places: (B, 2) int64, their first row and column.
+
+    The rows of all windows are gathered at once, from the padded images seen as one line of numbers: 2.6 to
+    9 times as fast as indexing with `unfold` on a CPU (128x1x28x28 float32 0.09 ms, 32x3x224x224 uint8 0.5 ms).
+    """
+    num, channels, height, width = images.shape
+    item = channels if is_channels_last(images) else 1  # numbers that stand together in memory
+    planes = channels // item
+    layout = torch.channels_last if is_channels_last(images) else torch.contiguous_format
+    padded = pad(images, [padding] * 4).contiguous(memory_format=layout)
+    line = (width + 2 * padding) * item
+    at = torch.arange(num * planes, device=images.device).view(num, planes, 1) * (height + 2 * padding)
+    at = at + torch.arange(height, device=images.device) + places[:, :1, None]
+    starts = at * line + places[:, 1:, None] * item
+    windows = padded.as_strided((padded.numel() - width * item + 1, width * item), (1, 1))
+    ordered = in_memory_order(images)
+    return like(images, windows.index_select(0, starts.flatten()).view(ordered.shape))

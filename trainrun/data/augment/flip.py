@@ -1,0 +1,54 @@
+"""Horizontal flips: at random, or by turns.
+
+When: the mirror image of a class is that class (clothes, animals). When not: letters, digits, left and right.
+Source of the turns: Jordan 2024 (https://arxiv.org/abs/2404.00498), who flips half of the images in the first
+epoch and from then on every image in every second epoch: no image is seen twice the same way in a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.pictures import images_of, in_memory_order, is_channels_last, like, with_images
+from trainrun.errors import ConfigError
+
+
+class RandomFlip:
+    """Flips left and right with probability p, anew in every epoch."""
+
+    random = True
+
+    def __init__(self, p: float = 0.5) -> None:
+        if not 0 <= p <= 1:
+            raise ConfigError(f"p={p}: must be between 0 and 1")
+        self.p = p
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        images = images_of(batch)
+        return with_images(batch, flipped(images, draws.uniform("side")[:, 0] < self.p))
+
+
+class AlternatingFlip:
+    """Flips an image in every second epoch; a random half of them begins flipped."""
+
+    random = True
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        images = images_of(batch)
+        first = draws.of_every_epoch().integers("side", 0, 2)[:, 0]
+        return with_images(batch, flipped(images, (first + draws.epoch) % 2 == 1))
+
+
+def flipped(images: Tensor, which: Tensor) -> Tensor:
+    """The images with those of `which` (B,) bool mirrored.
+
+    Whole images are picked from both versions, which is up to 4 times as fast on a CPU as `torch.where`.
+    """
+    ordered = in_memory_order(images)
+    both = torch.cat((ordered, ordered.flip(2 if is_channels_last(images) else 3)))
+    chosen = torch.arange(len(images), device=images.device) + which * len(images)
+    return like(images, both.index_select(0, chosen))

@@ -1,0 +1,128 @@
+"""MixUp and CutMix: two images and their targets in one.
+
+When: classification that overfits. When not: short training, or targets that cannot be averaged. Sources:
+Zhang et al. 2017 (https://arxiv.org/abs/1710.09412), Yun et al. 2019 (https://arxiv.org/abs/1905.04899).
+
+The partner of an image is its neighbour in the order of the epoch: the 1st and 2nd, the 3rd and 4th, and so on.
+The order is random, so the partner is; and with an even `data.batch_size` the pairs do not depend on batch size,
+accumulation or number of ranks. Only a last, short batch that ranks share can pair otherwise. In a batch of an
+odd number the last image stays as it is; with `data.shuffle=false` the partners are the same in every epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.data.augment.draws import LARGEST_ALPHA, Draws
+from trainrun.data.augment.pictures import box, images_of, rows_of, target_of, with_images, with_target
+from trainrun.errors import ConfigError, DataError
+
+
+class MixUp:
+    """weight * image + (1 - weight) * partner, the targets alike; weight is drawn from Beta(alpha, alpha).
+
+    p: how many of the images are mixed. num_classes: class numbers (B,) become probabilities (B, num_classes);
+    floating-point targets are mixed as they are.
+    """
+
+    random = True
+
+    def __init__(self, alpha: float = 0.2, num_classes: int | None = None, p: float = 1.0) -> None:
+        self.mixture = Mixture(alpha, num_classes, p)
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        images = images_of(batch)
+        if not images.is_floating_point():
+            raise DataError(
+                f"needs floating-point images, not {images.dtype}; let "
+                "trainrun.data.augment.normalize.Normalize come before it"
+            )
+        weight = self.mixture.weight(draws).to(images.dtype)
+        mixed = torch.lerp(rows_of(images, neighbours(images)), images, weight[:, None, None, None])
+        return with_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
+
+
+class CutMix:
+    """A box of the image holds the partner's pixels; the targets are mixed by the area. Any number type.
+
+    The box covers 1 - weight of the image, weight from Beta(alpha, alpha), less where it sticks out. p and
+    num_classes as in MixUp.
+    """
+
+    random = True
+
+    def __init__(self, alpha: float = 1.0, num_classes: int | None = None, p: float = 1.0) -> None:
+        self.mixture = Mixture(alpha, num_classes, p)
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        images = images_of(batch)
+        corners = self._corners(images, draws)
+        height, width = images.shape[2:]
+        partners = rows_of(images, neighbours(images))
+        mixed = torch.where(box(corners, height, width), partners, images)
+        area = (corners[:, 1] - corners[:, 0]) * (corners[:, 3] - corners[:, 2])
+        weight = 1 - area.to(draws.float_dtype) / (height * width)
+        return with_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
+
+    def _corners(self, images: Tensor, draws: Draws) -> Tensor:
+        """(B, 4) int64: top, bottom, left, right, inside the image."""
+        side = (1 - self.mixture.weight(draws)).sqrt()
+        corners = []
+        for name, length in zip(("row", "column"), images.shape[2:], strict=True):
+            centre = draws.integers(name, 0, length)[:, 0]
+            half = (side * length).long() // 2
+            corners += [(centre - half).clamp(min=0), (centre + half).clamp(max=length)]
+        return torch.stack(corners, 1)
+
+
+class Mixture:
+    """What the two have in common: how much is mixed, and the targets."""
+
+    def __init__(self, alpha: float, num_classes: int | None, p: float) -> None:
+        if not 0 < alpha <= LARGEST_ALPHA:
+            raise ConfigError(f"alpha={alpha}: must be above 0 and at most {LARGEST_ALPHA:g}")
+        if not 0 <= p <= 1:
+            raise ConfigError(f"p={p}: must be between 0 and 1")
+        if num_classes is not None and num_classes < 2:
+            raise ConfigError(f"num_classes={num_classes}: must be 2 or more")
+        self.alpha, self.num_classes, self.p = alpha, num_classes, p
+        self.checked = False
+
+    def weight(self, draws: Draws) -> Tensor:
+        """Of the image itself, (B,) float32; 1 where nothing is mixed."""
+        weight = draws.beta("weight", self.alpha)[:, 0]
+        return weight if self.p == 1 else torch.where(draws.uniform("mixed")[:, 0] < self.p, weight, 1.0)
+
+    def mix_targets(self, batch: Any, weight: Tensor, dtype: torch.dtype) -> Any:
+        """The batch with mixed targets. weight: (B,), of the image's own target."""
+        target = target_of(batch)
+        if not target.is_floating_point():
+            target = self._probabilities(target, dtype)
+        own = weight.to(target.dtype).view(-1, *[1] * (target.ndim - 1))
+        partners = target.index_select(0, neighbours(target))
+        return with_target(batch, torch.lerp(partners, target, own))
+
+    def _probabilities(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """Class numbers (B,) as (B, num_classes)."""
+        if self.num_classes is None or target.ndim != 1:
+            raise DataError(
+                f"class numbers of shape {tuple(target.shape)} are mixed as probabilities; one number for each image "
+                "and num_classes are needed, for example num_classes=10"
+            )
+        if not self.checked:  # of the first batch only: it waits for the device
+            if len(target) and not 0 <= int(target.min()) <= int(target.max()) < self.num_classes:
+                raise DataError(
+                    f"num_classes={self.num_classes}: but the labels of the first batch lie between "
+                    f"{int(target.min())} and {int(target.max())}"
+                )
+            self.checked = True
+        soft = torch.zeros(len(target), self.num_classes, dtype=dtype, device=target.device)
+        return soft.scatter_(1, target.long()[:, None], 1)
+
+
+def neighbours(rows: Tensor) -> Tensor:
+    """Positions of the partners, (B,): 1, 0, 3, 2, ...; the last of an odd number is its own."""
+    return (torch.arange(len(rows), device=rows.device) ^ 1).clamp(max=len(rows) - 1)

@@ -1,0 +1,32 @@
+"""From the nodes of `data.augment` to augmentations, with the key in every message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainrun.data.augment.augmented import NamedAugmentation
+from trainrun.errors import ConfigError, PluginError
+from trainrun.instantiate import build
+
+
+def build_augmentations(nodes: Mapping[str, Any]) -> tuple[NamedAugmentation, ...]:
+    """In the order of the config; a node set to null is left out.
+
+    PluginError: no augmentation. A ConfigError of a constructor begins with its argument (`padding=-1: ...`)
+    and gets the key before it.
+    """
+    return tuple(_named(f"data.augment.{name}", node) for name, node in nodes.items() if node is not None)
+
+
+def _named(key: str, node: Any) -> NamedAugmentation:
+    try:
+        built = build(node, key)
+    except ConfigError as error:
+        raise ConfigError(*[f"{key}.{fault}" for fault in error.faults]) from error
+    if not callable(built):
+        raise PluginError(
+            f"{key}: gives a {type(built).__name__}, which cannot be called as augmentation(batch, draws); name "
+            f"a class of such objects, as {key}._target_=trainrun.data.augment.flip.RandomFlip"
+        )
+    return NamedAugmentation(key, built, getattr(built, "random", True))

@@ -1,0 +1,57 @@
+"""Images of uint8 to numbers of mean 0 and deviation 1, on the device: memory and transfers stay four times smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.pictures import images_of, with_images
+from trainrun.errors import ConfigError, DataError
+
+
+class Normalize:
+    """(pixel - mean) / std per channel, for pixels between 0 and 1; applied in evaluation too.
+
+    Images of uint8 are divided by 255 first and become the floating-point type of the run; floating-point
+    images count as scaled already and keep their type. mean, std: one number, or one for every channel.
+    """
+
+    random = False
+
+    def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
+        self.mean, self.std = _numbers(mean), _numbers(std)
+        if not min(self.std) > 0:
+            raise ConfigError(f"std={std}: must be above 0")
+        if len(self.mean) != len(self.std):
+            raise ConfigError(f"std={std}: {len(self.std)} values, but mean has {len(self.mean)}")
+        self._constants: dict[tuple[torch.device, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        images = images_of(batch)
+        whole = images.dtype is torch.uint8
+        if not whole and not images.is_floating_point():
+            raise DataError(f"needs uint8 or floating-point images, not {images.dtype}")
+        if len(self.mean) not in (1, images.shape[1]):
+            raise DataError(
+                f"mean has {len(self.mean)} values, but the images have {images.shape[1]} channels"
+            )
+        dtype = draws.float_dtype if whole else images.dtype
+        mean, scale = self._on(images.device, dtype, whole)
+        return with_images(batch, torch.sub(images, mean).mul_(scale))  # uint8 minus a float is a float
+
+    def _on(self, device: torch.device, dtype: torch.dtype, whole: bool) -> tuple[Tensor, Tensor]:
+        """Mean in units of the pixels, and 1 / deviation in them; (C, 1, 1), copied to a device once."""
+        if (device, dtype, whole) not in self._constants:
+            unit = 255 if whole else 1
+            mean = torch.tensor([unit * value for value in self.mean], dtype=dtype, device=device)
+            scale = torch.tensor([1 / (unit * value) for value in self.std], dtype=dtype, device=device)
+            self._constants[device, dtype, whole] = mean[:, None, None], scale[:, None, None]
+        return self._constants[device, dtype, whole]
+
+
+def _numbers(value: float | Sequence[float]) -> tuple[float, ...]:
+    return (float(value),) if isinstance(value, int | float) else tuple(map(float, value))
