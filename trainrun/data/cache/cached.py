@@ -47,6 +47,11 @@ def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Pro
     return _in_memory(source, wanted, where, probe)
 
 
+def _is_readable(source: Any) -> bool:
+    indexed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    return indexed and not isinstance(source, type | str | bytes)
+
+
 def _on_disk(source: Any, wanted: CacheSpec, where: str, probe: Probe, own: str, num_threads: int,
              progress: Progress | None) -> Cached:  # fmt: skip
     assert wanted.folder is not None

@@ -135,6 +135,8 @@ def packed(form: Form, values: list[Any]) -> Any:
 
 
 def _restored(leaf: Leaf, buffer: Buffer) -> Any:
+    if leaf.kind == "tensor" and not leaf.num_bytes:
+        return torch.empty(leaf.shape, dtype=leaf.dtype)
     if leaf.kind == "tensor":
         return torch.from_numpy(buffer).view(leaf.dtype).reshape(leaf.shape)
     if leaf.kind == "NoneType":
