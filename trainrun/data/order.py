@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,30 @@ class Share(NamedTuple):
     indices: Tensor
     real: bool
     last: bool
+
+
+class StreamPlan(Protocol):
+    """The stream of one rank, without the data: what every engine asks of a plan."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def global_size(self) -> int:
+        """Samples (or rows) in a full micro-batch over all ranks."""
+
+    @property
+    def num_batches(self) -> int:
+        """Global micro-batches in an epoch: the same on every rank."""
+
+    @property
+    def num_seen(self) -> int:
+        """Samples in an epoch, over all ranks."""
+
+    def effective_epoch(self, epoch: int) -> int: ...
+
+    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+        """This rank's shares from position `start` on, their indices on `device`."""
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:

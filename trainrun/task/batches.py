@@ -1,22 +1,29 @@
 """What is in a batch: inputs and target, from pairs or from dicts; and what a model gives back.
 
 A batch is a tuple or list `(inputs, target)`, or a dict with one key of each line:
-    inputs: input, inputs, x, image, images
+    inputs: input, inputs, x, image, images, input_ids
     target: target, targets, y, label, labels
+
+A dict of sequences may also have attention_mask (B, T), and of several in a row segment_ids and
+position_ids (B, T): the model gets those that its `forward` names, as keyword arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainrun.errors import DataError, PluginError
 
-INPUT_KEYS = ("input", "inputs", "x", "image", "images")
+INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids")
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
+MODEL_KEYS = ("attention_mask", "segment_ids", "position_ids")
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -52,6 +59,33 @@ def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
         f"data: a batch is {form_of(batch)}; this task reads (inputs, target), or a dict with "
         f"{' | '.join(INPUT_KEYS)} and {' | '.join(TARGET_KEYS)}; or name your own task: task._target_=..."
     )
+
+
+def run_model(model: nn.Module, inputs: Any, batch: Any) -> Any:
+    """The model's output for a batch, of which it also gets the `MODEL_KEYS` that it asks for.
+
+    PluginError: rows hold several sequences, and the model does not ask for `segment_ids`.
+    """
+    given = [key for key in MODEL_KEYS if key in batch] if isinstance(batch, Mapping) else []
+    if not given:
+        return model(inputs)
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    taken, takes_all = keywords_of(bare.__class__.forward)
+    if "segment_ids" in given and "segment_ids" not in taken:
+        raise PluginError(
+            f"model: data.padding=pack puts several sequences into a row, and {type(bare).__name__}.forward has no "
+            "argument segment_ids to keep them apart (see trainrun.data.sequences.segments.segment_mask); "
+            "add one, or use data.padding=bucket"
+        )
+    return model(inputs, **{key: batch[key] for key in given if takes_all or key in taken})
+
+
+@lru_cache(maxsize=16)
+def keywords_of(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """The arguments that a `forward` names, and whether it takes any others by keyword."""
+    parameters = inspect.signature(forward).parameters.values()
+    named = frozenset(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)
+    return named, any(item.kind is item.VAR_KEYWORD for item in parameters)
 
 
 def output_tensor(output: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
-from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor
+from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 from trainrun.task.losses import Loss, is_summed, no_sum, with_reduction
 
 TORCH_IGNORES = -100  # what torch's own losses ignore unless told
@@ -68,7 +68,7 @@ class Classification:
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError or DataError, at the first batch: outputs and targets do not fit each other."""
         inputs, target = inputs_and_target(batch)
-        logits = self._logits(model, inputs)
+        logits = self._logits(model, inputs, batch)
         if not self.checked:
             self._check(logits, target)
         if target.dtype is not torch.int64:
@@ -78,12 +78,12 @@ class Classification:
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, ...), the softmax's `confidence` in it, and `target` where the data has one."""
         inputs, target = inputs_and_maybe_target(batch)
-        confidence, prediction = self._logits(model, inputs).softmax(1).max(1)
+        confidence, prediction = self._logits(model, inputs, batch).softmax(1).max(1)
         columns = {"prediction": prediction, "confidence": confidence}
         return columns if target is None else columns | {"target": target}
 
-    def _logits(self, model: nn.Module, inputs: Any) -> Tensor:
-        logits = output_tensor(model(inputs))
+    def _logits(self, model: nn.Module, inputs: Any, batch: Any) -> Tensor:
+        logits = output_tensor(run_model(model, inputs, batch))
         return logits if self.class_dim == 1 else logits.movedim(self.class_dim, 1)
 
     def _loss_sum(self, logits: Tensor, target: Tensor) -> Tensor:

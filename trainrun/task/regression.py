@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
-from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor
+from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 from trainrun.task.losses import is_summed, no_sum, with_reduction
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"mse": mse_loss, "mae": l1_loss, "huber": huber_loss}
@@ -20,7 +20,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"mse": mse_loss, "mae": l1_loss, "hu
 class Regression:
     """Squared, absolute or Huber error, and the mean absolute error `mae`.
 
-    The loss of a sample is the mean over its own numbers; the forms of a batch are in
+    The loss of a sample is the mean over its own numbers, of a padded sequence (`target_weight` in the
+    batch) over its real positions; the forms of a batch are in
     `trainrun.task.batches`. Outputs and targets must have one shape: (B,) against (B, 1) is refused,
     because torch would compare every output with every target.
 
@@ -35,9 +36,10 @@ class Regression:
                 known = ", ".join(LOSSES)
                 raise ConfigError(f"task.loss={loss}: must be one of {known}, or task.loss._target_=...")
             self.loss: Any = partial(LOSSES[loss], reduction="sum")
+            self.elementwise: Any = partial(LOSSES[loss], reduction="none")
             self.sums_elements = True
         else:
-            self.loss = with_reduction(loss, "none")
+            self.loss = self.elementwise = with_reduction(loss, "none")
             self.sums_elements = False
         self.checked = False
 
@@ -47,23 +49,38 @@ class Regression:
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError: the shapes differ, in this batch or any other."""
         inputs, target = inputs_and_target(batch)
-        output = output_tensor(model(inputs))
+        output = output_tensor(run_model(model, inputs, batch))
         if output.shape != target.shape:
             raise shapes_differ(output, target)
         if not self.checked:
             self._check(output, target)
         if target.dtype is not output.dtype:
             target = target.to(output.dtype)
+        if isinstance(batch, Mapping) and "target_weight" in batch:
+            return self._sequence_step(output, target, batch["target_weight"])
         # what one number weighs in the mean of its sample
         share = 1.0 if target.ndim == 1 else target.shape[0] / max(target.numel(), 1)
         return StepOutput(
             self._loss_sum(output, target, share), {"mae": lambda: (output - target).abs().sum() * share}
         )
 
+    def _sequence_step(self, output: Tensor, target: Tensor, weight: Tensor) -> StepOutput:
+        """Targets (B, T, ...). weight: (B, T), what a position weighs in its sample, 0 at padding."""
+        padding = (weight == 0).view(*weight.shape, *[1] * (target.ndim - 2)).expand_as(target)
+        output, target = output.masked_fill(padding, 0), target.masked_fill(padding, 0)
+        each = self.elementwise(output, target)
+        if each.shape[:2] != target.shape[:2]:
+            raise PluginError(
+                f"task.loss: gives {tuple(each.shape)} for sequences {tuple(target.shape)}; "
+                "give one number per position, and no sum, because padding must not count"
+            )
+        mae = (output - target).abs()
+        return StepOutput(mean_by_sample(each, weight), {"mae": lambda: mean_by_sample(mae, weight)})
+
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction`, and `target` where the data has one."""
         inputs, target = inputs_and_maybe_target(batch)
-        columns = {"prediction": output_tensor(model(inputs))}
+        columns = {"prediction": output_tensor(run_model(model, inputs, batch))}
         return columns if target is None else columns | {"target": target}
 
     def _loss_sum(self, output: Tensor, target: Tensor, share: float) -> Tensor:
@@ -83,6 +100,11 @@ class Regression:
         if isinstance(self.loss, nn.Module):
             self.loss.to(output)
         self.checked = True
+
+
+def mean_by_sample(each: Tensor, weight: Tensor) -> Tensor:
+    """Sum over samples of the weighted mean over their positions; further dimensions are averaged."""
+    return (each.flatten(2).mean(2) * weight if each.ndim > 2 else each * weight).sum()
 
 
 def shapes_differ(output: Tensor, target: Tensor) -> PluginError:

@@ -1,0 +1,229 @@
+"""Where lengths come from, what needs nothing, what is refused, and the verdict against brute force."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Subset
+
+from trainrun.data.columns import Columns
+from trainrun.data.order import Plan
+from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
+from trainrun.errors import DataError
+
+LENGTHS = [5, 3, 9, 1, 7, 7, 2, 8, 4, 6, 3, 12]
+
+
+class Text:
+    """Counts what was read."""
+
+    def __init__(self, make=lambda length, index: torch.arange(length), lengths=LENGTHS):
+        self.make, self.own, self.read = make, lengths, 0
+
+    def __len__(self):
+        return len(self.own)
+
+    def __getitem__(self, index):
+        self.read += 1
+        return self.make(self.own[index], index)
+
+
+class Knowing(Text):
+    @property
+    def lengths(self):
+        return np.array(self.own)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.arange(3)])
+
+
+def chosen(source, batch_size=2, **options):
+    base = Plan(len(source) if hasattr(source, "__len__") else 0, batch_size)
+    return sequence_plan(source, base, SequenceOptions("data.train", **options))
+
+
+def refused(source, match, **options):
+    with pytest.raises(DataError, match=match):
+        chosen(source, **options)
+
+
+def test_lengths_are_read_only_where_they_are_unknown():
+    knowing, plain = Knowing(), Text()
+    assert "reading" not in chosen(knowing, padding="bucket").line
+    assert knowing.read < 12
+    assert "measured by reading 12 samples in" in chosen(plain, padding="bucket").line
+    assert plain.read >= 12
+    part = chosen(Subset(Knowing(), [0, 2, 4]), padding="bucket")
+    assert "lengths: 5 to 9, median 7" in part.line
+    assert "reading" not in part.line
+
+
+def test_lengths_that_do_not_fit_the_samples_are_not_believed():
+    def pair(length, index):
+        return torch.arange(length + 2), torch.arange(length + 2)
+
+    line = chosen(Knowing(pair), padding="bucket").line
+    assert "lengths: 3 to 14, median 7.5" in line
+    assert "measured by reading" in line
+
+
+def test_reading_leaves_the_generators_alone():
+    def noisy(length, index):
+        random.random()
+        torch.rand(3)
+        return torch.arange(length)
+
+    before = torch.get_rng_state(), random.getstate()
+    chosen(Text(noisy), padding="pack")
+    chosen(Text(noisy))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+
+
+def test_samples_are_read_at_once_where_the_source_can():
+    class AtOnce(Text):
+        def __getitems__(self, indices):
+            return [self.make(self.own[index], index) for index in indices]
+
+    source = AtOnce()
+    assert "lengths: 1 to 12" in chosen(source, padding="bucket").line
+    assert source.read == 0
+
+
+def test_pictures_features_and_rows_of_one_length_need_nothing():
+    image = Text(lambda length, index: (torch.zeros(3, 8, 8), index))
+    assert chosen(image) is None
+    assert image.read == 1
+    assert chosen(Text(lambda length, index: (torch.zeros(4, 8), 1))) is None
+    assert chosen((torch.zeros(6, 5), torch.zeros(6))) is None
+    assert chosen((torch.zeros(6, 5).long(), torch.zeros(6))) is None
+    assert chosen((torch.zeros(6, 5).long(), torch.zeros(6)), max_sequence_length=3) is None
+    assert chosen((torch.zeros(6, 5).long(), torch.zeros(6), torch.zeros(6))) is None
+    assert chosen(Text(lambda length, index: (1, 2, torch.arange(length)))) is None
+    assert chosen(Text(), collate_fn=list) is None
+
+
+def test_rows_in_memory_are_cut_on_the_left_and_stay_columns():
+    source = {"ids": torch.arange(10).view(2, 5), "y": np.arange(2), "x": torch.zeros(2, 5)}
+    found = chosen(source, truncate="left", max_sequence_length=3)
+    assert isinstance(found.source, Columns)
+    assert found.collate is None
+    assert found.source[1]["ids"].tolist() == [7, 8, 9]
+    assert found.source[1]["x"].shape == (5,)
+    assert chosen(source, padding="bucket").collate is None
+    packed = chosen(source, 1, padding="pack", max_sequence_length=10)
+    batch = packed.collate([packed.source[0], packed.source[1]])
+    assert batch["segment_ids"].tolist() == [[1] * 5 + [2] * 5]
+
+
+def test_all_samples_of_one_length_stay_in_their_container():
+    def pair(length, index):
+        return torch.arange(4), torch.tensor(index)
+
+    found = chosen(Text(pair))
+    assert found.line == ""
+    inputs, target = found.collate([pair(0, 1), pair(0, 2)])
+    assert inputs.shape == (2, 4)
+    assert target.tolist() == [1, 2]
+
+
+def test_a_length_that_no_probe_showed_is_padded_all_the_same():
+    lengths = [4] * 100
+    lengths[50] = 2
+    found = chosen(Text(lengths=lengths))
+    assert isinstance(found.collate([torch.arange(4)] * 2), torch.Tensor)
+    mixed = found.collate([torch.arange(4), torch.arange(2)])
+    assert mixed["attention_mask"].tolist() == [[True] * 4, [True, True, False, False]]
+
+
+@pytest.mark.parametrize("padding", ["longest", "bucket", "pack", "token_budget"])
+@pytest.mark.parametrize(
+    ("size", "truncate", "multiple"),
+    [(None, "right", None), (6, "right", 4), (6, "drop", None), (5, "split", None)],
+)
+def test_the_verdict_says_what_batches_hold(padding, size, truncate, multiple):
+    lengths = np.random.default_rng(1).integers(1, 30, 300).tolist()
+    tokens = 90 if padding == "token_budget" else None
+    found = chosen(Knowing(lengths=lengths), 8, padding=padding, max_tokens=tokens, max_sequence_length=size,
+                   truncate=truncate, pad_multiple=multiple)  # fmt: skip
+    empty = total = 0
+    for share in found.plan.shares(0, 0):
+        batch = found.collate([found.source[index] for index in share.indices.tolist()])
+        mask = batch["attention_mask"] if "attention_mask" in batch else batch["segment_ids"] > 0
+        empty += int((~mask).sum())
+        total += mask.numel()
+    percent = 100 * empty / total
+    words = f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.1f} %"
+    assert f"{padding} {words}" in found.line.replace("under 0.1 %", "0.0 %")
+    assert f"lengths: {min(lengths)} to {max(lengths)}, median {np.median(lengths):g}; padding " in found.line
+    if size is not None:
+        above = 100 * np.mean(np.array(lengths) > size)
+        word = {"right": "truncated", "drop": "left out", "split": "split"}[truncate]
+        assert f"{above:.0f} % {word}" in found.line
+
+
+def test_bucket_and_pack_waste_less():
+    lengths = np.random.default_rng(1).geometric(0.05, 3000).clip(1, 100).tolist()
+    line = chosen(Text(lengths=lengths), 32, padding="bucket").line
+    words = line.split("padding ")[1].split(";")[0].replace(",", "").split()
+    shares = dict(zip(words[::3], map(float, words[1::3]), strict=True))
+    assert shares["longest"] > 50
+    assert shares["bucket"] < 10
+    assert shares["pack"] < 1
+
+
+def test_what_does_not_go_together_is_refused():
+    refused(Text(), "data.padding=token_budget: needs the budget", padding="token_budget")
+    refused(Text(), "data.max_tokens=8: only for data.padding=token_budget", max_tokens=8)
+    refused(Text(), "data.truncate=left: has no effect without", truncate="left")
+    refused(Text(), "data.padding=pack: forms the batches itself", padding="pack", collate_fn=list)
+    refused(Text(), "data.pad_multiple=8: your data.collate_fn", pad_multiple=8, collate_fn=list)
+    refused(
+        Text(),
+        "data.max_tokens=8: data.train has a sample of 12 positions",
+        padding="token_budget",
+        max_tokens=8,
+    )
+    refused(Text(), "no sample of data.train has at most 0", truncate="drop", max_sequence_length=0)
+    refused(torch.zeros(4, 3), "data.padding=bucket: data.train has no sequences", padding="bucket")
+    refused(torch.zeros(4, 3), "data.pad_multiple=8: data.train has no sequences", pad_multiple=8)
+    refused(Stream(), "data.padding=bucket: data.train is an IterableDataset", padding="bucket")
+    refused(Stream(), "data.truncate=split: .* IterableDataset", truncate="split", max_sequence_length=2)
+    refused(Stream(), "data.padding=max: .* say data.max_sequence_length", padding="max")
+    refused(Text(lambda length, index: (1, 2, 3)), "a tuple of 3 parts; or form", padding="bucket")
+    refused(Text(lengths=[]), "data set is empty", padding="bucket")
+    refused(Text(), "data.train, packed into rows, has 6 samples", padding="pack", batch_size=7)
+
+    def two(length, index):
+        return {"input_ids": torch.arange(length), "labels": torch.arange(length + 1)}
+
+    refused(Text(two), "input_ids and labels of one sample of data.train differ in length", padding="pack")
+    refused(
+        Text(lambda length, index: (torch.arange(length), 0.5)),
+        "target of data.train holds floats",
+        padding="pack",
+    )
+
+
+def test_a_sample_that_cannot_be_read_is_named_where_all_are_needed():
+    def broken(length, index):
+        if index == 6:
+            raise KeyError("gone")
+        return torch.arange(length)
+
+    refused(Text(broken), "sample 6 of Text cannot be read: KeyError", padding="bucket")
+    assert chosen(Text(broken)) is None or chosen(Text(broken)).line == ""
+
+
+def test_an_iterable_is_padded_batch_by_batch():
+    found = chosen(Stream(), max_sequence_length=2, truncate="left")
+    assert found.collate([torch.arange(3), torch.arange(1)])["inputs"].tolist() == [[1, 2], [0, 0]]
+    assert found.collate([(1, 2, 3)] * 2)[0].tolist() == [1, 1]
+
+
+def test_the_user_s_collate_function_gets_cut_samples():
+    found = chosen(Text(), truncate="left", max_sequence_length=2, collate_fn=list)
+    assert [item.tolist() for item in found.collate([torch.arange(4), torch.arange(1)])] == [[2, 3], [0]]

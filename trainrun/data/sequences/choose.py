@@ -1,0 +1,266 @@
+"""The door of this folder: from a source and the options of its lengths to batches that waste little.
+
+what: bucket sorts by length inside mega-batches, token_budget keeps samples times width below a number,
+    pack puts several sequences into a row; longest and max only pad.
+when: lengths differ. bucket for recurrent nets and attention alike; pack for models that take segment_ids.
+when not: lengths are nearly equal, or statistics over a batch must not be correlated with length.
+source: packing without cross-contamination, arXiv 2107.02027; megabatches as in fairseq.
+gain: padding of random batches of 64 Bible verses 56 %, of buckets 4 %, of packed rows of 128 1 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from trainrun.data.columns import TARGET_NAMES, Columns, columns_of
+from trainrun.data.order import Plan, StreamPlan, batch_too_large
+from trainrun.data.sequences.collate import Collate, Packed, Padded, rounded
+from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
+from trainrun.data.sequences.lengths import Measured, first_fields, measured
+from trainrun.data.sequences.packing import budget_batches, pack_rows
+from trainrun.data.sequences.plans import BucketPlan, BudgetPlan, PackPlan, SelectedPlan
+from trainrun.data.sequences.verdict import padding_shares, verdict, widths_of
+from trainrun.errors import DataError
+
+COMPOSED = ("bucket", "pack", "token_budget")  # modes that ask for lengths before a batch is read
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class SequenceOptions:
+    """As in the config. key: names the source in messages. collate_fn: the user's own."""
+
+    key: str
+    padding: str = "longest"
+    max_tokens: int | None = None
+    max_sequence_length: int | None = None
+    truncate: str = "right"
+    pad_multiple: int | None = None
+    collate_fn: Collate | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SequencePlan:
+    """How sequences become batches.
+
+    source: what to read, perhaps wrapped. plan: which samples; of an IterableDataset, positions.
+    collate: None where torch's own will do (then a resident engine is possible too). It cuts, so that
+    `Preparation` must not. line: for the first lines on the screen, "" where there is nothing to say.
+    """
+
+    source: Any
+    plan: StreamPlan
+    collate: Collate | None
+    line: str
+
+
+def sequence_plan(source: Any, base: Plan, options: SequenceOptions) -> SequencePlan | None:
+    """None where the data has no sequences, or where nothing has to be done but the cut of `Preparation`.
+
+    source: samples as the model is to see them: cached and transformed. base: the plan that would be
+    used otherwise (unchecked: its batch may be larger than the data). Reads samples only where lengths
+    have to be known and the source has no `lengths`.
+    """
+    check(options)
+    if options.collate_fn is not None and options.padding == "longest" and options.truncate == "right":
+        return None
+    if isinstance(source, IterableDataset):
+        return _of_iterable(source, base, options)
+    columns = source if isinstance(source, Columns) else columns_of(source, options.key)
+    source = source if columns is None else columns
+    found = measured(source, options.key, base.seed, need_lengths(options))
+    if not found.names:
+        _refuse_without_sequences(options)
+        return None
+    if columns is not None and (options.max_sequence_length is None or options.truncate in ("left", "right")):
+        return _of_columns(columns, found, base, options)
+    return _composed(source, found, base, options)
+
+
+def need_lengths(options: SequenceOptions) -> bool:
+    cuts = options.max_sequence_length is not None
+    if options.padding in COMPOSED or (cuts and options.truncate in ("drop", "split")):
+        return True
+    return options.padding == "max" and not cuts
+
+
+def check(options: SequenceOptions) -> None:
+    """DataError: options that do not go together."""
+    budget = options.padding == "token_budget"
+    if budget and options.max_tokens is None:
+        raise DataError("data.padding=token_budget: needs the budget: data.max_tokens=8192, for instance")
+    if options.max_tokens is not None and not budget:
+        raise DataError(
+            f"data.max_tokens={options.max_tokens}: only for data.padding=token_budget; leave one out"
+        )
+    if options.truncate != "right" and options.max_sequence_length is None:
+        raise DataError(f"data.truncate={options.truncate}: has no effect without data.max_sequence_length")
+    if options.collate_fn is None:
+        return
+    if options.padding in ("max", "pack"):
+        raise DataError(
+            f"data.padding={options.padding}: forms the batches itself; leave data.collate_fn out"
+        )
+    if options.pad_multiple is not None:
+        raise DataError(
+            f"data.pad_multiple={options.pad_multiple}: your data.collate_fn pads; leave one of them out"
+        )
+
+
+def _refuse_without_sequences(options: SequenceOptions) -> None:
+    asked = {"data.padding": (options.padding, "longest"), "data.truncate": (options.truncate, "right"),
+             "data.pad_multiple": (options.pad_multiple, None)}  # fmt: skip
+    for key, (value, default) in asked.items():
+        if value != default:
+            raise DataError(
+                f"{key}={value}: {options.key} has no sequences (1-D integer tensors, or tensors whose first "
+                f"dimension differs between samples); leave it out"
+            )
+
+
+def _of_iterable(source: Any, base: Plan, options: SequenceOptions) -> SequencePlan:
+    """Lengths are not known beforehand, so each batch is padded by itself."""
+    size = options.max_sequence_length
+    if options.padding in COMPOSED or options.truncate in ("drop", "split"):
+        name = "padding" if options.padding in COMPOSED else "truncate"
+        raise DataError(
+            f"data.{name}={getattr(options, name)}: {options.key} is an IterableDataset, whose lengths are not "
+            "known beforehand; use data.padding=longest or max, and data.truncate=left or right"
+        )
+    if options.padding == "max" and size is None:
+        raise DataError(
+            f"data.padding=max: {options.key} is an IterableDataset; say data.max_sequence_length"
+        )
+    return SequencePlan(source, base, _padding(Measured(), options, size), "")
+
+
+def _of_columns(
+    columns: Columns, found: Measured, base: Plan, options: SequenceOptions
+) -> SequencePlan | None:
+    """Rows of one length: cut once, and often nothing is left to be padded."""
+    assert found.lengths is not None
+    size, length = options.max_sequence_length, int(found.lengths[0])
+    if size is not None and size < length:
+        part = slice(-size, None) if options.truncate == "left" else slice(size)
+        named = zip(fields_of(columns[0]), columns.values, strict=True)
+        values = tuple(value[:, part] if name in found.names else value for name, value in named)
+        columns, length = replace(columns, values=values), size
+        found = replace(found, lengths=np.minimum(found.lengths, size))
+    width = rounded(max(length, size or 0) if options.padding == "max" else length, options.pad_multiple)
+    if width != length or options.padding in ("pack", "token_budget"):
+        return _composed(columns, found, base, replace(options, truncate="right"))
+    if options.padding == "longest" and options.truncate == "right":
+        return None
+    return SequencePlan(columns, fitting(base, len(columns), options.key), options.collate_fn, "")
+
+
+def _composed(source: Any, found: Measured, base: Plan, options: SequenceOptions) -> SequencePlan:
+    size, lengths, kept = options.max_sequence_length, found.lengths, None
+    _check_alike(source, found, base, options)
+    before = found.seen
+    if lengths is not None and size is not None:
+        if options.truncate == "drop":
+            kept = np.flatnonzero(lengths <= size)
+            lengths = lengths[kept]
+        elif options.truncate == "split" and (lengths > size).any():
+            source = Pieces(source, lengths, size, found.names)
+            lengths = source.lengths
+        lengths = np.minimum(lengths, size)
+    count = len(source) if kept is None else len(kept)
+    if count == 0:
+        raise DataError(
+            f"data.truncate=drop: no sample of {options.key} has at most {size} positions; "
+            "raise data.max_sequence_length"
+        )
+    widest = size if size is not None and options.padding in ("max", "pack") else None
+    if widest is None and lengths is not None:
+        widest = int(lengths.max())
+    differ = bool((lengths != lengths[0]).any()) if lengths is not None else found.varies
+    found = replace(found, varies=differ)
+    plan = _plan(replace(base, num_samples=count), lengths, widest, options)
+    if kept is not None:
+        plan = SelectedPlan(plan, torch.from_numpy(kept))
+    collate = _padding(found, options, widest)
+    return SequencePlan(source, plan, collate, _line(before, lengths, widest, found, base, options))
+
+
+def _plan(base: Plan, lengths: Array | None, widest: int | None, options: SequenceOptions) -> StreamPlan:
+    key = options.key
+    if options.padding not in COMPOSED:
+        return fitting(base, base.num_samples, key)
+    assert lengths is not None
+    assert widest is not None
+    if options.padding == "bucket":
+        return BucketPlan(fitting(base, len(lengths), key), torch.from_numpy(lengths))
+    if options.padding == "pack":
+        rows = pack_rows(lengths, rounded(widest, options.pad_multiple), base.seed, base.shuffle)
+        return PackPlan(fitting(base, len(rows), f"{key}, packed into rows,"), rows)
+    assert options.max_tokens is not None
+    widths = widths_of(lengths, options.pad_multiple)
+    if widths.max() > options.max_tokens:
+        raise DataError(
+            f"data.max_tokens={options.max_tokens}: {options.key} has a sample of {widths.max()} positions, "
+            "which no batch can hold; raise it, or cut with data.max_sequence_length"
+        )
+    budget = options.max_tokens * base.world_size
+    return BudgetPlan(base, budget_batches(lengths, widths, budget, base.seed, base.shuffle))
+
+
+def fitting(base: Plan, count: int, key: str) -> Plan:
+    """The plan for so many samples (or rows). DataError: too few for one batch of training."""
+    plan = replace(base, num_samples=count)
+    if plan.global_size <= count:
+        return plan
+    if plan.training:
+        raise batch_too_large(key, count, plan)
+    return replace(plan, batch_size=-(-count // plan.world_size))
+
+
+def _padding(found: Measured, options: SequenceOptions, widest: int | None) -> Collate:
+    names = found.names if found.varies else ()
+    size, cut = options.max_sequence_length, None
+    if size is not None and options.truncate in ("left", "right"):
+        cut = Cut(size, options.truncate == "left", found.names if names else ())
+    if options.collate_fn is not None:
+        return options.collate_fn if cut is None else CutThen(cut, options.collate_fn)
+    if options.padding == "pack":
+        assert widest is not None
+        return Packed(found.names, rounded(widest, options.pad_multiple), cut)
+    return Padded(names, widest if options.padding == "max" else None, options.pad_multiple, cut)
+
+
+def _check_alike(source: Any, found: Measured, base: Plan, options: SequenceOptions) -> None:
+    """What pack and split ask of the fields of a sample."""
+    for key, value in (("data.padding", options.padding), ("data.truncate", options.truncate)):
+        if value in ("pack", "split") and not found.aligned:
+            raise DataError(
+                f"{key}={value}: {' and '.join(found.names)} of one sample of {options.key} differ in length; "
+                "it needs equal ones"
+            )
+    if options.padding != "pack":
+        return
+    for name, value in first_fields(source, options.key, base.seed).items():
+        numbers = isinstance(value, torch.Tensor | np.generic | float)
+        if name in TARGET_NAMES and numbers and torch.as_tensor(value).is_floating_point():
+            raise DataError(  # no float says `there is no target here`
+                f"data.padding=pack: {name} of {options.key} holds floats, which cannot be told from padding; "
+                "use data.padding=bucket"
+            )
+
+
+def _line(before: Array | None, after: Array | None, widest: int | None, found: Measured, base: Plan,
+          options: SequenceOptions) -> str:  # fmt: skip
+    """The verdict; "" where all that was seen is equally long and needs no words."""
+    size = options.max_sequence_length
+    if before is None or ((before == before[0]).all() and options.padding == "longest"):
+        return ""
+    if after is None:
+        after = before if size is None else np.minimum(before, size)
+    width = rounded(int(after.max()) if widest is None else widest, options.pad_multiple)
+    shares = padding_shares(after, base, width, options.pad_multiple, options.max_tokens)
+    return f"{options.key}: " + verdict(before, shares, options.padding, size, options.truncate, found.how)

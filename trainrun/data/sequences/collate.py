@@ -1,0 +1,189 @@
+"""Samples of unequal length into one batch: padded, or several in a row.
+
+A padded batch is a dict. Of dict samples it has their keys; of pairs `inputs` and `target` (inputs that
+are a dict give their own keys), of bare tensors `inputs`. With them come
+    attention_mask: (B, T) bool, False at padding; one that the samples bring themselves stays theirs
+    target_weight: (B, T) float64, one over the length at each real position, for targets that are
+        sequences of floats: the loss of a sample is the mean over its own positions
+A pack has, in place of attention_mask,
+    segment_ids: (B, T) int64, 1, 2, .. for the sequences of a row, 0 at padding
+    position_ids: (B, T) int64, from 0 in every sequence
+and what is no sequence (a label) is (B, S), column s for segment s + 1. Integer targets are filled with
+-100, which torch's losses ignore, everything else with 0.
+
+A model gets inputs, and those of attention_mask, segment_ids and position_ids that its `forward` names,
+as keyword arguments (`trainrun.task.batches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import default_collate
+
+from trainrun.data.batch import arrays_to_tensors, map_leaves
+from trainrun.data.columns import TARGET_NAMES
+from trainrun.data.sequences.fields import Cut, Fields, fields_of, forms_of, sequence_names
+from trainrun.data.sequences.packing import next_fit
+from trainrun.data.sequences.segments import IGNORED
+
+Collate = Callable[[list[Any]], Any]
+
+
+def rounded(length: int, multiple: int | None) -> int:
+    """Up to a multiple, and at least one position, which kernels want."""
+    length = max(length, 1)
+    return length if multiple is None else -(-length // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Pads the sequences of a batch to its longest, or to `width`.
+
+    names: the sequences, where it is known that lengths differ. With () they are those of the batch at
+        hand, and a batch in which nothing has to be padded stays in the user's container.
+    padding_value: between the ends; no result may depend on it.
+    """
+
+    names: tuple[str, ...] = ()
+    width: int | None = None
+    multiple: int | None = None
+    cut: Cut | None = None
+    padding_value: float = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self.cut is not None:
+            samples = [self.cut(sample) for sample in samples]
+        if self.names:
+            return self._padded([fields_of(sample) for sample in samples], self.names)
+        if self.width is None and self.multiple is None:
+            try:
+                return as_they_are(samples)
+            except RuntimeError:  # so torch says that shapes differ; a look ahead would cost every batch
+                rows = [fields_of(sample) for sample in samples]
+                names, differ = sequence_names([forms_of(row) for row in rows])
+                if not differ:
+                    raise
+                return self._padded(rows, names)
+        rows = [fields_of(sample) for sample in samples]
+        names = self._short_names(rows)
+        return self._padded(rows, names) if names else as_they_are(samples)
+
+    def _padded(self, rows: list[Fields], names: tuple[str, ...]) -> Fields:
+        batch = {
+            name: self._column(name, [row[name] for row in rows])
+            if name in names
+            else default_collate([row[name] for row in rows])
+            for name in rows[0]
+        }
+        lengths = torch.tensor([len(row[names[0]]) for row in rows])
+        mask = torch.arange(batch[names[0]].shape[1]) < lengths[:, None]
+        batch.setdefault("attention_mask", mask)
+        if (target := float_target(batch, names)) is not None:
+            own = torch.tensor([len(row[target]) for row in rows])[:, None]
+            inside = torch.arange(batch[target].shape[1]) < own
+            batch["target_weight"] = inside / own.clamp(min=1).double()
+        return batch
+
+    def _short_names(self, rows: list[Fields]) -> tuple[str, ...]:
+        names, differ = sequence_names([forms_of(row) for row in rows])
+        if differ:
+            return names
+        return tuple(name for name in names if len(rows[0][name]) != self._width(len(rows[0][name])))
+
+    def _width(self, longest: int) -> int:
+        return rounded(longest if self.width is None else max(longest, self.width), self.multiple)
+
+    def _column(self, name: str, values: list[Tensor]) -> Tensor:
+        fill, values = filler(name, values, self.padding_value)
+        together = pad_sequence(values, batch_first=True, padding_value=fill)
+        missing = self._width(together.shape[1]) - together.shape[1]
+        return pad(together, [0, 0] * (together.ndim - 2) + [0, missing], value=fill) if missing else together
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Puts samples one after the other into rows of `width` positions, by `next_fit`.
+
+    names: the sequences; those of one sample are equally long.
+    """
+
+    names: tuple[str, ...]
+    width: int
+    cut: Cut | None = None
+    padding_value: float = 0
+
+    def __call__(self, samples: list[Any]) -> Fields:
+        rows = [fields_of(sample if self.cut is None else self.cut(sample)) for sample in samples]
+        lengths = [len(row[self.names[0]]) for row in rows]
+        for name in self.names:
+            if lengths != [len(row[name]) for row in rows]:
+                raise ValueError(
+                    f"{name} and {self.names[0]} of one sample differ in length; pack needs equal ones"
+                )
+        if max(lengths) > self.width:
+            raise ValueError(f"a sequence of {max(lengths)} positions is longer than a row of {self.width}")
+        row, begin = torch.tensor(next_fit(lengths, self.width)).T.contiguous()
+        size = torch.tensor(lengths)
+        slot = torch.arange(len(rows)) - torch.searchsorted(row, row)  # which segment of its row, from 0
+        shape = (int(row[-1]) + 1, self.width)
+        inside = torch.arange(int(size.sum())) - torch.repeat_interleave(size.cumsum(0) - size, size)
+        where = torch.repeat_interleave(row * self.width + begin, size) + inside
+        batch: Fields = {}
+        for name in rows[0]:
+            values = [item[name] for item in rows]
+            if name in self.names:
+                fill, values = filler(name, values, self.padding_value)
+                batch[name] = scattered(torch.cat(values), where, shape, fill)
+            else:
+                batch[name] = self._by_segment(name, values, row, slot)
+        batch["segment_ids"] = scattered(torch.repeat_interleave(slot + 1, size), where, shape, 0)
+        batch["position_ids"] = scattered(inside, where, shape, 0)
+        return batch
+
+    def _by_segment(self, name: str, values: list[Any], row: Tensor, slot: Tensor) -> Any:
+        together = default_collate(values)
+        num_rows, num_slots = int(row[-1]) + 1, int(slot.max()) + 1
+        if not isinstance(together, Tensor):
+            table: list[list[Any]] = [[] for _ in range(num_rows)]
+            for number, value in zip(row.tolist(), values, strict=True):
+                table[number].append(value)
+            return table
+        fill, (together,) = filler(name, [together], self.padding_value)
+        return scattered(together, row * num_slots + slot, (num_rows, num_slots), fill)
+
+
+def scattered(values: Tensor, where: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
+    """(rows, columns, ...) of `fill`, with values (n, ...) at the flat places `where` (n,)."""
+    out = values.new_full((shape[0] * shape[1], *values.shape[1:]), fill)
+    out[where] = values
+    return out.view(*shape, *values.shape[1:])
+
+
+def filler(name: str, values: Sequence[Tensor], padding_value: float) -> tuple[float, list[Tensor]]:
+    """What fills a field up; integer targets are widened where they could not hold it."""
+    first = values[0]
+    if first.is_floating_point() or first.is_complex():
+        return padding_value, list(values)
+    if name in TARGET_NAMES:
+        narrow = first.dtype in (torch.uint8, torch.bool)
+        return IGNORED, [value.long() for value in values] if narrow else list(values)
+    return (0 if first.dtype is torch.bool or name == "attention_mask" else int(padding_value)), list(values)
+
+
+def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
+    """The target that is a sequence of floats, where there is one."""
+    found = (name for name in names if name in TARGET_NAMES and fields[name].is_floating_point())
+    return next(found, None)
+
+
+def as_they_are(samples: list[Any]) -> Any:
+    """Samples of one shape in the user's container; tuples stay tuples, unlike torch's own collate."""
+    batch = default_collate([map_leaves(sample, arrays_to_tensors) for sample in samples])
+    return tuple(batch) if type(samples[0]) is tuple else batch

@@ -1,0 +1,163 @@
+"""The named leaves of a sample, and which of them are sequences.
+
+A sample is a tensor, a pair (inputs, target) or a dict. Its fields are the entries of the dict;
+of a pair `inputs` and `target` (inputs that are a dict give their own entries), of a bare tensor
+`inputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainrun.data.batch import as_tensor, is_integer, map_leaves
+
+Fields = dict[str, Any]
+FIELD_FORMS = "a sample must be a tensor, a pair (inputs, target) or a dict"
+
+
+class Form(NamedTuple):
+    """Of one leaf. tokens: it is 1-D and holds integers."""
+
+    length: int
+    tokens: bool
+
+
+def map_fields(sample: Any, function: Callable[[str, Any], Any]) -> Any:
+    """The same containers with `function(name, leaf)` in place of every leaf.
+
+    TypeError: another form. Lists of plain numbers and NumPy arrays become tensors.
+    """
+    if isinstance(sample, Mapping):
+        return {name: function(name, leaf(value)) for name, value in sample.items()}
+    if isinstance(sample, tuple | list) and not is_numbers(sample):
+        if not has_fields(sample):
+            raise TypeError(f"{FIELD_FORMS}; this one is a {type(sample).__name__} of {len(sample)} parts")
+        parts = [map_fields(sample[0], function)]
+        parts += [function("target", leaf(part)) for part in sample[1:]]
+        return type(sample)._make(parts) if hasattr(sample, "_make") else type(sample)(parts)
+    return function("inputs", leaf(sample))
+
+
+def has_fields(sample: Any) -> bool:
+    """Whether `map_fields` knows its form."""
+    return not isinstance(sample, tuple | list) or is_numbers(sample) or len(sample) in (1, 2)
+
+
+def fields_of(sample: Any) -> Fields:
+    """Its leaves by name, in their order. TypeError: see `map_fields`."""
+    fields: Fields = {}
+    map_fields(sample, fields.__setitem__)
+    return fields
+
+
+def is_numbers(value: Any) -> bool:
+    """Whether it is a list of plain numbers, as readers of JSON give token ids."""
+    return isinstance(value, list) and all(type(item) in (int, float) for item in value)
+
+
+def leaf(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return as_tensor(value) if value.dtype.kind in "biufc" else value
+    if is_numbers(value):
+        return torch.tensor(value) if len(value) else torch.zeros(0, dtype=torch.int64)
+    return value
+
+
+def forms_of(fields: Fields) -> dict[str, Form]:
+    """Of the leaves that have a first dimension."""
+    return {
+        name: Form(len(value), value.ndim == 1 and is_integer(value))
+        for name, value in fields.items()
+        if isinstance(value, Tensor) and value.ndim
+    }
+
+
+def sequence_names(samples: Iterable[Mapping[str, Form]]) -> tuple[tuple[str, ...], bool]:
+    """The fields that are sequences, and whether their lengths differ between these samples.
+
+    Those whose lengths differ; where none does, the tokens that are as long as the first tokens.
+    """
+    first, *others = samples
+    names = [name for name in first if all(name in other for other in others)]
+    varying = [name for name in names if any(other[name].length != first[name].length for other in others)]
+    if varying:
+        return tuple(varying), True
+    tokens = [name for name in names if first[name].tokens]
+    return tuple(name for name in tokens if first[name].length == first[tokens[0]].length), False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Leaves of a sample cut to `size` positions: the first, or with `left` the last.
+
+    names: the sequences; () cuts all tokens.
+    """
+
+    size: int
+    left: bool = False
+    names: tuple[str, ...] = ()
+
+    def __call__(self, sample: Any) -> Any:
+        if has_fields(sample):
+            return map_fields(sample, self._cut)
+        return map_leaves(sample, partial(self._cut, ""))
+
+    def _cut(self, name: str, value: Any) -> Any:
+        chosen = name in self.names if self.names else is_integer(value) and value.ndim == 1
+        if not chosen or len(value) <= self.size:
+            return value
+        return value[-self.size :] if self.left else value[: self.size]
+
+
+class CutThen:
+    """The user's own collate function, on samples that were cut."""
+
+    def __init__(self, cut: Cut, collate: Callable[[list[Any]], Any]) -> None:
+        self._cut, self._collate = cut, collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._collate([self._cut(sample) for sample in samples])
+
+
+class Pieces:
+    """A map-style source whose long samples stand as several: piece after piece, all of them.
+
+    Every sequence of a sample is cut at the same places; what is no sequence (a label) is repeated.
+    lengths: (N,) int64, of the samples of `source`. `sample` and `begin`: (M,) int64, of each piece.
+    """
+
+    def __init__(self, source: Any, lengths: np.ndarray[Any, Any], size: int, names: tuple[str, ...]) -> None:
+        self._source, self._size, self._names = source, size, names
+        counts = np.maximum(1, -(-lengths // size))
+        self.sample = np.repeat(np.arange(len(lengths)), counts)
+        ends = np.cumsum(counts)
+        self.begin = (np.arange(len(self.sample)) - np.repeat(ends - counts, counts)) * size
+        self.lengths = np.minimum(lengths[self.sample] - self.begin, size)
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._piece(self._source[int(self.sample[index])], index)
+
+    def describe(self, index: int) -> str:
+        """Where the piece comes from, for messages."""
+        number = int(self.sample[index])
+        place = f"positions {int(self.begin[index])} and on of sample {number}"
+        describe = getattr(self._source, "describe", None)
+        return f"{place} ({describe(number)})" if callable(describe) else place
+
+    def _piece(self, sample: Any, index: int) -> Any:
+        begin = int(self.begin[index])
+
+        def cut(name: str, value: Any) -> Any:
+            return value[begin : begin + self._size] if name in self._names else value
+
+        return map_fields(sample, cut)

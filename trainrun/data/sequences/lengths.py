@@ -1,0 +1,176 @@
+"""How long the samples are: what the source says, what lies in memory, or what reading all of them shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Subset
+
+from trainrun.data.columns import Columns
+from trainrun.data.loader import reads_at_once
+from trainrun.data.sequences.fields import Fields, Form, fields_of, forms_of, has_fields, sequence_names
+from trainrun.data.workers import seed_globals
+from trainrun.errors import DataError
+from trainrun.randomness import kept_random_state
+from trainrun.usercode import line_of
+
+PROBES = 8  # samples that show which fields are sequences
+ESTIMATE_SAMPLES = 1000
+ESTIMATE_SECONDS = 0.5
+AT_ONCE = 256  # samples asked of `__getitems__` in one call
+Forms = Mapping[str, Form]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """The sequences of a data set.
+
+    names: which fields they are, () where there is none. varies: whether lengths are known to differ.
+    lengths: (N,) int64, a sample's longest sequence; None where only some were read. seen: of those.
+    how: in words, where it took reading. aligned: the sequences of one sample were always equally long.
+    """
+
+    names: tuple[str, ...] = ()
+    varies: bool = False
+    lengths: np.ndarray[Any, Any] | None = None
+    seen: np.ndarray[Any, Any] | None = None
+    how: str = ""
+    aligned: bool = True
+
+
+def measured(source: Any, key: str, seed: int, need_all: bool) -> Measured:
+    """need_all: the lengths of all samples are wanted, if need be by reading each once, as in epoch 0.
+
+    The same on every rank, except for `seen`. DataError: a sample cannot be read, or `need_all` of
+    samples in which fields cannot be told apart.
+    """
+    count = len(source)
+    if count == 0:
+        raise DataError(f"{key}: the data set is empty")
+    with kept_random_state():
+        if isinstance(source, Columns):
+            return _of_columns(source)
+        if not need_all and not _promising(source, key, seed):
+            return Measured()
+        said = said_lengths(source)
+        spread = np.unique(np.linspace(0, count - 1, PROBES).astype(np.int64)).tolist()
+        if said is not None:
+            probes = {0, int(said.argmin()), int(said.argmax()), *spread}
+            forms = {index: _forms(source, index, key, seed) for index in sorted(probes)}
+            names, varies = sequence_names(forms.values())
+            if names and all(_longest(forms[index], names) == said[index] for index in probes):
+                return Measured(names, varies, said, said, "", aligned(forms.values(), names))
+        if need_all:
+            return _read_all(source, key, seed)
+        return _estimated(source, key, seed, spread)
+
+
+def first_fields(source: Any, key: str, seed: int) -> Fields:
+    """Of sample 0."""
+    with kept_random_state():
+        return fields_of(_read(source, 0, key, seed))
+
+
+def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:
+    """What a source knows of itself without decoding; None where it does not."""
+    if type(source) is Subset:
+        whole = said_lengths(source.dataset)
+        return None if whole is None else whole[np.asarray(source.indices)]
+    lengths = getattr(source, "lengths", None)
+    lengths = lengths() if callable(lengths) else lengths
+    if lengths is None or len(lengths) != len(source):
+        return None
+    return np.asarray(lengths, dtype=np.int64)
+
+
+def _of_columns(columns: Columns) -> Measured:
+    """Rows of one array are equally long."""
+    if not has_fields(columns[0]):
+        return Measured()
+    forms = forms_of(fields_of(columns[0]))
+    names, _ = sequence_names([forms])
+    if not names:
+        return Measured()
+    lengths = np.full(len(columns), forms[names[0]].length, dtype=np.int64)
+    return Measured(names, False, lengths, lengths)
+
+
+def _promising(source: Any, key: str, seed: int) -> bool:
+    """Whether sample 0 may be a sequence: of tokens, or of up to two dimensions; a picture is none."""
+    try:
+        fields = fields_of(_read(source, 0, key, seed))
+    except (DataError, TypeError):  # it is read again in the run, and fails there by its own name
+        return False
+    return any(form.tokens or fields[name].ndim == 2 for name, form in forms_of(fields).items())
+
+
+def _estimated(source: Any, key: str, seed: int, spread: list[int]) -> Measured:
+    """From some samples: which fields are sequences from fixed ones, `seen` from as many as time allows."""
+    try:
+        names, varies = sequence_names([_forms(source, index, key, seed) for index in spread])
+        if not varies:
+            return Measured(names)
+        more = np.unique(np.linspace(0, len(source) - 1, ESTIMATE_SAMPLES).astype(np.int64)).tolist()
+        end, seen = perf_counter() + ESTIMATE_SECONDS, []
+        for index in [*spread, *more]:
+            seen.append(_longest(_forms(source, index, key, seed), names))
+            if perf_counter() > end:
+                break
+    except DataError:  # a sample that cannot be read fails again in the run, where data.on_error decides
+        return Measured()
+    return Measured(names, True, None, np.array(seen), f"estimated from {len(seen)} samples")
+
+
+def _read_all(source: Any, key: str, seed: int) -> Measured:
+    started, count = perf_counter(), len(source)
+    forms = list(_all_forms(source, key, seed))
+    names, varies = sequence_names(forms)
+    lengths = np.array([_longest(form, names) for form in forms], dtype=np.int64)
+    seconds = perf_counter() - started
+    how = f"measured by reading {count} samples in {seconds:.1f} s; a source with .lengths needs none"
+    return Measured(names, varies, lengths, lengths, how, aligned(forms, names))
+
+
+def _all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:
+    count = len(source)
+    if not reads_at_once(source):
+        yield from (_forms(source, index, key, seed) for index in range(count))
+        return
+    for begin in range(0, count, AT_ONCE):
+        indices = list(range(begin, min(begin + AT_ONCE, count)))
+        yield from (_forms_of(sample, key) for sample in _read(source, indices[0], key, seed, indices))
+
+
+def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | None = None) -> Any:
+    """One sample, or the list of those with these indices, drawn as in epoch 0."""
+    seed_globals(seed, 0, index)
+    try:
+        return source[index] if indices is None else source.__getitems__(indices)
+    except Exception as error:
+        raise DataError(
+            f"{key}: sample {index} of {type(source).__name__} cannot be read: "
+            f"{type(error).__name__}: {error}{line_of(error)}"
+        ) from error
+
+
+def _forms(source: Any, index: int, key: str, seed: int) -> Forms:
+    return _forms_of(_read(source, index, key, seed), key)
+
+
+def _forms_of(sample: Any, key: str) -> Forms:
+    try:
+        return forms_of(fields_of(sample))
+    except TypeError as error:
+        raise DataError(f"{key}: {error}; or form the batches yourself, with data.collate_fn") from error
+
+
+def aligned(samples: Iterable[Forms], names: tuple[str, ...]) -> bool:
+    return all(len({forms[name].length for name in names}) == 1 for forms in samples)
+
+
+def _longest(forms: Forms, names: Iterable[str]) -> int:
+    return max((forms[name].length for name in names), default=0)
