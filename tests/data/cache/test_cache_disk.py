@@ -3,6 +3,7 @@ import os
 import pickle
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from cache_sources import RAGGED, SAMPLES, AtOnce, Made, child, reads_in, same
 
 from trainrun.data.cache.cached import cached
-from trainrun.data.cache.disk import read_header
+from trainrun.data.cache.disk import draft_of, read_header
 from trainrun.data.cache.fingerprint import own_fingerprint
 from trainrun.data.columns import columns_of
 from trainrun.errors import DataError
@@ -356,3 +357,20 @@ def test_a_failed_builder_leaves_nothing(tmp_path):
 def test_both_layouts_are_there(tmp_path):
     ragged = {kind for kind in SAMPLES if not on_disk(Made(kind), tmp_path).slots.layout.starts}
     assert ragged == set(RAGGED)
+
+
+def test_who_waited_for_a_builder_that_failed_does_not_write_to_its_lost_file(tmp_path):
+    path, sound = tmp_path / "x.cache", []
+
+    def wait():
+        with draft_of(path) as opened:
+            sound.append(opened is None or os.path.samestat(os.fstat(opened[0]), os.stat(opened[1])))
+
+    with draft_of(path):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.3)
+        assert sound == []
+    thread.join()
+    assert sound == [True]
+    assert files_in(tmp_path) == []

@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from trainrun.compose import compose_run
 from trainrun.data.cache.places import Places
 from trainrun.data.cache.spec import parse_cache, readable
-from trainrun.errors import DataError
+from trainrun.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,9 @@ def test_the_kept_part_is_spread_evenly():
         counts = [sum(index % step == rest for index in kept) * step / len(kept) for rest in range(step)]
         assert max(counts) < 1.35
         assert min(counts) > 0.7
+
+
+def test_a_wrong_word_is_found_with_the_other_faults_of_a_config():
+    with pytest.raises(ConfigError) as caught:
+        compose_run(["data=digits", "data.cache=pool:3x", "data.batch_size=0"])
+    assert [fault.split(":")[0] for fault in caught.value.faults] == ["data.batch_size=0", "data.cache=pool"]

@@ -66,7 +66,7 @@ def open_or_build(folder: Path, name: str, layout: Layout, expected_bytes: int, 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while (header := read_header(path, name)) is None or isinstance(header, str):
-            with _draft_of(path) as opened:
+            with draft_of(path) as opened:
                 if opened is None or isinstance(read_header(path, name), dict):
                     story = "built by another process"
                     continue
@@ -99,7 +99,7 @@ def _no_room(where: str, folder: Path, expected_bytes: int, why: str) -> DataErr
 
 
 @contextmanager
-def _draft_of(path: Path) -> Iterator[tuple[int, Path] | None]:
+def draft_of(path: Path) -> Iterator[tuple[int, Path] | None]:
     """The unfinished file, locked by this process; None where another one just finished it.
 
     The lock belongs to the file and ends with its owner: what a killed builder left is taken over.
