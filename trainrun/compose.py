@@ -27,7 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.checks import check
 from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.data.cache.spec import parse_cache
+from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.explain import explain, explain_value, first_line
 from trainrun.words import Words, split_words, translate, with_one_warmup
 
@@ -91,11 +92,21 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
         raise ConfigError(*faults, *error.faults) from error
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_value(error, str(error.full_key or "config"), "")) from error
-    faults += check(config)
+    faults += faults_of(config)
     if faults:
         raise ConfigError(*faults)
     config.run_name = config.run_name or f"{config.data.name}-{choices.get('model', 'model')}"
     return Composition(config, choices, kept, words.own, words.notes)
+
+
+def faults_of(config: RunConfig) -> list[str]:
+    """Of the values, and of those words that a room reads itself."""
+    faults = check(config)
+    try:
+        parse_cache(config.data.cache)
+    except DataError as error:
+        faults.append(str(error))
+    return faults
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
@@ -139,7 +150,7 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
             faults.append(explain_value(error, key, value))
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, RunConfig)
-    faults += check(config)
+    faults += faults_of(config)
     if faults:
         raise ConfigError(*faults)
     return config

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -63,6 +63,14 @@ class Columns:
         return self.values[1] if len(self.values) > 1 else None
 
 
+@runtime_checkable
+class MayBeColumns(Protocol):
+    """A map-style source that may be in memory, such as a full cache."""
+
+    def as_columns(self) -> Columns | None:
+        """None while it is not."""
+
+
 def rows(value: Column, indices: list[int]) -> Column:
     if isinstance(value, np.ndarray):
         return np.asarray(value[indices])
@@ -75,6 +83,8 @@ def columns_of(source: Any, key: str) -> Columns | None:
     In memory are: a tensor or array, a tuple, list or mapping of them, a plain `TensorDataset`, and
     `Arrays`. A list of tensors is a list of columns, not of samples.
     """
+    if isinstance(source, MayBeColumns):
+        return source.as_columns()
     if isinstance(source, Arrays | TensorDataset):
         if isinstance(source, TensorDataset) and type(source) is not TensorDataset:
             return None  # a subclass may do more than index

@@ -1,0 +1,97 @@
+"""Sources that the tests of the cache read; importable by processes that they start."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import torch
+
+Pair = namedtuple("Pair", "image label")
+
+
+def image_of(index):
+    return torch.arange(12, dtype=torch.uint8).reshape(3, 4) + index % 200
+
+
+def tokens_of(index):
+    return torch.arange(index * 7 % 23, dtype=torch.int64) * index
+
+
+SAMPLES = {
+    "tensor": lambda i: image_of(i),
+    "pair": lambda i: (image_of(i), i % 5),
+    "named": lambda i: Pair(image_of(i), np.int64(i)),
+    "list": lambda i: [np.full((2, 3), i, np.float32), i / 3, i % 2 == 0],
+    "dict": lambda i: {"x": np.arange(4, dtype=">i2") + i, "half": torch.full((2,), i, dtype=torch.bfloat16)},
+    "nested": lambda i: {"a": (i, [torch.tensor(float(i))]), "b": {"c": np.float32(i), "none": None}},
+    "flipped": lambda i: np.arange(12).reshape(3, 4).T[::-1] + i,
+    "empty": lambda i: (torch.zeros(0, 3), torch.tensor(1j * i), i),
+    "tokens": lambda i: (tokens_of(i), i),
+    "texts": lambda i: (f"text {'é' * (i % 7)}", b"x" * (i % 3), i),
+    "ragged_images": lambda i: torch.full((1 + i % 3, 2 + i % 4, 3), i, dtype=torch.float64),
+}
+RAGGED = ("tokens", "texts", "ragged_images")
+
+
+class Made:
+    """Samples of one of the kinds above; every read is written down in the folder `log` as one byte."""
+
+    class_names = ("cat", "dog")
+
+    def __init__(self, kind="pair", num_samples=40, log=None, delay=0.0, shift=0):
+        self.kind, self.num_samples, self.log, self.delay, self.shift = kind, num_samples, log, delay, shift
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        if self.log:
+            fd = os.open(Path(self.log) / str(index), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+            os.write(fd, b".")
+            os.close(fd)
+        time.sleep(self.delay)
+        return SAMPLES[self.kind](index + self.shift)
+
+    def fingerprint(self):
+        return f"{self.kind} {self.num_samples} {self.shift}"
+
+    def describe(self, index):
+        return f"made sample {index}"
+
+
+class AtOnce(Made):
+    """Also reads many at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def reads_in(log):
+    """How often each sample was read."""
+    return {int(path.name): path.stat().st_size for path in Path(log).iterdir()}
+
+
+def same(left, right):
+    """Equal in type, shape and every bit."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, (np.ndarray, np.generic)):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    return left == right
+
+
+def child(script):
+    """The command of a Python process that runs `script` with this module at hand."""
+    here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    return [sys.executable, "-c", here + script]

@@ -1,0 +1,399 @@
+import copy
+import multiprocessing
+import os
+import pickle
+import random
+import subprocess
+import threading
+
+import numpy as np
+import pytest
+import torch
+from cache_sources import RAGGED, SAMPLES, AtOnce, Made, child, image_of, reads_in, same, tokens_of
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainrun.data.cache.cached import cached
+from trainrun.data.columns import Columns, columns_of
+from trainrun.errors import DataError
+
+SPECS = ["memory", "pool:4MB", "pool:6kB"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_samples_are_equal_to_the_sources(kind, spec):
+    source = Made(kind)
+    kept = cached(source, spec, "data.train")
+    assert len(kept) == 40
+    for _ in range(3):
+        for index in (*range(40), -1):
+            assert same(kept[index], source[index % 40])
+    assert kept.num_kept() == 40 if spec != "pool:6kB" else 0 < kept.num_kept() <= 40
+
+
+@pytest.mark.parametrize("made", [Made, AtOnce])
+def test_many_at_once(made, tmp_path):
+    kept = cached(made(log=tmp_path), "memory", "data.train")
+    before = reads_in(tmp_path)
+    for indices in ([5, 3, 5, 39], [3, 4, 5], [-1, 4]):
+        got = kept.__getitems__(indices)
+        assert all(same(sample, Made()[index % 40]) for sample, index in zip(got, indices, strict=True))
+    counts = {index: count - before.get(index, 0) for index, count in reads_in(tmp_path).items()}
+    assert counts[3] == counts[4] == counts[39] == 1
+
+
+def test_a_number_outside_is_an_index_error():
+    kept = cached(Made(), "memory", "data.train")
+    for index in (40, -41):
+        with pytest.raises(IndexError):
+            kept[index]
+    assert len(list(kept)) == 40
+
+
+@pytest.mark.parametrize("kind", ["pair", "tokens"])
+def test_every_read_gives_a_copy_of_its_own(kind):
+    kept = cached(Made(kind), "memory", "data.train")
+    kept.prefill()
+    for _ in range(2):
+        sample = kept[9][0]
+        assert same(sample, Made(kind)[9][0])
+        sample += 1
+
+
+@pytest.mark.parametrize("kind", ["pair", "tokens"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_prefill_reads_each_once(kind, threads, tmp_path):
+    kept = cached(AtOnce(kind, log=tmp_path), "memory", "data.train")
+    before = reads_in(tmp_path)
+    seen = []
+    kept.prefill(threads, lambda done, total: seen.append((done, total)))
+    assert kept.num_kept() == 40
+    assert seen[-1] == (40, 40)
+    assert {i: n - before.get(i, 0) for i, n in reads_in(tmp_path).items()} == dict.fromkeys(range(40), 1)
+    after = reads_in(tmp_path)
+    assert all(same(kept[index], SAMPLES[kind](index)) for index in range(40))
+    assert reads_in(tmp_path) == after
+
+
+class Broken(Made):
+    def __getitem__(self, index):
+        if index in (0, 7):
+            raise ValueError(f"damaged file {index}")
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("spec", ["memory", "pool:4MB", "disk"])
+def test_a_damaged_sample_raises_when_it_is_asked_for(spec, tmp_path):
+    kept = cached(Broken(), f"disk:{tmp_path}" if spec == "disk" else spec, "data.train")
+    kept.prefill(2)
+    assert kept.num_kept() == 38
+    assert same(kept[6], Made()[6])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="damaged file 7"):
+            kept[7]
+    assert kept.as_columns() is None
+
+
+def test_nothing_that_can_be_read():
+    source = Made()
+    source.kind = "gone"
+    with pytest.raises(
+        DataError, match="data.cache=memory: data.train: none of the samples 0, 5, .*KeyError"
+    ):
+        cached(source, "memory", "data.train")
+
+
+class Odd(Made):
+    """One sample of another shape, one of another type."""
+
+    def __getitem__(self, index):
+        return {5: (torch.ones(9, dtype=torch.uint8)[:, None], 1), 6: (image_of(6), 1.5)}.get(
+            index, super().__getitem__(index)
+        )
+
+
+@pytest.mark.parametrize("spec", ["memory", "disk"])
+def test_samples_unlike_the_first(spec, tmp_path, caplog):
+    source = Odd(num_samples=41)
+    kept = cached(source, f"disk:{tmp_path}" if spec == "disk" else spec, "data.val")
+    for _ in range(2):
+        assert all(same(kept[index], source[index]) for index in range(41))
+    assert kept.num_kept() == 40
+    assert kept.as_columns() is None
+    assert len(caplog.records) == (spec == "memory")
+
+
+# --- random sources -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: random.random(), "is another one each time"),
+        (lambda: np.random.rand(), "is another one each time"),
+        (lambda: torch.rand(()).item(), "is another one each time"),
+        (lambda: os.urandom(8), "is another one each time"),
+        (lambda: random.random() * 0, "random numbers are drawn"),
+        (lambda: np.random.rand() * 0, "random numbers are drawn"),
+        (lambda: torch.rand(()).item() * 0, "random numbers are drawn"),
+    ],
+)
+def test_a_random_source_is_refused(draw, message):
+    class Random(Made):
+        def __getitem__(self, index):
+            return image_of(index), draw()
+
+    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with pytest.raises(DataError, match=f"data.cache=memory: data.train: .*{message}.*data.transform"):
+        cached(Random(), "memory", "data.train")
+    assert state == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+def test_a_source_that_seeds_itself_is_allowed():
+    class Seeded(Made):
+        def __getitem__(self, index):
+            generator = torch.Generator().manual_seed(index)
+            random.seed(index)
+            return torch.rand(3, generator=generator), random.random()
+
+    kept = cached(Seeded(), "memory", "data.train")
+    assert same(kept[3], Seeded()[3])
+    assert same(kept[3], Seeded()[3])
+
+
+# --- what needs no cache, and what cannot have one --------------------------------------------------
+
+
+def test_what_is_in_memory_stays_as_it_is():
+    for source in ((torch.ones(3, 2), torch.arange(3)), np.ones((3, 2)), [], "text", 3, Made):
+        assert cached(source, "memory", "data.train") is source
+    made = Made()
+    assert cached(made, "none", "data.train") is made
+
+
+def test_what_cannot_be_kept():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(DataError, match="IterableDataset"):
+        cached(Stream(), "memory", "data.train")
+    for value, name in ((object(), "builtins.object"), (np.array([None]), "dtype object"), (2**70, "64 bits"),
+                        (torch.ones(2, requires_grad=True), "without gradients")):  # fmt: skip
+        holder = type("Holder", (), {"__len__": lambda s: 2, "__getitem__": lambda s, i, v=value: (i, v)})
+        with pytest.raises(DataError, match=f"data.cache=memory: data.train: sample 0 holds .*{name}"):
+            cached(holder(), "memory", "data.train")
+
+
+def test_what_the_source_says_of_itself_is_passed_on():
+    kept = cached(Made(), "memory", "data.train")
+    assert kept.class_names == ("cat", "dog")
+    assert kept.describe(3) == "made sample 3"
+    assert kept.fingerprint() == "pair 40 0"
+    assert not hasattr(kept, "lengths")
+    assert not hasattr(kept, "num_classes")
+    assert getattr(copy.deepcopy(kept), "class_names", None) == ("cat", "dog")
+
+
+def test_more_than_the_memory_is_refused():
+    with pytest.raises(
+        DataError, match="data.cache=memory: data.train: .* of memory are free; use data.cache=pool:"
+    ):
+        cached(Made(num_samples=10**13), "memory", "data.train")
+    assert len(cached(Made(num_samples=10**13), "pool:1MB", "data.train")) == 10**13
+
+
+# --- columns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pair", "named", "list", "dict"])
+def test_a_full_cache_is_columns(kind):
+    source = Made(kind)
+    kept = cached(source, "memory", "data.train")
+    assert kept.as_columns() is None
+    assert columns_of(kept, "data.train") is None
+    kept.prefill()
+    columns = columns_of(kept, "data.train")
+    assert isinstance(columns, Columns)
+    assert len(columns) == 40
+    for index in range(40):
+        row, sample = columns[index], source[index]
+        assert type(row) is type(sample)
+        pairs = zip(_leaves(row), _leaves(sample), strict=True)
+        assert all(np.array_equal(_numbers(left), _numbers(right)) for left, right in pairs)
+    for value in columns.values:
+        value[3] = 0  # changes nothing but the copy of who wrote
+    assert same(kept[3], source[3])
+
+
+def _leaves(sample):
+    if isinstance(sample, dict):
+        return [sample[name] for name in sorted(sample)]
+    return list(sample) if isinstance(sample, (tuple, list)) else [sample]
+
+
+def _numbers(value):
+    return value.float().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+@pytest.mark.parametrize("kind", ["nested", "texts", "tokens", "empty"])
+def test_other_samples_are_no_columns(kind):
+    kept = cached(Made(kind), "memory", "data.train")
+    kept.prefill()
+    assert kept.num_kept() == 40
+    assert kept.as_columns() is None
+
+
+# --- processes and threads --------------------------------------------------------------------------
+
+
+def first_of(samples):
+    return [sample[1] for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "number"), [("pair", "fork", 2), ("tokens", "fork", 2), ("tokens", "spawn", 1)]
+)
+def test_workers_share_what_they_read(kind, start, number, tmp_path):
+    kept = cached(Made(kind, log=tmp_path), "memory", "data.train")
+    before = reads_in(tmp_path)
+    loader = DataLoader(kept, 10, num_workers=number, collate_fn=first_of, multiprocessing_context=start)
+    labels = [label for batch in loader for label in batch]
+    assert labels == [SAMPLES[kind](index)[1] for index in range(40)]
+    assert {i: n - before.get(i, 0) for i, n in reads_in(tmp_path).items()} == dict.fromkeys(range(40), 1)
+    after = reads_in(tmp_path)
+    other = DataLoader(kept, 7, num_workers=2, collate_fn=first_of, multiprocessing_context="fork")
+    assert [label for batch in other for label in batch] == labels
+    assert all(same(kept[index], SAMPLES[kind](index)) for index in range(40))
+    assert reads_in(tmp_path) == after
+
+
+def test_a_copy_that_goes_elsewhere_starts_empty():
+    kept = cached(Made(), "memory", "data.train")
+    kept.prefill()
+    other = pickle.loads(pickle.dumps(kept))
+    assert other.num_kept() == 0
+    assert same(other[4], Made()[4])
+    assert kept.num_kept() == 40
+    assert other.num_kept() == 1
+
+
+def _read_all(kept, order):
+    for index in order:
+        assert same(kept[index], SAMPLES["tokens"](index))
+
+
+def test_threads_and_processes_take_no_room_from_each_other():
+    kept = cached(Made("tokens", 300), "memory", "data.train")
+    context = multiprocessing.get_context("fork")
+    orders = [random.Random(seed).sample(range(300), 300) for seed in range(6)]
+    processes = [context.Process(target=_read_all, args=(kept, order)) for order in orders[:3]]
+    for process in processes:
+        process.start()
+    threads = [threading.Thread(target=_read_all, args=(kept, order)) for order in orders[3:]]
+    for thread in threads:
+        thread.start()
+    for part in (*threads, *processes):
+        part.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    _read_all(kept, range(300))
+    assert kept.num_kept() == 300
+
+
+def test_a_word_without_its_data_is_the_only_thing_that_counts():
+    kept = cached(Made(), "memory", "data.train")
+    slots = kept.slots
+    os.pwrite(slots.file.fd, b"\xff" * 6, slots.layout.starts[0] + 5 * 12)  # a writer died here
+    assert same(kept[5], Made()[5])
+    assert same(kept[5], Made()[5])
+
+
+# --- bounds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["pair", "tokens", "ragged_images"])
+def test_a_pool_never_outgrows_its_size_and_keeps_its_part(kind, tmp_path):
+    source = Made(kind, 2000, log=tmp_path)
+    kept = cached(source, "pool:20kB", "data.train")
+    for order in (range(2000), range(1999, -1, -1)):
+        for index in order:
+            assert same(kept[index], SAMPLES[kind](index))
+    assert os.fstat(kept.slots.file.fd).st_size <= 20_000
+    assert 60 < kept.num_kept() < 1000
+    before = reads_in(tmp_path)
+    kept_words = kept.slots.file.words.tolist()
+    for index in range(2000):
+        kept[index]
+    assert sum(reads_in(tmp_path).values()) - sum(before.values()) == 2000 - kept.num_kept()
+    assert kept.slots.file.words.tolist() == kept_words
+    again = cached(Made(kind, 2000), "pool:20kB", "data.train")
+    assert [again.places.slot(i) for i in range(2000)] == [kept.places.slot(i) for i in range(2000)]
+
+
+def test_a_pool_that_holds_nothing_is_refused():
+    with pytest.raises(DataError, match="data.cache=pool:10B: data.train: not one sample of 20 B fits"):
+        cached(Made(), "pool:10B", "data.train")
+
+
+MEASURED = """
+import os, resource
+import torch
+from trainrun.data.cache.cached import cached
+
+class Large:
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        return torch.full((2**20,), index % 256, dtype=torch.uint8), index
+
+kept = cached(Large(), SPEC, "data.train")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+for _ in range(2):
+    for index in range(400):
+        assert kept[index][0][7] == index % 256
+own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+shared = os.fstat(kept.slots.file.fd).st_blocks * 512 if kept.writes else 0
+print(own, shared, kept.num_kept())
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "least", "most"), [("pool:64MiB", 60, 64), ("disk", 400, 0), ("memory", 400, 401)]
+)
+def test_the_memory_stays_below_the_limit(spec, least, most, tmp_path):
+    text = f"SPEC = {f'disk:{tmp_path}' if spec == 'disk' else spec!r}\n" + MEASURED
+    out = subprocess.run(child(text), capture_output=True, text=True, check=True).stdout
+    own, shared, number = map(int, out.split())
+    assert shared <= most * 2**20
+    assert own < 24 * 2**20  # some samples on their way
+    assert least <= number <= 400
+
+
+def test_no_memory_left_names_the_way_out():
+    script = """
+import resource
+from cache_sources import Made
+from trainrun.data.cache.cached import cached
+from trainrun.errors import DataError
+kept = cached(Made("tokens", 3000), "memory", "data.train")
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+try:
+    kept.prefill(2)
+except DataError as error:
+    print(error)
+"""
+    out = subprocess.run(child(script), capture_output=True, text=True, check=True).stdout
+    assert out == (
+        "data.cache=memory: data.train: no memory left for the cache (File too large); "
+        "use data.cache=pool:<size>\n"
+    )
+
+
+def test_tokens_and_kinds_cover_both_layouts():
+    assert {kind for kind in SAMPLES if not cached(Made(kind), "memory", "x").slots.layout.starts} == set(
+        RAGGED
+    )
+    assert len(tokens_of(3)) != len(tokens_of(4))
