@@ -155,7 +155,9 @@ def _parsed(texts: tuple[str, ...], dtype: np.dtype[Any], fill: float | None, sp
     try:
         if "_" in "".join(texts):  # Python reads 1_000 as a number
             raise ValueError
-        values = np.fromiter(map(int if whole else float, texts), np.int64 if whole else np.float64, len(texts))
+        values = np.fromiter(
+            map(int if whole else float, texts), np.int64 if whole else np.float64, len(texts)
+        )
         if whole or not np.isnan(values).any():
             return _narrowed(values, dtype, texts, spot)
     except (ValueError, OverflowError):

@@ -39,7 +39,9 @@ class Kept:
         self._renew()
 
     def __getitem__(self, key: Hashable) -> Any:
-        if self._owner != os.getpid():  # a forked child: the parent's lock may be held by a thread that is gone
+        if (
+            self._owner != os.getpid()
+        ):  # a forked child: the parent's lock may be held by a thread that is gone
             self._renew()
         values = self._mine()
         with self._lock:

@@ -1,8 +1,8 @@
 """`data=image_folder`: JPEG and PNG files, a folder for each class; or all in one, with a table of labels.
 
-    pictures/cat/1.jpg  pictures/dog/2.png                     a part of it is held out (val_fraction)
-    pictures/train/cat/1.jpg  pictures/val/cat/9.jpg           the folders train, val and test
-    pictures/1.jpg  pictures/2.png  pictures/labels.csv        data.train.labels=labels.csv
+pictures/cat/1.jpg  pictures/dog/2.png                     a part of it is held out (val_fraction)
+pictures/train/cat/1.jpg  pictures/val/cat/9.jpg           the folders train, val and test
+pictures/1.jpg  pictures/2.png  pictures/labels.csv        data.train.labels=labels.csv
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     place, key = part.place
     names, words, where = _listed(existing_folder(place, key), key, labels)
     known = words if not part.own else _listed(existing_folder(path, "data.path"), "data.path", labels)[1]
-    coding = coding_of(known, "auto" if labels else "class")
+    classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
+    coding = coding_of(known, "auto") if labels else Coding("class", classes, len(classes))
     targets = coding.encode(words, where)
     rows = part.rows(targets)
     if rows is not None:
@@ -107,7 +108,9 @@ def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list
             continue
         found = sorted(_below(folder / child, child))
         if not found:
-            raise DataError(f"{key}: the folder {folder / child} has no picture ({', '.join(ENDINGS)}); {EXAMPLE}")
+            raise DataError(
+                f"{key}: the folder {folder / child} has no picture ({', '.join(ENDINGS)}); {EXAMPLE}"
+            )
         names += found
         words += [child] * len(found)
     if not names:

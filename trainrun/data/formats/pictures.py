@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from trainrun.errors import DataError
@@ -55,7 +55,7 @@ class Form:
     def decode(self, content: bytes) -> Tensor:
         """The tensor (C, H, W). One of FAULTS: the picture is damaged."""
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
-            turn = TURNS.get(opened.getexif().get(ORIENTATION, 1))
+            turn = TURNS.get(orientation_of(opened))
             picture = self._sized(opened, turned=turn in TURNS_ASIDE)
         if turn is not None:
             picture = picture.transpose(turn)
@@ -84,11 +84,23 @@ TURNS_ASIDE = (Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Tran
 def form_of(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
     """Checked. DataError names the key."""
     if shape is not None and (len(shape) != 3 or shape[0] not in MODES or min(shape) < 1):
-        raise DataError(f"data.shape={list(shape)}: of pictures it is [3,height,width], or [1,height,width] for grey")
+        raise DataError(
+            f"data.shape={list(shape)}: of pictures it is [3,height,width], or [1,height,width] for grey"
+        )
     for key, value, allowed in (("fit", fit, FITS), ("dtype", dtype, DTYPES)):
         if value not in allowed:
             raise DataError(f"data.train.{key}={value}: must be {' or '.join(allowed)}")
     return Form(None if shape is None else (shape[0], shape[1], shape[2]), fit, dtype, draft)
+
+
+def orientation_of(opened: Image.Image) -> int:
+    """1 to 8; 1 (as stored) where nothing is said, or nothing legible."""
+    if "exif" not in opened.info:  # asking Pillow would decode the whole of a PNG file first
+        return 1
+    try:
+        return int(opened.getexif().get(ORIENTATION, 1))
+    except (SyntaxError, ValueError, TypeError, KeyError, struct.error, OSError):
+        return 1  # the pixels of a file with a broken note of its camera are as good as any
 
 
 def in_mode(picture: Image.Image, mode: str) -> Image.Image:
@@ -113,7 +125,12 @@ def middle(size: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float
     """The largest box of the wanted proportion in the middle of a picture of this size (width, height)."""
     scale = min(size[0] / wanted[0], size[1] / wanted[1])
     left, top = (size[0] - wanted[0] * scale) / 2, (size[1] - wanted[1] * scale) / 2
-    return max(left, 0.0), max(top, 0.0), min(left + wanted[0] * scale, size[0]), min(top + wanted[1] * scale, size[1])
+    return (
+        max(left, 0.0),
+        max(top, 0.0),
+        min(left + wanted[0] * scale, size[0]),
+        min(top + wanted[1] * scale, size[1]),
+    )
 
 
 def least_size(size: tuple[int, int], wanted: tuple[int, int], fit: str) -> tuple[int, int]:
@@ -126,7 +143,7 @@ def least_size(size: tuple[int, int], wanted: tuple[int, int], fit: str) -> tupl
 
 def fault_of(error: BaseException) -> str:
     """What Pillow said, in a few words."""
-    if isinstance(error, Image.UnidentifiedImageError):
+    if isinstance(error, UnidentifiedImageError):
         return "not a JPEG or PNG picture, or damaged at its beginning"
     return f"damaged or cut short ({str(error) or type(error).__name__})"
 

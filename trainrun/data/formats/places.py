@@ -51,5 +51,9 @@ def fingerprint_of(files: Iterable[Path | str], *arguments: Any) -> str:
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:
         state = Path(file).stat()
-        digest.update(f"{Path(file).absolute()}\0{state.st_size}\0{state.st_mtime_ns}\0".encode(errors="surrogateescape"))
+        digest.update(
+            f"{Path(file).absolute()}\0{state.st_size}\0{state.st_mtime_ns}\0".encode(
+                errors="surrogateescape"
+            )
+        )
     return digest.hexdigest()
