@@ -62,6 +62,8 @@ def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
         one row to hold out on average; all others, and fewer, as one class.
     DataError: one of the two parts would be empty.
     """
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "biu":
+        labels = labels.astype(np.int64)  # torch knows little of the larger unsigned types
     classes = torch.as_tensor(labels)
     number = len(classes)
     grouped = classes.ndim == 1 and not (classes.is_floating_point() or classes.is_complex())
