@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from trainrun.data.formats.narrow import narrowed
 from trainrun.errors import DataError
 
 ROWS_AT_ONCE = 8192
@@ -159,11 +160,11 @@ def _parsed(texts: tuple[str, ...], dtype: np.dtype[Any], fill: float | None, sp
             map(int if whole else float, texts), np.int64 if whole else np.float64, len(texts)
         )
         if whole or not np.isnan(values).any():
-            return _narrowed(values, dtype, texts, spot)
+            return narrowed(values, str(dtype), spot)
     except (ValueError, OverflowError):
         pass
     numbers = [_number(text, whole, fill, row, spot) for row, text in enumerate(texts)]
-    return _narrowed(np.array(numbers, np.int64 if whole else np.float64), dtype, texts, spot)
+    return narrowed(np.array(numbers, np.int64 if whole else np.float64), str(dtype), spot)
 
 
 def _number(text: str, whole: bool, fill: float | None, row: int, spot: _Spot) -> float:
@@ -187,16 +188,6 @@ def _number(text: str, whole: bool, fill: float | None, row: int, spot: _Spot) -
             f"{spot(row)} is {text!r}, not {kind}; leave the column out by naming the others, as "
             "data.train.inputs=[a,b]"
         ) from None
-
-
-def _narrowed(values: np.ndarray[Any, Any], dtype: np.dtype[Any], texts: tuple[str, ...], spot: _Spot) -> Any:
-    with np.errstate(over="ignore"):
-        narrow = values.astype(dtype)
-    wrong = np.isinf(narrow) & ~np.isinf(values) if dtype.kind == "f" else narrow != values
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise DataError(f"{spot(row)} is {texts[row]!r}, too large for data.train.dtype={dtype}")
-    return narrow
 
 
 def is_missing(text: str) -> bool:

@@ -48,9 +48,9 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     training = _one_file(path, "data.path")
     paths = [str(training), val_path, test_path]
     with opened(h5py, training) as file:
-        for place, other in ((1, "val"), (2, "test")):
-            if paths[place] is None and _candidate(file, inputs, other) is not None:
-                paths[place] = str(training)
+        for number, other in ((1, "val"), (2, "test")):
+            if paths[number] is None and _candidate(file, inputs, other) is not None:
+                paths[number] = str(training)
         known = _cells(file, training, layout_of(h5py, file, target, "train", "target")) if target else None
     part = Part(split, paths[0], paths[1], paths[2], val_fraction, seed)
     place = _one_file(*part.place)
@@ -106,7 +106,9 @@ class Stored:
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         numbers = np.asarray(indices)
         rows = numbers if self._rows is None else self._rows[numbers]
-        parts = [read_rows(self._files[str(self._path)], self._path, layout, rows) for layout in self._layouts]
+        parts = [
+            read_rows(self._files[str(self._path)], self._path, layout, rows) for layout in self._layouts
+        ]
         if self._encoded is not None:
             parts.append([self._encoded[index] for index in indices])
         return list(zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
@@ -154,7 +156,9 @@ def read_rows(file: Any, path: Path, layout: Layout, rows: Any) -> list[np.ndarr
 def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> Layout:
     """DataError: no such data set, or it cannot be rows of numbers (or words, for a target)."""
     full = f"data.train.{key}"
-    found = None if name is None else _candidate(file, name, split) or (name if _is_data(file, name) else None)
+    found = (
+        None if name is None else _candidate(file, name, split) or (name if _is_data(file, name) else None)
+    )
     if found is None or name is None:
         names: list[str] = []
         file.visititems(lambda item, value: names.append(item) if _is_set(value) else None)
@@ -235,4 +239,6 @@ def reading(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, KeyError, ValueError) as error:
-        raise DataError(f"{path}: {what} cannot be read as HDF5: is it damaged or cut short? ({error})") from error
+        raise DataError(
+            f"{path}: {what} cannot be read as HDF5: is it damaged or cut short? ({error})"
+        ) from error
