@@ -61,7 +61,8 @@ def kind_of(field: Any) -> Kind:
 
 def _dtype(type_: Any) -> np.dtype[Any]:
     empty = pyarrow().array([], type_).to_numpy(zero_copy_only=False)  # to_pandas_dtype() would need pandas
-    return np.dtype(empty.dtype)
+    dtype: np.dtype[Any] = np.dtype(empty.dtype)
+    return dtype
 
 
 def _is_number(type_: Any) -> bool:
