@@ -4,41 +4,99 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainrun.data.columns import Arrays
+from trainrun.data.formats.memory import in_memory
+from trainrun.data.formats.parts import held_out
+from trainrun.data.formats.rows import Picked
 from trainrun.data.split import check_split
 from trainrun.errors import DataError
 
+if TYPE_CHECKING:
+    Memmap = np.memmap[Any, Any]
+else:
+    Memmap = np.memmap
 
-def load(path: str | None, split: str) -> Arrays:
+
+class Mapped(Memmap):
+    """A mapped .npy file that is opened again where it is unpickled.
+
+    A subclass, because NumPy sends the whole content of a memmap: every loader worker would get a copy.
+    """
+
+    def __reduce__(self) -> Any:
+        if type(self.base) is np.memmap:  # the whole array, not a part of it
+            return open_mapped, (str(self.filename),)
+        return np.asarray(self).__reduce__()
+
+
+def open_mapped(file: str) -> Mapped:
+    """Its memory can be written to, which changes no file: torch takes it without a copy."""
+    array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
+    return array
+
+
+def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: float = 0.0,
+         seed: int = 0, mapped: bool = True) -> Any:  # fmt: skip
     """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample.
 
-    Of a folder, the files are mapped into memory: what is not read is not loaded.
+    inputs, target: what stands for x and y; without a target, samples are inputs alone.
+    val_fraction: above 0, `val` is that part of x_train and y_train, held out by `seed`.
+    mapped: .npy files of a folder stay on disk, and what is not read is not loaded.
     """
     check_split(split, ("train", "val", "test"))
     if path is None:
         raise DataError("data.path: name an .npz file, or a folder of .npy files, as data.path=my_arrays.npz")
-    place, names = Path(path).expanduser(), (f"x_{split}", f"y_{split}")
+    parted = split != "test" and val_fraction > 0
+    place = Path(path).expanduser()
+    names = [f"{name}_{'train' if parted else split}" for name in (inputs, target) if name]
     if place.is_dir():
-        _check_names(path, names, {file.stem for file in place.glob("*.npy")})
-        return Arrays(tuple(_mapped(path, place / f"{name}.npy") for name in names))
-    if not place.exists():
+        arrays = _files(path, place, names, mapped)
+    elif place.exists():
+        arrays = _members(path, place, names)
+    else:
         raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
-    return Arrays(_members(path, place, names))
+    if not parted:
+        return Arrays(arrays)
+    return _part(
+        path, place, names, arrays, held_out_of(path, names, arrays, val_fraction, seed)[split == "val"]
+    )
 
 
-def _mapped(path: str, file: Path) -> Any:
-    with _faults_of(path, file.name):
-        return np.load(file, mmap_mode="r", allow_pickle=False)  # a pickle could run anything
+def held_out_of(path: str, names: Sequence[str], arrays: Sequence[Any], fraction: float, seed: int) -> Any:
+    """Rows for training and for validation, by the last of the arrays: the target where there is one."""
+    if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
+        raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
+    labels = np.asarray(arrays[-1]) if len(arrays) > 1 and arrays[-1].dtype.kind in "biu" else None
+    return held_out(np.zeros(len(arrays[0])) if labels is None else labels, fraction, seed)
 
 
-def _members(path: str, file: Path, names: tuple[str, ...]) -> tuple[Any, ...]:
+def _part(path: str, place: Path, names: Sequence[str], arrays: Sequence[Any], rows: Any) -> Any:
+    """Copied where it is small; of large mapped files, read row by row."""
+    num_bytes = sum(array.nbytes // len(array) * len(rows) for array in arrays)
+    if in_memory(num_bytes, "auto") or not isinstance(arrays[0], np.memmap):
+        return Arrays(tuple(np.asarray(array)[rows] for array in arrays))
+    return Picked(arrays, rows, [place / f"{name}.npy" for name in names])
+
+
+def _files(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[Any, ...]:
+    _check_names(path, names, {file.stem for file in place.glob("*.npy")})
+    arrays = []
+    for name in names:
+        file = place / f"{name}.npy"
+        with _faults_of(path, file.name):  # a pickle could run anything
+            arrays.append(open_mapped(str(file)) if mapped else np.load(file, allow_pickle=False))
+    return tuple(arrays)
+
+
+def _members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
     with _faults_of(path, file.name), file.open("rb") as opened:
         archive = np.load(opened, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
@@ -58,7 +116,7 @@ def _faults_of(path: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def _check_names(path: str, wanted: tuple[str, ...], found: set[str]) -> None:
+def _check_names(path: str, wanted: Sequence[str], found: set[str]) -> None:
     missing = [name for name in wanted if name not in found]
     if missing:
         there = ", ".join(sorted(found)) or "no array"

@@ -1,0 +1,19 @@
+"""Packages that only some formats need: imported where they are used, and named where they are missing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from trainrun.errors import DataError
+
+
+def extra(module: str, option: str, name: str) -> Any:
+    """The imported `module`. DataError: it is not installed; says that trainrun[name] brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # it is there, but misses something itself
+        raise DataError(f"data={option} needs {package}: pip install 'trainrun[{name}]'") from error

@@ -1,0 +1,151 @@
+"""`data=image_folder`: JPEG and PNG files, a folder for each class; or all in one, with a table of labels.
+
+pictures/cat/1.jpg  pictures/dog/2.png                     a part of it is held out (val_fraction)
+pictures/train/cat/1.jpg  pictures/val/cat/9.jpg           the folders train, val and test
+pictures/1.jpg  pictures/2.png  pictures/labels.csv        data.train.labels=labels.csv
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainrun.data.formats.csv_text import Dialect, columns_in, line_of, read_cells
+from trainrun.data.formats.parts import Part
+from trainrun.data.formats.pictures import Form, decoded, form_of
+from trainrun.data.formats.places import existing_folder, fingerprint_of
+from trainrun.data.formats.targets import Coding, coding_of
+from trainrun.errors import DataError
+
+ENDINGS = (".jpg", ".jpeg", ".png")
+EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: data.train.labels=labels.csv"
+
+
+class ImageFolder:
+    """Samples `(picture, class)`: (C, H, W) uint8 or float32, and a 0-d int64 (or (1,) float32) tensor.
+
+    names: of the files below `root`. Files are opened when they are read, so it can go to any process.
+    """
+
+    def __init__(self, root: Path, names: Sequence[str], targets: Tensor, coding: Coding, form: Form) -> None:
+        encoded = [os.fsencode(name) for name in names]
+        self._root = str(root)
+        # One block instead of a million strings, which workers would copy page by page as they count references.
+        self._names = b"".join(encoded)
+        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self._targets = targets
+        self._form = form
+        self.class_names = coding.names
+        self.num_classes = coding.num_classes
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        path = self.describe(index)
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        return decoded(content, self._form, lambda: path), self._targets[index]
+
+    def describe(self, index: int) -> str:
+        """The file of a sample."""
+        start = int(self._ends[index - 1]) if index else 0
+        return os.path.join(self._root, os.fsdecode(self._names[start : int(self._ends[index])]))
+
+    def fingerprint(self) -> str:
+        files = (self.describe(index) for index in range(len(self)))
+        return fingerprint_of(files, self._form, self._targets.tolist())
+
+
+def load(path: str | None, split: str, labels: str | None = None, val_path: str | None = None,
+         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
+         shape: Sequence[int] | None = None, fit: str = "crop", dtype: str = "uint8",
+         draft: bool = True) -> ImageFolder:  # fmt: skip
+    """`train`, `val` or `test`; classes are those of the training data, in the order of their names.
+
+    labels: a CSV file in the folder, whose first two columns are file and label. The others: see `Form`
+        and `Part`; val_path and test_path are not needed where `path` has the folders val and test.
+    """
+    form = form_of(shape, fit, dtype, draft)
+    root = existing_folder(path, "data.path")
+    has = {name for name in ("train", "val", "test") if (root / name).is_dir()}
+    if "train" in has:
+        val_path = val_path or (str(root / "val") if "val" in has else None)
+        test_path = test_path or (str(root / "test") if "test" in has else None)
+        path = str(root / "train")
+    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    place, key = part.place
+    names, words, where = _listed(existing_folder(place, key), key, labels)
+    known = words if not part.own else _listed(existing_folder(path, "data.path"), "data.path", labels)[1]
+    classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
+    coding = coding_of(known, "auto") if labels else Coding("class", classes, len(classes))
+    targets = coding.encode(words, where)
+    rows = part.rows(targets)
+    if rows is not None:
+        names, targets = [names[row] for row in rows], targets[torch.from_numpy(rows)]
+    return ImageFolder(Path(str(place)).expanduser(), names, targets, coding, form)
+
+
+def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list[str], Any]:
+    """Names of files below the folder, the label of each, and how to name a label in messages."""
+    if labels is not None:
+        return _from_table(folder, folder / labels)
+    names: list[str] = []
+    words: list[str] = []
+    for child in sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()):
+        if child.startswith("."):
+            continue
+        found = sorted(_below(folder / child, child))
+        if not found:
+            raise DataError(
+                f"{key}: the folder {folder / child} has no picture ({', '.join(ENDINGS)}); {EXAMPLE}"
+            )
+        names += found
+        words += [child] * len(found)
+    if not names:
+        raise DataError(f"{key}={folder}: no folders with pictures in it; {EXAMPLE}")
+    return names, words, lambda row: f"{folder / names[row]}: its class"
+
+
+def _below(folder: Path, name: str) -> list[str]:
+    """Pictures in a folder and its folders, as paths that begin with `name`."""
+    found: list[str] = []
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        inner = f"{name}/{entry.name}"
+        if entry.is_dir():
+            found += _below(folder / entry.name, inner)
+        elif entry.name.lower().endswith(ENDINGS):
+            found.append(inner)
+    return found
+
+
+def _from_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:
+    if not table.is_file():
+        raise DataError(f"data.train.labels={table.name}: no such file in {folder}")
+    dialect = Dialect()
+    columns = columns_in(table, dialect)
+    if len(columns) < 2:
+        raise DataError(f"{table}: needs two columns, the file and its label")
+    if (folder / columns[0]).is_file():
+        raise DataError(f"{table}: its first line must name the columns, as file,label")
+    cells = read_cells([table], dialect, (), columns[:2], np.dtype(np.float32), None)
+    names, words = (cells.words[name] for name in columns[:2])
+    for row, (name, word) in enumerate(zip(names, words, strict=True)):
+        if not word.strip():
+            raise DataError(f"{table} line {line_of(table, dialect, row)}: the label is missing")
+        if not (folder / name).is_file():
+            raise DataError(f"{table} line {line_of(table, dialect, row)}: there is no file {folder / name}")
+    return names, words, lambda row: f"{table} line {line_of(table, dialect, row)}: the label"

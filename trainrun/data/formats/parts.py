@@ -1,0 +1,81 @@
+"""Which samples of a file, or which other file, are `train`, `val` and `test`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainrun.data.split import check_split, hold_out
+from trainrun.errors import DataError
+
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a node of `data.train`, `data.val` or `data.test` asks for.
+
+    path: of the training data. val_path, test_path: data of their own.
+    val_fraction: without a val_path, the part of the training data that is held out, by `seed`.
+    """
+
+    split: str
+    path: str | None
+    val_path: str | None
+    test_path: str | None
+    val_fraction: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_split(self.split, SPLITS)
+
+    @property
+    def place(self) -> tuple[str | None, str]:
+        """The path that is read, and its key."""
+        if self.split == "val" and self.val_path is not None:
+            return self.val_path, "data.train.val_path"
+        if self.split == "test":
+            if self.test_path is None:
+                raise DataError("data.test.test_path: name the test data, or leave data.test out")
+            return self.test_path, "data.test.test_path"
+        return self.path, "data.path"
+
+    @property
+    def own(self) -> bool:
+        """Whether the place belongs to this part alone."""
+        return self.split == "test" or self.val_path is not None
+
+    def rows(self, labels: Any) -> Rows | None:
+        """The rows of the place that belong to this part, rising; None is all. labels: see `held_out`."""
+        if self.own or (self.split == "train" and self.val_fraction == 0):
+            return None
+        train, val = held_out(labels, self.val_fraction, self.seed)
+        return train if self.split == "train" else val
+
+
+def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
+    """The rows that stay and those held out, as `hold_out` divides them.
+
+    labels: (N, ...) array or tensor. Integers (N,) are divided class by class where a class has at least
+        one row to hold out on average; all others, and fewer, as one class.
+    DataError: one of the two parts would be empty.
+    """
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "biu":
+        labels = labels.astype(np.int64)  # torch knows little of the larger unsigned types
+    classes = torch.as_tensor(labels)
+    number = len(classes)
+    grouped = classes.ndim == 1 and not (classes.is_floating_point() or classes.is_complex())
+    if not grouped or len(torch.unique(classes)) > fraction * number:
+        classes = torch.zeros(number, dtype=torch.int64)
+    train, val = (rows.numpy() for rows in hold_out(classes.long(), fraction, seed))
+    if len(val) == 0 or len(train) == 0:
+        side = "validation" if len(val) == 0 else "training"
+        raise DataError(
+            f"data.train.val_fraction={fraction:g}: of {number} samples it leaves none for {side}; choose "
+            "another fraction, name validation data of its own, or say data.val=null"
+        )
+    return train, val

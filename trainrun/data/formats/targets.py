@@ -1,0 +1,154 @@
+"""What a model learns to predict, from a column of numbers or words: class numbers, or real numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainrun.errors import DataError
+from trainrun.instantiate import nearest
+
+KEY = "data.train.target"
+TARGET_NAMES = ("target", "targets", "label", "labels", "y", "class")
+TARGET_DTYPES = ("auto", "class", "int64", "float32", "float64")
+NO_TARGET = "none"
+Cells = Any  # a NumPy array of numbers (N,), or a sequence of N str
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How cells become targets; found on the training data and used for every part.
+
+    kind: "class" (names become their place among `names`, int64 (N,)), "int64" (N,), or "float32" and
+        "float64" (N, 1). names: sorted, as numbers where all of them are whole numbers.
+    """
+
+    kind: str
+    names: tuple[str, ...] = ()
+    num_classes: int | None = None
+
+    def encode(self, cells: Cells, where: Any) -> Tensor:
+        """DataError at a cell that does not fit. where: `(row) -> str` names it."""
+        if self.kind == "class":
+            return self._numbered(cells, where)
+        values = numbers_in(cells)
+        if values is None or (self.kind == "int64" and values.dtype.kind == "f"):
+            what = "a whole number" if self.kind == "int64" else "a number"
+            row, cell = _first_that_fits_not(cells, self.kind)
+            raise DataError(f"{where(row)} is {cell!r}, not {what} as in the training data")
+        if values.dtype.kind == "f" and np.isnan(values).any():
+            raise DataError(f"{where(int(np.isnan(values).argmax()))} is missing")
+        tensor = torch.from_numpy(values.astype(self.kind))
+        return tensor if self.kind == "int64" else tensor.unsqueeze(1)
+
+    def _numbered(self, cells: Cells, where: Any) -> Tensor:
+        place = {name: number for number, name in enumerate(self.names)}
+        numbers = [place.get(name, -1) for name in words_in(cells)]
+        if -1 in numbers:
+            row = numbers.index(-1)
+            raise DataError(
+                f"{where(row)} is {words_in(cells)[row]!r}, which is no class of the training data"
+                f"{nearest(words_in(cells)[row], self.names) or '.'} It has {listed(self.names)}"
+            )
+        return torch.tensor(numbers, dtype=torch.int64)
+
+
+def coding_of(cells: Cells, dtype: str, names: Sequence[str] = ()) -> Coding:
+    """The coding for the cells of the training data.
+
+    dtype: data.train.target_dtype: `auto` takes whole numbers as they are, other numbers as float32, and
+        words as classes. names: of the classes 0, 1, ..., where the file tells them.
+    """
+    if dtype not in TARGET_DTYPES:
+        raise DataError(f"data.train.target_dtype={dtype}: must be one of {', '.join(TARGET_DTYPES)}")
+    if dtype == "auto":
+        values = numbers_in(cells)
+        dtype = "class" if values is None else "float32" if values.dtype.kind == "f" else "int64"
+    if dtype == "class":
+        found = sorted(set(words_in(cells)), key=_by_number_or_word(cells))
+        return Coding("class", tuple(found), len(found))
+    if dtype == "int64":
+        values = numbers_in(cells)
+        whole = values is not None and values.dtype.kind != "f" and len(values) > 0
+        largest = int(values.max()) if values is not None and whole else -1
+        return Coding("int64", tuple(names), len(names) or (largest + 1 if largest >= 0 else None))
+    return Coding(dtype)
+
+
+def numbers_in(cells: Cells) -> np.ndarray[Any, Any] | None:
+    """The cells as int64 or float64, the narrower that holds them all; None where one is no number."""
+    if isinstance(cells, np.ndarray):
+        if cells.dtype.kind not in "biuf":
+            return None
+        return cells.astype(np.float64 if cells.dtype.kind == "f" else np.int64)
+    if "_" in "".join(cells):  # Python reads 1_000 as a number
+        return None
+    for convert, dtype in ((int, np.int64), (float, np.float64)):
+        try:
+            return np.fromiter(map(convert, cells), dtype, len(cells))
+        except (ValueError, OverflowError):
+            continue
+    return None
+
+
+def words_in(cells: Cells) -> list[str]:
+    return [str(cell) for cell in cells.tolist()] if isinstance(cells, np.ndarray) else list(cells)
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+
+
+def chosen_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
+    """The names of the target columns: those that the user named, else the one that is called like one."""
+    if target is None:
+        guesses = [name for name in columns if name.lower() in TARGET_NAMES]
+        if len(guesses) != 1:
+            raise DataError(
+                f"{KEY}: name the column to predict ({KEY}={NO_TARGET} for inputs alone); columns: {listed(columns)}"
+            )
+        return (guesses[0],)
+    if target == NO_TARGET and NO_TARGET not in columns:
+        return ()
+    return named_columns(target, columns, KEY)
+
+
+def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, ...]:
+    """Names from a word or a list of words, each checked against the file's columns."""
+    names = tuple(str(name) for name in (wanted if isinstance(wanted, list | tuple) else [wanted]))
+    for name in names:
+        if name not in columns:
+            raise DataError(
+                f"{key}={name}: no such column{nearest(name, columns) or ';'} columns: {listed(columns)}"
+            )
+    if not names:
+        raise DataError(f"{key}=[]: name at least one column; columns: {listed(columns)}")
+    return names
+
+
+def chosen_inputs(inputs: Any, target: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
+    """The named columns, or all that are not the target."""
+    if inputs is not None:
+        return named_columns(inputs, columns, "data.train.inputs")
+    names = tuple(name for name in columns if name not in target)
+    if not names:
+        raise DataError("data.train.inputs: every column is a target; there is none to predict it from")
+    return names
+
+
+def _by_number_or_word(cells: Cells) -> Any:
+    values = numbers_in(cells)
+    return None if values is None else (float if values.dtype.kind == "f" else int)
+
+
+def _first_that_fits_not(cells: Cells, kind: str) -> tuple[int, str]:
+    for row, cell in enumerate(words_in(cells)):
+        value = numbers_in([cell])
+        if value is None or (kind == "int64" and value.dtype.kind == "f"):
+            return row, cell
+    return 0, words_in(cells)[0]
