@@ -1,0 +1,163 @@
+"""Which candidate is fastest, found with few measurements: an open contest in rounds.
+
+What: every round measures what is left, in turn and in alternating order, and drops clear losers. A
+candidate that could not win even if it divided the loading perfectly, or hid it wholly behind the step,
+is not measured at all. Of those within the noise of the fastest, the simplest wins.
+Source: successive halving, Jamieson and Talwalkar 2016, arXiv:1502.07943.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from trainrun.data.undecided import Candidate
+
+NOTABLE = 0.03  # a difference below this share is none
+ONE_LOOK = 0.05  # the same where everything was measured once
+MOST_NOISE = 0.10  # a difference above this share is one, however the measurements scatter
+CLEAR_LOSS = 1.25  # times the fastest
+MAX_ROUNDS = 5
+LEAST_BATCHES, MOST_BATCHES = 3, 256  # in one measurement
+FIRST_START = {"workers": 0.1, "threads": 0.005}  # seconds for each, until one was measured
+
+
+class Alone(NamedTuple):
+    """Seconds of one batch: to load it while nobody trains, and to train on it while nobody loads."""
+
+    load: float
+    step: float
+
+
+class Reading(NamedTuple):
+    """seconds: per batch, None where the candidate failed or time ran out; left: seconds to go in all."""
+
+    seconds: float | None
+    left: float
+
+
+class Outcome(NamedTuple):
+    """scores: seconds per batch, one for each round a candidate was in.
+
+    unheard: those that no time was left for. failed: engines that gave no batches.
+    """
+
+    scores: Scores
+    unheard: list[str]
+    failed: list[str]
+
+
+Measure = Callable[[Candidate, int], Reading]
+Scores = dict[str, list[float]]
+
+
+def contest(candidates: Sequence[Candidate], alone: Alone, left: float, measure: Measure) -> Outcome:
+    """Measures those that could win, until one is left, nothing changes, or time is up.
+
+    candidates: the simplest first; `alone` was measured with the first of them. left: seconds that all
+    of it may take. measure: times a candidate over a number of batches, beside the step.
+    """
+    budget = _Budget(candidates, alone, left, measure)
+    scores: Scores = {}
+    unheard = []
+    for candidate in candidates:
+        if candidate.engine in budget.failed or _is_hopeless(candidate, candidates, alone, scores):
+            continue
+        if not budget.add(scores, candidate):
+            unheard.append(candidate.name)
+    for turn in range(1, MAX_ROUNDS):
+        names = survivors(scores)
+        if len(names) < 2:
+            break
+        again = [candidate for candidate in candidates if candidate.name in names]
+        done = [budget.add(scores, candidate) for candidate in (again[::-1] if turn % 2 else again)]
+        if not any(done):
+            break
+    return Outcome(scores, unheard, sorted(budget.failed))
+
+
+def survivors(scores: Scores) -> list[str]:
+    """The faster half, and all within the noise of the fastest; never a clear loser."""
+    ranked = sorted(scores, key=lambda name: median(scores[name]))
+    if not ranked:
+        return []
+    best = median(scores[ranked[0]])
+    limit = best * (1 + 2 * noise_of(scores))
+    half = (len(ranked) + 1) // 2
+    return [
+        name
+        for i, name in enumerate(ranked)
+        if median(scores[name]) <= limit or (i < half and median(scores[name]) <= best * CLEAR_LOSS)
+    ]
+
+
+def winner(candidates: Sequence[Candidate], scores: Scores) -> str | None:
+    """The simplest candidate that the fastest does not beat notably; None where nothing was measured."""
+    if not scores:
+        return None
+    limit = min(map(median, scores.values())) * (1 + noise_of(scores))
+    return next(c.name for c in candidates if c.name in scores and median(scores[c.name]) <= limit)
+
+
+def noise_of(scores: Scores) -> float:
+    """A share of the time: how far measurements of one candidate scatter, within bounds."""
+    spreads = [(max(times) - min(times)) / median(times) / 2 for times in scores.values() if len(times) > 1]
+    return min(MOST_NOISE, max(NOTABLE, median(spreads) if spreads else ONE_LOOK))
+
+
+def _is_hopeless(candidate: Candidate, candidates: Sequence[Candidate], alone: Alone, scores: Scores) -> bool:
+    """Whether it cannot be notably faster than the fastest so far."""
+    if not scores:
+        return False
+    bounds = [alone.step]
+    if candidate.number:
+        load = alone.load  # seen on a few batches, the first perhaps from a cold disk
+        if candidates[0].number == 0 and candidates[0].name in scores:
+            load = min(load, median(scores[candidates[0].name]) - alone.step)
+        bounds.append(load / candidate.number)
+    for other in candidates:  # more of the same: at best in proportion
+        if other.engine == candidate.engine and 0 < other.number < candidate.number and other.name in scores:
+            bounds.append(median(scores[other.name]) * other.number / candidate.number)
+    return max(bounds) > min(map(median, scores.values())) * (1 - NOTABLE)
+
+
+class _Budget:
+    """Measures only what still fits into the time that is left."""
+
+    def __init__(self, candidates: Sequence[Candidate], alone: Alone, left: float, measure: Measure) -> None:
+        self._alone, self._left, self._measure = alone, left, measure
+        one = alone.load + alone.step
+        self._batches = round(left / (3 * len(candidates)) / one) if one else MOST_BATCHES
+        self._starts = dict(FIRST_START)
+        self.failed: set[str] = set()
+
+    def add(self, scores: Scores, candidate: Candidate) -> bool:
+        """Whether there was time for it."""
+        several = 2 * candidate.number  # their batches come in bursts
+        number = max(LEAST_BATCHES, min(MOST_BATCHES, self._batches), several)
+        expected = number * self._expected(candidate, scores) + self._before(candidate)
+        start = self._starts.get(candidate.engine, 0.0) * max(1, candidate.number)
+        if expected + start > self._left:
+            return False
+        reading = self._measure(candidate, number)
+        if reading.seconds is not None:
+            scores.setdefault(candidate.name, []).append(reading.seconds)
+            spent = self._left - reading.left - number * reading.seconds - self._before(candidate)
+            self._starts[candidate.engine] = max(spent, 0.0) / max(1, candidate.number)
+        elif reading.left > 0:
+            self.failed.add(candidate.engine)
+            scores.pop(candidate.name, None)
+        self._left = reading.left
+        return True
+
+    def _expected(self, candidate: Candidate, scores: Scores) -> float:
+        """Seconds per batch."""
+        if candidate.name in scores:
+            return scores[candidate.name][-1]
+        load, step = self._alone
+        return max(step, load / candidate.number) if candidate.number else load + step
+
+    def _before(self, candidate: Candidate) -> float:
+        """Seconds until what lay ready is used up and the reading is in its stride."""
+        return (candidate.ahead / max(1, candidate.number) + 1) * self._alone.load + self._alone.step
