@@ -70,7 +70,7 @@ def _heard(parts: Parts, stream: Undecided, stage: Stage, candidates: list[Candi
     measure = stage.measure(started, limit)
     left = limit - max(heard.elapsed for heard in told)
     outcome = contest(candidates, alone, left, measure)
-    if outcome.unheard and set(outcome.scores) <= {first}:
+    if first in outcome.unheard or (outcome.unheard and set(outcome.scores) <= {first}):
         short = f"a short run, about {duration(run_seconds)}"
         slow = f"a batch takes {duration(sum(alone))}, too long to compare engines in {duration(limit)}"
         return default, f"not measured: {short if limit < MOST_SECONDS else slow}"
