@@ -23,6 +23,7 @@ from trainrun.stage import Clock, Stage
 MOST_SECONDS = 2.0
 MOST_SHARE = 0.05  # of the run
 FEW_BATCHES = 200  # a shorter run is not worth the first look, which takes about ten
+CONTEST_SHARE = 0.8  # of that time; the rest is for a last look at the winner, and for what takes longer
 NEGLIGIBLE = 0.03  # of a step: loading that cannot matter
 
 
@@ -67,9 +68,8 @@ def _heard(parts: Parts, stream: Undecided, stage: Stage, candidates: list[Candi
         return first, f"{quantity(speed / sum(alone))} samples/s ({share})"
     run_seconds = run_seconds_of(parts, alone)
     limit = min(MOST_SECONDS, MOST_SHARE * run_seconds)
-    measure = stage.measure(started, limit)
-    left = limit - max(heard.elapsed for heard in told)
-    outcome = contest(candidates, alone, left, measure)
+    left = CONTEST_SHARE * limit - max(heard.elapsed for heard in told)
+    outcome = contest(candidates, alone, left, stage.measure(started, CONTEST_SHARE * limit))
     if first in outcome.unheard or (outcome.unheard and set(outcome.scores) <= {first}):
         short = f"a short run, about {duration(run_seconds)}"
         slow = f"a batch takes {duration(sum(alone))}, too long to compare engines in {duration(limit)}"

@@ -114,7 +114,8 @@ class Stage:
         finally:
             batches.close()
             stream.close()
-        self._first, steps = kept[0], list[float]()
+        self._first = map_leaves(kept[0], _cloned)  # a model may write into its inputs
+        steps: list[float] = []
         for data in [kept[0], *kept]:  # the first step is slow
             begin = self._clock()
             self._step(data)
@@ -212,6 +213,10 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
     return torch.equal(*bits)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _closable(batches: Iterator[MicroBatch]) -> Any:

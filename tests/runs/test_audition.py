@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import multiprocessing
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import torch
 from exact_parts import CLASSES, FEATURES, parts_of
 from torch import Tensor, nn
 
+import trainrun as package
+from trainrun import audition
 from trainrun.audition import choose_engine
 from trainrun.data.undecided import Undecided, Way
 from trainrun.errors import DataError
@@ -44,6 +48,7 @@ class Moody(nn.Module):
         self.calls += 1
         self.seen.append(float(x.sum()))
         self.count += 1
+        x.mul_(1.5)
         self.replaced = self.replaced + torch.rand(2)
         noise = random.random() + numpy.random.random()
         h = self.norm(self.first(x)) + self.table(torch.tensor([self.calls % 4])) + 0.01 * noise
@@ -148,9 +153,9 @@ def test_short_runs_are_left_alone() -> None:
     parts, time, log = staged(0.002, 0.003, words=("trainer.max_steps=199",))
     assert choose_engine(parts, time) == ""
     assert (time.now, log) == (0.0, [])
-    parts, time, _ = staged(0.002, 0.003, words=("trainer.max_steps=250",))
-    assert choose_engine(parts, time) == "data: workers=0, not measured: a short run, about 1.2 s"
-    assert time.now <= 0.05 * 250 * 0.005
+    parts, time, _ = staged(0.002, 0.003, words=("trainer.max_steps=210",))
+    assert choose_engine(parts, time) == "data: workers=0, not measured: a short run, about 1.0 s"
+    assert time.now <= 0.05 * 210 * 0.005
     parts, time, _ = staged(0.002, 0.003, words=("trainer.max_time=1",))
     assert choose_engine(parts, time) == "data: workers=0, not measured: a short run, about 1.0 s"
 
@@ -194,7 +199,10 @@ def test_an_engine_that_reads_something_else_is_refused() -> None:
 
     parts, time, _ = staged(0.002, 0.003, change=changed)
     line = choose_engine(parts, time)
-    assert line == "data: workers=0, not measured: thread reads other samples: data.train gives another at each read"
+    assert (
+        line
+        == "data: workers=0, not measured: thread reads other samples: data.train gives another at each read"
+    )
     assert parts.train.chosen.name == "workers=0"
 
 
@@ -229,7 +237,9 @@ def test_what_cannot_be_tried_is_not(case: str, monkeypatch: pytest.MonkeyPatch)
     if case == "loop":
         parts.config.loop = {"_target_": "test_audition.own_loop"}
     if case == "copy":
-        monkeypatch.setattr(type(parts.model), "__deepcopy__", raises(TypeError("no copies\nmore")), raising=False)
+        monkeypatch.setattr(
+            type(parts.model), "__deepcopy__", raises(TypeError("no copies\nmore")), raising=False
+        )
     if case == "step":
         monkeypatch.setattr(type(parts.model), "forward", raises(ValueError("the step")))
     assert choose_engine(parts, time) == f"data: workers=0, not measured: {expected}"
@@ -327,6 +337,32 @@ from torch import nn
 def net():
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 """
+
+
+def test_real_engines_compete_and_the_weights_are_those_of_no_workers(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "slow_data.py").write_text(SLOW_DATA)
+    (workdir / "net.py").write_text(NET)
+    monkeypatch.setattr(audition, "MOST_SHARE", 10.0)  # else 240 batches were not worth two seconds
+    weights, told = [], []
+    for number in ("auto", "0"):
+        run = package.train(
+            "model=net.net", "data.train._target_=slow_data.Slow", "data.batch_size=8", "trainer.max_steps=240",
+            "trainer.max_epochs=null", "monitor.plots=false", "monitor.hardware=false",
+            "monitor.progress_bar=false", f"data.num_workers={number}", f"hydra.run.dir={number}",
+        )  # fmt: skip
+        weights.append(
+            {
+                name: value.tolist()
+                for name, value in package.load_model(run.folder, which="last").state_dict().items()
+            }
+        )
+        told += [each for each in run.metrics[0]["facts"]["choices"] if each.startswith("data: ")]
+    assert weights[0] == weights[1]
+    assert len(told) == 1
+    assert re.fullmatch(r"data: [a-z]+(=\d)?, [\d.]+k? samples/s \(.+\)", told[0])
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

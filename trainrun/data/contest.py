@@ -61,7 +61,13 @@ def contest(candidates: Sequence[Candidate], alone: Alone, left: float, measure:
     budget = _Budget(candidates, alone, left, measure)
     scores: Scores = {}
     unheard = []
-    for candidate in candidates:
+    order = list(candidates)
+    if sum(map(budget.cost, candidates)) > left:  # no time for all: the most promising first
+        order.sort(key=lambda candidate: _bound(candidate, alone.load, alone.step))
+        if candidates[0].number == 0:
+            scores[candidates[0].name] = [sum(alone)]  # it loads and trains in turn: nothing new to hear
+            order.remove(candidates[0])
+    for candidate in order:
         if candidate.engine in budget.failed or _is_hopeless(candidate, candidates, alone, scores):
             continue
         if not budget.add(scores, candidate):
@@ -110,16 +116,19 @@ def _is_hopeless(candidate: Candidate, candidates: Sequence[Candidate], alone: A
     """Whether it cannot be notably faster than the fastest so far."""
     if not scores:
         return False
-    bounds = [alone.step]
-    if candidate.number:
-        load = alone.load  # seen on a few batches, the first perhaps from a cold disk
-        if candidates[0].number == 0 and candidates[0].name in scores:
-            load = min(load, median(scores[candidates[0].name]) - alone.step)
-        bounds.append(load / candidate.number)
+    load = alone.load  # seen on a few batches, the first perhaps from a cold disk
+    if candidates[0].number == 0 and candidates[0].name in scores:
+        load = min(load, median(scores[candidates[0].name]) - alone.step)
+    bounds = [_bound(candidate, load, alone.step)]
     for other in candidates:  # more of the same: at best in proportion
         if other.engine == candidate.engine and 0 < other.number < candidate.number and other.name in scores:
             bounds.append(median(scores[other.name]) * other.number / candidate.number)
     return max(bounds) > min(map(median, scores.values())) * (1 - NOTABLE)
+
+
+def _bound(candidate: Candidate, load: float, step: float) -> float:
+    """Seconds per batch, could it divide the loading among its readers and hide it behind the step."""
+    return max(step, load / candidate.number) if candidate.number else step
 
 
 class _Budget:
@@ -132,32 +141,38 @@ class _Budget:
         self._starts = dict(FIRST_START)
         self.failed: set[str] = set()
 
+    def cost(self, candidate: Candidate, per_batch: float | None = None) -> float:
+        """Seconds of one measurement, as far as can be foreseen."""
+        load, step = self._alone
+        if per_batch is None:
+            per_batch = _bound(candidate, load, step) if candidate.number else load + step
+        return self._number(candidate) * per_batch + self._before(candidate)
+
     def add(self, scores: Scores, candidate: Candidate) -> bool:
         """Whether there was time for it."""
-        several = 2 * candidate.number  # their batches come in bursts
-        number = max(LEAST_BATCHES, min(MOST_BATCHES, self._batches), several)
-        expected = number * self._expected(candidate, scores) + self._before(candidate)
-        start = self._starts.get(candidate.engine, 0.0) * max(1, candidate.number)
-        if expected + start > self._left:
+        known = scores.get(candidate.name)
+        if self.cost(candidate, known[-1] if known else None) > self._left:
             return False
+        number = self._number(candidate)
         reading = self._measure(candidate, number)
         if reading.seconds is not None:
             scores.setdefault(candidate.name, []).append(reading.seconds)
-            spent = self._left - reading.left - number * reading.seconds - self._before(candidate)
-            self._starts[candidate.engine] = max(spent, 0.0) / max(1, candidate.number)
+            if candidate.number:
+                more = (self._left - reading.left - self.cost(candidate, reading.seconds)) / candidate.number
+                self._starts[candidate.engine] = max(self._starts.get(candidate.engine, 0.0) + more, 0.0)
         elif reading.left > 0:
             self.failed.add(candidate.engine)
             scores.pop(candidate.name, None)
         self._left = reading.left
         return True
 
-    def _expected(self, candidate: Candidate, scores: Scores) -> float:
-        """Seconds per batch."""
-        if candidate.name in scores:
-            return scores[candidate.name][-1]
-        load, step = self._alone
-        return max(step, load / candidate.number) if candidate.number else load + step
+    def _number(self, candidate: Candidate) -> int:
+        """Batches in one measurement: whole bursts, for the batches of several readers come in bursts."""
+        several = max(1, candidate.number)
+        return several * max(2, -(-max(LEAST_BATCHES, min(MOST_BATCHES, self._batches)) // several))
 
     def _before(self, candidate: Candidate) -> float:
-        """Seconds until what lay ready is used up and the reading is in its stride."""
-        return (candidate.ahead / max(1, candidate.number) + 1) * self._alone.load + self._alone.step
+        """Seconds until the readers have started, what lay ready is used up and all are in their stride."""
+        several, (load, step) = max(1, candidate.number), self._alone
+        start = self._starts.get(candidate.engine, 0.0) * several if candidate.number else 0.0
+        return start + (candidate.ahead / several + 1) * load + step
