@@ -47,7 +47,7 @@ def choose_engine(parts: Parts, clock: Clock = perf_counter) -> str:
         stage.clear()
         stream.decide(name)
     for other in (parts.val, parts.test):
-        if isinstance(other, Undecided) and other.default.engine != "resident":
+        if isinstance(other, Undecided) and other.default.engine == "workers":
             other.follow(name)
     return f"data: {name}, {why}"
 
@@ -69,7 +69,8 @@ def _heard(parts: Parts, stream: Undecided, stage: Stage, candidates: list[Candi
     run_seconds = run_seconds_of(parts, alone)
     limit = min(MOST_SECONDS, MOST_SHARE * run_seconds)
     left = CONTEST_SHARE * limit - max(heard.elapsed for heard in told)
-    outcome = contest(candidates, alone, left, stage.measure(started, CONTEST_SHARE * limit))
+    measure = stage.measure(started, CONTEST_SHARE * limit)
+    outcome = contest(candidates, alone, left, measure, stream.prefetch_factor)
     if first in outcome.unheard or (outcome.unheard and set(outcome.scores) <= {first}):
         short = f"a short run, about {duration(run_seconds)}"
         slow = f"a batch takes {duration(sum(alone))}, too long to compare engines in {duration(limit)}"

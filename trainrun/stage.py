@@ -105,7 +105,7 @@ class Stage:
             loads = [self._since(begin)]
             if loads[0] < LOOK_SECONDS:  # else the first must do, with all that comes only once
                 loads = []
-                for _ in range(candidate.ahead):
+                for _ in range(candidate.number * self._stream.prefetch_factor):
                     next(batches)
             while not loads or (len(loads) < LOOKS and sum(loads) < LOOK_SECONDS):
                 begin = self._clock()
@@ -129,7 +129,7 @@ class Stage:
         stream = self._stream.stream(candidate.name)
         batches = self._batches(stream)
         try:
-            for _ in range(candidate.ahead):  # what was made ready while nobody trained
+            for _ in range(candidate.number * self._stream.prefetch_factor):  # what was made ready while nobody trained
                 next(batches)
             self._step(next(batches).data)
             self._since(0.0)

@@ -16,7 +16,7 @@ PLENTY = 1e6
 
 
 def way(name: str, engine: str, number: int = 0) -> Way:
-    return Way(name, engine, number, 2 * number, lambda: pytest.fail("nothing is opened here"))
+    return Way(name, engine, number, lambda: pytest.fail("nothing is opened here"))
 
 
 WAYS = [
@@ -58,7 +58,7 @@ class World:
         self.heard.append(candidate.name)
         seconds = self.truth(candidate) * (1 + self.noise * self.draws.uniform(-1, 1))
         self.left -= self.start * candidate.number + number * seconds
-        self.left -= (candidate.ahead / max(1, candidate.number) + 1) * self.load + self.step
+        self.left -= (3 if candidate.number else 1) * self.load + self.step
         return Reading(seconds, self.left)
 
     def choice(self) -> Way:

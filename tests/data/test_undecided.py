@@ -32,18 +32,29 @@ class Recorded:
 
 
 def undecided(log: list[str]) -> Undecided:
-    ways = [Way(name, "any", 0, 0, lambda name=name: Recorded(name, log)) for name in ("a", "b", "c")]
-    return Undecided(ways, "b", 3, 6)
+    ways = [Way(name, "any", 0, lambda name=name: Recorded(name, log)) for name in ("b", "a", "c")]
+    return Undecided(ways)
 
 
-def test_nothing_is_opened_before_it_is_read() -> None:
+def test_the_rule_reads_until_it_is_decided() -> None:
     log: list[str] = []
     stream = undecided(log)
-    assert (stream.num_batches, stream.num_samples, stream.chosen.name) == (3, 6, "b")
     stream.close()
-    assert log == []
+    assert (log, stream.chosen.name) == ([], "b")
+    assert (stream.num_batches, stream.num_samples) == (3, 6)
     assert next(stream.epoch(2, 1)).data == ("b", 2, 1)
     assert log == ["open b"]
+
+
+def test_the_simplest_is_first() -> None:
+    names = [("workers", 2), ("threads", 2), ("workers", 0), ("workers", 1), ("resident", 0), ("threads", 1)]
+    stream = Undecided(
+        [Way(f"{engine}={n}", engine, n, lambda: pytest.fail("opened")) for engine, n in names]
+    )
+    assert stream.default.name == "workers=2"
+    assert [candidate.name for candidate in stream.candidates] == [
+        "resident=0", "workers=0", "threads=1", "threads=2", "workers=1", "workers=2",
+    ]  # fmt: skip
 
 
 def test_the_chosen_one_reads_and_all_are_closed() -> None:

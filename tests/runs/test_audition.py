@@ -126,8 +126,8 @@ def staged(
         stream = Changed() if background else inner
         return lambda: Slow(stream, time, load, background, log)
 
-    ways = [Way("workers=0", "workers", 0, 0, opener(False)), Way("thread", "threads", 1, 2, opener(True))]
-    stream = Undecided(ways, "workers=0", inner.num_batches, inner.num_samples, source)
+    ways = [Way("workers=0", "workers", 0, opener(False)), Way("thread", "threads", 1, opener(True))]
+    stream = Undecided(ways, 2, source)
     return slow_step(dataclasses.replace(parts, train=stream), time, step), time, log
 
 
@@ -309,8 +309,8 @@ def test_what_one_rank_cannot_hold_no_rank_tries() -> None:
 def test_validation_follows_unless_it_is_resident() -> None:
     for default, chosen in (("workers=0", "thread"), ("resident", "resident")):
         parts, time, _ = staged(0.002, 0.003)
-        ways = [*parts.train.candidates, Way("resident", "resident", 0, 0, lambda: pytest.fail("opened"))]
-        parts = dataclasses.replace(parts, val=Undecided(ways, default, 3, 6))
+        ways = [*parts.train.candidates, Way("resident", "resident", 0, lambda: pytest.fail("opened"))]
+        parts = dataclasses.replace(parts, val=Undecided(sorted(ways, key=lambda way: way.name != default)))
         choose_engine(parts, time)
         assert parts.val.chosen.name == chosen
 

@@ -52,13 +52,15 @@ Measure = Callable[[Candidate, int], Reading]
 Scores = dict[str, list[float]]
 
 
-def contest(candidates: Sequence[Candidate], alone: Alone, left: float, measure: Measure) -> Outcome:
+def contest(
+    candidates: Sequence[Candidate], alone: Alone, left: float, measure: Measure, prefetch_factor: int = 2
+) -> Outcome:
     """Measures those that could win, until one is left, nothing changes, or time is up.
 
     candidates: the simplest first; `alone` was measured with the first of them. left: seconds that all
     of it may take. measure: times a candidate over a number of batches, beside the step.
     """
-    budget = _Budget(candidates, alone, left, measure)
+    budget = _Budget(candidates, alone, left, measure, prefetch_factor)
     scores: Scores = {}
     unheard = []
     order = list(candidates)
@@ -134,8 +136,10 @@ def _bound(candidate: Candidate, load: float, step: float) -> float:
 class _Budget:
     """Measures only what still fits into the time that is left."""
 
-    def __init__(self, candidates: Sequence[Candidate], alone: Alone, left: float, measure: Measure) -> None:
+    def __init__(self, candidates: Sequence[Candidate], alone: Alone, left: float, measure: Measure,
+                 prefetch_factor: int) -> None:  # fmt: skip
         self._alone, self._left, self._measure = alone, left, measure
+        self._prefetch_factor = prefetch_factor
         one = alone.load + alone.step
         self._batches = round(left / (3 * len(candidates)) / one) if one else MOST_BATCHES
         self._starts = dict(FIRST_START)
@@ -173,6 +177,8 @@ class _Budget:
 
     def _before(self, candidate: Candidate) -> float:
         """Seconds until the readers have started, what lay ready is used up and all are in their stride."""
-        several, (load, step) = max(1, candidate.number), self._alone
-        start = self._starts.get(candidate.engine, 0.0) * several if candidate.number else 0.0
-        return start + (candidate.ahead / several + 1) * load + step
+        load, step = self._alone
+        if not candidate.number:
+            return load + step
+        start = self._starts.get(candidate.engine, 0.0) * candidate.number
+        return start + (self._prefetch_factor + 1) * load + step

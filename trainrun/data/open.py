@@ -94,8 +94,12 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     line = f"{options.key}: {choice.reason}"
     if options.training and options.num_workers == "auto" and options.engine in ("auto", "workers"):
         ways = _ways(source, columns, plan, preparation, options, choice.workers is None)
-        default = "resident" if choice.workers is None else f"workers={choice.workers}"
-        return Undecided(ways, default, plan.num_batches, plan.num_seen, source), line
+        ways.sort(
+            key=lambda way: (
+                (way.engine == "resident", way.number) != (choice.workers is None, choice.workers or 0)
+            )
+        )
+        return Undecided(ways, options.prefetch_factor, source), line
     if choice.workers is None and columns is not None:
         return ResidentBatches(columns, plan, preparation, options.device), line
     workers = _worker_options(choice.workers or 0, options)
@@ -116,11 +120,10 @@ def _ways(source: Any, columns: Columns | None, plan: Plan, preparation: Prepara
 
     ways = []
     if fits and columns is not None:
-        ways.append(Way("resident", "resident", 0, 0,
+        ways.append(Way("resident", "resident", 0,
                         partial(ResidentBatches, columns, plan, preparation, options.device)))  # fmt: skip
     numbers = worker_numbers(options.world_size)
-    ahead = options.prefetch_factor
-    return ways + [Way(f"workers={n}", "workers", n, n * ahead, partial(loader, n)) for n in numbers]
+    return ways + [Way(f"workers={n}", "workers", n, partial(loader, n)) for n in numbers]
 
 
 def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:

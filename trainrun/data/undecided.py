@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trainrun.interfaces import Batches, MicroBatch
 
@@ -14,7 +13,6 @@ class Candidate(Protocol):
 
     name: as it is shown (`resident`, `workers=2`). engine: candidates of one engine differ in number only.
     number: threads or workers that read while the model trains; 0 reads in between.
-    ahead: how many batches may lie ready because nobody took them yet; 0 where number is.
     """
 
     @property
@@ -27,48 +25,40 @@ class Candidate(Protocol):
     def number(self) -> int: ...
 
     @property
-    def ahead(self) -> int: ...
-
-    def open(self) -> Batches: ...
+    def open(self) -> Callable[[], Batches]: ...
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """Fills `Candidate`."""
 
     name: str
     engine: str
     number: int
-    ahead: int
-    opener: Callable[[], Batches]
-
-    def open(self) -> Batches:
-        return self.opener()
+    open: Callable[[], Batches]
 
 
 class Undecided:
     """Fills `Batches` by handing on to one of its candidates: the rule's choice until `decide`.
 
-    candidates: the simplest first; of equals the first is taken. default: the name of the rule's choice.
-    num_batches, num_samples: of the plan, which all candidates share. source: what the user gave.
+    ways: the rule's choice first; `candidates` has the simplest first, and of equals the first is taken.
+    prefetch_factor: batches that each thread or worker reads ahead. source: what the user gave.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], default: str, num_batches: int | None,
-                 num_samples: int | None, source: Any = None) -> None:  # fmt: skip
-        self.candidates = tuple(candidates)
+    def __init__(self, ways: Sequence[Candidate], prefetch_factor: int = 2, source: Any = None) -> None:
+        self.default = self.chosen = ways[0]
+        self.candidates = tuple(sorted(ways, key=simplicity))
+        self.prefetch_factor = prefetch_factor
         self.source = source
-        self._by_name = {candidate.name: candidate for candidate in candidates}
-        self.default = self.chosen = self._by_name[default]
-        self._num_batches, self._num_samples = num_batches, num_samples
+        self._by_name = {candidate.name: candidate for candidate in ways}
         self._opened: dict[str, Batches] = {}
 
     @property
     def num_batches(self) -> int | None:
-        return self._num_batches
+        return self.stream(self.chosen.name).num_batches
 
     @property
     def num_samples(self) -> int | None:
-        return self._num_samples
+        return self.stream(self.chosen.name).num_samples
 
     def stream(self, name: str) -> Batches:
         """A candidate's own stream, opened once."""
@@ -93,3 +83,8 @@ class Undecided:
     def close(self) -> None:
         for stream in self._opened.values():
             stream.close()
+
+
+def simplicity(candidate: Candidate) -> tuple[int, bool, int]:
+    """Sorts: tensors in memory, the main process, threads, workers; few before many."""
+    return min(candidate.number, 1), candidate.engine == "workers", candidate.number
