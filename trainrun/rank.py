@@ -10,12 +10,14 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainrun import loop
+from trainrun.audition import choose_engine
 from trainrun.backends import kept_backends
 from trainrun.build import Site, build_parts
 from trainrun.checkpoint.resume import resolve
@@ -82,6 +84,8 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
             if stream is not None:
                 closing.callback(stream.close)
         check_monitors(parts)
+        choice = choose_engine(parts)
+        facts = replace(facts, choices=(*facts.choices, choice)) if choice else facts
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         state = first_state(parts, run, config, resume)
         if listeners is not None:

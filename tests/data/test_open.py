@@ -9,6 +9,7 @@ from trainrun.data.iterable import IterableBatches
 from trainrun.data.loader import LoaderBatches
 from trainrun.data.open import StreamOptions, check_labels, facts_of, open_batches
 from trainrun.data.resident import ResidentBatches
+from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError
 
 X, Y = torch.zeros(10, 3), torch.arange(10) % 4
@@ -32,8 +33,10 @@ class Stream(IterableDataset):
 
 
 def opened(source, **changes):
+    """The stream that reads, and the line about it."""
     fields = {"key": "data.train", "training": True, "batch_size": 2, "seed": 0}
-    return open_batches(source, StreamOptions(**fields | changes))
+    stream, line = open_batches(source, StreamOptions(**fields | changes))
+    return (stream.stream(stream.default.name) if isinstance(stream, Undecided) else stream), line
 
 
 @pytest.mark.parametrize(

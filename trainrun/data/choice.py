@@ -77,6 +77,14 @@ def loader_workers(num_workers: int | Literal["auto"], world_size: int) -> Choic
     return Choice(chosen, f"{describe_workers(chosen)} ({cores} cores for {world_size} {ranks})")
 
 
+def worker_numbers(world_size: int) -> list[int]:
+    """0, 1, 2, 4 and so on, up to twice the cores of a rank, and the number that the rule would take."""
+    cores = max(1, usable_cores() // world_size)
+    most = min(MAX_AUTO_WORKERS, 2 * cores)
+    powers = [0, *(2**i for i in range(most.bit_length()) if 2**i <= most)]
+    return sorted({*powers, loader_workers("auto", world_size).workers or 0})
+
+
 def describe_workers(number: int) -> str:
     if number == 0:
         return "read in the main process"

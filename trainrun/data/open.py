@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -13,12 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainrun.data.augment.augmented import NamedAugmentation, augmented
 from trainrun.data.batch import Preparation, as_tensor, is_integer
-from trainrun.data.choice import choose, describe_workers, roomy_batch_size
+from trainrun.data.choice import choose, describe_workers, roomy_batch_size, worker_numbers
 from trainrun.data.columns import Columns, columns_of
 from trainrun.data.iterable import IterableBatches, StreamReader
 from trainrun.data.loader import LoaderBatches
 from trainrun.data.order import Plan, batch_too_large
 from trainrun.data.resident import ResidentBatches
+from trainrun.data.undecided import Undecided, Way
 from trainrun.data.workers import WorkerOptions
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches, DataFacts
@@ -96,12 +98,38 @@ def _open(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     choice = choose(options.key, columns, options.engine, options.num_workers, collates, preparation,
                     options.device, options.world_size)  # fmt: skip
     line = f"{options.key}: {choice.reason}"
+    if options.training and options.num_workers == "auto" and options.engine in ("auto", "workers"):
+        ways = _ways(source, columns, plan, preparation, options, choice.workers is None)
+        ways.sort(
+            key=lambda way: (
+                (way.engine == "resident", way.number) != (choice.workers is None, choice.workers or 0)
+            )
+        )
+        return Undecided(ways, options.prefetch_factor, source), line
     if choice.workers is None and columns is not None:
         return ResidentBatches(columns, plan, preparation, options.device), line
     workers = _worker_options(choice.workers or 0, options)
     dataset = source if columns is None else columns.on_host()
     return LoaderBatches(dataset, plan, preparation, options.device, workers, options.collate_fn,
                          options.key), line  # fmt: skip
+
+
+def _ways(source: Any, columns: Columns | None, plan: Plan, preparation: Preparation,
+          options: StreamOptions, fits: bool) -> list[Way]:  # fmt: skip
+    """All engines that could read it, the simplest first."""
+    dataset = source if columns is None else columns.on_host()
+
+    def loader(number: int) -> Batches:
+        workers = _worker_options(number, options)
+        return LoaderBatches(dataset, plan, preparation, options.device, workers, options.collate_fn,
+                             options.key)  # fmt: skip
+
+    ways = []
+    if fits and columns is not None:
+        ways.append(Way("resident", "resident", 0,
+                        partial(ResidentBatches, columns, plan, preparation, options.device)))  # fmt: skip
+    numbers = worker_numbers(options.world_size)
+    return ways + [Way(f"workers={n}", "workers", n, partial(loader, n)) for n in numbers]
 
 
 def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:

@@ -64,6 +64,11 @@ def failure_or_raise(error: DataError) -> Failure:
 def build_loader(reader: Any, keys: Any, options: WorkerOptions, seed: int) -> DataLoader[Any]:
     """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers."""
     several = options.num_workers > 0
+    with without_advice():
+        return _loader(reader, keys, options, several, seed)
+
+
+def _loader(reader: Any, keys: Any, options: WorkerOptions, several: bool, seed: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(derive_seed(seed))  # or iter() would draw from the global one
     return DataLoader(
         reader,
@@ -78,6 +83,14 @@ def build_loader(reader: Any, keys: Any, options: WorkerOptions, seed: int) -> D
         prefetch_factor=options.prefetch_factor if several else None,
         persistent_workers=options.persistent_workers and several,
     )
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Torch warns of more workers than cores; where reading waits, they win."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        yield
 
 
 def as_it_is(batch: Any) -> Any:
@@ -96,7 +109,7 @@ def starting(key: str) -> Iterator[None]:
     """Surrounds the start of workers: signals wait, so that none hits a worker that cannot ignore it yet."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        with warnings.catch_warnings():  # Python 3.12+ warns of every fork beside threads; torch has threads
+        with without_advice():  # Python 3.12+ warns of every fork beside threads; torch has threads
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
