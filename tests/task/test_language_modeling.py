@@ -1,0 +1,80 @@
+"""The next token: sums, shifts, ignored places, mistakes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.task.language_modeling import LanguageModeling, next_tokens
+
+
+class Table(nn.Module):
+    """Logits of the next token from the token alone."""
+
+    def __init__(self, vocabulary: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(vocabulary, vocabulary, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens)
+
+
+TOKENS = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
+TARGET = torch.tensor([[2, 3, 4, -100], [3, 2, -100, -100]])
+
+
+def test_the_loss_is_a_sum_over_the_tokens_that_count() -> None:
+    task, model = LanguageModeling(bytes_per_token=4), Table()
+    assert task.count((TOKENS, TARGET)) == 5
+    out = task.step(model, (TOKENS, TARGET))
+    mean = cross_entropy(model(TOKENS).flatten(0, 1), TARGET.flatten())
+    torch.testing.assert_close(out.loss_sum, 5 * mean)
+    torch.testing.assert_close(out.sums["bpb"](), 5 * mean.detach() / math.log(2) / 4)  # type: ignore[operator]
+    right = (model(TOKENS).argmax(-1) == TARGET).sum()
+    assert out.sums["acc"]() == right  # type: ignore[operator]
+
+
+def test_without_targets_the_tokens_are_moved_by_one() -> None:
+    wanted = torch.tensor([[2, 3, 4, -100], [3, 2, 1, -100]])
+    assert next_tokens(TOKENS, None).tolist() == wanted.tolist()
+    assert LanguageModeling().count(TOKENS) == 6
+    assert LanguageModeling().count({"input_ids": TOKENS}) == 6
+
+
+@pytest.mark.parametrize(
+    ("key", "marks", "wanted"),
+    [
+        ("attention_mask", [[True, True, True, False]], [2, 3, -100, -100]),
+        ("segment_ids", [[1, 1, 2, 2]], [2, -100, 4, -100]),
+        ("segment_ids", [[1, 1, 0, 0]], [2, -100, -100, -100]),
+    ],
+)
+def test_no_target_crosses_a_border(key: str, marks: list[Any], wanted: list[int]) -> None:
+    assert next_tokens(TOKENS[:1], torch.tensor(marks)).tolist() == [wanted]
+    batch = {"input_ids": TOKENS[:1], key: torch.tensor(marks)}
+    assert LanguageModeling().count(batch) == sum(one >= 0 for one in wanted)
+
+
+def test_predictions_have_a_confidence() -> None:
+    columns = LanguageModeling().predict(Table(), (TOKENS, TARGET))
+    assert {name: tuple(value.shape) for name, value in columns.items()} == {
+        "prediction": (2, 4), "confidence": (2, 4), "target": (2, 4),
+    }  # fmt: skip
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(ConfigError, match="bytes_per_token=0"):
+        LanguageModeling(bytes_per_token=0)
+    with pytest.raises(DataError, match=r"shape \(B, T\)"):
+        LanguageModeling().count(torch.zeros(2, 3, 4))
+    with pytest.raises(DataError, match="between 2 and 4, but the model knows 4"):
+        LanguageModeling().step(Table(4), (TOKENS % 4, TARGET))
+    with pytest.raises(PluginError, match=r"output has shape \(8, 7\)"):
+        LanguageModeling().step(nn.Sequential(Table(), nn.Flatten(0, 1)), (TOKENS, TARGET))

@@ -1,0 +1,168 @@
+"""A decoder-only transformer: tokens in, logits of the next token out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from trainrun.model.attention import KERNELS, causal_attention
+from trainrun.model.layers import checked_count
+
+# layers, width, heads; the numbers are parameters with 256 tokens, the last one's with 50,257
+SIZES: dict[str, tuple[int, int, int]] = {
+    "0.8M": (4, 128, 2),
+    "3M": (4, 256, 4),
+    "11M": (6, 384, 6),
+    "25M": (8, 512, 8),
+    "124M": (12, 768, 12),
+}
+POSITIONS = ("rotary", "learned")
+ROTARY_BASE = 10_000.0
+
+
+class Attention(nn.Module):
+    """Causal self-attention over (B, T, width)."""
+
+    def __init__(self, width: int, heads: int, dropout: float, kernel: str) -> None:
+        super().__init__()
+        self.heads, self.dropout, self.kernel = heads, dropout, kernel
+        self.into = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.into(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
+        if turn is not None:
+            query, key = turned(query, *turn), turned(key, *turn)
+        drop = self.dropout if self.training else 0.0
+        seen = causal_attention(query, key, value, mask, drop, self.kernel)
+        return self.out(seen.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, each on a normalised copy and added to what came in."""
+
+    def __init__(self, width: int, heads: int, dropout: float, kernel: str) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, heads, dropout, kernel)
+        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.act = nn.GELU()
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), mask, turn))
+        return x + self.drop(self.narrow(self.act(self.widen(self.norm2(x)))))  # type: ignore[no-any-return]
+
+
+class Gpt(nn.Module):
+    """Tokens (B, T) become logits (B, T, vocab_size); position t has seen the tokens up to t only.
+
+    size: a name that sets layers, width and heads, each of which may be given instead.
+    context: the longest T. positions: rotary (Su et al., 2021, arXiv:2104.09864) or learned.
+    tied: the last layer's weights are those of the embedding.
+    attention: see `trainrun.model.attention`.
+    Padding must come after the tokens: then none of them sees it, and no mask is needed.
+    ValueError: sizes that do not fit each other, or unknown names.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context: int = 256,
+        size: str = "0.8M",
+        layers: int | None = None,
+        width: int | None = None,
+        heads: int | None = None,
+        dropout: float = 0.0,
+        positions: str = "rotary",
+        tied: bool = True,
+        attention: str = "auto",
+    ) -> None:
+        super().__init__()
+        check_known("size", size, tuple(SIZES))
+        layers, width, heads = (
+            given or usual for given, usual in zip((layers, width, heads), SIZES[size], strict=True)
+        )
+        if width % heads or (width // heads) % 2:
+            raise ValueError(f"width={width} must be an even multiple of heads={heads}")
+        check_known("positions", positions, POSITIONS)
+        check_known("attention", attention, KERNELS)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
+        self.context = checked_count("context", context)
+        self.tokens = nn.Embedding(checked_count("vocab_size", vocab_size), width)
+        self.positions = nn.Embedding(context, width) if positions == "learned" else None
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, attention) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.register_buffer("turns", rotary_table(context, width // heads), persistent=False)
+        initialize(self, layers)
+
+    def forward(
+        self, tokens: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """segment_ids, position_ids: (B, T), of several sequences in a row; 0 is a segment of padding."""
+        length = tokens.shape[1]
+        if length > self.context:
+            raise ValueError(f"a sequence of {length} tokens is longer than context={self.context}")
+        x = self.tokens(tokens)
+        turn: tuple[Tensor, Tensor] | None = None
+        if self.positions is not None:
+            where = torch.arange(length, device=tokens.device) if position_ids is None else position_ids
+            x = x + self.positions(where)
+        else:
+            turn = self._turn(length, position_ids)
+        mask = None if segment_ids is None else segments_before(segment_ids)
+        x = self.drop(x)
+        for block in self.blocks:
+            x = block(x, mask, turn)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def _turn(self, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, (T, head width / 2) or (B, 1, T, head width / 2)."""
+        table: Any = self.turns
+        if position_ids is None:
+            return table[0, :length], table[1, :length]
+        return embedding(position_ids, table[0])[:, None], embedding(position_ids, table[1])[:, None]
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates each pair (i, i + half) of the last dimension by the angle of its position."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def rotary_table(context: int, head_width: int) -> Tensor:
+    """Cosines and sines: (2, context, head_width / 2)."""
+    speeds = ROTARY_BASE ** -(torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
+    angles = torch.outer(torch.arange(context, dtype=torch.float64), speeds)
+    return torch.stack([angles.cos(), angles.sin()]).float()
+
+
+def segments_before(segment_ids: Tensor) -> Tensor:
+    """(B, 1, T, T) bool: keys of the query's own segment that are not behind it."""
+    return (segment_ids[:, None, :, None] == segment_ids[:, None, None, :]).tril()
+
+
+def check_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value} is not known; choose {', '.join(known)}")
+
+
+def initialize(model: Gpt, layers: int) -> None:
+    """Normal with 0.02; what is added to the stream less, by the number of additions (GPT-2)."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            added = name.endswith(("out.weight", "narrow.weight"))
+            nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if added else 0.02)

@@ -1,0 +1,51 @@
+"""A recurrent network over tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.model.layers import checked_count, dropout_layers
+
+OUTPUTS = ("each", "last")
+
+
+class Lstm(nn.Module):
+    """Tokens (B, T) become logits: of every position (B, T, num_classes), or of the last (B, num_classes).
+
+    vocab_size: of the tokens that come in; None is num_classes, as in language modelling.
+    outputs: `each` or `last`; the last real position where the batch has an attention_mask.
+    Padding must come after the tokens, which then never see it.
+    ValueError: unknown names, sizes below 1.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        vocab_size: int | None = None,
+        width: int = 256,
+        layers: int = 1,
+        dropout: float = 0.0,
+        outputs: str = "each",
+    ) -> None:
+        super().__init__()
+        if outputs not in OUTPUTS:
+            raise ValueError(f"outputs={outputs} is not known; choose {', '.join(OUTPUTS)}")
+        checked_count("num_classes", num_classes)
+        self.outputs = outputs
+        self.tokens = nn.Embedding(checked_count("vocab_size", vocab_size or num_classes), width)
+        self.drop = nn.Sequential(*dropout_layers(dropout))
+        between = dropout if layers > 1 else 0.0
+        self.lstm = nn.LSTM(width, width, checked_count("layers", layers), batch_first=True, dropout=between)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """attention_mask: (B, T) bool, False at padding."""
+        states, _ = self.lstm(self.drop(self.tokens(tokens)))
+        if self.outputs == "last":
+            if attention_mask is None:
+                states = states[:, -1]
+            else:
+                ends = attention_mask.sum(1).clamp(min=1) - 1
+                states = states[torch.arange(len(states), device=states.device), ends]
+        return self.head(self.drop(states))  # type: ignore[no-any-return]
