@@ -6,30 +6,41 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
-from trainrun.data.batch import Preparation, as_tensor, is_integer
-from trainrun.data.choice import choose, describe_workers, roomy_batch_size
-from trainrun.data.columns import Columns, columns_of
+from trainrun.data.batch import Preparation
+from trainrun.data.choice import (
+    Candidate,
+    Facts,
+    Wish,
+    candidates,
+    choose,
+    describe_workers,
+    roomy_batch_size,
+)
+from trainrun.data.columns import columns_of
+from trainrun.data.device_feed import fed
+from trainrun.data.engines import (
+    Prepared,
+    build_engine,
+    fitting_choice,
+    load_of,
+    trial,
+    worker_options,
+)
+from trainrun.data.facts import length_of
+from trainrun.data.generators import GlobalDraw
 from trainrun.data.iterable import IterableBatches, StreamReader
-from trainrun.data.loader import LoaderBatches
+from trainrun.data.mapstyle import thread_safe
+from trainrun.data.memory import too_much
 from trainrun.data.order import Plan, batch_too_large
-from trainrun.data.resident import ResidentBatches
-from trainrun.data.workers import WorkerOptions
+from trainrun.data.reader import Collate, Recipe
+from trainrun.data.skips import Report, to_stderr
 from trainrun.errors import DataError
-from trainrun.interfaces import Batches, DataFacts
-from trainrun.randomness import kept_random_state
-from trainrun.usercode import line_of
+from trainrun.interfaces import Batches
 
 CPU = torch.device("cpu")
-IGNORED_LABEL = -100  # torch's ignore_index
-ALLOWED = (
-    "allowed: a data set with __len__ and __getitem__, a torch IterableDataset, "
-    "or a tuple, list or mapping of tensors or arrays"
-)
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,8 @@ class StreamOptions:
     key: names it in messages (`data.train`). batch_size: per rank.
     training: False reads every sample once in its own order: shuffle and drop_last do not apply,
         every epoch is epoch 0, and a batch_size above the data is lowered.
-    engine: "auto", "resident" or "workers". limit: a fraction of the micro-batches (float) or their
+    engine: "auto", "resident", "workers" or "threads". report: takes one line for the people who watch.
+        limit: a fraction of the micro-batches (float) or their
         number (int). may_grow: batch_size is a suggestion, and small inputs in memory come in larger
         batches, for evaluation. max_sequence_length and float_dtype: see `Preparation`.
     """
@@ -64,6 +76,7 @@ class StreamOptions:
     augment: tuple[Any, ...] = ()
     on_error: str = "raise"
     max_skipped_share: float = 0.01
+    report: Report = to_stderr
     truncate: str = "right"
     padding: str = "longest"
     max_tokens: int | None = None
@@ -78,35 +91,90 @@ class StreamOptions:
 
 def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     """The stream, and one line with the engine that was chosen and why."""
-    _check_limit(options)
+    _check(options)
     if isinstance(source, IterableDataset):
-        return _open_iterable(source, options)
+        batches, line = _open_iterable(source, options)
+        return _augmented(batches, options), line
+    prepared = _prepared(source, options)
+    choice = choose(prepared.facts, _wish(options))
+    if choice.engine == "threads":
+        prepared.reader.copy().try_out(0, trial(prepared))
+    if choice.engine == "workers" and choice.number > 0:
+        choice = fitting_choice(choice, prepared, options)
+    batches = build_engine(prepared, options, choice.engine, choice.number)
+    return _augmented(batches, options), f"{options.key}: {choice.reason}"
+
+
+def open_candidates(source: Any, options: StreamOptions) -> list[Candidate]:
+    """Every engine that may read this source, the rule's choice first; only one for an IterableDataset.
+
+    Nothing is started yet. They all give the same batches; one is open at a time.
+    """
+    _check(options)
+    if isinstance(source, IterableDataset):
+        return [Candidate("iterable", "workers", 0, lambda: open_batches(source, options)[0])]
+    prepared = _prepared(source, options)
+    draws = ""
+    try:
+        prepared.reader.copy().try_out(0, trial(prepared))
+    except GlobalDraw as error:
+        draws = str(error)
+    load = load_of(prepared, options)
+
+    def fitting(workers: int) -> bool:
+        return load is None or not too_much(load._replace(workers=workers))
+
+    def build(engine: str, number: int) -> Batches:
+        return _augmented(build_engine(prepared, options, engine, number), options)
+
+    return candidates(prepared.facts, _wish(options), draws, fitting, build)
+
+
+def _prepared(source: Any, options: StreamOptions) -> Prepared:
+    source = _prepare_source(source, options)
     columns = columns_of(source, options.key)
     if options.may_grow and columns is not None:
         options = replace(options, batch_size=roomy_batch_size(columns, options.batch_size))
-    plan = _plan(_length(source if columns is None else columns, options.key), options)
+    dataset = source if columns is None else columns
+    plan, collate, single = _plan_and_collate(dataset, options)
     preparation = Preparation(options.float_dtype, options.max_sequence_length)
-    collates = options.collate_fn is not None
-    choice = choose(options.key, columns, options.engine, options.num_workers, collates, preparation,
-                    options.device, options.world_size)  # fmt: skip
-    line = f"{options.key}: {choice.reason}"
-    if choice.workers is None and columns is not None:
-        return ResidentBatches(columns, plan, preparation, options.device), line
-    workers = _worker_options(choice.workers or 0, options)
-    dataset = source if columns is None else columns.on_host()
-    return LoaderBatches(dataset, plan, preparation, options.device, workers, options.collate_fn,
-                         options.key), line  # fmt: skip
+    recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
+                    options.on_error == "skip", options.training)  # fmt: skip
+    safe = thread_safe(dataset) and options.transform is None and options.collate_fn is None
+    facts = Facts(options.key, columns, single, safe, preparation, options.device, options.world_size)
+    return Prepared(dataset, plan, recipe, facts)
+
+
+# --- where the other parts of this room join in -------------------------------------------------
+
+
+def _prepare_source(source: Any, options: StreamOptions) -> Any:
+    """The source behind its cache (`options.cache`): still map-style, or in memory. Not for an iterable one."""
+    return source
+
+
+def _plan_and_collate(dataset: Any, options: StreamOptions) -> tuple[Plan, Collate | None, str]:
+    """Which samples form which batch, how they are collated, and the option that needs single samples.
+
+    The last is empty where whole columns may be gathered (engine resident).
+    """
+    plan = _plan(length_of(dataset, options.key), options)
+    single = "data.transform" if options.transform is not None else ""
+    return plan, options.collate_fn, single or ("data.collate_fn" if options.collate_fn is not None else "")
+
+
+def _augmented(batches: Batches, options: StreamOptions) -> Batches:
+    """Batches on the device, changed at random (`options.augment`, in this order) in training."""
+    return batches
+
+
+def _wish(options: StreamOptions) -> Wish:
+    return Wish(options.engine, options.num_workers, options.num_threads)
 
 
 def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     number = 0 if options.num_workers == "auto" else options.num_workers
-    if number > 1:
-        raise DataError(
-            f"data.num_workers={number}: {options.key} is an IterableDataset, "
-            "which at most 1 worker can read in order; use 0 or 1"
-        )
-    if options.engine == "resident":
-        raise DataError(f"data.engine=resident: {options.key} is an IterableDataset; use data.engine=auto")
+    _check_iterable(number, options)
     try:
         length: int | None = len(source)
     except TypeError:  # it has no __len__
@@ -114,10 +182,31 @@ def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     plan = _plan(length, options) if length is not None else _new_plan(0, options.batch_size, options)
     max_batches = _max_batches(plan, length, options)
     preparation = Preparation(options.float_dtype, options.max_sequence_length)
-    reader = StreamReader(source, plan, length, max_batches, preparation, options.collate_fn, options.key)
+    recipe = Recipe(preparation, options.seed, options.key, options.transform, options.collate_fn)
+    reader = StreamReader(source, plan, length, max_batches, recipe)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     line = f"{options.key}: {describe_workers(number)} ({reason})"
-    return IterableBatches(reader, options.device, _worker_options(number, options)), line
+    return fed(IterableBatches(reader, worker_options(number, options)), options.device), line
+
+
+def _check_iterable(number: int, options: StreamOptions) -> None:
+    if number > 1:
+        raise DataError(
+            f"data.num_workers={number}: {options.key} is an IterableDataset, "
+            "which at most 1 worker can read in order; use 0 or 1"
+        )
+    if options.engine == "resident":
+        raise DataError(f"data.engine=resident: {options.key} is an IterableDataset; use data.engine=auto")
+    if options.engine == "threads":
+        raise DataError(
+            f"data.engine=threads: {options.key} is an IterableDataset; use data.engine=workers with "
+            "data.num_workers=1 to read it beside the training"
+        )
+    if options.on_error == "skip":
+        raise DataError(
+            f"data.on_error=skip: {options.key} is an IterableDataset, whose iterator ends with its first "
+            "fault; use data.on_error=raise, or catch the fault inside of it"
+        )
 
 
 def _max_batches(plan: Plan, length: int | None, options: StreamOptions) -> int | None:
@@ -132,17 +221,6 @@ def _max_batches(plan: Plan, length: int | None, options: StreamOptions) -> int 
         f"{_limit_key(options)}={options.limit}: {options.key} has no length that a fraction could be "
         "taken of; give a number of batches"
     )
-
-
-def _length(source: Any, key: str) -> int:
-    """Of a source that can be indexed; refuses all others."""
-    if isinstance(source, DataLoader):
-        raise DataError(f"{key}: a DataLoader already makes batches; give its dataset instead")
-    if isinstance(source, type):
-        raise DataError(f"{key}: {source.__name__} is a class, not a data set; {ALLOWED}")
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")) or isinstance(source, str | bytes):
-        raise DataError(f"{key}: cannot read a {type(source).__name__}; {ALLOWED}")
-    return len(source)
 
 
 def _plan(num_samples: int, options: StreamOptions) -> Plan:
@@ -163,13 +241,12 @@ def _new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan
                 options.world_size)  # fmt: skip
 
 
-def _worker_options(number: int, options: StreamOptions) -> WorkerOptions:
-    pin = options.pin_memory and options.device.type == "cuda"
-    return WorkerOptions(number, pin, options.persistent_workers, options.prefetch_factor,
-                         options.timeout_seconds)  # fmt: skip
-
-
-def _check_limit(options: StreamOptions) -> None:
+def _check(options: StreamOptions) -> None:
+    if options.transform is not None and not callable(options.transform):
+        raise DataError(
+            f"data.transform: a {type(options.transform).__name__} cannot be called with a sample; give a "
+            "class with __call__, or a function with _partial_: true"
+        )
     limit = options.limit
     valid = limit >= 1 if isinstance(limit, int) else 0 < limit <= 1
     if isinstance(limit, bool) or not valid:
@@ -181,60 +258,3 @@ def _check_limit(options: StreamOptions) -> None:
 
 def _limit_key(options: StreamOptions) -> str:
     return f"trainer.limit_{'train' if options.training else 'val'}_batches"
-
-
-def facts_of(source: Any, key: str = "data.train") -> DataFacts:
-    """What can be learnt without reading all of it: in-memory data, or its attributes and first sample.
-
-    The input is the first element of a sample. An IterableDataset is not read: a sample taken from it
-    might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`).
-    """
-    given = getattr(source, "class_names", None) or getattr(source, "classes", None) or ()
-    names = tuple(str(name) for name in given)
-    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
-    num_classes = getattr(source, "num_classes", None) or len(names) or None
-    if columns is not None:
-        return DataFacts(tuple(columns.values[0].shape[1:]), num_classes or _classes_in(columns), names)
-    shape = None if isinstance(source, IterableDataset) else _first_shape(source, key)
-    return DataFacts(shape, num_classes, names)
-
-
-def _classes_in(columns: Columns) -> int | None:
-    """One more than the largest label; None where the targets are no labels."""
-    target = columns.target()
-    if target is None or len(target) == 0 or not is_integer(target) or target.dtype in (torch.bool, np.bool_):
-        return None
-    largest = int(target.max())
-    return largest + 1 if largest >= 0 else None
-
-
-def _first_shape(source: Any, key: str) -> tuple[int, ...] | None:
-    if _length(source, key) == 0:
-        raise DataError(f"{key}: the data set is empty")
-    with kept_random_state():
-        try:
-            sample = source[0]
-        except Exception as error:
-            raise DataError(
-                f"{key}: sample 0 of {type(source).__name__} cannot be read: "
-                f"{type(error).__name__}: {error}{line_of(error)}"
-            ) from error
-    while isinstance(sample, tuple | list | dict) and sample:
-        sample = next(iter(sample.values() if isinstance(sample, dict) else sample))
-    return tuple(sample.shape) if isinstance(sample, Tensor | np.ndarray) else None
-
-
-def check_labels(source: Any, key: str, num_classes: int) -> None:
-    """Refuses integer targets in memory outside 0..num_classes-1; other sources cannot be checked ahead."""
-    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
-    target = None if columns is None else columns.target()
-    if target is None or not is_integer(target):
-        return
-    labels = as_tensor(target).long()
-    wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= num_classes))
-    if wrong.any():
-        first = wrong.nonzero()[0].tolist()
-        raise DataError(
-            f"{key}: sample {first[0]} has label {int(labels[tuple(first)])}, but "
-            f"data.num_classes={num_classes} allows 0 to {num_classes - 1}; correct one of the two"
-        )
