@@ -16,7 +16,9 @@ from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
 from trainrun.config import RunConfig
 from trainrun.data.augment.nodes import build_augmentations
-from trainrun.data.open import StreamOptions, check_labels, facts_of, open_batches
+from trainrun.data.facts import check_labels, facts_of
+from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.skips import Report, report_to
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.instantiate import bind_faults, build, locate
 from trainrun.interfaces import Batches, DataFacts, Monitor, Parallel, RunFacts
@@ -69,7 +71,7 @@ def check_targets(config: RunConfig) -> None:
     faults: list[str] = []
     data = config.data
     nodes = {"data.train": data.train, "data.val": data.val, "data.test": data.test, "model": config.model}
-    nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
+    nodes |= {"task": config.task, "data.collate_fn": data.collate_fn, "data.transform": data.transform}
     nodes |= {f"data.augment.{name}": node for name, node in data.augment.items()}
     for key, node in nodes.items():
         faults += bind_faults(node, key) if node else []
@@ -90,8 +92,11 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     check_targets(config)
     config = with_accumulation(config, site.parallel.world_size)
     sources = build_sources(config)
-    facts = facts_of(sources["train"])
-    train, val, test = (open_split(config, site.parallel, name, sources[name], notes) for name in sources)
+    facts = facts_of(sources["train"], transform=build_transform(config))
+    report = report_to([monitor.on_note for monitor in site.monitors])
+    train, val, test = (
+        open_split(config, site.parallel, name, sources[name], notes, report) for name in sources
+    )
     assert train is not None
     check_classes(config, facts, sources)
     model = build_model(config, facts, site.parallel.device)
@@ -134,8 +139,12 @@ def build_sources(config: RunConfig) -> dict[str, Any]:
     return {name: build(node, f"data.{name}") if node else None for name, node in nodes.items()}
 
 
+def build_transform(config: RunConfig) -> Any:
+    return build(config.data.transform, "data.transform") if config.data.transform else None
+
+
 def open_split(
-    config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str]
+    config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report
 ) -> Batches | None:
     if source is None:
         return None
@@ -160,10 +169,11 @@ def open_split(
             max_sequence_length=data.max_sequence_length,
             num_threads=data.num_threads,
             cache=data.cache,
-            transform=build(data.transform, "data.transform") if data.transform else None,
+            transform=build_transform(config),
             augment=build_augmentations(data.augment),
             on_error=data.on_error,
             max_skipped_share=data.max_skipped_share,
+            report=report,
             truncate=data.truncate,
             padding=data.padding,
             max_tokens=data.max_tokens,

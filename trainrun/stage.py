@@ -129,7 +129,9 @@ class Stage:
         stream = self._stream.stream(candidate.name)
         batches = self._batches(stream)
         try:
-            for _ in range(candidate.number * self._stream.prefetch_factor):  # what was made ready while nobody trained
+            for _ in range(
+                candidate.number * self._stream.prefetch_factor
+            ):  # what was made ready while nobody trained
                 next(batches)
             self._step(next(batches).data)
             self._since(0.0)

@@ -66,6 +66,7 @@ def assert_same_epochs(stream, reference, epochs=(0, 1), starts=(0, 2)):
             got, wanted = list(stream.epoch(epoch, start)), list(reference.epoch(epoch, start))
             assert [batch[1:3] for batch in got] == [batch[1:3] for batch in wanted]
             assert all(same(a.data, b.data) for a, b in zip(got, wanted, strict=True))
+            assert all(same(a.indices, b.indices) for a, b in zip(got, wanted, strict=True))
 
 
 def assert_same_stream(source, reference, num_workers, **changes):

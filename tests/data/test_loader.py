@@ -189,7 +189,7 @@ def test_workers_ignore_stop_signals(opened):
 
 def test_a_worker_that_hangs_is_killed(opened, monkeypatch):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    hanging = Broken(lambda: time.sleep(600), index=0)
+    hanging = Broken(lambda: time.sleep(600), index=1)
     stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=0.5)
     with pytest.raises(DataError, match=r"data.worker_timeout_seconds=0.5: data.train gave no batch"):
         list(stream.epoch(0))
@@ -213,13 +213,15 @@ def test_a_sample_that_cannot_be_read(opened, workers):
 
 
 def test_samples_read_at_once_that_cannot_be_read(opened):
-    with pytest.raises(DataError, match=r"one of the samples 9, 10, 11 of BrokenAtOnce cannot be read: Key"):
+    with pytest.raises(DataError, match=r"data.train: sample 9 of BrokenAtOnce cannot be read: Key"):
         list(opened(BrokenAtOnce(fail), shuffle=False).epoch(0))
 
 
 def test_a_worker_that_dies(opened):
     stream = opened(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL)), num_workers=1)
-    with pytest.raises(DataError, match=r"data.train: a loader worker died .*data.num_workers=0"):
+    with pytest.raises(
+        DataError, match=r"data.train: a loader worker was killed .* GB of memory are free now"
+    ):
         list(stream.epoch(0))
 
 

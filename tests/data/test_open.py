@@ -5,9 +5,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainrun.data import choice
 from trainrun.data.columns import Arrays
+from trainrun.data.facts import check_labels, facts_of
 from trainrun.data.iterable import IterableBatches
 from trainrun.data.loader import LoaderBatches
-from trainrun.data.open import StreamOptions, check_labels, facts_of, open_batches
+from trainrun.data.open import StreamOptions, open_batches
 from trainrun.data.resident import ResidentBatches
 from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError
@@ -77,8 +78,8 @@ def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, world_size, k
 
 def test_automatic_workers_have_a_ceiling(monkeypatch):
     monkeypatch.setattr(choice, "usable_cores", lambda: 64)
-    assert choice.loader_workers("auto", 1).workers == 8
-    assert choice.loader_workers("auto", 16).workers == 3
+    assert choice.loader_workers("auto", 1).number == 8
+    assert choice.loader_workers("auto", 16).number == 3
 
 
 @pytest.mark.parametrize(

@@ -1,42 +1,145 @@
-"""Which engine reads the data, and with how many workers: the choice together with its reason."""
+"""Which engine reads the data, and how many at once: the choice together with its reason."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 
 from trainrun.data.batch import Preparation, as_tensor
 from trainrun.data.columns import Column, Columns
+from trainrun.data.memory import host_memory
 from trainrun.errors import DataError
+from trainrun.interfaces import Batches
 
+Number = int | Literal["auto"]
 MAX_AUTO_WORKERS = 8
+MAX_AUTO_THREADS = 4
 ROOMY_BATCH_BYTES = 2**20
 
 
-class Choice(NamedTuple):
-    """workers: of the loader; None where the data is resident."""
+class Wish(NamedTuple):
+    """What the user said: data.engine, data.num_workers and data.num_threads."""
 
-    workers: int | None
+    engine: str
+    num_workers: Number
+    num_threads: Number
+
+
+class Facts(NamedTuple):
+    """What a choice depends on.
+
+    columns: of data in memory, else None. single: the option that needs single samples (`data.transform`),
+    or nothing. thread_safe: several threads may read the source at once.
+    """
+
+    key: str
+    columns: Columns | None
+    single: str
+    thread_safe: bool
+    preparation: Preparation
+    device: torch.device
+    world_size: int
+
+
+class Choice(NamedTuple):
+    """engine: `resident`, `threads` or `workers`; number: of threads or workers (0: the main process)."""
+
+    engine: str
+    number: int
     reason: str
 
 
-def choose(key: str, columns: Columns | None, engine: str, num_workers: int | Literal["auto"], collates: bool,
-           preparation: Preparation, device: torch.device, world_size: int) -> Choice:  # fmt: skip
-    """The engine for a map-style or in-memory source. collates: the user gave a collate_fn."""
-    if engine == "resident":
-        return _asked_resident(key, columns, num_workers, collates, device)
+class Candidate(NamedTuple):
+    """A way to read that can be tried: `open()` gives the stream, whose `close()` ends what it started."""
+
+    name: str
+    engine: str
+    number: int
+    open: Callable[[], Batches]
+
+
+def choose(facts: Facts, wish: Wish) -> Choice:
+    """The rule, without a measurement, for a map-style or in-memory source."""
+    _check(facts, wish)
+    columns, device, world_size = facts.columns, facts.device, facts.world_size
+    if wish.engine == "resident":
+        unused = _unused(wish, "num_workers", "num_threads")
+        return Choice("resident", 0, f"{_resident_name(facts)} (asked for{unused})")
+    if wish.engine == "threads" or (wish.engine == "auto" and wish.num_threads != "auto"):
+        return _threads(facts, wish)
     if columns is None:
-        return loader_workers(num_workers, world_size)
-    size = f"in memory, {resident_bytes(columns, preparation) / 1e6:.1f} MB"
-    fits = resident_bytes(columns, preparation) * sharing(device, world_size) <= free_bytes(device) / 2
-    if engine == "auto" and num_workers in ("auto", 0) and not collates and fits:
-        return Choice(None, f"resident on {device} ({size})")
-    if num_workers != "auto":
-        return loader_workers(num_workers, world_size)
-    why = "data.engine=workers" if engine == "workers" else "data.collate_fn" if collates else ""
-    return Choice(0, f"read in the main process ({size}; {why or f'too much to be resident on {device}'})")
+        return loader_workers(wish.num_workers, world_size)
+    size = f"in memory, {resident_bytes(columns, facts.preparation) / 1e6:.1f} MB"
+    if wish.engine == "auto" and wish.num_workers in ("auto", 0) and not facts.single and fits(facts):
+        return Choice("resident", 0, f"{_resident_name(facts)} ({size})")
+    if wish.num_workers != "auto":
+        return loader_workers(wish.num_workers, world_size)
+    why = "data.engine=workers" if wish.engine == "workers" else facts.single
+    return Choice(
+        "workers", 0, f"read in the main process ({size}; {why or f'too much to be resident on {device}'})"
+    )
+
+
+def candidates(facts: Facts, wish: Wish, first: Choice, draws: str, fitting: Callable[[int], bool],
+               build: Callable[[str, int], Batches]) -> list[Candidate]:  # fmt: skip
+    """Every way that the user's words allow, the one that the rule takes first.
+
+    draws: not empty where reading draws from the global generators, which threads cannot bear. fitting:
+    whether so many workers have shared memory and files enough. build: a stream of an engine and a number.
+    """
+    ways = [(first.engine, first.number)]
+    cores = max(1, usable_cores() // facts.world_size)
+    if wish.engine == "auto" and wish.num_workers == "auto" and wish.num_threads == "auto":
+        if facts.columns is not None and not facts.single and fits(facts):
+            ways.append(("resident", 0))
+        ways += [("threads", number) for number in _doubling(cores if facts.thread_safe else 1)]
+    if wish.engine == "threads" and wish.num_threads == "auto":
+        ways += [("threads", number) for number in _doubling(cores if facts.thread_safe else 1)]
+    if wish.engine in ("auto", "workers") and wish.num_workers == "auto" and wish.num_threads == "auto":
+        ways += [("workers", number) for number in (0, *_doubling(min(cores, MAX_AUTO_WORKERS)))]
+    possible = [
+        (engine, number)
+        for engine, number in dict.fromkeys(ways)
+        if not (engine == "threads" and draws) and (engine != "workers" or fitting(number))
+    ]
+    return [Candidate(name_of(facts, *way), *way, _opener(build, *way)) for way in possible]
+
+
+def _opener(build: Callable[[str, int], Batches], engine: str, number: int) -> Callable[[], Batches]:
+    return lambda: build(engine, number)
+
+
+def _doubling(largest: int) -> list[int]:
+    """1, 2, 4 and so on, and the largest itself."""
+    numbers = [2**power for power in range(largest.bit_length())]
+    return sorted({*numbers, largest})
+
+
+def name_of(facts: Facts, engine: str, number: int) -> str:
+    """Short, for a line of comparison."""
+    if engine == "resident":
+        return "mapped" if _is_mapped(facts) else "resident"
+    return f"{engine}={number}"
+
+
+def _is_mapped(facts: Facts) -> bool:
+    return facts.columns is not None and facts.device.type == "cpu" and facts.columns.mapped
+
+
+def _resident_name(facts: Facts) -> str:
+    return "mapped files, read in the page cache" if _is_mapped(facts) else f"resident on {facts.device}"
+
+
+def fits(facts: Facts) -> bool:
+    """Whether the columns may be resident: in half of the free memory, or where nothing is copied."""
+    assert facts.columns is not None
+    if _is_mapped(facts):
+        return True
+    wanted = resident_bytes(facts.columns, facts.preparation) * sharing(facts.device, facts.world_size)
+    return wanted <= free_bytes(facts.device) / 2
 
 
 def roomy_batch_size(columns: Columns, batch_size: int) -> int:
@@ -51,44 +154,61 @@ def roomy_batch_size(columns: Columns, batch_size: int) -> int:
     return max(batch_size, min(16 * batch_size, ROOMY_BATCH_BYTES // sample_bytes))
 
 
-def _asked_resident(key: str, columns: Columns | None, num_workers: int | Literal["auto"], collates: bool,
-                    device: torch.device) -> Choice:  # fmt: skip
-    if columns is None:
+def _check(facts: Facts, wish: Wish) -> None:
+    if wish.engine == "resident" and facts.columns is None:
         raise DataError(
-            f"data.engine=resident: {key} is not in memory; give tensors, arrays or a TensorDataset, "
+            f"data.engine=resident: {facts.key} is not in memory; give tensors, arrays or a TensorDataset, "
             "or use data.engine=auto"
         )
-    if collates:
+    if wish.engine == "resident" and facts.single:
         raise DataError(
-            "data.engine=resident: data.collate_fn needs single samples; leave one of them out, "
+            f"data.engine=resident: {facts.single} needs single samples; leave one of them out, "
             "or use data.engine=workers"
         )
-    unused = f"; data.num_workers={num_workers} is not used" if num_workers not in ("auto", 0) else ""
-    return Choice(None, f"resident on {device} (asked for{unused})")
+    if wish.engine == "auto" and "auto" not in (wish.num_workers, wish.num_threads):
+        raise DataError(
+            f"data.num_threads={wish.num_threads}: data.num_workers={wish.num_workers} is given too; leave "
+            "one of them out, or say which by data.engine=threads or data.engine=workers"
+        )
 
 
-def loader_workers(num_workers: int | Literal["auto"], world_size: int) -> Choice:
+def _unused(wish: Wish, *names: str) -> str:
+    """What was given in vain."""
+    given = [f"data.{name}={getattr(wish, name)}" for name in names if getattr(wish, name) not in ("auto", 0)]
+    return f"; {' and '.join(given)} {'is' if len(given) == 1 else 'are'} not used" if given else ""
+
+
+def _threads(facts: Facts, wish: Wish) -> Choice:
+    """More than one only where the source is safe for it, or the user says so."""
+    unused = _unused(wish, "num_workers")
+    if wish.num_threads != "auto":
+        return Choice(
+            "threads", wish.num_threads, f"{describe_threads(wish.num_threads)} (asked for{unused})"
+        )
+    cores = max(1, usable_cores() // facts.world_size)
+    number = min(MAX_AUTO_THREADS, max(1, cores - 1)) if facts.thread_safe else 1
+    why = "" if facts.thread_safe else "; the source does not say thread_safe = True"
+    return Choice("threads", number, f"{describe_threads(number)} (data.engine=threads{why}{unused})")
+
+
+def loader_workers(num_workers: Number, world_size: int) -> Choice:
     """Workers for data that has to be read or computed. All ranks are taken to run on this machine."""
     if num_workers != "auto":
-        return Choice(num_workers, f"{describe_workers(num_workers)} (asked for)")
+        return Choice("workers", num_workers, f"{describe_workers(num_workers)} (asked for)")
     cores = usable_cores()
     chosen = 0 if cores // world_size <= 2 else min(MAX_AUTO_WORKERS, cores // world_size - 1)
     ranks = "rank" if world_size == 1 else "ranks"
-    return Choice(chosen, f"{describe_workers(chosen)} ({cores} cores for {world_size} {ranks})")
-
-
-def worker_numbers(world_size: int) -> list[int]:
-    """0, 1, 2, 4 and so on, up to twice the cores of a rank, and the number that the rule would take."""
-    cores = max(1, usable_cores() // world_size)
-    most = min(MAX_AUTO_WORKERS, 2 * cores)
-    powers = [0, *(2**i for i in range(most.bit_length()) if 2**i <= most)]
-    return sorted({*powers, loader_workers("auto", world_size).workers or 0})
+    return Choice("workers", chosen, f"{describe_workers(chosen)} ({cores} cores for {world_size} {ranks})")
 
 
 def describe_workers(number: int) -> str:
     if number == 0:
         return "read in the main process"
     return f"{number} loader worker{'s' if number > 1 else ''}"
+
+
+def describe_threads(number: int) -> str:
+    return f"{number} loader thread{'s' if number > 1 else ''}"
 
 
 def usable_cores() -> int:
@@ -116,6 +236,4 @@ def free_bytes(device: torch.device) -> int:
     """Memory of the device that is free now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    import psutil  # imported where it is needed: most streams never ask
-
-    return int(psutil.virtual_memory().available)
+    return host_memory().free

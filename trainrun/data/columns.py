@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from trainrun.errors import DataError
 
 Column = Tensor | np.ndarray[Any, Any]
 COLUMN_TYPES = (Tensor, np.ndarray)
+INDEXED = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16")  # kind and bytes
 TARGET_NAMES = ("target", "targets", "label", "labels", "y")
 
 
@@ -45,12 +47,18 @@ class Columns:
         return len(self.values[0])
 
     def __getitem__(self, index: int) -> Any:
-        """One sample, as a map-style data set would give it."""
-        return self.pack([value[index] for value in self.values])
+        """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
+        return self.pack([_copied(value[index]) for value in self.values])
 
     def batch(self, indices: list[int], preparation: Preparation) -> Any:
         """Many samples at once, equal to what a resident copy gives."""
         return self.pack([preparation.column(rows(value, indices)) for value in self.values])
+
+    @property
+    def mapped(self) -> bool:
+        """Whether a batch can be gathered straight from mapped files, and some of the columns are such."""
+        files = [value for value in self.values if is_mapped(value)]
+        return bool(files) and all(tensor_view(value) is not None for value in files)
 
     def on_host(self) -> Columns:
         """The same columns where worker processes can reach them."""
@@ -63,6 +71,10 @@ class Columns:
         return self.values[1] if len(self.values) > 1 else None
 
 
+def _copied(row: Any) -> Any:
+    return row.clone() if isinstance(row, Tensor) else np.array(row)
+
+
 @runtime_checkable
 class MayBeColumns(Protocol):
     """A map-style source that may be in memory, such as a full cache."""
@@ -72,9 +84,41 @@ class MayBeColumns(Protocol):
 
 
 def rows(value: Column, indices: list[int]) -> Column:
-    if isinstance(value, np.ndarray):
+    """Copies of many rows; of a mapped file, no other rows are touched."""
+    source = tensor_view(value)
+    if source is None:
         return np.asarray(value[indices])
-    return value.index_select(0, torch.tensor(indices, device=value.device))
+    return source.index_select(0, torch.tensor(indices, device=source.device))
+
+
+def is_mapped(value: Any) -> bool:
+    """Whether an array lies in a file that is mapped into memory: a numpy.memmap, or a view of one."""
+    base = value if isinstance(value, np.ndarray) else None
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, mmap.mmap)
+
+
+def tensor_view(value: Column) -> Tensor | None:
+    """The same memory as a tensor, for gathering rows alone; None where torch cannot index such an array.
+
+    A read-only array is no hindrance, since nothing is ever written through this tensor: `index_select`
+    from it runs at the speed of any other tensor, several times that of NumPy's indexing.
+    """
+    if isinstance(value, Tensor):
+        return value
+    plain = value.dtype.isnative and value.dtype.str[1:] in INDEXED and min(value.strides, default=0) >= 0
+    if not plain or any(stride % value.itemsize for stride in value.strides):
+        return None
+    return torch.from_numpy(np.asarray(_Writeable(value)))
+
+
+class _Writeable:
+    """An array told anew without its write protection, of which torch would warn."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array  # keeps the memory
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
 def columns_of(source: Any, key: str) -> Columns | None:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
-from trainrun.data.batch import Preparation, to_device
-from trainrun.data.loader import Collate, collated
+from trainrun.data.generators import seeded
 from trainrun.data.order import Plan, batch_too_large, behind_the_end, share_bounds
+from trainrun.data.reader import Reading, Recipe, Transform, collated
 from trainrun.data.workers import (
     WorkerOptions,
     build_loader,
@@ -43,9 +42,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     plan: Plan
     num_samples: int | None
     max_batches: int | None
-    preparation: Preparation
-    collate: Collate | None
-    key: str
+    recipe: Recipe
     epoch: int = 0
     start: int = 0
 
@@ -55,19 +52,20 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         except DataError as error:
             yield failure_or_raise(error)
 
-    def _batches(self) -> Iterator[MicroBatch]:
-        plan, count = self.plan, 0
+    def _batches(self) -> Iterator[Reading]:
+        plan, count, position = self.plan, 0, 0
         for samples in islice(self._global_batches(), self.max_batches):
             count += 1
+            first, position = position, position + len(samples)
             if count <= self.start:
                 continue  # its samples had to be read, but not to be collated
             begin, end = share_bounds(len(samples), plan.rank, plan.world_size)
             if begin < end:
-                yield MicroBatch(self._collated(samples[begin:end]))
+                yield self._reading(samples[begin:end], first + begin, True)
             elif plan.training:
-                yield MicroBatch(self._collated(samples[:1]), real=False)
+                yield self._reading(samples[:1], first, False)
         if count == 0:
-            raise DataError(f"{self.key}: {self._name} gave no batch in epoch {self.epoch}")
+            raise DataError(f"{self.recipe.key}: {self._name} gave no batch in epoch {self.epoch}")
         if count <= self.start:
             raise behind_the_end(self.start, count)
 
@@ -78,7 +76,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         while chunk := list(islice(samples, plan.global_size)):
             if len(chunk) < plan.global_size:
                 if first and plan.training:
-                    raise batch_too_large(self.key, len(chunk), plan)
+                    raise batch_too_large(self.recipe.key, len(chunk), plan)
                 if plan.drop_last:
                     return
             first = False
@@ -101,24 +99,28 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                 yield sample
         except Exception as error:
             raise DataError(
-                f"{self.key}: sample {position} of {self._name} cannot be read: "
+                f"{self.recipe.key}: sample {position} of {self._name} cannot be read: "
                 f"{type(error).__name__}: {error}{line_of(error)}"
             ) from error
         if self.num_samples not in (None, position):
             raise DataError(
-                f"{self.key}: len() of {self._name} says {self.num_samples} samples, but its iterator gave "
+                f"{self.recipe.key}: len() of {self._name} says {self.num_samples} samples, but its iterator gave "
                 f"{position}; correct __len__ or leave it out"
             )
 
-    def _collated(self, samples: list[Any]) -> Any:
-        return collated(samples, self.collate, self.preparation, self.key)
+    def _reading(self, samples: list[Any], first: int, real: bool) -> Reading:
+        """first: position of the first sample in the epoch."""
+        transform = Transform(self.recipe, seeded, self.dataset)
+        indices = list(range(first, first + len(samples)))
+        changed = [transform(sample, self.epoch, i) for i, sample in zip(indices, samples, strict=True)]
+        return Reading(collated(changed, self.recipe), indices, real, False)
 
     @property
     def _name(self) -> str:
         return type(self.dataset).__name__
 
 
-def with_last(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+def with_last(batches: Iterator[Reading]) -> Iterator[Reading]:
     """Looks one batch ahead, to mark the last."""
     waiting = next(batches, None)
     for batch in batches:
@@ -130,15 +132,14 @@ def with_last(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
 
 
 class IterableBatches:
-    """A stream over an IterableDataset.
+    """A stream over an IterableDataset; its batches are on the host.
 
     Opening an epoch at position `start` is O(start): the samples before it are read and thrown away.
     At most one worker, because several could not keep the order; it is started anew for every epoch.
     """
 
-    def __init__(self, reader: StreamReader, device: torch.device, options: WorkerOptions) -> None:
+    def __init__(self, reader: StreamReader, options: WorkerOptions) -> None:
         self._reader = reader
-        self._device = device
         self._options = replace(options, persistent_workers=False)
         self._end_workers: Callable[[], Any] | None = None
 
@@ -151,16 +152,15 @@ class IterableBatches:
         return None if self._reader.num_samples is None else self._reader.plan.num_seen
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        plan, key = self._reader.plan, self._reader.key
+        plan, key = self._reader.plan, self._reader.recipe.key
         reader = replace(self._reader, epoch=plan.effective_epoch(epoch), start=start)
         self.close()
         with starting(key):
             iterator = iter(build_loader(reader, None, self._options, plan.seed))
         self._end_workers = mine = weakref.finalize(self, shut_down, iterator, os.getpid())
         try:
-            for batch in received(iterator, key, self._options):
-                data = to_device(batch.data, self._device, self._options.pin_memory)
-                yield MicroBatch(data, batch.real, batch.last)
+            for reading in received(iterator, key, self._options):
+                yield reading.micro_batch()
                 assert self._end_workers is mine, "another epoch was opened, or the stream was closed"
         except DataError:
             self.close()

@@ -4,35 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from trainrun.data.augment.augmented import NamedAugmentation, augmented
-from trainrun.data.batch import Preparation, as_tensor, is_integer
-from trainrun.data.choice import choose, describe_workers, roomy_batch_size, worker_numbers
+from trainrun.data.batch import Preparation
+from trainrun.data.cache.cached import Cached, cached
+from trainrun.data.choice import (
+    Candidate,
+    Choice,
+    Facts,
+    Wish,
+    candidates,
+    choose,
+    describe_workers,
+    roomy_batch_size,
+)
 from trainrun.data.columns import Columns, columns_of
+from trainrun.data.device_feed import fed
+from trainrun.data.engines import (
+    Prepared,
+    build_engine,
+    fitting_choice,
+    load_of,
+    trial,
+    worker_options,
+)
+from trainrun.data.facts import length_of
+from trainrun.data.generators import GlobalDraw
 from trainrun.data.iterable import IterableBatches, StreamReader
-from trainrun.data.loader import LoaderBatches
-from trainrun.data.order import Plan, batch_too_large
-from trainrun.data.resident import ResidentBatches
-from trainrun.data.undecided import Undecided, Way
-from trainrun.data.workers import WorkerOptions
+from trainrun.data.mapstyle import thread_safe
+from trainrun.data.memory import too_much
+from trainrun.data.order import Plan, StreamPlan, batch_too_large
+from trainrun.data.reader import Collate, Recipe
+from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
+from trainrun.data.skips import Report, to_stderr
+from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError
-from trainrun.interfaces import Batches, DataFacts
-from trainrun.randomness import kept_random_state
-from trainrun.usercode import line_of
+from trainrun.interfaces import Batches
 
 CPU = torch.device("cpu")
-IGNORED_LABEL = -100  # torch's ignore_index
-ALLOWED = (
-    "allowed: a data set with __len__ and __getitem__, a torch IterableDataset, "
-    "or a tuple, list or mapping of tensors or arrays"
-)
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,8 @@ class StreamOptions:
     key: names it in messages (`data.train`). batch_size: per rank.
     training: False reads every sample once in its own order: shuffle and drop_last do not apply,
         every epoch is epoch 0, and a batch_size above the data is lowered.
-    engine: "auto", "resident" or "workers". limit: a fraction of the micro-batches (float) or their
+    engine: "auto", "resident", "workers" or "threads". report: takes one line for the people who watch.
+        limit: a fraction of the micro-batches (float) or their
         number (int). may_grow: batch_size is a suggestion, and small inputs in memory come in larger
         batches, for evaluation. max_sequence_length and float_dtype: see `Preparation`.
     """
@@ -67,6 +81,7 @@ class StreamOptions:
     augment: tuple[NamedAugmentation, ...] = ()
     on_error: str = "raise"
     max_skipped_share: float = 0.01
+    report: Report = to_stderr
     truncate: str = "right"
     padding: str = "longest"
     max_tokens: int | None = None
@@ -80,60 +95,135 @@ class StreamOptions:
 
 
 def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
-    """The stream, and one line with the engine that was chosen and why."""
-    batches, line = _open(source, options)
-    return augmented(batches, options.augment, options.seed, options.training, options.float_dtype), line
-
-
-def _open(source: Any, options: StreamOptions) -> tuple[Batches, str]:
-    _check_limit(options)
+    """The stream, and what is to be said of it: the engine that was chosen and why, the lengths."""
+    _check(options)
     if isinstance(source, IterableDataset):
-        return _open_iterable(source, options)
+        batches, line = _open_iterable(source, options)
+        return _augmented(batches, options), line
+    prepared = _prepared(source, options)
+    choice = choose(prepared.facts, _wish(options))
+    if choice.engine == "threads":
+        prepared.reader.copy().try_out(0, trial(prepared))
+    if choice.engine == "workers" and choice.number > 0:
+        choice = fitting_choice(choice, prepared, options)
+    lines = "\n".join([f"{options.key}: {choice.reason}", *prepared.notes])
+    ways = _ways(prepared, options, choice)
+    if len(ways) > 1:
+        return Undecided(ways, options.prefetch_factor, source), lines
+    batches = build_engine(prepared, options, choice.engine, choice.number)
+    return _augmented(batches, options), lines
+
+
+def _ways(prepared: Prepared, options: StreamOptions, choice: Choice) -> list[Candidate]:
+    """Every engine that may read this source, the rule's choice first. Nothing is started yet.
+
+    They all give the same batches; one is open at a time.
+    """
+    if "auto" not in (options.engine, options.num_workers, options.num_threads):
+        return []
+    draws = ""
+    try:
+        prepared.reader.copy().try_out(0, trial(prepared))
+    except GlobalDraw as error:
+        draws = str(error)
+    except DataError:
+        return []  # the engine that reads it will say so when it gets there
+    load = load_of(prepared, options)
+
+    def fitting(workers: int) -> bool:
+        return load is None or not too_much(load._replace(workers=workers))
+
+    def build(engine: str, number: int) -> Batches:
+        return _augmented(build_engine(prepared, options, engine, number), options)
+
+    return candidates(prepared.facts, _wish(options), choice, draws, fitting, build)
+
+
+def _prepared(source: Any, options: StreamOptions) -> Prepared:
+    """Behind its cache (`options.cache`), with the plan of its batches."""
+    source = cached(source, options.cache, options.key)
+    note = f"{options.key}: {source.note}" if isinstance(source, Cached) else ""
     columns = columns_of(source, options.key)
+    dataset = source if columns is None else columns
     if options.may_grow and columns is not None:
         options = replace(options, batch_size=roomy_batch_size(columns, options.batch_size))
-    plan = _plan(_length(source if columns is None else columns, options.key), options)
+    length = length_of(dataset, options.key)
+    if length == 0:
+        raise DataError(f"{options.key}: the data set is empty")
     preparation = Preparation(options.float_dtype, options.max_sequence_length)
-    collates = options.collate_fn is not None
-    choice = choose(options.key, columns, options.engine, options.num_workers, collates, preparation,
-                    options.device, options.world_size)  # fmt: skip
-    line = f"{options.key}: {choice.reason}"
-    if options.training and options.num_workers == "auto" and options.engine in ("auto", "workers"):
-        ways = _ways(source, columns, plan, preparation, options, choice.workers is None)
-        ways.sort(
-            key=lambda way: (
-                (way.engine == "resident", way.number) != (choice.workers is None, choice.workers or 0)
+    found = sequence_plan(dataset, _new_plan(length, options.batch_size, options), sequence_options(options))
+    plan: StreamPlan = _plan(length, options) if found is None else found.plan
+    collate = options.collate_fn
+    if found is not None:
+        dataset, collate = found.source, found.collate
+        columns = dataset if isinstance(dataset, Columns) else None
+        preparation = Preparation(options.float_dtype)
+    recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
+                    options.on_error == "skip", options.training)  # fmt: skip
+    safe = thread_safe(dataset) and options.transform is None and options.collate_fn is None
+    single = needs_samples(options, collate)
+    facts = Facts(options.key, columns, single, safe, preparation, options.device, options.world_size)
+    notes = tuple(line for line in (note, "" if found is None else found.line) if line)
+    return Prepared(dataset, plan, recipe, facts, notes)
+
+
+def sequence_options(options: StreamOptions) -> SequenceOptions:
+    """DataError: what needs the lengths of samples, together with a transform that may change them.
+
+    In evaluation samples keep their order, because predictions are rows in the order of the data.
+    """
+    padding, max_tokens = options.padding, options.max_tokens
+    needy = {"data.padding": padding in ("pack", "token_budget"),
+             "data.truncate": options.truncate in ("drop", "split")}  # fmt: skip
+    for key, needs in needy.items():
+        if needs and options.transform is not None:
+            value = getattr(options, key.removeprefix("data."))
+            raise DataError(
+                f"{key}={value}: needs the lengths of samples, which data.transform may change; leave one of them out"
             )
-        )
-        return Undecided(ways, options.prefetch_factor, source), line
-    if choice.workers is None and columns is not None:
-        return ResidentBatches(columns, plan, preparation, options.device), line
-    workers = _worker_options(choice.workers or 0, options)
-    dataset = source if columns is None else columns.on_host()
-    return LoaderBatches(dataset, plan, preparation, options.device, workers, options.collate_fn,
-                         options.key), line  # fmt: skip
+    if not options.training and padding in ("bucket", "pack", "token_budget"):
+        padding, max_tokens = "longest", None
+    return SequenceOptions(options.key, padding, max_tokens, options.max_sequence_length, options.truncate,
+                           options.pad_multiple, options.collate_fn)  # fmt: skip
 
 
-def _ways(source: Any, columns: Columns | None, plan: Plan, preparation: Preparation,
-          options: StreamOptions, fits: bool) -> list[Way]:  # fmt: skip
-    """All engines that could read it, the simplest first."""
-    dataset = source if columns is None else columns.on_host()
+def needs_samples(options: StreamOptions, collate: Collate | None) -> str:
+    """The option that keeps whole columns from being gathered (engine resident); "" where there is none."""
+    if options.transform is not None:
+        return "data.transform"
+    if options.collate_fn is not None:
+        return "data.collate_fn"
+    return f"data.padding={options.padding}" if collate is not None else ""
 
-    def loader(number: int) -> Batches:
-        workers = _worker_options(number, options)
-        return LoaderBatches(dataset, plan, preparation, options.device, workers, options.collate_fn,
-                             options.key)  # fmt: skip
 
-    ways = []
-    if fits and columns is not None:
-        ways.append(Way("resident", "resident", 0,
-                        partial(ResidentBatches, columns, plan, preparation, options.device)))  # fmt: skip
-    numbers = worker_numbers(options.world_size)
-    return ways + [Way(f"workers={n}", "workers", n, partial(loader, n)) for n in numbers]
+def _augmented(batches: Batches, options: StreamOptions) -> Batches:
+    return augmented(batches, options.augment, options.seed, options.training, options.float_dtype)
+
+
+def _wish(options: StreamOptions) -> Wish:
+    return Wish(options.engine, options.num_workers, options.num_threads)
 
 
 def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     number = 0 if options.num_workers == "auto" else options.num_workers
+    _check_iterable(number, options)
+    try:
+        length: int | None = len(source)
+    except TypeError:  # it has no __len__
+        length = None
+    plan = _plan(length, options) if length is not None else _new_plan(0, options.batch_size, options)
+    max_batches = _max_batches(plan, length, options)
+    found = sequence_plan(source, plan, sequence_options(options))
+    collate = options.collate_fn if found is None else found.collate
+    preparation = Preparation(options.float_dtype, options.max_sequence_length if found is None else None)
+    recipe = Recipe(preparation, options.seed, options.key, options.transform, collate)
+    reader = StreamReader(source, plan, length, max_batches, recipe)
+    reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
+    line = f"{options.key}: {describe_workers(number)} ({reason})"
+    return fed(IterableBatches(reader, worker_options(number, options)), options.device), line
+
+
+def _check_iterable(number: int, options: StreamOptions) -> None:
     if number > 1:
         raise DataError(
             f"data.num_workers={number}: {options.key} is an IterableDataset, "
@@ -141,17 +231,16 @@ def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
         )
     if options.engine == "resident":
         raise DataError(f"data.engine=resident: {options.key} is an IterableDataset; use data.engine=auto")
-    try:
-        length: int | None = len(source)
-    except TypeError:  # it has no __len__
-        length = None
-    plan = _plan(length, options) if length is not None else _new_plan(0, options.batch_size, options)
-    max_batches = _max_batches(plan, length, options)
-    preparation = Preparation(options.float_dtype, options.max_sequence_length)
-    reader = StreamReader(source, plan, length, max_batches, preparation, options.collate_fn, options.key)
-    reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
-    line = f"{options.key}: {describe_workers(number)} ({reason})"
-    return IterableBatches(reader, options.device, _worker_options(number, options)), line
+    if options.engine == "threads":
+        raise DataError(
+            f"data.engine=threads: {options.key} is an IterableDataset; use data.engine=workers with "
+            "data.num_workers=1 to read it beside the training"
+        )
+    if options.on_error == "skip":
+        raise DataError(
+            f"data.on_error=skip: {options.key} is an IterableDataset, whose iterator ends with its first "
+            "fault; use data.on_error=raise, or catch the fault inside of it"
+        )
 
 
 def _max_batches(plan: Plan, length: int | None, options: StreamOptions) -> int | None:
@@ -166,17 +255,6 @@ def _max_batches(plan: Plan, length: int | None, options: StreamOptions) -> int 
         f"{_limit_key(options)}={options.limit}: {options.key} has no length that a fraction could be "
         "taken of; give a number of batches"
     )
-
-
-def _length(source: Any, key: str) -> int:
-    """Of a source that can be indexed; refuses all others."""
-    if isinstance(source, DataLoader):
-        raise DataError(f"{key}: a DataLoader already makes batches; give its dataset instead")
-    if isinstance(source, type):
-        raise DataError(f"{key}: {source.__name__} is a class, not a data set; {ALLOWED}")
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")) or isinstance(source, str | bytes):
-        raise DataError(f"{key}: cannot read a {type(source).__name__}; {ALLOWED}")
-    return len(source)
 
 
 def _plan(num_samples: int, options: StreamOptions) -> Plan:
@@ -197,13 +275,12 @@ def _new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan
                 options.world_size)  # fmt: skip
 
 
-def _worker_options(number: int, options: StreamOptions) -> WorkerOptions:
-    pin = options.pin_memory and options.device.type == "cuda"
-    return WorkerOptions(number, pin, options.persistent_workers, options.prefetch_factor,
-                         options.timeout_seconds)  # fmt: skip
-
-
-def _check_limit(options: StreamOptions) -> None:
+def _check(options: StreamOptions) -> None:
+    if options.transform is not None and not callable(options.transform):
+        raise DataError(
+            f"data.transform: a {type(options.transform).__name__} cannot be called with a sample; give a "
+            "class with __call__, or a function with _partial_: true"
+        )
     limit = options.limit
     valid = limit >= 1 if isinstance(limit, int) else 0 < limit <= 1
     if isinstance(limit, bool) or not valid:
@@ -215,60 +292,3 @@ def _check_limit(options: StreamOptions) -> None:
 
 def _limit_key(options: StreamOptions) -> str:
     return f"trainer.limit_{'train' if options.training else 'val'}_batches"
-
-
-def facts_of(source: Any, key: str = "data.train") -> DataFacts:
-    """What can be learnt without reading all of it: in-memory data, or its attributes and first sample.
-
-    The input is the first element of a sample. An IterableDataset is not read: a sample taken from it
-    might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`).
-    """
-    given = getattr(source, "class_names", None) or getattr(source, "classes", None) or ()
-    names = tuple(str(name) for name in given)
-    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
-    num_classes = getattr(source, "num_classes", None) or len(names) or None
-    if columns is not None:
-        return DataFacts(tuple(columns.values[0].shape[1:]), num_classes or _classes_in(columns), names)
-    shape = None if isinstance(source, IterableDataset) else _first_shape(source, key)
-    return DataFacts(shape, num_classes, names)
-
-
-def _classes_in(columns: Columns) -> int | None:
-    """One more than the largest label; None where the targets are no labels."""
-    target = columns.target()
-    if target is None or len(target) == 0 or not is_integer(target) or target.dtype in (torch.bool, np.bool_):
-        return None
-    largest = int(target.max())
-    return largest + 1 if largest >= 0 else None
-
-
-def _first_shape(source: Any, key: str) -> tuple[int, ...] | None:
-    if _length(source, key) == 0:
-        raise DataError(f"{key}: the data set is empty")
-    with kept_random_state():
-        try:
-            sample = source[0]
-        except Exception as error:
-            raise DataError(
-                f"{key}: sample 0 of {type(source).__name__} cannot be read: "
-                f"{type(error).__name__}: {error}{line_of(error)}"
-            ) from error
-    while isinstance(sample, tuple | list | dict) and sample:
-        sample = next(iter(sample.values() if isinstance(sample, dict) else sample))
-    return tuple(sample.shape) if isinstance(sample, Tensor | np.ndarray) else None
-
-
-def check_labels(source: Any, key: str, num_classes: int) -> None:
-    """Refuses integer targets in memory outside 0..num_classes-1; other sources cannot be checked ahead."""
-    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
-    target = None if columns is None else columns.target()
-    if target is None or not is_integer(target):
-        return
-    labels = as_tensor(target).long()
-    wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= num_classes))
-    if wrong.any():
-        first = wrong.nonzero()[0].tolist()
-        raise DataError(
-            f"{key}: sample {first[0]} has label {int(labels[tuple(first)])}, but "
-            f"data.num_classes={num_classes} allows 0 to {num_classes - 1}; correct one of the two"
-        )

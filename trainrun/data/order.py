@@ -39,6 +39,9 @@ class StreamPlan(Protocol):
     def seed(self) -> int: ...
 
     @property
+    def world_size(self) -> int: ...
+
+    @property
     def global_size(self) -> int:
         """Samples (or rows) in a full micro-batch over all ranks."""
 

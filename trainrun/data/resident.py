@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from trainrun.data.batch import Preparation
-from trainrun.data.columns import Columns
-from trainrun.data.order import Plan
+from trainrun.data.columns import Column, Columns, is_mapped, tensor_view
+from trainrun.data.order import StreamPlan
 from trainrun.interfaces import MicroBatch
+
+BLOCK_BYTES = 2**26  # of a mapped file on its way to a GPU
 
 
 class ResidentBatches:
     """Moves the columns to the device once; a batch is one `index_select` per column.
 
-    Batches are copies, never views of one gathered epoch: their memory is aligned alike after every
-    resume, so the kernels round alike.
+    Mapped files stay where they are on a CPU: their rows are gathered from the system's page cache, and
+    prepared after that. Batches are copies, never views of one gathered epoch: their memory is aligned
+    alike after every resume, so the kernels round alike.
     """
 
-    def __init__(self, columns: Columns, plan: Plan, preparation: Preparation, device: torch.device) -> None:
-        self._tensors = [preparation.column(value).to(device) for value in columns.values]
+    def __init__(
+        self, columns: Columns, plan: StreamPlan, preparation: Preparation, device: torch.device
+    ) -> None:
+        self._gathers = [_gather(value, preparation, device) for value in columns.values]
         self._pack = columns.pack
         self._plan = plan
         self._device = device
@@ -34,11 +40,39 @@ class ResidentBatches:
         return self._plan.num_seen
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        tensors, pack = self._tensors, self._pack
-        for indices, real, last in self._plan.shares(epoch, start, self._device):
-            yield MicroBatch(
-                pack([tensor.index_select(0, indices) for tensor in tensors]), real, last, indices
-            )
+        gathers, pack = self._gathers, self._pack
+        if self._device.type == "cpu":
+            for indices, real, last in self._plan.shares(epoch, start):
+                yield MicroBatch(pack([gather(indices) for gather in gathers]), real, last, indices)
+            return
+        # the order is made once more on the host, where it is asked for: a copy back would wait for the device
+        both = zip(
+            self._plan.shares(epoch, start, self._device), self._plan.shares(epoch, start), strict=True
+        )
+        for (indices, real, last), (on_host, _, _) in both:
+            yield MicroBatch(pack([gather(indices) for gather in gathers]), real, last, on_host)
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+def _gather(value: Column, preparation: Preparation, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """From indices on the device to the rows of one column, prepared."""
+    if is_mapped(value):
+        view = tensor_view(value)
+        if device.type == "cpu" and view is not None:
+            return lambda indices: preparation.column(view.index_select(0, indices))
+        tensor = _in_blocks(value, preparation, device)
+    else:
+        tensor = preparation.column(value).to(device)
+    return lambda indices: tensor.index_select(0, indices)
+
+
+def _in_blocks(value: Column, preparation: Preparation, device: torch.device) -> Tensor:
+    """A column on the device without a copy of it as a whole on the host."""
+    first = preparation.column(value[:1])
+    tensor = torch.empty((len(value), *first.shape[1:]), dtype=first.dtype, device=device)
+    size = max(1, BLOCK_BYTES // max(1, first.numel() * first.element_size()))
+    for begin in range(0, len(value), size):
+        tensor[begin : begin + size] = preparation.column(value[begin : begin + size])
+    return tensor

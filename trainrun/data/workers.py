@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from trainrun.data.memory import memory_line
 from trainrun.errors import DataError
-from trainrun.interfaces import MicroBatch
 from trainrun.randomness import derive_seed, kept_random_state
 
 DEATH_NOTICE = "DataLoader worker"  # how torch begins its message about a dead worker
+KILLED = "killed by signal: Killed"  # SIGKILL: nobody but the system, or a person, sends it
 NOTICE_SECONDS = 1.0  # longest time from a worker's death to its signal
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -120,7 +121,7 @@ def starting(key: str) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def received(iterator: Iterator[Any], key: str, options: WorkerOptions) -> Iterator[MicroBatch]:
+def received(iterator: Iterator[Any], key: str, options: WorkerOptions) -> Iterator[Any]:
     """What the loader yields; faults as DataError. In the main process the global generators stay put."""
     end = object()
     while True:
@@ -147,11 +148,22 @@ def _from_workers(iterator: Iterator[Any], end: object, key: str, options: Worke
                 "long; raise it (0 waits for ever), or see with data.num_workers=0 where reading hangs"
             ) from error
         if DEATH_NOTICE in text:
-            raise DataError(
-                f"{key}: a loader worker died ({text}); it may have run out of memory or crashed: "
-                "use fewer data.num_workers, or data.num_workers=0 to see the fault"
-            ) from error
+            raise DataError(f"{key}: {_of_death(text)}") from error
         raise
+
+
+def _of_death(notice: str) -> str:
+    """What torch's notice of a dead worker means, and what to do."""
+    if KILLED in notice:
+        return (
+            f"a loader worker was killed ({notice}), most likely by the system for lack of memory: "
+            f"{memory_line()}; use fewer data.num_workers, a smaller data.prefetch_factor or data.batch_size, "
+            "or data.num_workers=0"
+        )
+    return (
+        f"a loader worker died ({notice}); it may have crashed or used up its memory ({memory_line()}): "
+        "use fewer data.num_workers, or data.num_workers=0 to see the fault"
+    )
 
 
 def _next_or_notice(iterator: Iterator[Any], end: object) -> Any:

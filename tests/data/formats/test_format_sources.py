@@ -24,7 +24,8 @@ from trainrun.data.formats import hdf5, image_folder, memory, parquet
 from trainrun.data.formats.handles import Kept
 from trainrun.data.formats.parts import held_out
 from trainrun.data.formats.places import files_of
-from trainrun.data.open import StreamOptions, facts_of, open_batches
+from trainrun.data.facts import facts_of
+from trainrun.data.open import StreamOptions, open_batches
 from trainrun.errors import DataError
 
 N = 32

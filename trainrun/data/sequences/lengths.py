@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from trainrun.data.columns import Columns
-from trainrun.data.loader import reads_at_once
+from trainrun.data.mapstyle import reads_at_once
 from trainrun.data.sequences.fields import Fields, Form, fields_of, forms_of, has_fields, sequence_names
 from trainrun.data.workers import seed_globals
 from trainrun.errors import DataError

@@ -55,6 +55,10 @@ class BucketPlan:
         return self.base.seed
 
     @property
+    def world_size(self) -> int:
+        return self.base.world_size
+
+    @property
     def global_size(self) -> int:
         return self.base.global_size
 
@@ -122,6 +126,10 @@ class PackPlan:
         return self.base.seed
 
     @property
+    def world_size(self) -> int:
+        return self.base.world_size
+
+    @property
     def global_size(self) -> int:
         return self.base.global_size
 
@@ -160,6 +168,10 @@ class BudgetPlan:
     @property
     def seed(self) -> int:
         return self.base.seed
+
+    @property
+    def world_size(self) -> int:
+        return self.base.world_size
 
     @property
     def global_size(self) -> int:
@@ -204,6 +216,10 @@ class SelectedPlan:
     @property
     def seed(self) -> int:
         return self.plan.seed
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
 
     @property
     def global_size(self) -> int:

@@ -1,0 +1,110 @@
+"""From host batches to device batches: on a GPU the next batch is copied while the model computes.
+
+What: pinned memory, a copy on a stream of its own, and an event that the training's stream waits for; the
+host never waits. When: CUDA, behind any engine that reads on the host. Elsewhere batches are moved as they
+come, and on a CPU there is nothing to do. Source: torch.Tensor.record_stream, "CUDA semantics" of torch's
+documentation; the same scheme as NVIDIA's data prefetchers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from trainrun.data.batch import map_leaves, to_device
+from trainrun.interfaces import Batches, MicroBatch
+
+AHEAD = 1  # batches on their way while another is computed with
+
+
+class OnTheWay(NamedTuple):
+    """host: the batch in pinned memory, kept until its copy has been waited for."""
+
+    host: MicroBatch
+    data: Any
+    copied: torch.cuda.Event | None
+
+
+def fed(batches: Batches, device: torch.device) -> Batches:
+    """The stream with its batches on the device; on a CPU the same stream."""
+    return batches if device.type == "cpu" else DeviceFeed(batches, device)
+
+
+def pinned(data: Any) -> Any:
+    """The batch in page-locked memory, from which a copy to a GPU does not hold up the host."""
+    return map_leaves(data, lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf)
+
+
+class DeviceFeed:
+    """Fills `Batches`. Faults and the end come in their turn, after the batches that were ahead of them."""
+
+    def __init__(self, batches: Batches, device: torch.device) -> None:
+        self._batches = batches
+        self._device = device
+        self._ahead = AHEAD if device.type == "cuda" else 0
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._batches.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return self._batches.num_samples
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        if self._device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        source = self._batches.epoch(epoch, start)
+        waiting: deque[OnTheWay] = deque()
+        fault: Exception | None = None
+        more = True
+        try:
+            while more or waiting:
+                while more and len(waiting) <= self._ahead:
+                    try:
+                        batch = next(source, None)
+                    except Exception as error:  # raised below, once what was read before it is used
+                        batch, fault = None, error
+                    more = batch is not None
+                    if batch is not None:
+                        waiting.append(self._send(batch))
+                if waiting:
+                    yield self._receive(waiting.popleft())
+            if fault is not None:
+                raise fault
+        finally:
+            close = getattr(source, "close", None)
+            if close is not None:  # a generator: its threads end now, not when it is collected
+                close()
+
+    def _send(self, batch: MicroBatch) -> OnTheWay:
+        if self._stream is None:
+            return OnTheWay(batch, to_device(batch.data, self._device, pinned=False), None)
+        with torch.cuda.stream(self._stream):
+            data = map_leaves(batch.data, self._copy)
+            return OnTheWay(batch, data, self._stream.record_event())
+
+    def _copy(self, leaf: Any) -> Any:
+        """Others that can be moved have to wait: their memory could not be held for the training's stream."""
+        return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "record_stream") else leaf
+
+    def _receive(self, item: OnTheWay) -> MicroBatch:
+        if item.copied is None:
+            return item.host._replace(data=item.data)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(item.copied)
+
+        def use(leaf: Any) -> Any:
+            if hasattr(leaf, "record_stream"):
+                leaf.record_stream(current)  # its memory is not given away while this stream still reads it
+                return leaf
+            return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "to") else leaf
+
+        return item.host._replace(data=map_leaves(item.data, use))
+
+    def close(self) -> None:
+        self._batches.close()

@@ -1,0 +1,114 @@
+"""From a prepared source to a stream: the engines behind one door, and what they need before they start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from trainrun.data.batch import map_leaves
+from trainrun.data.choice import Choice, Facts, describe_workers
+from trainrun.data.device_feed import fed
+from trainrun.data.loader import LoaderBatches
+from trainrun.data.memory import Load, check_fits, roomy, too_much
+from trainrun.data.order import StreamPlan
+from trainrun.data.reader import BatchReader, Key, Recipe
+from trainrun.data.resident import ResidentBatches
+from trainrun.data.skips import Skips
+from trainrun.data.threads import ThreadBatches, ThreadOptions
+from trainrun.data.workers import WorkerOptions
+from trainrun.errors import DataError
+from trainrun.interfaces import Batches
+from trainrun.randomness import kept_random_state
+
+if TYPE_CHECKING:
+    from trainrun.data.open import StreamOptions
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A map-style or in-memory source on its way to an engine.
+
+    dataset: read sample by sample, or `Columns`. plan: which samples form which batch; of
+    `trainrun.data.order.Plan`, or of another with its methods. facts: what the choice of an engine
+    depends on. notes: lines for the start.
+    """
+
+    dataset: Any
+    plan: StreamPlan
+    recipe: Recipe
+    facts: Facts
+    notes: tuple[str, ...] = ()
+
+    @property
+    def reader(self) -> BatchReader:
+        return BatchReader(self.dataset, self.recipe)
+
+
+def build_engine(prepared: Prepared, options: StreamOptions, engine: str, number: int) -> Batches:
+    """A stream of one engine, its batches on the device."""
+    plan, facts = prepared.plan, prepared.facts
+    if engine == "resident":
+        assert facts.columns is not None
+        return ResidentBatches(facts.columns, plan, facts.preparation, options.device)
+    dataset = prepared.dataset if facts.columns is None else facts.columns.on_host()
+    reader = BatchReader(dataset, prepared.recipe)
+    skips = Skips(options.key, options.max_skipped_share, options.report)
+    batches: Batches
+    if engine == "threads":
+        pin_for = options.device if _pins(options) else None
+        threads = ThreadOptions(number, options.prefetch_factor, options.timeout_seconds, pin_for)
+        batches = ThreadBatches(reader, plan, threads, skips, options.key)
+    else:
+        workers = worker_options(number, options)
+        batches = LoaderBatches(reader, plan, workers, skips, options.seed, options.key)
+    return fed(batches, options.device)
+
+
+def fitting_choice(choice: Choice, prepared: Prepared, options: StreamOptions) -> Choice:
+    """Fewer workers where they were not asked for and so many cannot run here; else DataError."""
+    load = load_of(prepared, options)
+    if load is None:
+        return choice
+    if options.num_workers != "auto":
+        check_fits(load._replace(workers=choice.number))
+        return choice
+    number = choice.number
+    while too_much(load._replace(workers=number)):
+        number -= 1
+    if number == choice.number:
+        return choice
+    return Choice(
+        "workers", number, f"{describe_workers(number)} (more do not fit: see /dev/shm and ulimit -n)"
+    )
+
+
+def load_of(prepared: Prepared, options: StreamOptions) -> Load | None:
+    """What a worker's batch needs, told from one sample; None where there is room for any, or it is not read."""
+    if roomy():
+        return None
+    reader = BatchReader(prepared.dataset, replace(prepared.recipe, skips=False)).copy()
+    try:
+        with kept_random_state():
+            data = reader.read(Key(0, [0], True, False)).data
+    except DataError:  # it is raised, or the sample left out, when its turn comes
+        return None
+    sizes: list[int] = []
+    map_leaves(data, lambda leaf: sizes.append(leaf.nbytes) if isinstance(leaf, Tensor) else None)
+    return Load(0, options.prefetch_factor, sum(sizes) * options.batch_size, len(sizes))
+
+
+def trial(prepared: Prepared) -> list[int]:
+    """Samples that are read before the run, to see whether that draws from the global generators."""
+    number = len(prepared.dataset)
+    return sorted({0, number // 2, number - 1})
+
+
+def _pins(options: StreamOptions) -> bool:
+    return options.pin_memory and options.device.type == "cuda"
+
+
+def worker_options(number: int, options: StreamOptions) -> WorkerOptions:
+    return WorkerOptions(number, _pins(options), options.persistent_workers, options.prefetch_factor,
+                         options.timeout_seconds)  # fmt: skip
