@@ -219,7 +219,9 @@ def test_samples_read_at_once_that_cannot_be_read(opened):
 
 def test_a_worker_that_dies(opened):
     stream = opened(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL)), num_workers=1)
-    with pytest.raises(DataError, match=r"data.train: a loader worker was killed .* GB of memory are free now"):
+    with pytest.raises(
+        DataError, match=r"data.train: a loader worker was killed .* GB of memory are free now"
+    ):
         list(stream.epoch(0))
 
 
