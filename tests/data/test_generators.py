@@ -1,0 +1,105 @@
+"""The hook: a parameter `generator` gets a torch.Generator seeded by (seed, epoch, index)."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from trainrun.data.facts import facts_of
+from trainrun.data.generators import generator_of, moved, states, takes
+from trainrun.data.open import StreamOptions, open_batches
+
+
+class Noise:
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index, generator=None):
+        return torch.rand((), generator=generator, dtype=torch.float64)
+
+
+class Positions(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(7))
+
+
+def opened(source, **changes):
+    fields = {"key": "data.train", "training": True, "batch_size": 2, "seed": 5, "num_workers": 0}
+    return open_batches(source, StreamOptions(**fields | {"float_dtype": torch.float64} | changes))[0]
+
+
+def drawn(*parts):
+    return float(torch.rand((), generator=generator_of(*parts), dtype=torch.float64))
+
+
+def noise(sample, generator):
+    return torch.rand((), generator=generator, dtype=torch.float64)
+
+
+def test_reading_gets_seed_epoch_and_index():
+    for epoch in (0, 3):
+        for batch in opened(Noise()).epoch(epoch):
+            assert batch.data.tolist() == [drawn(5, epoch, index) for index in batch.indices.tolist()]
+
+
+def test_a_transform_gets_its_own():
+    for batch in opened(Noise(), transform=noise).epoch(2):
+        assert batch.data.tolist() == [drawn(5, 2, index, 1) for index in batch.indices.tolist()]
+
+
+def test_what_a_transform_draws_does_not_depend_on_what_the_reading_drew():
+    class Quiet(Noise):
+        def __getitem__(self, index):
+            return torch.tensor(0.0)
+
+    def global_noise(sample):
+        return torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))], dtype=torch.float64)
+
+    noisy, quiet = (
+        [b.data.tolist() for b in opened(source, transform=global_noise).epoch(1)]
+        for source in (Noise(), Quiet())
+    )
+    assert noisy == quiet
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_is_transformed_by_position(workers):
+    stream = opened(Positions(), transform=noise, num_workers=workers)
+    whole = list(stream.epoch(1))
+    assert [batch.indices.tolist() for batch in whole] == [[0, 1], [2, 3], [4, 5], [6]]
+    assert [i for b in whole for i in b.data.tolist()] == [drawn(5, 1, index, 1) for index in range(7)]
+    assert [batch.indices.tolist() for batch in stream.epoch(1, 2)] == [[4, 5], [6]]
+    stream.close()
+    share = opened(Positions(), transform=noise, rank=1, world_size=2, batch_size=1, num_workers=workers)
+    got = [(batch.indices.tolist(), batch.real) for batch in share.epoch(1)]
+    assert got == [([1], True), ([3], True), ([5], True), ([6], False)]
+    share.close()
+
+
+def test_the_shape_is_that_of_a_transformed_sample():
+    data = torch.zeros(6, 1, 8, 8), torch.arange(6)
+    assert facts_of(data).shape == (1, 8, 8)
+    facts = facts_of(data, transform=lambda sample: (sample[0].flatten()[:5], sample[1]))
+    assert (facts.shape, facts.num_classes) == ((5,), 6)
+
+
+def test_who_takes_a_generator():
+    assert takes(noise, "generator")
+    assert takes(Noise().__getitem__, "generator")
+    assert not takes(lambda sample: sample, "generator")
+    assert not takes([].__getitem__, "generator")
+    assert not takes(None, "generator")
+
+
+@pytest.mark.parametrize(
+    ("draw", "which"),
+    [(lambda: None, ""), (random.random, "random"), (np.random.rand, "numpy.random"),
+     (np.random.randn, "numpy.random"), (lambda: torch.rand(1), "torch"),
+     (lambda: (random.random(), torch.rand(1)), "random and torch")],
+)  # fmt: skip
+def test_which_generator_was_used(draw, which):
+    before = states()
+    draw()
+    assert moved(before) == which

@@ -1,0 +1,109 @@
+"""Columns in mapped files: gathered straight from the page cache, equal to a copy in memory."""
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from trainrun.data import arrays, choice
+from trainrun.data.columns import is_mapped, tensor_view
+from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.resident import ResidentBatches
+
+N = 31
+KINDS = {
+    "float32": lambda r: r.random((N, 3), np.float32),
+    "float64": lambda r: r.random((N, 2, 2)),
+    "float16": lambda r: r.random((N, 3)).astype(np.float16),
+    "uint8": lambda r: r.integers(0, 255, (N, 4, 4), np.uint8),
+    "tokens": lambda r: r.integers(0, 99, (N, 9), np.int64),
+    "tokens, uint16": lambda r: r.integers(0, 60000, (N, 9), np.uint16),
+    "bool": lambda r: r.integers(0, 2, N).astype(bool),
+    "big-endian": lambda r: r.random((N, 3)).astype(">f4"),
+    "columns first": lambda r: np.asfortranarray(r.random((N, 3), np.float32)),
+}
+SHARED = [kind for kind in KINDS if kind not in ("tokens, uint16", "big-endian")]
+
+
+def stored(tmp_path, kind, mode="r"):
+    array = KINDS[kind](np.random.default_rng(0))
+    np.save(tmp_path / "a.npy", array)
+    return array, np.load(tmp_path / "a.npy", mmap_mode=mode)
+
+
+def opened(source, **changes):
+    fields = {"key": "data.train", "training": True, "batch_size": 4, "seed": 3, "max_sequence_length": 5}
+    return open_batches(source, StreamOptions(**fields | changes))
+
+
+def batches(stream):
+    rows = [(batch.data, batch.indices.tolist()) for batch in stream.epoch(1, 1)]
+    stream.close()
+    return [(str(data.dtype), tuple(data.shape), data.numpy().tobytes(), indices) for data, indices in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("changes", [{}, {"engine": "resident"}, {"num_workers": 0, "engine": "workers"},
+                                     {"num_workers": 1}, {"engine": "threads"}], ids=str)  # fmt: skip
+def test_the_same_bits_as_in_memory(tmp_path, kind, changes):
+    array, mapped = stored(tmp_path, kind)
+    wanted = batches(opened(array.copy(), engine="resident")[0])
+    assert batches(opened(mapped, **changes)[0]) == wanted
+    assert batches(opened(mapped[:], **changes)[0]) == wanted
+
+
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("mode", ["r", "c"])
+def test_nothing_is_copied_and_nothing_said_of_write_protection(tmp_path, kind, mode):
+    _, mapped = stored(tmp_path, kind, mode)
+    assert tensor_view(mapped).data_ptr() == mapped.ctypes.data
+    assert tensor_view(mapped[7:]).data_ptr() == mapped[7:].ctypes.data
+    assert torch.equal(tensor_view(mapped), torch.from_numpy(np.array(mapped)))
+
+
+def test_what_torch_cannot_index_has_no_view():
+    for array in (np.zeros(3, ">f4"), np.zeros(3, np.uint16), np.arange(9)[::-1], np.zeros(3, np.longdouble)):
+        assert tensor_view(array) is None
+    packed = np.zeros(4, np.dtype([("a", "u1"), ("b", "<f4")]))["b"]  # a step of 5 bytes
+    assert tensor_view(packed) is None
+
+
+def test_which_arrays_are_mapped(tmp_path):
+    array, mapped = stored(tmp_path, "float32")
+    for value in (mapped, mapped[2:], np.asarray(mapped), mapped.reshape(-1)):
+        assert is_mapped(value)
+    for value in (array, mapped[[1, 2]], mapped.copy(), torch.from_numpy(array), 3):
+        assert not is_mapped(value)
+
+
+def test_batches_are_copies(tmp_path):
+    _, mapped = stored(tmp_path, "float32")
+    before = mapped.copy()
+    for batch in opened(mapped)[0].epoch(0):
+        batch.data.zero_()
+    assert (mapped == before).all()
+
+
+def test_the_file_itself_is_chosen_whatever_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "free_bytes", lambda device: 0)
+    array, mapped = stored(tmp_path, "float32")
+    stream, line = opened(mapped)
+    assert isinstance(stream, ResidentBatches)
+    assert line == "data.train: mapped files, read in the page cache (in memory, 0.0 MB)"
+    assert "too much to be resident" in opened(array)[1]
+    _, unfit = stored(tmp_path, "big-endian")
+    assert "too much to be resident" in opened(unfit)[1]
+
+
+def test_a_large_file_takes_no_memory_of_the_process(tmp_path):
+    rows = 2**20  # 128 MB
+    np.lib.format.open_memmap(tmp_path / "x_train.npy", "w+", np.float32, (rows, 32))[0] = 1
+    np.save(tmp_path / "y_train.npy", np.zeros(rows, np.int64))
+    process = psutil.Process()
+    before = process.memory_info()
+    stream, line = opened(arrays.load(str(tmp_path), "train"), shuffle=False, max_sequence_length=None)
+    next(stream.epoch(0))
+    after = process.memory_info()
+    assert "mapped" in line
+    anonymous = [info.rss - info.shared for info in (before, after)]
+    assert anonymous[1] - anonymous[0] < 32e6, "neither the column nor a part of it is copied"

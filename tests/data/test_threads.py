@@ -1,0 +1,312 @@
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from trainrun.data.generators import GlobalDraw, Guard, guarded
+from trainrun.data.open import StreamOptions, open_batches
+from trainrun.errors import DataError
+
+N = 12
+DRAWS = {
+    "torch": lambda: torch.rand(()),
+    "torch at a tensor": lambda: torch.zeros(2).normal_(),
+    "torch dropout": lambda: torch.nn.functional.dropout(torch.ones(3)),
+    "torch.manual_seed": lambda: torch.manual_seed(5),
+    "random": random.random,
+    "numpy.random": np.random.rand,
+}
+
+
+class Samples(Dataset):
+    """Does something at an index, in the thread that reads it."""
+
+    def __init__(self, does=None, at=None):
+        self.does, self.at = does, at
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        if self.does is not None and (self.at is None or index == self.at):
+            self.does()
+        return torch.tensor(index)
+
+    def describe(self, index):
+        return f"file {index}.png"
+
+
+def opened(source, **changes):
+    fields = {"key": "data.train", "training": True, "batch_size": 2, "seed": 1, "shuffle": False}
+    fields |= {"engine": "threads", "num_threads": 2}
+    return open_batches(source, StreamOptions(**fields | changes))[0]
+
+
+def loader_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("trainrun data")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert loader_threads() == []
+
+
+def numbers(batches):
+    return [batch.data.tolist() for batch in batches]
+
+
+def test_order_is_kept_though_later_batches_are_done_first():
+    later = threading.Event()
+
+    class Slow(Samples):
+        def __getitem__(self, index):
+            if index == 0 and threading.current_thread() is not threading.main_thread():
+                assert later.wait(20)
+            if index == 3:
+                later.set()
+            return torch.tensor(index)
+
+    stream = opened(Slow(lambda: None))
+    assert numbers(stream.epoch(0)) == [[i, i + 1] for i in range(0, N, 2)]
+
+
+def test_it_reads_ahead_and_no_further_than_asked():
+    seen = []
+    stream = opened(Samples(lambda: seen.append(1)), num_threads=1, prefetch_factor=2)
+    seen.clear()  # the trial before the run
+    batches = stream.epoch(0)
+    next(batches)
+    deadline = time.monotonic() + 20
+    while len(seen) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(seen) == 4, "two batches of two, the first of which was taken"
+    next(batches)
+    batches.close()
+
+
+def test_reading_runs_while_the_training_computes():
+    """The second batch is read although nobody asks for it."""
+    read = threading.Event()
+    stream = opened(Samples(read.set, at=3), num_threads=1)
+    read.clear()
+    batches = stream.epoch(0)
+    next(batches)
+    assert read.wait(20)
+    batches.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_fault_names_the_sample_and_its_file(threads):
+    def fail():
+        raise KeyError("no such file")
+
+    stream = opened(Samples(fail, at=5), num_threads=threads)
+    batches = stream.epoch(0)
+    assert [next(batches).data.tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    line = fail.__code__.co_firstlineno + 1
+    with pytest.raises(DataError) as caught:
+        next(batches)
+    assert str(caught.value) == (
+        "data.train: sample 5 (file 5.png) of Samples cannot be read: KeyError: 'no such file' "
+        f"({__file__} line {line})"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert loader_threads() == []
+    assert numbers(opened(Samples()).epoch(0)) == [[i, i + 1] for i in range(0, N, 2)]
+
+
+def test_threads_end_with_the_epoch_its_generator_the_stream_and_its_last_reference():
+    stream = opened(Samples())
+    list(stream.epoch(0))
+    assert loader_threads() == []
+    batches = stream.epoch(0)
+    next(batches)
+    assert len(loader_threads()) == 2
+    batches.close()
+    assert loader_threads() == []
+    batches = stream.epoch(0)
+    next(batches)
+    stream.close()
+    assert loader_threads() == []
+    with pytest.raises(AssertionError, match="was closed"):
+        next(batches)
+    unfinished = stream.epoch(0)
+    next(unfinished)
+    assert numbers(stream.epoch(1, 3)) == [[6, 7], [8, 9], [10, 11]]
+    batches = stream.epoch(0)
+    next(batches)
+    del stream, batches, unfinished
+    gc.collect()
+
+
+def test_a_hanging_read_is_said_and_let_go(monkeypatch):
+    monkeypatch.setattr("trainrun.data.threads.JOIN_SECONDS", 0.05)
+    release = threading.Event()
+    stream = opened(Samples(lambda: release.wait(30), at=1), timeout_seconds=0.2)
+    with pytest.raises(
+        DataError, match=r"data.worker_timeout_seconds=0.2: data.train gave no batch for that"
+    ):
+        list(stream.epoch(0))
+    release.set()
+    for thread in loader_threads():
+        thread.join(20)
+
+
+def test_torch_uses_one_core_in_them_and_the_others_elsewhere():
+    seen = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        stream = opened(Samples(lambda: seen.append((threading.get_ident(), torch.get_num_threads()))))
+        seen.clear()
+        list(stream.epoch(0))
+        assert {number for _, number in seen} == {1}
+        assert threading.get_ident() not in {thread for thread, _ in seen}
+        assert torch.get_num_threads() == 3
+        late = []
+        thread = threading.Thread(target=lambda: late.append(torch.get_num_threads()))
+        thread.start(), thread.join()
+        assert late == [3]
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- the generators that the training draws from --------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_source_that_draws_globally_is_refused_before_the_run(name):
+    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    which = name.split()[0].split(".manual")[0]
+    message = rf"data.engine=threads: sample 0 of Samples draws .* of {which}, .*`generator`"
+    with pytest.raises(DataError, match=message):
+        opened(Samples(DRAWS[name]))
+    assert state == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("where", ["transform", "collate_fn"])
+def test_so_is_a_function_that_draws(where):
+    with pytest.raises(DataError, match=rf"data.engine=threads: data.{where} draws from .* of random,"):
+        opened(Samples(), **{where: lambda given: random.random()})
+
+
+@pytest.mark.parametrize("name", ["torch", "torch at a tensor", "torch dropout"])
+@pytest.mark.parametrize("caught", [False, True])
+def test_torchs_generator_does_not_move_when_a_late_sample_draws(name, caught):
+    """Not seen by the trial: only one sample, that it does not read, draws; even if the user hides the fault."""
+
+    def draw():
+        try:
+            DRAWS[name]()
+        except DataError:
+            if not caught:
+                raise
+
+    stream = opened(Samples(draw, at=9), on_error="skip")
+    before = torch.get_rng_state()
+    with pytest.raises(GlobalDraw, match=r"data.engine=threads: sample 9 of Samples \(aten"):
+        list(stream.epoch(0))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["random", "numpy.random", "torch.manual_seed"])
+def test_the_others_are_seen_while_the_training_waits(name):
+    def slow_draw():
+        time.sleep(0.05)
+        DRAWS[name]()
+
+    stream = opened(Samples(slow_draw, at=7), num_threads=1, prefetch_factor=1)
+    with pytest.raises(GlobalDraw, match="data.engine=threads: sample 7 of Samples draws"):
+        list(stream.epoch(0))
+
+
+def test_draws_of_the_training_or_of_another_thread_are_no_fault():
+    asked, answered = threading.Event(), threading.Event()
+
+    def drawing():
+        assert asked.wait(20)
+        random.random()
+        answered.set()
+
+    def wait_for_it():
+        time.sleep(0.02)  # until the training waits
+        asked.set()
+        assert answered.wait(20)
+
+    other = threading.Thread(target=drawing)
+    other.start()
+    stream = opened(Samples(wait_for_it, at=7), num_threads=1, prefetch_factor=1)
+    for _ in stream.epoch(0):
+        torch.rand(3), np.random.rand(), random.random()
+    other.join()
+
+
+def test_the_guard_is_of_one_thread_and_lets_generators_pass():
+    with Guard("x"):
+        torch.rand(2, generator=torch.Generator())
+        torch.randperm(3, generator=torch.Generator())
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(torch.rand(1)))
+        thread.start(), thread.join()
+        assert len(seen) == 1
+        with pytest.raises(GlobalDraw):
+            torch.rand(1)
+    with pytest.raises(GlobalDraw), guarded((0,), "x"):
+        torch.randint(0, 3, (2,))
+    torch.rand(1)
+
+
+# --- the end of the process -----------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, threading, time, torch
+from trainrun.data.open import StreamOptions, open_batches
+
+class Samples:
+    def __len__(self): return 1000
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        if sys.argv[2] == "raise" and index == 40: raise OSError("gone")
+        return torch.full((1000,), float(index))
+
+how, what = sys.argv[1:3]
+words = {"engine": how, "num_workers" if how == "workers" else "num_threads": 2}
+stream, _ = open_batches(Samples(), StreamOptions("data.train", True, 4, 0, shuffle=False, **words))
+import psutil
+for number, batch in enumerate(stream.epoch(0)):
+    if number == 5:
+        print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+        if what == "interrupt": os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("engine", ["threads", "workers"])
+@pytest.mark.parametrize("what", ["interrupt", "raise"])
+def test_nothing_is_left_after_ctrl_c_or_a_fault(engine, what):
+    def shared():
+        place = Path("/dev/shm")
+        return {item.name for item in place.iterdir() if "torch" in item.name} if place.is_dir() else set()
+
+    before = shared()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, engine, what], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode in (1, -signal.SIGINT), done.stderr
+    assert ("KeyboardInterrupt" if what == "interrupt" else "DataError: data.train: sample 40") in done.stderr
+    children = [int(pid) for pid in done.stdout.split()]
+    assert len(children) == (2 if engine == "workers" else 0)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert shared() - before == set()
