@@ -31,7 +31,8 @@ from trainrun.state import TrainState
 from trainrun import loop
 from trainrun.build import Site, build_parts
 from trainrun.compose import compose_run
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything

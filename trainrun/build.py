@@ -17,7 +17,8 @@ from trainrun.checks import parse_seconds
 from trainrun.config import RunConfig
 from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.facts import check_labels, facts_of
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.data.skips import Report, report_to
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.instantiate import bind_faults, build, locate

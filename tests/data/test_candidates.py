@@ -6,8 +6,10 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from trainrun.data import choice
 from trainrun.data.mapstyle import thread_safe
-from trainrun.data.open import StreamOptions, open_batches, open_candidates
+from trainrun.data.open import open_batches, open_candidates
+from trainrun.data.options import StreamOptions
 from trainrun.data.threads import ThreadBatches
+from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError
 
 DATA = torch.zeros(20, 3), torch.arange(20) % 4
@@ -79,8 +81,8 @@ def test_what_may_be_tried(source, changes, wanted):
 def test_the_first_is_what_is_opened_without_a_measurement():
     for source in (DATA, Safe()):
         first = open_candidates(source, options())[0]
-        chosen, _ = open_batches(source, options())
-        assert type(first.open()) is type(chosen)
+        stream, _ = open_batches(source, options())
+        assert type(first.open()) is type(stream.stream(stream.default.name))
 
 
 def test_a_candidate_can_be_opened_closed_and_opened_again():
@@ -105,6 +107,8 @@ def test_a_candidate_can_be_opened_closed_and_opened_again():
 )  # fmt: skip
 def test_threads_and_their_reasons(source, changes, line):
     stream, note = open_batches(source, options(**changes))
+    if isinstance(stream, Undecided):
+        stream = stream.stream(stream.default.name)
     assert isinstance(stream, ThreadBatches)
     assert note == f"data.train: {line}"
 

@@ -5,7 +5,8 @@ import torch
 from torch.utils.data import Dataset
 
 from trainrun.data.device_feed import DeviceFeed, fed
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from trainrun.data.open import StreamOptions, open_batches, open_candidates
+from trainrun.data.open import open_batches, open_candidates
+from trainrun.data.options import StreamOptions
 
 N = 23
 ENGINES = {

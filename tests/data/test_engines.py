@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.data.resident import ResidentBatches
 
 N = 25  # leaves one sample over for any number of ranks

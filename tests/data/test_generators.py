@@ -9,7 +9,8 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.facts import facts_of
 from trainrun.data.generators import generator_of, moved, states, takes
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 
 
 class Noise:

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
 
 N = 14
@@ -133,8 +134,11 @@ def test_only_what_is_asked_for_is_read(opened):
             seen.append(index)
             return index
 
-    list(opened(Spy(), shuffle=False).epoch(0, 3))
-    assert seen == list(range(9, N))
+    stream = opened(Spy(), shuffle=False)
+    looked = len(seen)  # at a few samples, for their lengths
+    assert looked <= 8
+    list(stream.epoch(0, 3))
+    assert seen[looked:] == list(range(9, N))
 
 
 def test_persistent_workers_live_on_and_close_ends_them(opened):
@@ -220,14 +224,18 @@ def test_samples_read_at_once_that_cannot_be_read(opened):
 def test_a_worker_that_dies(opened):
     stream = opened(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL)), num_workers=1)
     with pytest.raises(
-        DataError, match=r"data.train: a loader worker was killed .* GB of memory are free now"
+        DataError, match=r"data.train: a loader worker (was killed|died) .* GB of memory are free now"
     ):
         list(stream.epoch(0))
 
 
 def test_faults_that_cannot_be_collated(opened):
-    with pytest.raises(DataError, match=r"data.train: its samples do not form a batch: Runtime.*collate_fn"):
-        list(opened(Words()).epoch(0))
+    class Unlike(Words):
+        def __getitem__(self, index):
+            return torch.zeros((3,) * (1 + index % 2))
+
+    with pytest.raises(DataError, match=r"data.train: its samples do not form a batch: .*collate_fn"):
+        list(opened(Unlike()).epoch(0))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -7,7 +7,8 @@ import torch
 
 from trainrun.data import arrays, choice
 from trainrun.data.columns import is_mapped, tensor_view
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.data.resident import ResidentBatches
 
 N = 31
@@ -88,7 +89,7 @@ def test_the_file_itself_is_chosen_whatever_its_size(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "free_bytes", lambda device: 0)
     array, mapped = stored(tmp_path, "float32")
     stream, line = opened(mapped)
-    assert isinstance(stream, ResidentBatches)
+    assert isinstance(stream.stream(stream.default.name), ResidentBatches)
     assert line == "data.train: mapped files, read in the page cache (in memory, 0.0 MB)"
     assert "too much to be resident" in opened(array)[1]
     _, unfit = stored(tmp_path, "big-endian")

@@ -7,7 +7,8 @@ from torch.utils.data import Dataset
 
 from trainrun.data import memory
 from trainrun.data.memory import Load, host_memory, memory_line, too_much
-from trainrun.data.open import StreamOptions, open_batches, open_candidates
+from trainrun.data.open import open_batches, open_candidates
+from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
 
 

@@ -8,7 +8,8 @@ from trainrun.data.columns import Arrays
 from trainrun.data.facts import check_labels, facts_of
 from trainrun.data.iterable import IterableBatches
 from trainrun.data.loader import LoaderBatches
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.data.resident import ResidentBatches
 from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError

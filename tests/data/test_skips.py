@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.data.skips import Skips, report_to
 from trainrun.errors import DataError
 

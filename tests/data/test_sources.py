@@ -8,7 +8,8 @@ import torch
 
 from trainrun.data import arrays, digits, fashion_mnist, synthetic
 from trainrun.data.idx import read_idx
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.data.split import hold_out
 from trainrun.errors import DataError
 

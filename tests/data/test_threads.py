@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import Dataset
 
 from trainrun.data.generators import GlobalDraw, Guard, guarded
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
 
 N = 12
@@ -272,7 +273,8 @@ def test_the_guard_is_of_one_thread_and_lets_generators_pass():
 
 SCRIPT = """
 import os, signal, sys, threading, time, torch
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 
 class Samples:
     def __len__(self): return 1000

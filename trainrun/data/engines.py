@@ -23,7 +23,7 @@ from trainrun.interfaces import Batches
 from trainrun.randomness import kept_random_state
 
 if TYPE_CHECKING:
-    from trainrun.data.open import StreamOptions
+    from trainrun.data.options import StreamOptions
 
 
 @dataclass(frozen=True)

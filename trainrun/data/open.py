@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
-from trainrun.data.augment.augmented import NamedAugmentation, augmented
+from trainrun.data.augment.augmented import augmented
 from trainrun.data.batch import Preparation
 from trainrun.data.cache.cached import Cached, cached
 from trainrun.data.choice import (
@@ -37,66 +35,18 @@ from trainrun.data.generators import GlobalDraw
 from trainrun.data.iterable import IterableBatches, StreamReader
 from trainrun.data.mapstyle import thread_safe
 from trainrun.data.memory import too_much
+from trainrun.data.options import StreamOptions, check_options, limit_key, needs_samples, sequence_options
 from trainrun.data.order import Plan, StreamPlan, batch_too_large
-from trainrun.data.reader import Collate, Recipe
-from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
-from trainrun.data.skips import Report, to_stderr
+from trainrun.data.reader import Recipe
+from trainrun.data.sequences.choose import sequence_plan
 from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
 
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """How one stream is read.
-
-    key: names it in messages (`data.train`). batch_size: per rank.
-    training: False reads every sample once in its own order: shuffle and drop_last do not apply,
-        every epoch is epoch 0, and a batch_size above the data is lowered.
-    engine: "auto", "resident", "workers" or "threads". report: takes one line for the people who watch.
-        limit: a fraction of the micro-batches (float) or their
-        number (int). may_grow: batch_size is a suggestion, and small inputs in memory come in larger
-        batches, for evaluation. max_sequence_length and float_dtype: see `Preparation`.
-    """
-
-    key: str
-    training: bool
-    batch_size: int
-    seed: int
-    shuffle: bool = True
-    drop_last: bool = False
-    engine: str = "auto"
-    num_workers: int | Literal["auto"] = "auto"
-    pin_memory: bool = True
-    persistent_workers: bool = True
-    prefetch_factor: int = 2
-    timeout_seconds: float = 300.0
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    max_sequence_length: int | None = None
-    num_threads: int | Literal["auto"] = "auto"
-    cache: str = "none"
-    transform: Callable[[Any], Any] | None = None
-    augment: tuple[NamedAugmentation, ...] = ()
-    on_error: str = "raise"
-    max_skipped_share: float = 0.01
-    report: Report = to_stderr
-    truncate: str = "right"
-    padding: str = "longest"
-    max_tokens: int | None = None
-    pad_multiple: int | None = None
-    limit: float | int = 1.0
-    may_grow: bool = False
-    rank: int = 0
-    world_size: int = 1
-    device: torch.device = CPU
-    float_dtype: torch.dtype = torch.float32
-
 
 def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     """The stream, and what is to be said of it: the engine that was chosen and why, the lengths."""
-    _check(options)
+    check_options(options)
     if isinstance(source, IterableDataset):
         batches, line = _open_iterable(source, options)
         return _augmented(batches, options), line
@@ -107,11 +57,21 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     if choice.engine == "workers" and choice.number > 0:
         choice = fitting_choice(choice, prepared, options)
     lines = "\n".join([f"{options.key}: {choice.reason}", *prepared.notes])
-    ways = _ways(prepared, options, choice)
+    undecided = "auto" in (options.engine, options.num_workers, options.num_threads)
+    ways = _ways(prepared, options, choice) if undecided else []
     if len(ways) > 1:
         return Undecided(ways, options.prefetch_factor, source), lines
     batches = build_engine(prepared, options, choice.engine, choice.number)
     return _augmented(batches, options), lines
+
+
+def open_candidates(source: Any, options: StreamOptions) -> list[Candidate]:
+    """Every engine that may read this source, the rule's choice first; only one for an IterableDataset."""
+    check_options(options)
+    if isinstance(source, IterableDataset):
+        return [Candidate("iterable", "workers", 0, lambda: open_batches(source, options)[0])]
+    prepared = _prepared(source, options)
+    return _ways(prepared, options, choose(prepared.facts, _wish(options)))
 
 
 def _ways(prepared: Prepared, options: StreamOptions, choice: Choice) -> list[Candidate]:
@@ -119,8 +79,6 @@ def _ways(prepared: Prepared, options: StreamOptions, choice: Choice) -> list[Ca
 
     They all give the same batches; one is open at a time.
     """
-    if "auto" not in (options.engine, options.num_workers, options.num_threads):
-        return []
     draws = ""
     try:
         prepared.reader.copy().try_out(0, trial(prepared))
@@ -165,35 +123,6 @@ def _prepared(source: Any, options: StreamOptions) -> Prepared:
     facts = Facts(options.key, columns, single, safe, preparation, options.device, options.world_size)
     notes = tuple(line for line in (note, "" if found is None else found.line) if line)
     return Prepared(dataset, plan, recipe, facts, notes)
-
-
-def sequence_options(options: StreamOptions) -> SequenceOptions:
-    """DataError: what needs the lengths of samples, together with a transform that may change them.
-
-    In evaluation samples keep their order, because predictions are rows in the order of the data.
-    """
-    padding, max_tokens = options.padding, options.max_tokens
-    needy = {"data.padding": padding in ("pack", "token_budget"),
-             "data.truncate": options.truncate in ("drop", "split")}  # fmt: skip
-    for key, needs in needy.items():
-        if needs and options.transform is not None:
-            value = getattr(options, key.removeprefix("data."))
-            raise DataError(
-                f"{key}={value}: needs the lengths of samples, which data.transform may change; leave one of them out"
-            )
-    if not options.training and padding in ("bucket", "pack", "token_budget"):
-        padding, max_tokens = "longest", None
-    return SequenceOptions(options.key, padding, max_tokens, options.max_sequence_length, options.truncate,
-                           options.pad_multiple, options.collate_fn)  # fmt: skip
-
-
-def needs_samples(options: StreamOptions, collate: Collate | None) -> str:
-    """The option that keeps whole columns from being gathered (engine resident); "" where there is none."""
-    if options.transform is not None:
-        return "data.transform"
-    if options.collate_fn is not None:
-        return "data.collate_fn"
-    return f"data.padding={options.padding}" if collate is not None else ""
 
 
 def _augmented(batches: Batches, options: StreamOptions) -> Batches:
@@ -252,7 +181,7 @@ def _max_batches(plan: Plan, length: int | None, options: StreamOptions) -> int 
     if isinstance(options.limit, int):
         return options.limit
     raise DataError(
-        f"{_limit_key(options)}={options.limit}: {options.key} has no length that a fraction could be "
+        f"{limit_key(options)}={options.limit}: {options.key} has no length that a fraction could be "
         "taken of; give a number of batches"
     )
 
@@ -273,22 +202,3 @@ def _new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan
     return Plan(num_samples, batch_size, options.seed, options.shuffle and training,
                 options.drop_last and training, training, options.limit, options.rank,
                 options.world_size)  # fmt: skip
-
-
-def _check(options: StreamOptions) -> None:
-    if options.transform is not None and not callable(options.transform):
-        raise DataError(
-            f"data.transform: a {type(options.transform).__name__} cannot be called with a sample; give a "
-            "class with __call__, or a function with _partial_: true"
-        )
-    limit = options.limit
-    valid = limit >= 1 if isinstance(limit, int) else 0 < limit <= 1
-    if isinstance(limit, bool) or not valid:
-        raise DataError(
-            f"{_limit_key(options)}={limit}: must be a fraction above 0.0 and up to 1.0, "
-            "or a whole number of batches from 1"
-        )
-
-
-def _limit_key(options: StreamOptions) -> str:
-    return f"trainer.limit_{'train' if options.training else 'val'}_batches"

@@ -20,12 +20,13 @@ import torch
 from PIL import Image
 
 from trainrun.data import arrays
+from trainrun.data.facts import facts_of
 from trainrun.data.formats import hdf5, image_folder, memory, parquet
 from trainrun.data.formats.handles import Kept
 from trainrun.data.formats.parts import held_out
 from trainrun.data.formats.places import files_of
-from trainrun.data.facts import facts_of
-from trainrun.data.open import StreamOptions, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
 
 N = 32
