@@ -6,14 +6,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.parts import TrainState
-
-if TYPE_CHECKING:
-    from trainrun.scheduler.schedule import Schedule
-    from trainrun.signals import StopFlag
+from trainrun.scheduler.schedule import Schedule
+from trainrun.signals import StopFlag
+from trainrun.state import TrainState
 
 STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins
 

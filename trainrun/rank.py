@@ -35,12 +35,13 @@ from trainrun.interfaces import Parallel, RunFacts
 from trainrun.listeners import Listeners
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.parts import Parts, TrainState
+from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
 from trainrun.rundir import RunDir, read_json, write_json
 from trainrun.showcase import show
 from trainrun.signals import StopFlag, catch_signals
+from trainrun.state import TrainState
 from trainrun.status import write_status
 
 # of torch's linear and convolution layers
