@@ -40,7 +40,7 @@ from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
 from trainrun.rundir import RunDir, read_json, write_json
 from trainrun.showcase import show
-from trainrun.signals import StopFlag, catch_signals
+from trainrun.signals import StopFlag
 from trainrun.state import TrainState
 from trainrun.status import write_status
 
@@ -50,12 +50,9 @@ WHOLE_INPUTS = re.compile(
 )
 
 
-def train_here(run: RunDir, config: RunConfig, resume: bool) -> int:
+def train_here(run: RunDir, config: RunConfig, resume: bool, flag: StopFlag) -> int:
     """A run on one device, in this process. Returns the exit code."""
-    device = choose_device(config.parallel.accelerator, local_rank=0)
-    flag = StopFlag()
-    with catch_signals(flag):
-        return train(run, config, resume, Single(device), flag)
+    return train(run, config, resume, Single(choose_device(config.parallel.accelerator, local_rank=0)), flag)
 
 
 def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag) -> int:
@@ -81,6 +78,9 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
                 closing.callback(stream.close)
         check_monitors(parts)
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
+        if flag.raised:  # and swallowed by foreign code
+            raise KeyboardInterrupt
+        flag.training = True
         state = first_state(parts, run, config, resume)
         if listeners is not None:
             run.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on

@@ -13,11 +13,12 @@ from pathlib import Path
 from trainrun.compose import Composition, load_config, save_config
 from trainrun.config import RunConfig
 from trainrun.environment import describe
-from trainrun.errors import ConfigError
+from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
 from trainrun.rundir import RunDir, read_json, write_json, write_text
+from trainrun.signals import StopFlag, catch_signals
 from trainrun.status import run_status
 
 
@@ -51,11 +52,11 @@ def new_run(composition: Composition, words: list[str]) -> RunDir:
 
 
 def forget_failure(run: RunDir) -> bool:
-    """Whether the run here failed before anything was saved; what it wrote is taken away, then."""
-    failed = False
-    with contextlib.suppress(OSError, ValueError):
-        failed = read_json(run.status).get("state") == "failed"
-    if not failed or any(run.checkpoints.glob("step-*")):
+    """Whether the run here failed or was stopped before anything was saved; what it wrote is taken away, then."""
+    state = "stopped"  # where it was interrupted before it could say so
+    with contextlib.suppress(FileNotFoundError):
+        state = read_json(run.status).get("state")
+    if state not in ("failed", "stopped") or any(run.checkpoints.glob("step-*")):
         return False
     for path in (run.config, run.metrics, run.log, run.status):
         path.unlink(missing_ok=True)
@@ -81,12 +82,18 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     parallel = config.parallel
     count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
     write_json(run.job, {"resume": order.resume, "paths": order.paths})
+    if (
+        parallel.mode == "single"
+    ):  # imported here: a library may swallow the interrupt of a run that has begun
+        from trainrun.rank import train_here
+    flag = StopFlag(training=False)
     try:
-        with run_status(run, config, order.resume):
+        with catch_signals(flag), run_status(run, config, order.resume, flag):
             if parallel.mode == "single":
-                from trainrun.rank import train_here
-
-                return train_here(run, config, order.resume)
+                code = train_here(run, config, order.resume, flag)
+                if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
+                    raise KeyboardInterrupt
+                return code
             print(f"parallel: {count} ranks ({reason})", flush=True)
             return launch(
                 lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
