@@ -6,9 +6,10 @@ import contextlib
 import secrets
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from trainrun.compose import Composition, load_config, save_config
 from trainrun.config import RunConfig
@@ -115,11 +116,36 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str]) -> int:
     """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
     take_back(run)
     config = load_config(run.config, overrides)
+    if told := finished(run, config):
+        print(told)
+        return EXIT_DONE
     write_text(run.config_before, run.config.read_text(encoding="utf-8"))
     try:
         return execute(run, config, Order(resume=True, paths=paths))
     finally:
         take_back(run)
+
+
+def finished(run: RunDir, config: RunConfig) -> str:
+    """What to say of a run that has come to its end and, with this config, would end there again; else nothing."""
+    status: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        status = read_json(run.status)
+    if status.get("state") != "done" or external_ranks():  # other ranks wait for this one
+        return ""
+    before = load_config(run.config, [])
+    limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps")}
+    same = replace(before, trainer=replace(before.trainer, **limits)) == config
+    reached = [
+        limit is not None and status.get(name, 0) >= limit
+        for name, limit in (("epoch", limits["max_epochs"]), ("step", limits["max_steps"]))
+    ]
+    if not same or (before != config and not any(reached)):
+        return ""
+    return (
+        f"{run.root}: finished already ({status.get('reason')}); raise trainer.max_epochs (or "
+        "trainer.max_steps) to go on; its plots are drawn again by trainrun report"
+    )
 
 
 def take_back(run: RunDir) -> None:
