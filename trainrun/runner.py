@@ -18,7 +18,7 @@ from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
-from trainrun.rundir import RunDir, read_json, write_json, write_text
+from trainrun.rundir import RunDir, cannot_write, read_json, write_json, write_text
 from trainrun.signals import StopFlag, catch_signals
 from trainrun.status import run_status
 
@@ -45,10 +45,13 @@ def new_run(composition: Composition, words: list[str]) -> RunDir:
     config = composition.config
     if config.seed is None:
         config.seed = secrets.randbelow(2**32)
-    write_text(run.config, save_config(config))
-    write_text(run.overrides, "".join(f"{word}\n" for word in words))
-    write_json(run.environment, describe(Path.cwd()))
-    write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()})
+    try:
+        write_text(run.config, save_config(config))
+        write_text(run.overrides, "".join(f"{word}\n" for word in words))
+        write_json(run.environment, describe(Path.cwd()))
+        write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()})
+    except OSError as error:
+        raise cannot_write(run.root, error) from error
     return run
 
 

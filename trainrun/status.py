@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainrun.config import RunConfig
-from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
+from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, SaveError, TrainrunError
 from trainrun.rundir import RunDir, read_json, write_json, write_text
 from trainrun.signals import StopFlag
 
@@ -28,28 +29,46 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
     try:
         write_status(run, config, state="running", exit_code=None, message="")
         yield
-    except KeyboardInterrupt as error:
-        flag.quiet_until = math.inf
-        raise KeyboardInterrupt(_note_interrupt(run, config, earlier)) from error
-    except TrainrunError as error:
-        flag.quiet_until = math.inf
-        if flag.raised:
+    except BaseException as error:
+        flag.quiet_until = math.inf  # from here on no interrupt stops what is written down
+        if flag.raised or isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(_note_interrupt(run, config, earlier)) from error
-        if resumes and earlier is not None and error.exit_code == EXIT_USAGE:
+        if not isinstance(error, Exception):
+            raise
+        refused = isinstance(error, TrainrunError) and error.exit_code == EXIT_USAGE
+        if refused and resumes and earlier is not None:
             write_text(run.status, earlier)
-        else:
-            state = "stopped" if error.exit_code > 128 else "failed"  # 128 + n: signal n was the reason
-            write_status(run, config, state=state, exit_code=error.exit_code, message=str(error))
-        raise
-    except Exception as error:
-        flag.quiet_until = math.inf
-        if flag.raised:
-            raise KeyboardInterrupt(_note_interrupt(run, config, earlier)) from error
-        text = f"{type(error).__name__}: {error}"
-        write_status(run, config, state="failed", exit_code=EXIT_FAILED, message=text)
-        with contextlib.suppress(OSError), run.log.open("a", encoding="utf-8") as log:
-            traceback.print_exc(file=log)
-        raise
+            raise
+        fault = _disk_full(run, error) if isinstance(error, OSError) else error
+        try:
+            _note_failure(run, config, fault)
+        except OSError:  # no room for a second status beside the first
+            with contextlib.suppress(OSError):
+                run.status.unlink()
+                _note_failure(run, config, fault)
+        if fault is error:
+            raise
+        raise fault from error
+
+
+def _disk_full(run: RunDir, error: OSError) -> Exception:
+    """What to do about it; other errors as they are."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    place = error.filename or run.root
+    return SaveError(f"{place}: {error.strerror}; free space, then: trainrun resume {run.root}")
+
+
+def _note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
+    """A fault with its message; of anything else the traceback too, in the log."""
+    if isinstance(error, TrainrunError):
+        state = "stopped" if error.exit_code > 128 else "failed"  # 128 + n: signal n was the reason
+        write_status(run, config, state=state, exit_code=error.exit_code, message=str(error))
+        return
+    text = f"{type(error).__name__}: {error}"
+    write_status(run, config, state="failed", exit_code=EXIT_FAILED, message=text)
+    with run.log.open("a", encoding="utf-8") as log:
+        traceback.print_exception(error, file=log)
 
 
 def _note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
