@@ -27,11 +27,18 @@ def kept_backends() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        set_deterministic(deterministic, warn_only)
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = tf32
+
+
+def set_deterministic(wanted: bool, warn_only: bool) -> None:
+    """Only where it is a change: torch loads its compiler for this call, 1 to 2 s that few runs need."""
+    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if now != (wanted, warn_only):
+        torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
 
 
 def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
@@ -39,7 +46,7 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     trainer = config.trainer
     if trainer.deterministic and parallel.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    torch.use_deterministic_algorithms(trainer.deterministic)
+    set_deterministic(trainer.deterministic, warn_only=False)
     torch.backends.cudnn.benchmark = trainer.benchmark
     note = set_matmul(config.precision.matmul, parallel.device)
     return [note] if note else []

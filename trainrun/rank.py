@@ -21,6 +21,7 @@ from trainrun.build import Site, build_parts
 from trainrun.checkpoint.resume import resolve
 from trainrun.compose import load_config
 from trainrun.config import RunConfig
+from trainrun.eager import unloaded_compiler
 from trainrun.errors import (
     EXIT_AGAIN,
     EXIT_DONE,
@@ -64,6 +65,8 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
         if listeners is not None:
             closing.callback(listeners.close)
         closing.enter_context(kept_backends())
+        if config.trainer.compile.enabled is False:
+            closing.enter_context(unloaded_compiler())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         site = Site(
             run, read_json(run.identity)["run_id"], parallel, flag,

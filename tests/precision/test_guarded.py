@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from trainrun.eager import plain_step
 from trainrun.errors import ConfigError, PluginError
 from trainrun.precision.amp import PrecisionOptions, build_precision, set_matmul, type_notes
-from trainrun.precision.guarded import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Guarded, plain_step
+from trainrun.precision.guarded import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Guarded
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, Callable[[Any, bool], Optimizer]] = {

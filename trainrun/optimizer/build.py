@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from trainrun.eager import plain_step
 from trainrun.errors import PluginError
 
 WRONG = "the fused update computes wrong values"
@@ -90,9 +91,10 @@ def _try_out(
     """Weights that began at 0. 67: some whole vector registers of any width, and a rest."""
     probe = nn.Parameter(torch.zeros(67, dtype=dtype, device=device))
     optimizer = factory([probe], **keywords)
+    update = plain_step(optimizer)
     for step in range(3):
         probe.grad = torch.linspace(-1, 1 + step, 67, device=device).to(dtype)
-        optimizer.step()
+        update()
     return probe.detach().double()
 
 

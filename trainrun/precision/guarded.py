@@ -9,7 +9,6 @@ asks when the host waits anyway.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from trainrun.eager import backward, plain_step
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport
 from trainrun.precision.gradients import (
@@ -88,7 +87,7 @@ class Guarded:
             gradient = self._new_share(loss_sum, share)
         if self._scaler is not None:
             gradient = self._scaler.scale(gradient).to(loss_sum.dtype)
-        loss_sum.backward(gradient)  # type: ignore[no-untyped-call]
+        backward(loss_sum, gradient)
 
     def _new_share(self, loss_sum: Tensor, share: float) -> Tensor:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:
@@ -227,31 +226,6 @@ def overflowed(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """
     flags = scaler._found_inf_per_device(optimizer)
     return math.fsum(flag.item() for flag in flags.values()) != 0
-
-
-def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """`optimizer.step` without what torch wraps around it: a profiler mark, hooks, breaks for dynamo.
-
-    They cost 20 us of a 200 us step (CPU, torch 2.13). Whatever is not torch's own, or has hooks, or is
-    wrapped by a scheduler, is called as it is.
-    """
-    wrapped = type(optimizer).step
-    plain = inspect.unwrap(wrapped)
-    hooks = (
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-        getattr(optimizer, "_optimizer_step_pre_hooks", None),
-        getattr(optimizer, "_optimizer_step_post_hooks", None),
-    )
-    own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
-    if not own or any(hooks) or plain is wrapped or optimizer.defaults.get("differentiable", True):
-        return optimizer.step
-
-    def step() -> None:
-        with torch.no_grad():
-            plain(optimizer)
-
-    return step
 
 
 def _no_step() -> None:
