@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainrun.errors import ConfigError, TrainingError
+from trainrun.monitor.readable import counted
 from trainrun.scheduler.schedule import Schedule
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
@@ -185,7 +186,9 @@ class Cadence:
         ):
             return f"early stopping: {watch.metric}={value:.5g} is beyond the divergence threshold {watch.divergence:g}"
         if bad_validations >= watch.patience:
-            return f"early stopping: {watch.metric} has not improved in {bad_validations} validations"
+            return (
+                f"early stopping: {watch.metric} has not improved in {counted(bad_validations, 'validation')}"
+            )
         return ""
 
 

@@ -67,9 +67,13 @@ def dispatch(words: list[str]) -> int:
     if words and re.fullmatch(r"[a-z][\w-]*", words[0]):
         raise ConfigError(no_command(words[0]))
     if "--help" in words or "-h" in words:
+        from trainrun.config import conf_dir, user_conf_dirs
         from trainrun.help import help_text
+        from trainrun.words import split_words
 
-        print(help_text([word for word in words if not word.startswith("-")], COMMANDS))
+        asked = split_words(words)
+        folders = [*user_conf_dirs(asked.config_dirs, Path.cwd()), conf_dir()]
+        print(help_text(asked.overrides, COMMANDS, folders))
         return EXIT_DONE
     if "--version" in words:
         from trainrun.environment import version_line

@@ -15,6 +15,7 @@ from trainrun.compose import Composition, load_config, save_config
 from trainrun.config import RunConfig
 from trainrun.environment import describe
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.monitor.readable import counted
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
@@ -98,7 +99,7 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
                 if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
                     raise KeyboardInterrupt
                 return code
-            print(f"parallel: {count} ranks ({reason})", flush=True)
+            print(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
             return launch(
                 lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
                 count, run, grace_seconds=parallel.stop_grace_seconds, max_restarts=parallel.max_restarts,

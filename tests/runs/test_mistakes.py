@@ -120,6 +120,15 @@ def project(workdir: Path) -> Iterator[Path]:
             ["checkpoint.monitor=val/f1"],
             "checkpoint.monitor=val/f1: no such metric; there are val/acc, val/loss",
         ),
+        (["task=regression"], "where the targets are classes, use task=classification"),
+        (
+            ["task=regression", "data=synthetic", "data.num_classes=null"],
+            "model.num_classes=1 for one real number",
+        ),
+        (
+            ["task=regression", "data=synthetic", "data.num_classes=null", "model.num_classes=7"],
+            "model.num_classes=1",
+        ),
         (["parallel.accelerator=cuda"], "parallel.accelerator=cuda"),
         (["scheduler=cosine", "scheduler.warmup_steps=100000"], "scheduler.warmup_steps"),
         (["optimizer._target_=torch.optim.AdamW", "optimizer.leraning_rate=1"], "leraning_rate"),
@@ -129,6 +138,7 @@ def project(workdir: Path) -> Iterator[Path]:
         (["report", "nowhere"], "nowhere"),
         (["resume"], "RUN_DIR"),
         (["--multirun", "model=cnnn,mlp"], "Did you mean cnn?"),
+        (["--multirun", "model.activation=relu,reul"], "model.activation=reul: must be one of relu"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -89,7 +89,7 @@ def launch(
             except RankFailed as failed:
                 if attempt == max_restarts or received or failed.exit_code == EXIT_USAGE:
                     raise
-                note(f"{failed}; the ranks start again ({attempt + 1} of {max_restarts} restarts)")
+                note(f"{failed}; the ranks start again ({attempt + 1} of {max_restarts})")
     raise AssertionError("the loop returns or raises")
 
 
