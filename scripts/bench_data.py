@@ -155,9 +155,9 @@ def compare(regime: str, model: str, rounds: int) -> None:
 
 
 def decide(parts: Parts) -> str:
-    from trainrun.trial import choose_feeding
+    from trainrun.audition import choose_engine
 
-    return choose_feeding(parts)
+    return choose_engine(parts)
 
 
 def overlap(rounds: int) -> None:

@@ -36,10 +36,10 @@ from trainrun.data import digits
 from trainrun.listeners import Listeners
 from trainrun.model.mlp import Mlp
 from trainrun.parallel.single import Single
-from trainrun.parts import TrainState
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.runner import new_run
 from trainrun.signals import StopFlag
+from trainrun.state import TrainState
 
 SEED = 42
 

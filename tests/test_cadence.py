@@ -8,8 +8,8 @@ import pytest
 
 from trainrun.cadence import Cadence, Limits, Rhythm, Watch
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.parts import TrainState
 from trainrun.signals import StopFlag
+from trainrun.state import TrainState
 
 
 class Heard:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trainrun.cli import main
 from trainrun.compose import compose_run, load_config, save_config
 from trainrun.config import RunConfig, conf_dir, groups, options
 from trainrun.errors import ConfigError
@@ -204,3 +205,63 @@ def test_a_warmup_that_is_named_replaces_the_one_of_the_option(tmp_path: Path) -
     assert (kept["warmup_steps"], kept["warmup_ratio"]) == (0, 0.05)
     both = compose_run(["scheduler.warmup_steps=7", "scheduler.warmup_ratio=0.1"], tmp_path).config.scheduler
     assert (both["warmup_steps"], both["warmup_ratio"]) == (7, 0.1)  # refused where it is built
+
+
+def test_help_shows_the_options_of_every_folder_that_a_run_would_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, name in (("conf/model", "beside"), ("mine/model", "elsewhere"), ("mine/recipe", "long")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"{name}.yaml").write_text(f"# Of {folder}.\n_target_: own.Net\n")
+    (tmp_path / "mine/model/mlp.yaml").write_text("# Another mlp.\n")
+    assert main(["--help", "model", "--config-dir", "mine"]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "beside           Of conf/model.",
+        "elsewhere        Of mine/model.",
+        "mlp              Another",
+    ):
+        assert line in said
+    assert main(["--help", "--config-dir=mine"]) == 0
+    assert "recipe       long" in capsys.readouterr().out
+    assert main(["--help", "recipe", "--config-dir=mine"]) == 0
+    assert "long             Of mine/recipe." in capsys.readouterr().out
+    assert main(["--help", "recipe"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["optimizer.lr=1", "optimizer.lr=2"],
+            "optimizer.lr=1 and optimizer.lr=2: two values for optimizer.lr",
+        ),
+        (
+            ["epochs=3", "trainer.max_epochs=4"],
+            "epochs=3 and trainer.max_epochs=4: two values for trainer.max_epochs",
+        ),
+        (["ema=true", "trainer.ema.enabled=false"], "ema=true and trainer.ema.enabled=false: two values"),
+        (["model=mlp", "model=cnn"], "model=mlp and model=cnn: two values for model"),
+        (["model=a.Net", "model._target_=a.Other"], "model=a.Net and model._target_=a.Other: two values"),
+        (["hydra.run.dir=a", "hydra.run.dir=b"], "hydra.run.dir=a and hydra.run.dir=b: two values"),
+        (["hydra.run.dir=a", "output_dir=b"], "hydra.run.dir=a and output_dir=b: two values"),
+    ],
+)
+def test_two_values_for_one_key_are_refused_by_name(words: list[str], said: str) -> None:
+    assert [fault for fault in faults_of(*words) if fault.startswith(said)]
+
+
+def test_the_same_value_twice_is_no_fault() -> None:
+    assert compose_run(["epochs=3", "trainer.max_epochs=3", "hydra.run.dir=a", "output_dir=a"]).own == {
+        "hydra.run.dir": "a"
+    }
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_names_that_our_networks_do_not_know_are_found_before_anything_starts(model: str) -> None:
+    faults = faults_of(f"model={model}", "model.norm=bacth", "model.init=zero", "model.dropout=1")
+    assert faults[0].startswith("model.norm=bacth: must be one of none, batch, layer. Did you mean batch?")
+    assert faults[1].startswith("model.init=zero: must be one of default, he, xavier.")
+    assert faults[2] == "model.dropout=1: must be a number, 0 or more and below 1"
+    assert compose_run(["model=own.Net", "+model.norm=rms"]).config.model["norm"] == "rms"

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trainrun.signals import STOP_SIGNALS, StopFlag, catch_signals
+from trainrun.signals import STOP_SIGNALS, StopFlag, catch_signals, stops_held_back
 
 
 def send(number: int) -> None:
@@ -80,3 +80,25 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_before_the_first_step_one_interrupt_is_enough_and_no_more_are_raised_at_once() -> None:
+    flag = StopFlag(training=False)
+    with catch_signals(flag):
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        send(signal.SIGINT)
+        send(signal.SIGINT)
+        flag.quiet_until = 0.0  # a second later
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert (flag.num_interrupts, flag.raised) == (4, True)
+
+
+def test_a_signal_that_was_held_back_is_heard_by_who_listens_later() -> None:
+    flag = StopFlag()
+    with stops_held_back():
+        send(signal.SIGTERM)
+        assert flag.request == 0
+        with catch_signals(flag):
+            assert flag.request == 2

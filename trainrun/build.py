@@ -217,8 +217,10 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
     for name, value in known.items():
         if name in node and node[name] is None:
             if value is None:
-                key = "data.shape=[1,28,28]" if name == "in_shape" else "data.num_classes=10"
-                raise DataError(f"model.{name}: cannot be told from the data; say it, for example {key}")
+                example = "data.shape=[1,28,28]"
+                if name == "num_classes":
+                    example = "data.num_classes=10 for ten classes, model.num_classes=1 for one real number a sample"
+                raise DataError(f"model.{name}: cannot be told from the data; say it, as {example}")
             node[name] = value
     model = build(node, "model")
     if not isinstance(model, nn.Module):

@@ -6,14 +6,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.parts import TrainState
-
-if TYPE_CHECKING:
-    from trainrun.scheduler.schedule import Schedule
-    from trainrun.signals import StopFlag
+from trainrun.monitor.readable import counted
+from trainrun.scheduler.schedule import Schedule
+from trainrun.signals import StopFlag
+from trainrun.state import TrainState
 
 STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins
 
@@ -188,7 +186,9 @@ class Cadence:
         ):
             return f"early stopping: {watch.metric}={value:.5g} is beyond the divergence threshold {watch.divergence:g}"
         if bad_validations >= watch.patience:
-            return f"early stopping: {watch.metric} has not improved in {bad_validations} validations"
+            return (
+                f"early stopping: {watch.metric} has not improved in {counted(bad_validations, 'validation')}"
+            )
         return ""
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainrun.config import RunConfig
+from trainrun.model.names import CHOICES
 
 _INTERVAL = re.compile(r"(\d+(?:\.\d*)?)\s*(step|epoch)s?\Z")
 _DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|sec|second|m|min|minute|h|hour|d|day)s?\Z")
@@ -111,7 +112,22 @@ def check(config: RunConfig) -> list[str]:
         )
     for key in ("data.train", "model", "task", "optimizer"):
         faults += _node_faults(config, key)
-    return faults + list(_rate_faults(config))
+    return faults + list(_rate_faults(config)) + list(_model_faults(config))
+
+
+def _model_faults(config: RunConfig) -> Iterator[str]:
+    """Of our own networks, which would say the same once they are built; a user's are the user's."""
+    model = config.model if isinstance(config.model, dict) else {}
+    known = CHOICES.get(str(model.get("_target_")))
+    if known is None:
+        return
+    for name, choices in known.items():
+        value = model.get(name, choices[0])
+        if value not in choices:
+            yield f"model.{name}={value}: must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
+    dropout = model.get("dropout", 0.0)
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        yield f"model.dropout={dropout}: must be a number, 0 or more and below 1"
 
 
 def _rate_faults(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,13 +23,6 @@ COMMANDS = {
 }
 
 
-def entry() -> None:
-    """The console script."""
-    code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what the interpreter still tidies up is of no interest
-    sys.exit(code)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line; every fault of the user's is one short message and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -38,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         return dispatch(words)
     except TrainrunError as error:
         return report_fault(error)
-    except KeyboardInterrupt:
-        print("trainrun: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"trainrun: {error or 'interrupted'}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_DONE
@@ -75,9 +67,13 @@ def dispatch(words: list[str]) -> int:
     if words and re.fullmatch(r"[a-z][\w-]*", words[0]):
         raise ConfigError(no_command(words[0]))
     if "--help" in words or "-h" in words:
+        from trainrun.config import conf_dir, user_conf_dirs
         from trainrun.help import help_text
+        from trainrun.words import split_words
 
-        print(help_text([word for word in words if not word.startswith("-")], COMMANDS))
+        asked = split_words(words)
+        folders = [*user_conf_dirs(asked.config_dirs, Path.cwd()), conf_dir()]
+        print(help_text(asked.overrides, COMMANDS, folders))
         return EXIT_DONE
     if "--version" in words:
         from trainrun.environment import version_line
@@ -180,12 +176,15 @@ def earlier_life() -> RunDir | None:
 
 def told(folder: Path, work: Callable[[], int]) -> int:
     """A stopped run says how it goes on, also where a second Ctrl-C left no time to save."""
+    from trainrun.sweep.results import is_done
+
     try:
         code = work()
-    except KeyboardInterrupt:
-        print("trainrun: interrupted; what came after the last checkpoint is not saved", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        with contextlib.suppress(OSError):
+            print(f"trainrun: {error or 'interrupted'}", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    if code not in (EXIT_DONE, EXIT_USAGE) and (folder / "checkpoints").is_dir():
+    if code not in (EXIT_DONE, EXIT_USAGE) and (folder / "checkpoints").is_dir() and not is_done(folder):
         shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
         with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts
             print(f"go on with: trainrun resume {shown}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.checks import check
-from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options
+from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options, user_conf_dirs
 from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.explain import explain, explain_value, first_line
@@ -52,18 +52,6 @@ class Composition:
     overrides: list[str]
     own: dict[str, str]
     notes: list[str] = field(default_factory=list)
-
-
-def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
-    """Folders searched before ours: each --config-dir, then ./conf where it has one of our groups."""
-    folders = [Path(folder).expanduser().resolve() for folder in extra]
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir {folder}: no such folder")
-    beside = (working_dir / "conf").resolve()
-    if beside != conf_dir() and any((beside / group).is_dir() for group in groups([conf_dir()])):
-        folders.append(beside)
-    return folders
 
 
 def prepare(argv: list[str], working_dir: Path) -> tuple[Words, list[Path]]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainrun.errors import ConfigError
+
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 PARALLELS = ("single", "ddp")
 OPEN_NODES = (
@@ -216,3 +218,15 @@ def groups(folders: list[Path]) -> list[str]:
 
 def options(group: str, folders: list[Path]) -> list[str]:
     return sorted({item.stem for folder in folders for item in (folder / group).glob("*.yaml")})
+
+
+def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
+    """Folders searched before ours: each --config-dir, then ./conf where it has one of our groups."""
+    folders = [Path(folder).expanduser().resolve() for folder in extra]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder}: no such folder")
+    beside = (working_dir / "conf").resolve()
+    if beside != conf_dir() and any((beside / group).is_dir() for group in groups([conf_dir()])):
+        folders.append(beside)
+    return folders

@@ -35,6 +35,12 @@ class CheckpointError(TrainrunError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
 
+class SaveError(CheckpointError):
+    """What a run wants to keep cannot be written: the disk is full, or gone. The words were right."""
+
+    exit_code = EXIT_FAILED
+
+
 class LaunchError(TrainrunError):
     """The ranks of a run could not be started or did not stay together."""
 

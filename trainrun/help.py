@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.checks import nearest
-from trainrun.config import RunConfig, conf_dir
+from trainrun.config import RunConfig, conf_dir, groups
 from trainrun.errors import ConfigError
 
 EXAMPLES = """\
@@ -24,42 +24,43 @@ usage: trainrun [group=option ...] [key=value ...]     one run
 """
 
 
-def help_text(topics: list[str], commands: dict[str, str]) -> str:
-    """The overview, one group with its options, or every key."""
-    folder = conf_dir()
-    groups = sorted(item.name for item in folder.iterdir() if item.is_dir())
-    if topics and topics[0] in groups:
-        return _group(topics[0])
+def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) -> str:
+    """The overview, one group with its options, or every key.
+
+    folders: with configs, the user's first, ours last.
+    """
+    known_groups = groups(folders)
+    if topics and topics[0] in known_groups:
+        return _group(topics[0], folders)
     if topics and topics[0] == "all":
         return "\n".join(_keys(RunConfig(), ""))
     if topics and topics[0] in commands:
         return f"trainrun {topics[0]}: {commands[topics[0]]}; see trainrun {topics[0]} --help"
     if topics:
-        known = [*groups, "all"]
+        known = [*known_groups, "all"]
         raise ConfigError(
             f"--help {topics[0]}: no such topic.{nearest(topics[0], known)} Choose from: {', '.join(known)}"
         )
     lines = [EXAMPLES, "groups (the default comes first):"]
-    defaults = _defaults(folder)
-    for group in groups:
-        options = sorted(_option_files(group), key=lambda name: (name != defaults[group], name))
+    defaults = _defaults(conf_dir())
+    for group in known_groups:
+        options = sorted(_option_files(group, folders), key=lambda name: (name != defaults.get(group), name))
         lines.append(f"  {group:<12} {', '.join(options)}")
     lines.append("\ncommands:")
     lines += [f"  {name:<12} {text}" for name, text in commands.items()]
     return "\n".join(lines)
 
 
-def _group(group: str) -> str:
+def _group(group: str, folders: list[Path]) -> str:
     lines = [f"{group}="]
-    for name, path in sorted(_option_files(group).items()):
+    for name, path in sorted(_option_files(group, folders).items()):
         lines.append(f"  {name:<16} {first_comment(path)}".rstrip())
     return "\n".join(lines)
 
 
-def _option_files(group: str) -> dict[str, Path]:
-    """Ours, and those of ./conf, which hide ours."""
-    folders = (conf_dir() / group, Path("conf") / group)
-    return {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+def _option_files(group: str, folders: list[Path]) -> dict[str, Path]:
+    """Those of an earlier folder hide those of a later one."""
+    return {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
 
 
 def first_comment(path: Path) -> str:

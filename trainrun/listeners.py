@@ -12,8 +12,9 @@ from trainrun.interfaces import Monitor
 from trainrun.monitor.console import Console
 from trainrun.monitor.hardware import Hardware
 from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after
-from trainrun.parts import Parts, TrainState
+from trainrun.parts import Parts
 from trainrun.rundir import RunDir
+from trainrun.state import TrainState
 
 
 class Listeners:

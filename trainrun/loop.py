@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from trainrun.interfaces import MicroBatch, StepReport, Sums
-from trainrun.parts import Parts, TrainState
+from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
+from trainrun.state import TrainState
 
 
 def fit(parts: Parts, state: TrainState) -> TrainState:

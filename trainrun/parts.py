@@ -1,92 +1,25 @@
-"""What a run is made of: `Parts`, assembled once, and `TrainState`, all that changes."""
+"""What a run is made of: `Parts`, assembled once, and how it becomes the tree that a checkpoint holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
+from trainrun.cadence import Cadence
+from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.match import check_tensors, tensor_kinds
+from trainrun.config import RunConfig
 from trainrun.errors import CheckpointError
-from trainrun.interfaces import Batches, DataFacts, MicroBatch, Parallel, Precision, StepReport, Task
+from trainrun.interfaces import Batches, DataFacts, Parallel, Precision, Task
+from trainrun.monitor.board import Board
+from trainrun.optimizer.ema import Ema
 from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
 from trainrun.randomness import random_state, set_random_state
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from trainrun.cadence import Cadence
-    from trainrun.checkpoint.keep import Checkpoints
-    from trainrun.config import RunConfig
-    from trainrun.monitor.board import Board
-    from trainrun.optimizer.ema import Ema
-    from trainrun.scheduler.schedule import Schedule
-
-
-_OF_THIS_SESSION = ("stop_request", "save_request", "stop_reason")
-
-
-@dataclass
-class TrainState:
-    """All that changes besides the tensors: saved with every checkpoint, so that a resume is exact.
-
-    step: optimizer updates tried; epoch: finished epochs; batches: micro-batches done in this epoch.
-    items: what the loss was averaged over so far, on an average rank.
-    watched_metric, bad_validations, early_stop: the memory of early stopping.
-    seconds: training time of all sessions of the run.
-    losses, logged_items: of this rank, since the last log point (0-d tensors, and their items).
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batches: int = 0
-    items: float = 0.0
-    seconds: float = 0.0
-    validated_step: int = -1
-    saved_step: int = -1
-    best_metric: float | None = None
-    best_step: int = -1
-    watched_metric: float | None = None
-    bad_validations: int = 0
-    early_stop: str = ""
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    stop_reason: str = ""
-    stop_request: int = 0
-    save_request: int = 0
-    losses: list[Tensor] = field(default_factory=list)
-    logged_items: int = 0
-    last_metrics: dict[str, float] = field(default_factory=dict)
-
-    def advance(self, window: list[MicroBatch], report: StepReport) -> None:
-        """Counts a step after its effect."""
-        self.step += 1
-        self.batches += len(window)
-        if window[-1].last:
-            self.epoch, self.batches = self.epoch + 1, 0
-        if report.grad.skipped:
-            self.skipped_steps += 1
-            self.skipped_in_a_row += 1
-        else:
-            self.skipped_in_a_row = 0
-        self.items += report.agreed.items
-        self.stop_request, self.save_request = report.agreed.stop, report.agreed.save
-        self.losses += report.losses
-        self.logged_items += report.items
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {
-            item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_THIS_SESSION
-        }
-        state["losses"] = torch.stack(self.losses) if self.losses else None
-        state["last_metrics"] = dict(self.last_metrics)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-        self.losses = [] if state["losses"] is None else list(state["losses"].unbind())
+from trainrun.scheduler.schedule import Schedule
+from trainrun.state import TrainState
 
 
 @dataclass(frozen=True)

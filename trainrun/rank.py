@@ -38,12 +38,13 @@ from trainrun.interfaces import Parallel, RunFacts
 from trainrun.listeners import Listeners
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.parts import Parts, TrainState
+from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
 from trainrun.rundir import RunDir, read_json, write_json
 from trainrun.showcase import show
-from trainrun.signals import StopFlag, catch_signals
+from trainrun.signals import StopFlag
+from trainrun.state import TrainState
 from trainrun.status import write_status
 
 # of torch's linear and convolution layers
@@ -52,12 +53,9 @@ WHOLE_INPUTS = re.compile(
 )
 
 
-def train_here(run: RunDir, config: RunConfig, resume: bool) -> int:
+def train_here(run: RunDir, config: RunConfig, resume: bool, flag: StopFlag) -> int:
     """A run on one device, in this process. Returns the exit code."""
-    device = choose_device(config.parallel.accelerator, local_rank=0)
-    flag = StopFlag()
-    with catch_signals(flag):
-        return train(run, config, resume, Single(device), flag)
+    return train(run, config, resume, Single(choose_device(config.parallel.accelerator, local_rank=0)), flag)
 
 
 def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag) -> int:
@@ -87,6 +85,9 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
         choice = choose_engine(parts)
         facts = replace(facts, choices=(*facts.choices, choice)) if choice else facts
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
+        if flag.raised:  # and swallowed by foreign code
+            raise KeyboardInterrupt
+        flag.training = True
         state = first_state(parts, run, config, resume)
         if listeners is not None:
             run.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on

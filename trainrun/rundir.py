@@ -93,10 +93,14 @@ class RunDir:
             with tempfile.TemporaryFile(dir=self.root):
                 pass
         except OSError as error:
-            raise ConfigError(
-                f"hydra.run.dir={self.root}: cannot write there ({error.strerror}); "
-                "name another folder with hydra.run.dir=..."
-            ) from error
+            raise cannot_write(self.root, error) from error
+
+
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"hydra.run.dir={folder}: cannot write there ({error.strerror}); "
+        "name another folder with hydra.run.dir=..."
+    )
 
 
 def write_text(path: Path, text: str) -> None:

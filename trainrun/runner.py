@@ -6,18 +6,21 @@ import contextlib
 import secrets
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from trainrun.compose import Composition, load_config, save_config
 from trainrun.config import RunConfig
 from trainrun.environment import describe
-from trainrun.errors import ConfigError
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.monitor.readable import counted
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
-from trainrun.rundir import RunDir, read_json, write_json, write_text
+from trainrun.rundir import RunDir, cannot_write, read_json, write_json, write_text
+from trainrun.signals import StopFlag, catch_signals
 from trainrun.status import run_status
 
 
@@ -43,19 +46,22 @@ def new_run(composition: Composition, words: list[str]) -> RunDir:
     config = composition.config
     if config.seed is None:
         config.seed = secrets.randbelow(2**32)
-    write_text(run.config, save_config(config))
-    write_text(run.overrides, "".join(f"{word}\n" for word in words))
-    write_json(run.environment, describe(Path.cwd()))
-    write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()})
+    try:
+        write_text(run.config, save_config(config))
+        write_text(run.overrides, "".join(f"{word}\n" for word in words))
+        write_json(run.environment, describe(Path.cwd()))
+        write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()})
+    except OSError as error:
+        raise cannot_write(run.root, error) from error
     return run
 
 
 def forget_failure(run: RunDir) -> bool:
-    """Whether the run here failed before anything was saved; what it wrote is taken away, then."""
-    failed = False
-    with contextlib.suppress(OSError, ValueError):
-        failed = read_json(run.status).get("state") == "failed"
-    if not failed or any(run.checkpoints.glob("step-*")):
+    """Whether the run here failed or was stopped before anything was saved; what it wrote is taken away, then."""
+    state = "stopped"  # where it was interrupted before it could say so
+    with contextlib.suppress(FileNotFoundError):
+        state = read_json(run.status).get("state")
+    if state not in ("failed", "stopped") or any(run.checkpoints.glob("step-*")):
         return False
     for path in (run.config, run.metrics, run.log, run.status):
         path.unlink(missing_ok=True)
@@ -81,13 +87,19 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     parallel = config.parallel
     count, reason = num_devices(parallel.mode, parallel.accelerator, parallel.devices)
     write_json(run.job, {"resume": order.resume, "paths": order.paths})
+    if (
+        parallel.mode == "single"
+    ):  # imported here: a library may swallow the interrupt of a run that has begun
+        from trainrun.rank import train_here
+    flag = StopFlag(training=False)
     try:
-        with run_status(run, config, order.resume):
+        with catch_signals(flag), run_status(run, config, order.resume, flag):
             if parallel.mode == "single":
-                from trainrun.rank import train_here
-
-                return train_here(run, config, order.resume)
-            print(f"parallel: {count} ranks ({reason})", flush=True)
+                code = train_here(run, config, order.resume, flag)
+                if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
+                    raise KeyboardInterrupt
+                return code
+            print(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
             return launch(
                 lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
                 count, run, grace_seconds=parallel.stop_grace_seconds, max_restarts=parallel.max_restarts,
@@ -108,11 +120,36 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str]) -> int:
     """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
     take_back(run)
     config = load_config(run.config, overrides)
+    if told := finished(run, config):
+        print(told)
+        return EXIT_DONE
     write_text(run.config_before, run.config.read_text(encoding="utf-8"))
     try:
         return execute(run, config, Order(resume=True, paths=paths))
     finally:
         take_back(run)
+
+
+def finished(run: RunDir, config: RunConfig) -> str:
+    """What to say of a run that has come to its end and, with this config, would end there again; else nothing."""
+    status: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        status = read_json(run.status)
+    if status.get("state") != "done" or external_ranks():  # other ranks wait for this one
+        return ""
+    before = load_config(run.config, [])
+    limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps")}
+    same = replace(before, trainer=replace(before.trainer, **limits)) == config
+    reached = [
+        limit is not None and status.get(name, 0) >= limit
+        for name, limit in (("epoch", limits["max_epochs"]), ("step", limits["max_steps"]))
+    ]
+    if not same or (before != config and not any(reached)):
+        return ""
+    return (
+        f"{run.root}: finished already ({status.get('reason')}); raise trainer.max_epochs (or "
+        "trainer.max_steps) to go on; its plots are drawn again by trainrun report"
+    )
 
 
 def take_back(run: RunDir) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,35 +22,76 @@ STOP_SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
+INTERRUPTED = b"\ntrainrun: interrupted\n"
+QUIET_SECONDS = 1.0  # after an interrupt was raised: time to write down how the run ended
 HANG_UP = getattr(signal, "SIGHUP", None)
 Handler = Callable[[int, FrameType | None], None]
 
 
 class StopFlag:
-    """request: STOP_NONE, or the strongest stop asked for; num_interrupts: how often Ctrl-C came."""
+    """request: STOP_NONE, or the strongest stop asked for; num_interrupts: how often Ctrl-C came.
 
-    __slots__ = ("num_interrupts", "request")
+    raised: an interrupt was raised, so that whatever fails afterwards may be its work.
+    training: from the first step on there is something to save, so that the first Ctrl-C only notes the
+        wish. Ranks begin so: they stop together or not at all.
+    quiet_until: by the monotonic clock; a Ctrl-C before that raises nothing more.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("num_interrupts", "quiet_until", "raised", "request", "training")
+
+    def __init__(self, training: bool = True) -> None:
         self.request = STOP_NONE
         self.num_interrupts = 0
+        self.raised = False
+        self.training = training
+        self.quiet_until = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler: notes the wish; a second Ctrl-C ends the process without a save."""
+        """The signal handler: notes the wish; a second Ctrl-C ends the process without a save.
+
+        Foreign code may swallow what is raised: the wish is noted all the same, and the first step
+        ends the run.
+        """
         if number != signal.SIGINT:
             self.request = STOP_AGAIN
             return
         self.num_interrupts += 1
         self.request = max(self.request, STOP_INTERRUPTED)
-        if self.num_interrupts > 1:
+        if (self.num_interrupts > 1 or not self.training) and time.monotonic() >= self.quiet_until:
+            self.raised, self.quiet_until = True, time.monotonic() + QUIET_SECONDS
             raise KeyboardInterrupt
 
 
 @contextmanager
 def catch_signals(flag: StopFlag) -> Iterator[None]:
-    """Stop signals set `flag` inside."""
+    """Stop signals set `flag` inside, those too that came while they were held back."""
     with catch_stops(flag.handle):
+        if threading.current_thread() is threading.main_thread():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         yield
+
+
+@contextmanager
+def stops_held_back() -> Iterator[None]:
+    """Stop signals wait inside. A process that is started here keeps them until its own `catch_signals`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_at_interrupt() -> None:
+    """Until a run begins, Ctrl-C ends the process on the spot: an exception could be lost in an import."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    try:
+        os.write(2, INTERRUPTED)  # print() is not safe in a handler
+    finally:
+        os._exit(EXIT_INTERRUPTED)
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
+import math
 import os
 import time
 import traceback
@@ -10,37 +13,78 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainrun.config import RunConfig
-from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
+from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, SaveError, TrainrunError
 from trainrun.rundir import RunDir, read_json, write_json, write_text
+from trainrun.signals import StopFlag
 
 
 @contextlib.contextmanager
-def run_status(run: RunDir, config: RunConfig, resumes: bool) -> Iterator[None]:
+def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) -> Iterator[None]:
     """`status.json` says running; whatever ends the run by an exception is in it before that goes on.
 
-    A resume that is refused changes nothing: the run is what it was before.
+    A resume that is refused changes nothing: the run is what it was before. What libraries raise because
+    an interrupt came at a bad moment for them (in the middle of an import, say) is still an interrupt.
     """
     earlier = run.status.read_text(encoding="utf-8") if run.status.exists() else None
-    write_status(run, config, state="running", exit_code=None, message="")
     try:
+        write_status(run, config, state="running", exit_code=None, message="")
         yield
-    except KeyboardInterrupt:
-        write_status(
-            run, config, state="stopped", exit_code=EXIT_INTERRUPTED, message="interrupted twice, not saved"
-        )
-        raise
-    except TrainrunError as error:
-        if resumes and earlier is not None and error.exit_code == EXIT_USAGE:
+    except BaseException as error:
+        flag.quiet_until = math.inf  # from here on no interrupt stops what is written down
+        if flag.raised or isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(_note_interrupt(run, config, earlier)) from error
+        if not isinstance(error, Exception):
+            raise
+        refused = isinstance(error, TrainrunError) and error.exit_code == EXIT_USAGE
+        if refused and resumes and earlier is not None:
             write_text(run.status, earlier)
-        else:
-            write_status(run, config, state="failed", exit_code=error.exit_code, message=str(error))
-        raise
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        write_status(run, config, state="failed", exit_code=EXIT_FAILED, message=text)
-        with contextlib.suppress(OSError), run.log.open("a", encoding="utf-8") as log:
-            traceback.print_exc(file=log)
-        raise
+            raise
+        fault = _disk_full(run, error) if isinstance(error, OSError) else error
+        try:
+            _note_failure(run, config, fault)
+        except OSError:  # no room for a second status beside the first
+            with contextlib.suppress(OSError):
+                run.status.unlink()
+                _note_failure(run, config, fault)
+        if fault is error:
+            raise
+        raise fault from error
+
+
+def _disk_full(run: RunDir, error: OSError) -> Exception:
+    """What to do about it; other errors as they are."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    place = error.filename or run.root
+    return SaveError(f"{place}: {error.strerror}; free space, then: trainrun resume {run.root}")
+
+
+def _note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
+    """A fault with its message; of anything else the traceback too, in the log."""
+    if isinstance(error, TrainrunError):
+        state = "stopped" if error.exit_code > 128 else "failed"  # 128 + n: signal n was the reason
+        write_status(run, config, state=state, exit_code=error.exit_code, message=str(error))
+        return
+    text = f"{type(error).__name__}: {error}"
+    write_status(run, config, state="failed", exit_code=EXIT_FAILED, message=text)
+    with run.log.open("a", encoding="utf-8") as log:
+        traceback.print_exception(error, file=log)
+
+
+def _note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
+    """Says what is lost. The status of a run that had ended stays; so does one whose resume had not begun."""
+    with contextlib.suppress(OSError, ValueError):
+        if read_json(run.status)["state"] != "running":
+            return "interrupted; the run itself had ended"
+    if earlier is not None and run.config_before.exists() and json.loads(earlier)["state"] != "running":
+        write_text(run.status, earlier)
+        return "interrupted before it went on; the run is as it was"
+    saved = any(run.checkpoints.glob("step-*"))
+    message = "interrupted; " + (
+        "what came after the last checkpoint is not saved" if saved else "nothing was saved yet"
+    )
+    write_status(run, config, state="stopped", exit_code=EXIT_INTERRUPTED, message=message)
+    return message
 
 
 def write_status(

@@ -110,7 +110,8 @@ def split_words(argv: list[str]) -> Words:
         if not word.startswith("-") or "=" in word.split("--")[0]:
             key, _, value = word.partition("=")
             if key in OWN_KEYS:
-                words.own[key] = value
+                if words.own.setdefault(key, value) != value:
+                    faults.append(f"{key}={words.own[key]} and {word}: two values; leave one of them out")
             else:
                 words.overrides.append(word)
             continue
@@ -144,7 +145,10 @@ def _flag_fault(word: str, flag: str, value: str) -> str:
 def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool]) -> None:
     """Replaces other trainers' names, shorthands and numbers in place, and notes what was meant."""
     out: list[str] = []
+    typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
+    faults: list[str] = []
     for word in words.overrides:
+        before = len(out)
         prefix = re.match(r"[+~]*", word)
         sign = prefix.group() if prefix else ""
         key, equals, value = word[len(sign) :].partition("=")
@@ -154,13 +158,32 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
         elif key in SWITCHES and equals and value.lower() in SWITCH_WORDS:
             out.append(f"{key}.enabled={SWITCH_WORDS[value.lower()]}")
         elif key in OWN_KEYS:
+            faults += _said_twice(f"{key}={value}", word, typed)
             words.own[key] = value
             continue
         else:
             out.append(sign + key + equals + value)
         if out[-1].replace('"', "") != word:
             words.notes.append(f"{word} is read as {out[-1]}")
+        for meant in out[before:]:
+            faults += _said_twice(meant, word, typed)
+    if faults:
+        raise ConfigError(*faults)
     words.overrides = _with_custom_groups(out, is_group)
+
+
+def _said_twice(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:
+    """One line where an earlier word gave the same key another value.
+
+    typed: for each key its value, and the word as it was typed.
+    """
+    key, equals, value = meant.lstrip("+").partition("=")
+    if not equals or meant.startswith("~"):
+        return []
+    earlier_value, earlier_word = typed.setdefault(key, (value, word))
+    if earlier_value == value:
+        return []
+    return [f"{earlier_word} and {word}: two values for {key}; leave one of them out"]
 
 
 def _translated_key(key: str, is_group: Callable[[str], bool]) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.keep import Checkpoints, KeepOptions
-from trainrun.parts import TrainState
+from trainrun.state import TrainState
 
 
 class OneRank:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainrun.checkpoint.resume import resolve
-from trainrun.errors import CheckpointError
+from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
 
 
 def story(run: Any, acknowledged: list[int]) -> None:
@@ -122,9 +122,11 @@ def test_a_full_disk_is_told_with_numbers(
     monkeypatch.setattr("trainrun.checkpoint.format.free_bytes", lambda folder: 10)
     monkeypatch.setattr("trainrun.checkpoint.together.free_bytes", lambda folder: 10)
     with pytest.raises(
-        CheckpointError, match=r"step-00000001: No space left on device \(needs \d+ bytes, 10 are"
-    ):
+        SaveError, match=r"step-00000001: No space left on device \(needs \d+ bytes, 10 are free\)"
+    ) as raised:
         run.go(1, stop="done")
+    assert raised.value.exit_code == EXIT_FAILED
+    assert str(raised.value).endswith(f"; free space, then: trainrun resume {run.folder.parent}")
     assert run.state.saved_step == -1
     assert list(run.folder.iterdir()) == []
 

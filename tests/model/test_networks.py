@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from trainrun.model import layers, names
 from trainrun.model.cnn import Cnn
 from trainrun.model.mlp import Mlp
 
@@ -98,3 +99,7 @@ def test_the_residual_option_changes_the_function_and_not_the_size() -> None:
 def test_wrong_values_are_refused_in_words(build: Callable[[], nn.Module], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         build()
+
+
+def test_every_name_of_an_activation_is_one() -> None:
+    assert tuple(layers.ACTIVATIONS) == names.ACTIVATIONS

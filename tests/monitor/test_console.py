@@ -16,7 +16,7 @@ import pytest
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.bar import Bar
 from trainrun.monitor.console import Console
-from trainrun.monitor.readable import duration, figure, quantity
+from trainrun.monitor.readable import counted, duration, figure, quantity
 
 FACTS = RunFacts(
     "digits-mlp", "runs/x", "cpu", 2, 32, 4, 1437, 360, 45, 900, 20, "MLP (layers)", 19210, 19210,
@@ -251,8 +251,14 @@ def test_numbers_are_readable() -> None:
         "5.91k",
         "12.3M",
     ]
-    assert [duration(value) for value in (0.04, 9.94, 9.96, 59.7, 125.0, 3725.0)] == [
-        "0.0 s", "9.9 s", "10 s", "1:00", "2:05", "1:02:05",
+    assert [duration(value) for value in (0.0, 1e-6, 0.04, 0.096, 9.94, 9.96, 59.7, 125.0, 3725.0)] == [
+        "0.0 s", "1 ms", "40 ms", "0.1 s", "9.9 s", "10 s", "1:00", "2:05", "1:02:05",
+    ]  # fmt: skip
+
+
+def test_one_is_not_many() -> None:
+    assert [counted(number, "epoch") for number in (0, 1, 2000, None)] == [
+        "0 epochs", "1 epoch", "2,000 epochs", "an unknown number of epochs",
     ]  # fmt: skip
 
 

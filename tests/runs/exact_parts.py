@@ -23,10 +23,11 @@ from trainrun.config import RunConfig
 from trainrun.interfaces import Parallel
 from trainrun.parallel.single import Single
 from trainrun.parallel.worker import run_as_rank
-from trainrun.parts import Parts, TrainState
+from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir, write_json
 from trainrun.signals import StopFlag
+from trainrun.state import TrainState
 
 FEATURES, CLASSES, TOKENS = 5, 3, 7
 WORDS = (

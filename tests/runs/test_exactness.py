@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from trainrun.config import PRECISIONS
 from trainrun.loop import evaluate, windows_from
 from trainrun.parallel.launch import launch
-from trainrun.parts import Parts, TrainState
+from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir, read_json, write_json
+from trainrun.state import TrainState
 
 # The largest difference between two ways to sum, as a part of the largest weight. In the 16-bit modes
 # every micro-batch rounds its own gradient (8 bits of bfloat16, 11 of float16); bf16-true rounds the

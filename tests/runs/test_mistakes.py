@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +120,15 @@ def project(workdir: Path) -> Iterator[Path]:
             ["checkpoint.monitor=val/f1"],
             "checkpoint.monitor=val/f1: no such metric; there are val/acc, val/loss",
         ),
+        (["task=regression"], "where the targets are classes, use task=classification"),
+        (
+            ["task=regression", "data=synthetic", "data.num_classes=null"],
+            "model.num_classes=1 for one real number",
+        ),
+        (
+            ["task=regression", "data=synthetic", "data.num_classes=null", "model.num_classes=7"],
+            "model.num_classes=1",
+        ),
         (["parallel.accelerator=cuda"], "parallel.accelerator=cuda"),
         (["scheduler=cosine", "scheduler.warmup_steps=100000"], "scheduler.warmup_steps"),
         (["optimizer._target_=torch.optim.AdamW", "optimizer.leraning_rate=1"], "leraning_rate"),
@@ -127,6 +138,7 @@ def project(workdir: Path) -> Iterator[Path]:
         (["report", "nowhere"], "nowhere"),
         (["resume"], "RUN_DIR"),
         (["--multirun", "model=cnnn,mlp"], "Did you mean cnn?"),
+        (["--multirun", "model.activation=relu,reul"], "model.activation=reul: must be one of relu"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -243,3 +255,30 @@ def test_a_named_folder_is_free_again_after_a_failure_that_saved_nothing(
     assert [row["kind"] for row in rows].count("start") == 1
     assert main(["hydra.run.dir=r", *QUIET]) == 2
     assert "holds a run already" in capsys.readouterr().err
+
+
+class FullDisk:
+    """A listener whose file cannot grow."""
+
+    def on_start(self, facts: object, step: int) -> None: ...
+    def on_note(self, text: str) -> None: ...
+    def on_end(self, summary: object) -> None: ...
+    def close(self) -> None: ...
+    def on_eval(self, step: int, epoch: float, row: object) -> None: ...
+
+    def on_step(self, step: int, epoch: float, row: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+
+def test_a_full_disk_is_a_failed_run_that_says_how_it_goes_on(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = types.ModuleType("full_disk")
+    own.FullDisk = FullDisk  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "full_disk", own)
+    assert main([*QUIET, "monitor.listeners.x._target_=full_disk.FullDisk", "output_dir=run"]) == 1
+    told = f"No space left on device; free space, then: trainrun resume {project / 'run'}"
+    assert told in capsys.readouterr().err
+    status = json.loads((project / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert told in status["message"]

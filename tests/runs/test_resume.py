@@ -195,7 +195,7 @@ def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(
     same(facts_of(own / "whole")[0], facts_of(own / "run")[0])
     for folder in (own / "run" / "checkpoints").glob("step-*"):
         (folder / "MANIFEST.json").write_text("{}")
-    assert main(["resume", "run"]) == 2
+    assert main(["resume", "run", "trainer.max_epochs=4"]) == 2
     assert "MANIFEST.json" in capsys.readouterr().err
 
 
@@ -221,14 +221,16 @@ def test_a_finished_run_stays_as_it_is_and_goes_on_with_more_epochs(
 ) -> None:
     words = [word for word in WORDS if not word.startswith("scheduler")]
     assert main([*words, "trainer.max_epochs=2", "output_dir=run"]) == 0
-    before, rows = facts_of(own / "run"), package.load_run(own / "run").metrics
+    rows = package.load_run(own / "run").metrics
     capsys.readouterr()
-    assert main(["resume", "run"]) == 0
-    assert "trainer.max_epochs=2 reached" in capsys.readouterr().out
-    same(before[0], facts_of(own / "run")[0])
-    kinds = [sorted(r["kind"] for r in some if r["kind"] != "start")
-             for some in (rows, package.load_run(own / "run").metrics)]  # fmt: skip
-    assert kinds[0] == kinds[1]
+    files = {path: path.stat().st_mtime_ns for path in (own / "run").rglob("*")}
+    for more in ([], ["trainer.max_epochs=1"], ["trainer.max_steps=2"]):
+        assert main(["resume", "run", *more]) == 0
+        said = capsys.readouterr().out
+        assert "finished already (trainer.max_epochs=2 reached); raise trainer.max_epochs" in said
+        assert len(said.splitlines()) == 1
+    assert {path: path.stat().st_mtime_ns for path in (own / "run").rglob("*")} == files
+    assert package.load_run(own / "run").metrics == rows
     assert main(["resume", "run", "trainer.max_epochs=3"]) == 0
     assert main([*words, "output_dir=whole"]) == 0
     whole, longer = facts_of(own / "whole"), facts_of(own / "run")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.format import Loaded, Part, build_part, write_checkpoint, write_metric
@@ -28,9 +28,7 @@ from trainrun.checkpoint.resume import load_latest, load_together, resolve, set_
 from trainrun.checkpoint.together import file_faults, on_rank_zero
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
-
-if TYPE_CHECKING:
-    from trainrun.parts import TrainState
+from trainrun.state import TrainState
 
 DEFER_SECONDS = 10.0
 DEFER_BYTES = 256 * 10**6  # of one rank, over all that wait

@@ -12,8 +12,8 @@ from typing import Literal
 from torch import nn
 
 from trainrun.model.layers import Residual
+from trainrun.model.names import SCHEMES
 
-SCHEMES = ("default", "he", "xavier")
 WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from trainrun.model.names import NORMS
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
     "gelu": nn.GELU,
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
 }
-NORMS = ("none", "batch", "layer")
 
 
 class Residual(nn.Module):

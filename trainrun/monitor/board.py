@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport
-
-if TYPE_CHECKING:
-    from trainrun.parts import TrainState
+from trainrun.state import TrainState
 
 
 class Board:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainrun.interfaces import RunFacts
-from trainrun.monitor.readable import duration, figure, quantity, readings
+from trainrun.monitor.readable import counted, duration, figure, quantity, readings
 from trainrun.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -148,10 +148,10 @@ def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
     ranks = facts.world_size
     effective = facts.batch_size * facts.accumulate * ranks
     batch = f"batch {facts.batch_size} x accumulate {facts.accumulate} x ranks {ranks} = {effective}"
-    model = f"{facts.model_summary}, {facts.num_parameters:,} parameters"
+    model = f"{facts.model_summary}, {counted(facts.num_parameters, 'parameter')}"
     if facts.num_trainable != facts.num_parameters:
         model += f", {facts.num_trainable:,} of them trained"
-    data = f"{_count(facts.num_train)} training samples"
+    data = counted(facts.num_train, "training sample")
     if facts.num_val is not None:
         data += f", {facts.num_val:,} for validation"
     return [
@@ -196,20 +196,16 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
 
 def _length(facts: RunFacts) -> str:
     """`900 steps, 45 an epoch, 20 epochs`, as far as it is known."""
-    parts = [f"{_count(facts.total_steps)} steps"]
+    parts = [counted(facts.total_steps, "step")]
     if facts.steps_per_epoch is not None:
         parts.append(f"{facts.steps_per_epoch:,} an epoch")
     if facts.total_epochs is not None:
-        parts.append(f"{facts.total_epochs:,} epochs")
+        parts.append(counted(facts.total_epochs, "epoch"))
     return ", ".join(parts)
 
 
 def _entry(name: str, text: str) -> str:
     return f"  {name:<7} {text}"
-
-
-def _count(number: int | None) -> str:
-    return "an unknown number of" if number is None else f"{number:,}"
 
 
 def _metrics(row: Mapping[str, float]) -> dict[str, float]:

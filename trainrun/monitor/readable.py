@@ -35,9 +35,11 @@ def quantity(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.4 s, 12 s, 2:05, 1:02:05."""
+    """40 ms, 0.4 s, 12 s, 2:05, 1:02:05."""
     if not math.isfinite(seconds):
         return "?"
+    if 0 < seconds < 0.095:
+        return f"{max(1000 * seconds, 1):.0f} ms"
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f} s"
     whole = round(seconds)
@@ -45,3 +47,10 @@ def duration(seconds: float) -> str:
         return f"{whole} s"
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def counted(number: int | None, thing: str) -> str:
+    """1 epoch, 2,000 steps, an unknown number of samples."""
+    if number is None:
+        return f"an unknown number of {thing}s"
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

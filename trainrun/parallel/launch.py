@@ -23,7 +23,7 @@ from types import FrameType
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
 from trainrun.rundir import RunDir, read_json
-from trainrun.signals import catch_stops
+from trainrun.signals import catch_stops, stops_held_back
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 5.0  # how long the other ranks get to notice a failure and to close their files
@@ -75,17 +75,21 @@ def launch(
     grace_seconds: time for the ranks to finish their step and save, once a signal asked them to stop.
     env: of the ranks; this process's own if None.
     Raises RankFailed, after `max_restarts` new attempts; a fault of the user's is not tried again.
-    Raises KeyboardInterrupt at the second Ctrl-C: all ranks are killed, nothing more is saved.
+    Raises KeyboardInterrupt at the second Ctrl-C: all ranks are killed, nothing more is saved; and where
+    the first one came after the last step.
     """
     with received_signals() as received:
         for attempt in range(max_restarts + 1):
             base = dict(os.environ if env is None else env, TRAINRUN_ATTEMPT=str(attempt))
             try:
-                return run_attempt(command_for(attempt), world_size, run_dir, base, received, grace_seconds)
+                code = run_attempt(command_for(attempt), world_size, run_dir, base, received, grace_seconds)
+                if code == EXIT_DONE and signal.SIGINT in received:
+                    raise KeyboardInterrupt
+                return code
             except RankFailed as failed:
                 if attempt == max_restarts or received or failed.exit_code == EXIT_USAGE:
                     raise
-                note(f"{failed}; the ranks start again ({attempt + 1} of {max_restarts} restarts)")
+                note(f"{failed}; the ranks start again ({attempt + 1} of {max_restarts})")
     raise AssertionError("the loop returns or raises")
 
 
@@ -160,11 +164,13 @@ def num_cores() -> int:
 def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str, str]) -> Rank:
     """Rank 0 keeps the terminal, the others write to their logs.
 
-    A session of its own keeps the terminal's Ctrl-C away from a rank: it hears of it from the driver, once.
+    A session of its own keeps the terminal's Ctrl-C away from a rank: it hears of it from the driver, once,
+    and not before it can listen: an interrupt in the middle of its imports would show a traceback.
     """
     if rank == 0:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
-    with run_dir.rank_log(rank).open("ab") as log:
+        with stops_held_back():
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+    with run_dir.rank_log(rank).open("ab") as log, stops_held_back():
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
         )

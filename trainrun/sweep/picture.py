@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trainrun.monitor.readable import counted
 from trainrun.sweep.jobs import Job
 
 COLOUR, BEST_COLOUR, FAILED_COLOUR = "#31688e", "#35b779", "#d1495b"
@@ -61,7 +62,11 @@ def value_name(jobs: list[Job]) -> str:
 
 def title_of(jobs: list[Job]) -> str:
     valued = sum(job.result.value is not None for job in jobs)
-    return f"{valued} jobs" if valued == len(jobs) else f"{valued} of {len(jobs)} jobs have a value"
+    return (
+        counted(valued, "job")
+        if valued == len(jobs)
+        else f"{valued} of {counted(len(jobs), 'job')} with a value"
+    )
 
 
 def draw_line(jobs: list[Job], key: str) -> Figure:

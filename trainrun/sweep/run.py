@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from trainrun.monitor.readable import counted
 from trainrun.signals import catch_stops
 from trainrun.sweep.jobs import Job, Sweep, open_sweep
 from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, is_done, read_result, read_status
@@ -83,7 +84,7 @@ def run_sweep(words: list[str], folder: Path | None, command: Command = job_comm
     """
     sweep = open_sweep(words, folder)
     relay = StopRelay()
-    print(f"sweep: {len(sweep.wanted)} jobs in {sweep.folder}", flush=True)
+    print(f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}", flush=True)
     with catch_stops(relay.handle):
         try:
             for position, num in enumerate(sweep.wanted, start=1):

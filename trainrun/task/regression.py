@@ -114,6 +114,10 @@ def shapes_differ(output: Tensor, target: Tensor) -> PluginError:
         hint = "end the model with .squeeze(-1), or give targets of shape (B, 1)"
     elif wanted == (*found, 1):
         hint = "end the model with .unsqueeze(-1), or give targets of shape (B,)"
+    elif len(found) == len(wanted) == 2:
+        hint = f"make the two equal; trainrun's own models take model.num_classes={wanted[1]}"
+    elif len(found) == 2 and len(wanted) == 1:
+        hint = "one number a sample is wanted; where the targets are classes, use task=classification"
     return PluginError(
         f"model: the output has shape {found}, but task=regression needs {wanted}, as the targets are; {hint}"
     )

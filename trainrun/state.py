@@ -1,0 +1,75 @@
+"""All that changes during a run besides the tensors of its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.interfaces import MicroBatch, StepReport
+
+_OF_THIS_SESSION = ("stop_request", "save_request", "stop_reason")
+
+
+@dataclass
+class TrainState:
+    """All that changes besides the tensors: saved with every checkpoint, so that a resume is exact.
+
+    step: optimizer updates tried; epoch: finished epochs; batches: micro-batches done in this epoch.
+    items: what the loss was averaged over so far, on an average rank.
+    watched_metric, bad_validations, early_stop: the memory of early stopping.
+    seconds: training time of all sessions of the run.
+    losses, logged_items: of this rank, since the last log point (0-d tensors, and their items).
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batches: int = 0
+    items: float = 0.0
+    seconds: float = 0.0
+    validated_step: int = -1
+    saved_step: int = -1
+    best_metric: float | None = None
+    best_step: int = -1
+    watched_metric: float | None = None
+    bad_validations: int = 0
+    early_stop: str = ""
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    stop_reason: str = ""
+    stop_request: int = 0
+    save_request: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    logged_items: int = 0
+    last_metrics: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, window: list[MicroBatch], report: StepReport) -> None:
+        """Counts a step after its effect."""
+        self.step += 1
+        self.batches += len(window)
+        if window[-1].last:
+            self.epoch, self.batches = self.epoch + 1, 0
+        if report.grad.skipped:
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
+        self.items += report.agreed.items
+        self.stop_request, self.save_request = report.agreed.stop, report.agreed.save
+        self.losses += report.losses
+        self.logged_items += report.items
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_THIS_SESSION
+        }
+        state["losses"] = torch.stack(self.losses) if self.losses else None
+        state["last_metrics"] = dict(self.last_metrics)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.losses = [] if state["losses"] is None else list(state["losses"].unbind())
