@@ -21,6 +21,11 @@ class Noise:
         return torch.rand((), generator=generator, dtype=torch.float64)
 
 
+class NoiseAtOnce(Noise):
+    def __getitems__(self, indices, generators):
+        return [self.__getitem__(i, g) for i, g in zip(indices, generators, strict=True)]
+
+
 class Positions(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(7))
@@ -39,9 +44,10 @@ def noise(sample, generator):
     return torch.rand((), generator=generator, dtype=torch.float64)
 
 
-def test_reading_gets_seed_epoch_and_index():
+@pytest.mark.parametrize("source", [Noise(), NoiseAtOnce()])
+def test_reading_gets_seed_epoch_and_index(source):
     for epoch in (0, 3):
-        for batch in opened(Noise()).epoch(epoch):
+        for batch in opened(source).epoch(epoch):
             assert batch.data.tolist() == [drawn(5, epoch, index) for index in batch.indices.tolist()]
 
 

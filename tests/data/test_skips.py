@@ -89,6 +89,16 @@ def test_a_batch_that_lost_all_samples_is_filled_in_training_and_left_out_in_eva
     evaluation.close()
 
 
+def test_the_report_comes_with_the_last_batch():
+    notes = []
+    batches = opened(Samples(1), notes).epoch(0)
+    for _ in range(9):
+        next(batches)
+    assert notes == []
+    next(batches)
+    assert len(notes) == 1
+
+
 def test_faults_of_a_transform_are_skipped_and_those_of_collating_are_not():
     def refuse(sample):
         if sample == 6:

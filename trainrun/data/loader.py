@@ -42,6 +42,8 @@ def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]
     """The batches of an epoch, with what was left out of them counted."""
     for reading in readings:
         skips.add(len(reading.indices) if reading.real else 0, reading.faults)
+        if reading.last:
+            skips.end()  # now: whoever takes the last batch may not ask for another
         if reading.data is not None:
             yield reading.micro_batch()
 
