@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 BLOCK = 512
+WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 MAX_NAME_BYTES = 2**20  # of a pax header or GNU long name
 REGULAR, PAX, PAX_FOR_ALL, LONG_NAME, LONG_LINK, SPARSE = (b"0", b"\0", b"7"), b"x", b"g", b"L", b"K", b"S"
 COMPRESSED = {
@@ -41,9 +42,8 @@ def members(read: Read, size: int, start: int = 0) -> Iterator[Member]:
             return
         _check(header, place)
         kind, length = header[156:157], _number(header[124:136], place)
-        if kind == PAX or long_size is None:
-            content_bytes = length
-        else:
+        content_bytes = 0 if kind in WITHOUT_CONTENT else length
+        if kind in REGULAR and long_size is not None:
             content_bytes = long_size
         end = place + BLOCK + content_bytes
         if end > size:
