@@ -13,6 +13,7 @@ Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,9 +86,9 @@ class TextSamples:
         return f"{name}, {'byte' if self._text.tokenizer is None else 'token'} {begin - start}"
 
     def fingerprint(self) -> str:
-        files = (*self._text.files, *([self._text.tokenizer] if self._text.tokenizer else []))
-        text = (self._text.kind, self._text.max_bytes)
-        return fingerprint_of(files, text, self._begins.tobytes(), self._ends.tobytes())
+        text = self._text
+        files = (*text.files, Path(text.tokenizer).expanduser()) if text.tokenizer else text.files
+        return fingerprint_of(files, text.kind, text.max_bytes, self._begins.tobytes(), self._ends.tobytes())
 
     def _mapped(self) -> np.ndarray[Any, Any]:
         if self._map is None:

@@ -7,14 +7,14 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from trainrun.data.formats.places import files_of
 from trainrun.errors import DataError
 
 ENDINGS = (".txt", ".text", ".md", ".rst", ".py", ".txt.gz")
 GZIP_MAGIC = b"\x1f\x8b"
-CHUNK_BYTES = 2**20
+CHUNK_BYTES, MAX_LINE_BYTES = 2**20, 2**26
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # of the library
 
 
@@ -50,14 +50,14 @@ def chunks_of(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[in
             return
         try:
             with _opened(file) as opened:
-                content = b"".join(opened.readlines(CHUNK_BYTES))
+                content = _lines(opened)
                 while True:
                     content = content if left is None else content[:left]
                     yield number, content
                     left = None if left is None else left - len(content)
                     if left == 0 or not content:
                         break
-                    content = b"".join(opened.readlines(CHUNK_BYTES))
+                    content = _lines(opened)
         except (OSError, EOFError, zlib.error) as error:
             raise unreadable(file, error) from error
 
@@ -66,5 +66,10 @@ def unreadable(file: Path, error: Exception) -> DataError:
     return DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
+def _lines(opened: IO[bytes]) -> bytes:
+    """About a chunk of whole lines; a line beyond all measure is cut, so that no file can fill the memory."""
+    return opened.read(CHUNK_BYTES) + opened.readline(MAX_LINE_BYTES)
+
+
 def _opened(file: Path) -> IO[bytes]:
-    return gzip.open(file, "rb") if is_packed(file) else file.open("rb")
+    return cast(IO[bytes], gzip.open(file, "rb")) if is_packed(file) else file.open("rb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from trainrun.data.formats.extras import extra
 from trainrun.errors import DataError
 
+LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines would also cut at form feeds and others
 PIECE_CHARACTERS = 2**14  # of lines that are tokenized together; pieces are spread over the cores
 Values = np.ndarray[Any, Any]
 
@@ -68,8 +70,8 @@ def encoded_chunk(
         if len(values) and not (len(ends) and ends[-1] == len(values)):
             ends = np.append(ends, len(values))
         return values, ends if by_line else ends[:0]
-    lines = _decoded(content, is_cut, file).splitlines(keepends=True) if by_line else None
-    pieces = tokens.encode(_pieces(_decoded(content, is_cut, file)) if lines is None else lines)
+    lines = LINE.findall(_decoded(content, is_cut, file))
+    pieces = tokens.encode(lines if by_line else _pieces(lines))
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     values = np.array([token for piece in pieces for token in piece], dtype=tokens.dtype)
     return values, ends if by_line else ends[:0]
@@ -92,10 +94,10 @@ def _line_at(content: bytes, place: int) -> str:
     return content[content.rfind(b"\n", 0, place) + 1 : place][:40].decode()
 
 
-def _pieces(text: str) -> list[str]:
-    """The text in pieces of whole lines, so that the cores can share it."""
+def _pieces(lines: list[str]) -> list[str]:
+    """The lines joined to pieces that the cores can share."""
     pieces, current, size = [], [], 0
-    for line in text.splitlines(keepends=True):
+    for line in lines:
         current.append(line)
         size += len(line)
         if size >= PIECE_CHARACTERS:
