@@ -205,7 +205,9 @@ def _with_plain_columns(dataset: Any, names: tuple[str, ...] | None) -> Any:
         if isinstance(feature, datasets.Image):
             dataset = dataset.cast_column(name, datasets.Image(decode=False))
         elif media := [kind for kind in MEDIA if f"{kind}(" in str(feature)]:
-            raise DataError(f"data.train.columns: column {name} holds {media[0]}, which is not read; choose others")
+            raise DataError(
+                f"data.train.columns: column {name} holds {media[0]}, which is not read; choose others"
+            )
     return dataset
 
 
