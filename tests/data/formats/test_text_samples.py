@@ -95,7 +95,6 @@ def test_files_packed_files_and_a_limit(tmp_path, cache):
     (folder / "a.md").write_bytes(b"first\n")
     (folder / "c.bin").write_bytes(b"no text")
     data = whole(folder, cache, block_size=1)
-    assert joined(data) == b"first\n" + b"second" * 300_000 if len(data) < 10 else True
     assert len(data) == 6 + 1_800_000 - 1
     assert bytes(int(data[i][0]) for i in range(12)) == b"first\nsecond"
     assert data.describe(6) == f"{folder / 'b.txt.gz'}, byte 0"
@@ -198,7 +197,7 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path, cache, tokenizer, kind):
     plain = Tokenizer.from_file(tokenizer)
     plain.no_truncation()
     plain.no_padding()
-    assert data.num_classes == 300
+    assert data.num_classes == plain.get_vocab_size() > 256
     if kind == "lines":
         assert len(data) == 5
         assert plain.decode([*data[4][0].tolist(), int(data[4][1][-1])]) == "form\x0cfeed grün"
@@ -239,7 +238,7 @@ def test_without_a_path_it_is_pythons_own_sources(cache):
     data = load(None, "train", max_bytes=50_000, cache_dir=cache)
     assert facts_of(data).shape == (256,)
     assert facts_of(data).num_classes == 256
-    assert b"import" in bytes(data[0][0].tolist() + data[20][0].tolist() + data[60][0].tolist())
+    assert bytes(data[0][0].tolist()).startswith(b'"""Record of phased-in incompatible language changes.')
     names = [file.name for file in text_files.text_files(None, "data.path")]
     assert names[0] == "__future__.py"
     assert "argparse.py" in names
@@ -264,7 +263,7 @@ def test_batches_in_any_process(tmp_path, cache, num_workers):
         ({"block_size": 0}, "data.train.block_size=0"),
         ({"max_bytes": 0}, "data.train.max_bytes=0"),
         ({"val_fraction": 1.0}, "data.train.val_fraction=1"),
-        ({"block_size": 100}, r"a\.txt: 54 tokens are too few for the train part.*block_size \+ 1 = 101"),
+        ({"block_size": 100}, r"a\.txt: 56 tokens are too few for the train part.*block_size \+ 1 = 101"),
     ],
     ids=range(5),
 )
@@ -286,6 +285,6 @@ def test_damaged_and_missing_texts_are_named(tmp_path, cache):
     with pytest.raises(DataError, match=r"c\.txt: cannot be read, or shorter than it was"):
         data[0]
     (tmp_path / "file").write_text("")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"abc"))
     with pytest.raises(DataError, match=r"data.train.cache_dir: cannot write"):
-        (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"abc"))
         whole(tmp_path / "d.txt.gz", str(tmp_path / "file"))

@@ -1,3 +1,4 @@
+import contextlib
 import pickle
 import struct
 
@@ -76,10 +77,8 @@ def test_a_damaged_example_is_a_value_error_or_another_example(data):
     content = bytearray(encode_example({"a": np.array([1, -300]), "b": [b"xy", b""], "c": np.ones(3)}))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(ValueError):
         parse_example(bytes(content[: data.draw(st.integers(0, len(content)))]))
-    except ValueError:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -198,8 +197,8 @@ def test_compressed_and_empty_and_missing_files(tmp_path):
     (tmp_path / "b.tfrecord").write_bytes(b"")
     with pytest.raises(DataError, match="no record in it"):
         whole(tmp_path / "b.tfrecord")
+    (tmp_path / "a-1.tfrecord").write_bytes(b"")
     with pytest.raises(DataError, match=r"2 of 3 files are missing, first .*a-0\.tfrecord"):
-        (tmp_path / "a-1.tfrecord").write_bytes(b"")
         whole(tmp_path / "a-{0..2}.tfrecord")
     with pytest.raises(DataError, match="more than 100000 files"):
         whole(tmp_path / "a-{0..9999999}.tfrecord")
