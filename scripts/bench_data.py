@@ -26,7 +26,6 @@ import bench_sets
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from trainrun.state import TrainState
 
 from trainrun import loop
 from trainrun.build import Site, build_parts
@@ -38,6 +37,7 @@ from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.runner import new_run
 from trainrun.signals import StopFlag
+from trainrun.state import TrainState
 
 WAYS = {
     "main": ["data.engine=workers", "data.num_workers=0"],

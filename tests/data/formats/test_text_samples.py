@@ -7,9 +7,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from trainrun.data.facts import facts_of
 from trainrun.data.formats import text_files
 from trainrun.data.formats.text import load
-from trainrun.data.open import StreamOptions, facts_of, open_batches
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
 
 VERSES = "In the beginning\nGod created\n\nthe heaven\nand the earth.\n"
