@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import h5py
 import numpy
+import pyarrow
 import pytest
+from PIL import Image
+from pyarrow import parquet
 
 import trainrun as package
 from trainrun.config import conf_dir, groups, options
@@ -21,6 +25,48 @@ EVERY_OPTION = [
 ]
 
 
+def csv_words(workdir: Path) -> list[str]:
+    rows = "".join(f"{i},{i % 7},{'ab'[i % 2]}\n" for i in range(128))
+    (workdir / "table.csv").write_text(f"x,z,kind\n{rows}")
+    return ["data.path=table.csv", "data.train.target=kind"]
+
+
+def parquet_words(workdir: Path) -> list[str]:
+    table = pyarrow.table({"x": numpy.arange(128.0), "z": numpy.arange(128) % 7, "label": ["a", "b"] * 64})
+    parquet.write_table(table, workdir / "table.parquet", row_group_size=50)
+    return ["data.path=table.parquet", "data.train.in_memory=false"]
+
+
+def hdf5_words(workdir: Path) -> list[str]:
+    with h5py.File(workdir / "file.h5", "w") as file:
+        file["x"], file["y"] = numpy.ones((128, 4), numpy.float32), numpy.arange(128) % 3
+    return ["data.path=file.h5", "data.train.in_memory=false"]
+
+
+def image_words(workdir: Path) -> list[str]:
+    for i in range(100):
+        (workdir / "pictures" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 12), (i, 2 * i, 0)).save(workdir / "pictures" / "ab"[i % 2] / f"{i}.jpg")
+    return ["data.path=pictures", "data.shape=[3,8,8]"]
+
+
+def idx_words(workdir: Path) -> list[str]:
+    for name, shape in (("train-images-idx3-ubyte", (128, 4, 4)), ("train-labels-idx1-ubyte", (128,))):
+        header = bytes((0, 0, 8, len(shape))) + b"".join(size.to_bytes(4, "big") for size in shape)
+        content = (numpy.arange(numpy.prod(shape)) % 3).astype(numpy.uint8).tobytes()
+        (workdir / name).write_bytes(header + content)
+    return ["data.path=."]
+
+
+FORMATS = {
+    "csv": csv_words,
+    "parquet": parquet_words,
+    "hdf5": hdf5_words,
+    "image_folder": image_words,
+    "idx": idx_words,
+}
+
+
 def needed_words(group: str, option: str, workdir: Path) -> list[str]:
     """What an option cannot do without."""
     if (group, option) == ("task", "regression"):
@@ -31,6 +77,8 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
         arrays |= {f"y_{split}": random.integers(0, 3, 64) for split in ("train", "val")}
         numpy.savez(workdir / "arrays.npz", **arrays)
         return ["data.path=arrays.npz"]
+    if group == "data" and option in FORMATS:
+        return FORMATS[option](workdir)
     return []
 
 

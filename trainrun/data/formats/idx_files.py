@@ -33,7 +33,6 @@ def load(path: str | None, split: str, inputs: str, target: str | None, val_inpu
         raise DataError(f"data.train.dtype={dtype}: must be one of {', '.join(DTYPES)}")
     names = {"train": (inputs, target), "val": (val_inputs, val_target), "test": (test_inputs, test_target)}
     part = Part(split, inputs, val_inputs, test_inputs, val_fraction, seed)
-    _ = part.place  # refuses what is no split, and a test without files
     own = names[split] if part.own else names["train"]
     values = _inputs(_array(folder, own[0], split, "inputs"), dtype)
     if target is None:

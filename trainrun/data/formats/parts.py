@@ -30,10 +30,12 @@ class Part:
     val_fraction: float
     seed: int
 
+    def __post_init__(self) -> None:
+        check_split(self.split, SPLITS)
+
     @property
     def place(self) -> tuple[str | None, str]:
         """The path that is read, and its key."""
-        check_split(self.split, SPLITS)
         if self.split == "val" and self.val_path is not None:
             return self.val_path, "data.train.val_path"
         if self.split == "test":
@@ -74,6 +76,6 @@ def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
         side = "validation" if len(val) == 0 else "training"
         raise DataError(
             f"data.train.val_fraction={fraction:g}: of {number} samples it leaves none for {side}; choose "
-            "another fraction, name data of its own (data.train.val_path), or say data.val=null"
+            "another fraction, name validation data of its own, or say data.val=null"
         )
     return train, val
