@@ -11,18 +11,16 @@ import torch
 from torch import nn
 
 from trainrun.backends import set_backends, set_threads
+from trainrun.build_data import build_sources, build_transform, check_classes, open_split
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
 from trainrun.config import RunConfig
-from trainrun.data.augment.nodes import build_augmentations
-from trainrun.data.facts import check_labels, facts_of
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
-from trainrun.data.skips import Report, report_to
+from trainrun.data.facts import facts_of
+from trainrun.data.skips import report_to
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.instantiate import bind_faults, build, locate
-from trainrun.interfaces import Batches, DataFacts, Monitor, Parallel, RunFacts
+from trainrun.interfaces import DataFacts, Monitor, Parallel, RunFacts
 from trainrun.monitor.board import Board
 from trainrun.optimizer.build import build_optimizer
 from trainrun.optimizer.ema import Ema
@@ -39,7 +37,6 @@ from trainrun.plan import (
 from trainrun.precision.amp import (
     PrecisionOptions,
     build_precision,
-    data_float_dtype,
     prepare_model,
 )
 from trainrun.rundir import RunDir
@@ -134,71 +131,6 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     return parts, run_facts(parts, site, rhythm, notes)
 
 
-def build_sources(config: RunConfig) -> dict[str, Any]:
-    data = config.data
-    nodes = {"train": data.train, "val": data.val, "test": data.test}
-    return {name: build(node, f"data.{name}") if node else None for name, node in nodes.items()}
-
-
-def build_transform(config: RunConfig) -> Any:
-    return build(config.data.transform, "data.transform") if config.data.transform else None
-
-
-def open_split(
-    config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report
-) -> Batches | None:
-    if source is None:
-        return None
-    data, training = config.data, name == "train"
-    assert config.seed is not None
-    batches, note = open_batches(
-        source,
-        StreamOptions(
-            key=f"data.{name}",
-            training=training,
-            batch_size=data.batch_size if training else data.val_batch_size or 2 * data.batch_size,
-            seed=config.seed,
-            shuffle=data.shuffle and training,
-            drop_last=data.drop_last and training,
-            engine=data.engine,
-            num_workers=data.num_workers,
-            pin_memory=data.pin_memory,
-            persistent_workers=data.persistent_workers,
-            prefetch_factor=data.prefetch_factor,
-            timeout_seconds=data.worker_timeout_seconds,
-            collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
-            max_sequence_length=data.max_sequence_length,
-            num_threads=data.num_threads,
-            cache=data.cache,
-            transform=build_transform(config),
-            augment=build_augmentations(data.augment),
-            on_error=data.on_error,
-            max_skipped_share=data.max_skipped_share,
-            report=report,
-            truncate=data.truncate,
-            padding=data.padding,
-            max_tokens=data.max_tokens,
-            pad_multiple=data.pad_multiple,
-            may_grow=not training and data.val_batch_size is None,
-            limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
-            rank=parallel.rank,
-            world_size=parallel.world_size,
-            device=parallel.device,
-            float_dtype=data_float_dtype(config.precision.mode),
-        ),
-    )
-    notes.append(note)
-    return batches
-
-
-def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
-    """Labels must lie inside the classes that the model is told of."""
-    num_classes = (config.model or {}).get("num_classes") or config.data.num_classes
-    for name, source in sources.items():
-        if source is not None and isinstance(num_classes, int):
-            check_labels(source, f"data.{name}", num_classes)
-
-
 def build_task(config: RunConfig) -> Any:
     task = build(config.task, "task")
     lacking = [name for name in ("count", "step") if not callable(getattr(task, name, None))]
@@ -211,15 +143,18 @@ def build_task(config: RunConfig) -> Any:
 
 
 def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn.Module:
-    """A model that asks for `in_shape` or `num_classes` with null gets them from the data."""
+    """A model that asks for `in_shape`, `num_classes` or `vocab_size` with null gets them from the data."""
     node = dict(config.model)
     known = {"in_shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
+    known["vocab_size"] = facts.num_classes
     for name, value in known.items():
         if name in node and node[name] is None:
             if value is None:
                 example = "data.shape=[1,28,28]"
                 if name == "num_classes":
                     example = "data.num_classes=10 for ten classes, model.num_classes=1 for one real number a sample"
+                elif name == "vocab_size":
+                    example = "data.num_classes=256"
                 raise DataError(f"model.{name}: cannot be told from the data; say it, as {example}")
             node[name] = value
     model = build(node, "model")

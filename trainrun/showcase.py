@@ -13,6 +13,7 @@ from trainrun.interfaces import Predicts
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 from trainrun.rundir import RunDir
+from trainrun.task.batches import joined
 
 MAX_SAMPLES = 10_000  # per rank: the pictures are for the eye
 MAX_CLASSES = 100
@@ -75,7 +76,7 @@ def _predictions(parts: Parts) -> tuple[dict[str, Tensor], Tensor | None]:
                     break
     finally:
         model.train(training)
-    return {name: torch.cat(parts_) for name, parts_ in collected.items()}, images
+    return {name: joined(columns) for name, columns in collected.items()}, images
 
 
 def _images(batch: Any) -> Tensor | None:

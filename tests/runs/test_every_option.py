@@ -71,6 +71,10 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
     """What an option cannot do without."""
     if (group, option) == ("task", "regression"):
         return ["data=synthetic", "data.num_classes=null", "data.shape=[8]", "model.num_classes=1"]
+    if option in ("gpt", "lstm", "language_modeling"):
+        text = ["data=text", "data.train.max_bytes=100000", "data.train.block_size=32"]
+        own = {"gpt": ["task=language_modeling"], "lstm": ["task=language_modeling"]}
+        return [*text, *own.get(option, ["model=gpt"])]
     if (group, option) == ("data", "arrays"):
         random = numpy.random.default_rng(0)
         arrays = {f"x_{split}": random.random((64, 8)) for split in ("train", "val")}

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def predictions(run: RunDir, which: str, split: str, overrides: list[str]) -> dict[str, list[Any]]:
-    """Columns of equal length: `index`, then the task's."""
+    """Columns of equal length: `index`, the number of the sample in the data, then the task's."""
     from trainrun.restore import parts_of
 
     parts, _, _ = parts_of(run, which, overrides)
@@ -63,7 +63,7 @@ def predictions(run: RunDir, which: str, split: str, overrides: list[str]) -> di
         else:
             columns |= {f"{name}_{i}": flat[:, i].tolist() for i in range(flat.shape[1])}
     count = len(next(iter(columns.values())))
-    return {"index": list(range(count)), **columns}
+    return {"index": list(range(count))} | columns
 
 
 def predict_split(parts: Parts, split: str) -> dict[str, Tensor]:
@@ -71,6 +71,7 @@ def predict_split(parts: Parts, split: str) -> dict[str, Tensor]:
     import torch
 
     from trainrun.interfaces import Predicts
+    from trainrun.task.batches import joined
 
     collected: dict[str, list[Tensor]] = {}
     parts.model.eval()
@@ -81,9 +82,11 @@ def predict_split(parts: Parts, split: str) -> dict[str, Tensor]:
                     columns = parts.task.predict(parts.model, batch.data)
                 else:
                     columns = {"output": parts.model(batch.data[0])}
+            if batch.indices is not None and len(batch.indices) == len(next(iter(columns.values()))):
+                columns = {"index": batch.indices, **columns}
             for name, column in columns.items():
                 collected.setdefault(name, []).append(column.detach().cpu())
-    return {name: torch.cat(chunks) for name, chunks in collected.items()}
+    return {name: joined(chunks) for name, chunks in collected.items()}
 
 
 def write_table(out: Path, columns: dict[str, list[Any]]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from trainrun.errors import DataError, PluginError
@@ -24,6 +25,7 @@ from trainrun.errors import DataError, PluginError
 INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids")
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
 MODEL_KEYS = ("attention_mask", "segment_ids", "position_ids")
+IGNORED = -100  # torch's ignore_index
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -103,6 +105,19 @@ def output_tensor(output: Any) -> Tensor:
             )
         return output_tensor(found)
     return output.float() if output.dtype in HALF_TYPES else output
+
+
+def joined(columns: list[Tensor]) -> Tensor:
+    """Columns of several batches, one under the other; shorter rows end with -100, or NaN among floats."""
+    widths = {column.shape[1:] for column in columns}
+    if len(widths) > 1 and all(column.ndim >= 2 for column in columns):
+        width = max(column.shape[1] for column in columns)
+        fills = [float("nan") if column.is_floating_point() else IGNORED for column in columns]
+        columns = [
+            pad(column, (0, 0) * (column.ndim - 2) + (0, width - column.shape[1]), value=fill)
+            for column, fill in zip(columns, fills, strict=True)
+        ]
+    return torch.cat(columns)
 
 
 def form_of(value: Any) -> str:

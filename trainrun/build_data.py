@@ -1,0 +1,80 @@
+"""From the section `data` to the streams of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainrun.config import RunConfig
+from trainrun.data.augment.nodes import build_augmentations
+from trainrun.data.facts import check_labels
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
+from trainrun.data.skips import Report
+from trainrun.instantiate import build
+from trainrun.interfaces import Batches, DataFacts, Parallel
+from trainrun.precision.amp import data_float_dtype
+
+
+def build_sources(config: RunConfig) -> dict[str, Any]:
+    data = config.data
+    nodes = {"train": data.train, "val": data.val, "test": data.test}
+    return {name: build(node, f"data.{name}") if node else None for name, node in nodes.items()}
+
+
+def open_split(
+    config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report
+) -> Batches | None:
+    if source is None:
+        return None
+    data, training = config.data, name == "train"
+    assert config.seed is not None
+    batches, note = open_batches(
+        source,
+        StreamOptions(
+            key=f"data.{name}",
+            training=training,
+            batch_size=data.batch_size if training else data.val_batch_size or 2 * data.batch_size,
+            seed=config.seed,
+            shuffle=data.shuffle and training,
+            drop_last=data.drop_last and training,
+            engine=data.engine,
+            num_workers=data.num_workers,
+            pin_memory=data.pin_memory,
+            persistent_workers=data.persistent_workers,
+            prefetch_factor=data.prefetch_factor,
+            timeout_seconds=data.worker_timeout_seconds,
+            collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
+            max_sequence_length=data.max_sequence_length,
+            num_threads=data.num_threads,
+            cache=data.cache,
+            transform=build_transform(config),
+            augment=build_augmentations(data.augment),
+            on_error=data.on_error,
+            max_skipped_share=data.max_skipped_share,
+            report=report,
+            truncate=data.truncate,
+            padding=data.padding,
+            max_tokens=data.max_tokens,
+            pad_multiple=data.pad_multiple,
+            may_grow=not training and data.val_batch_size is None,
+            limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            device=parallel.device,
+            float_dtype=data_float_dtype(config.precision.mode),
+        ),
+    )
+    notes += note.splitlines()
+    return batches
+
+
+def build_transform(config: RunConfig) -> Any:
+    return build(config.data.transform, "data.transform") if config.data.transform else None
+
+
+def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
+    """Labels must lie inside the classes that the model is told of."""
+    num_classes = (config.model or {}).get("num_classes") or config.data.num_classes
+    for name, source in sources.items():
+        if source is not None and isinstance(num_classes, int):
+            check_labels(source, f"data.{name}", num_classes)
