@@ -71,6 +71,9 @@ def test_parts_of_one_file_or_a_file_each(tmp_path):
         load(str(tmp_path), "test")
 
 
+@pytest.mark.filterwarnings(
+    "ignore:This process:DeprecationWarning"
+)  # Python 3.12+, of a fork beside threads
 def test_forks_copies_and_threads_read_the_same(tmp_path):
     write(tmp_path / "a.lmdb", samples(40))
     data = whole(tmp_path / "a.lmdb")

@@ -2,8 +2,10 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import pickle
 import tarfile
+import threading
 
 import numpy as np
 import pytest
@@ -247,3 +249,30 @@ def test_facts_that_are_damaged_are_named(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({"class_names": 3}))
     with pytest.raises(DataError, match=r"meta\.json: cannot be read"):
         whole(tmp_path / "a.tar")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:This process:DeprecationWarning"
+)  # Python 3.12+, of a fork beside threads
+def test_threads_and_forks_share_more_shards_than_are_kept_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainrun.data.formats.shards.MAX_OPEN_FILES", 2)
+    for number in range(6):
+        (tmp_path / f"{number}.tar").write_bytes(tar_of(pairs(range(10 * number, 10 * number + 10))))
+    data = whole(tmp_path, columns=["cls"])
+    assert len(data) == 60
+    wrong: list[int] = []
+
+    def read(step: int) -> None:
+        order = [(step * i) % 60 for i in range(300)]
+        wrong.extend(i for i in order if data[i] != i)
+
+    threads = [threading.Thread(target=read, args=(step,)) for step in (1, 7, 11, 13)]
+    for thread in threads:
+        thread.start()
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        os._exit(0 if [data[i] for i in range(60)] == list(range(60)) else 1)
+    for thread in threads:
+        thread.join()
+    assert wrong == []
