@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate": "loss and metrics of a saved run",
     "predict": "predictions of a saved run as CSV or Parquet",
     "report": "draw the plots of a run again, or compare several",
+    "convert": "data in another format: .npy, Parquet, LMDB, TFRecord or tar shards",
 }
 
 

@@ -40,7 +40,7 @@ class ImageFolder:
         self._names = b"".join(encoded)
         self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
         self._targets = targets
-        self._form = form
+        self.form = form
         self.class_names = coding.names
         self.num_classes = coding.num_classes
 
@@ -56,7 +56,11 @@ class ImageFolder:
                 content = file.read()
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-        return decoded(content, self._form, lambda: path), self._targets[index]
+        return decoded(content, self.form, lambda: path), self._targets[index]
+
+    def target(self, index: int) -> Tensor:
+        """The class of a sample, without its picture."""
+        return self._targets[index]
 
     def describe(self, index: int) -> str:
         """The file of a sample."""
@@ -65,7 +69,7 @@ class ImageFolder:
 
     def fingerprint(self) -> str:
         files = (self.describe(index) for index in range(len(self)))
-        return fingerprint_of(files, self._form, self._targets.tolist())
+        return fingerprint_of(files, self.form, self._targets.tolist())
 
 
 def load(path: str | None, split: str, labels: str | None = None, val_path: str | None = None,

@@ -13,7 +13,7 @@ import torch
 from trainrun.data.columns import Arrays
 from trainrun.data.formats.handles import Kept
 from trainrun.data.formats.memory import in_memory as stays_in_memory
-from trainrun.data.formats.parquet_columns import Block, Kind, block_of, class_names_in, where_in
+from trainrun.data.formats.parquet_columns import Block, Kind, block_of, class_names_in, list_dtype, where_in
 from trainrun.data.formats.parquet_tables import Table, close_file, open_file, table_of
 from trainrun.data.formats.parts import Part, Rows
 from trainrun.data.formats.pictures import Form, form_of
@@ -128,13 +128,10 @@ class OnDemand:
     def whole(self) -> Arrays:
         """Everything in memory."""
         sizes = [kind.size for kind in self._kinds]
-        inputs = np.empty((len(self), sum(sizes)), self._settings[0])
-        if (
-            self._kinds[0].name == "fixed"
-            and self._kinds[0].dtype is not None
-            and self._kinds[0].dtype.kind in "iu"
-        ):
-            inputs = inputs.astype(np.int64)
+        dtype: Any = self._settings[0]
+        if self._kinds[0].name == "fixed":
+            dtype = list_dtype(self._kinds[0], dtype)
+        inputs = np.empty((len(self), sum(sizes)), dtype)
         rows = np.arange(len(self)) if self._rows is None else self._rows
         for group, read in self._table.blocks([kind.path for kind in self._kinds]):
             begin, end = self._table.begin(group), int(self._table.ends[group])

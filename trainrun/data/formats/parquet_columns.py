@@ -128,12 +128,18 @@ def block_of(kind: Kind, column: Any, dtype: str, fill: float | None, form: Form
     if inner.null_count:
         first = int(np.flatnonzero(np.asarray(inner.is_null()))[0])
         raise _missing(kind, f"{where(_row_of(kind, array, first))}, a number of the list")
-    assert kind.dtype is not None
-    narrow = np.dtype(np.int64 if kind.dtype.kind in "iu" else bool if kind.dtype.kind == "b" else dtype)
-    values = inner.to_numpy(zero_copy_only=False).astype(narrow, copy=False)
+    values = inner.to_numpy(zero_copy_only=False).astype(list_dtype(kind, dtype), copy=False)
     if kind.name == "fixed":
         return Block(kind, values.reshape(len(array), kind.size))
     return Block(kind, values, _ends(array))
+
+
+def list_dtype(kind: Kind, dtype: str) -> np.dtype[Any]:
+    """What the numbers of a list become: bytes of fixed lists stay bytes where that is asked for."""
+    assert kind.dtype is not None
+    if kind.name == "fixed" and kind.dtype == np.uint8 and dtype == "uint8":
+        return kind.dtype
+    return np.dtype(np.int64 if kind.dtype.kind in "iu" else bool if kind.dtype.kind == "b" else dtype)
 
 
 def _numbers(kind: Kind, array: Any, dtype: str, fill: float | None, where: Any) -> Any:
