@@ -45,6 +45,19 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layers(x)
 
+class NetThatStops(Net):
+    # in a batch of a validation, on one rank, once: there is a note then
+    def __init__(self, at=-1, rank="0"):
+        super().__init__()
+        self.at, self.rank, self.batches = at, rank, 0
+    def forward(self, x):
+        if not self.training:
+            self.batches += 1
+            if self.batches == self.at and os.environ.get("RANK", "0") == self.rank and not os.path.exists("note"):
+                open("note", "w").close()
+                os.kill(os.getpid(), signal.SIGINT)
+        return super().forward(x)
+
 class Stopper:
     def __init__(self, at, signal_name):
         self.at, self.number = at, getattr(signal, signal_name)
@@ -130,14 +143,43 @@ def test_a_run_stopped_anywhere_ends_with_the_same_bits(
     assert main([*words, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
     assert main([*words, *stop_at(step, "SIGINT"), "output_dir=stopped"]) == 130
     status = json.loads((own / "stopped" / "status.json").read_text())
-    assert (status["state"], status["step"]) == (
-        "stopped",
-        step + 1,
-    )  # the step in which the ranks agreed on it
+    validates = step in (4, 7)  # then the validation is where the ranks agree on it, else the next step
+    assert (status["state"], status["step"]) == ("stopped", step if validates else step + 1)
     assert main(["resume", "stopped"]) == 0
     whole, resumed = facts_of(own / "whole"), facts_of(own / "stopped")
     same(whole[0], resumed[0])
     assert whole[1] == resumed[1]
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        (1, []),
+        (17, []),
+        (70, []),  # at the end of the run
+        (9, ["parallel=ddp", 'model.rank="1"']),  # the other rank sees its share to the end
+    ],
+)
+def test_a_validation_that_a_signal_cut_short_is_as_if_it_had_not_begun(
+    own: Path, trainrun, at: int, words: list[str]
+) -> None:
+    words = [*changed(WORDS, "model=own.NetThatStops"), "data.val_batch_size=8", *words]
+    assert trainrun(*words, "output_dir=whole").returncode == 0
+    stopped = trainrun(*words, f"model.at={at}", "output_dir=run")
+    assert stopped.returncode == 130, stopped.stderr
+    assert (own / "note").exists()
+    rows = facts_of(own / "run")[1]
+    batches = 7 if "parallel=ddp" in words else 13
+    assert sum(row["kind"] == "eval" for row in rows) == (at - 1) // batches
+    resumed = trainrun("resume", "run")
+    assert resumed.returncode == 0, resumed.stderr
+    whole, again = facts_of(own / "whole"), facts_of(own / "run")
+    if at == 70:  # the last checkpoint is the one ahead of the validation: only its metric is added to it
+        for tree, _ in (whole, again):
+            for name in ("validated_step", "best_metric", "best_step"):
+                del tree["shared"]["train"][name]
+    same(whole[0], again[0])
+    assert whole[1] == again[1]
 
 
 def test_another_number_of_workers_goes_on_with_the_same_stream(own: Path) -> None:
