@@ -121,6 +121,10 @@ class Cadence:
             return self._stop.request + 1
         return STOP_TIME if time.monotonic() >= self._deadline else 0
 
+    def interrupted(self) -> bool:
+        """Whether a signal asked this rank to stop; a validation ends for it, for the end of the time it does not."""
+        return self._stop.request > 0
+
     def log_due(self, step: int) -> bool:
         every = self._rhythm.log_every
         return every is not None and (step % every == 0 or step == self._rhythm.total_steps)

@@ -106,6 +106,8 @@ def train_words(words: list[str]) -> int:
 
         return follow_run()
     prepared, folders = prepare(words, Path.cwd())
+    if prepared.twice:
+        raise ConfigError(*prepared.twice)
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
     if len(prepared.flags) > len(sweeps):
         return hydra_question(prepared, folders)

@@ -123,7 +123,7 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     words = split_words(overrides)
     known = groups([conf_dir()])
     translate(words, lambda *_: False, lambda name: False)
-    faults: list[str] = []
+    faults = words.twice
     for word in words.overrides:
         key, equals, value = word.lstrip("+").partition("=")
         if not equals or key in known:

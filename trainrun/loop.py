@@ -28,6 +28,9 @@ def fit(parts: Parts, state: TrainState) -> TrainState:
         parts.cadence.look(state)  # sets stop_reason once a limit is reached or a stop was asked for
         if parts.cadence.validation_due(state):
             metrics = evaluate(parts, "val")
+            if not metrics:  # a stop came: what was half seen is not recorded, and a resume does it again
+                state.stop_request = parts.parallel.agree(0, parts.cadence.stop_request(), 0).stop
+                continue
             parts.cadence.note_validation(state, metrics)  # early stopping, and schedules that listen
             parts.board.on_eval(state, metrics)
             continue
@@ -77,22 +80,30 @@ def train_step(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
 
 
 def evaluate(parts: Parts, split: str) -> dict[str, float]:
-    """Loss and metrics of the averaged model over one split, each sample counted once over all ranks."""
+    """Loss and metrics of the averaged model over one split, each sample counted once over all ranks.
+
+    Empty, on all ranks, where a signal asked one of them to stop before its last batch.
+    """
     batches = parts.splits()[split]
     model, task = parts.averaged, parts.task
     sums: dict[str, Tensor] = {}
-    items, started, training = 0, perf_counter(), model.training
+    items, started, training, stopped = 0, perf_counter(), model.training, False
     model.eval()
     try:
         with torch.no_grad(), kept_random_state():  # validation cannot move the training's random numbers
             for batch in batches.epoch(0):
+                if stopped := parts.cadence.interrupted():
+                    break
                 with parts.precision.autocast():
                     out = task.step(model, batch.data)
                 items += task.count(batch.data)
                 add_sums(sums, {"loss": out.loss_sum, **out.sums})
     finally:
         model.train(training)
-    names = parts.parallel.gather(sorted(sums))[0]
+    answers = parts.parallel.gather((sorted(sums), stopped))
+    if any(stopped for _, stopped in answers):
+        return {}
+    names = answers[0][0]
     values = [float(sums[name]) if name in sums else 0.0 for name in names]  # waits for the device
     *totals, count = parts.parallel.sum_over_ranks([*values, float(items)])
     metrics = {

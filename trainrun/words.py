@@ -93,13 +93,18 @@ _SHARDS = re.compile(r"\{\d+\.\.\d+\}")  # shard-{000..009}.tar, where Hydra wou
 
 @dataclass
 class Words:
-    """A command line taken apart. notes: one line for each name that was translated."""
+    """A command line taken apart.
+
+    notes: one line for each name that was translated. twice: one for each key with two values; the last
+    one wins, which a program that adds to its own words may want, and a person may not have seen.
+    """
 
     flags: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
     config_dirs: list[str] = field(default_factory=list)
     own: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
 
 
 def split_words(argv: list[str]) -> Words:
@@ -111,8 +116,11 @@ def split_words(argv: list[str]) -> Words:
         if not word.startswith("-") or "=" in word.split("--")[0]:
             key, _, value = word.partition("=")
             if key in OWN_KEYS:
-                if words.own.setdefault(key, value) != value:
-                    faults.append(f"{key}={words.own[key]} and {word}: two values; leave one of them out")
+                if words.own.get(key, value) != value:
+                    words.twice.append(
+                        f"{key}={words.own[key]} and {word}: two values; leave one of them out"
+                    )
+                words.own[key] = value
             else:
                 words.overrides.append(word)
             continue
@@ -147,7 +155,6 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
     """Replaces other trainers' names, shorthands and numbers in place, and notes what was meant."""
     out: list[str] = []
     typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
-    faults: list[str] = []
     for word in words.overrides:
         before = len(out)
         prefix = re.match(r"[+~]*", word)
@@ -159,7 +166,7 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
         elif key in SWITCHES and equals and value.lower() in SWITCH_WORDS:
             out.append(f"{key}.enabled={SWITCH_WORDS[value.lower()]}")
         elif key in OWN_KEYS:
-            faults += _said_twice(f"{key}={value}", word, typed)
+            words.twice += _said_twice(f"{key}={value}", word, typed)
             words.own[key] = value
             continue
         elif key.endswith("path") and _SHARDS.search(value) and value[0] not in "\"'":
@@ -169,9 +176,7 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
         if out[-1].replace('"', "") != word:
             words.notes.append(f"{word} is read as {out[-1]}")
         for meant in out[before:]:
-            faults += _said_twice(meant, word, typed)
-    if faults:
-        raise ConfigError(*faults)
+            words.twice += _said_twice(meant, word, typed)
     words.overrides = _with_custom_groups(out, is_group)
 
 

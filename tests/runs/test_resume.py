@@ -45,6 +45,19 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layers(x)
 
+class NetThatStops(Net):
+    # in a batch of a validation, on one rank, once: there is a note then
+    def __init__(self, at=-1, rank="0"):
+        super().__init__()
+        self.at, self.rank, self.batches = at, rank, 0
+    def forward(self, x):
+        if not self.training:
+            self.batches += 1
+            if self.batches == self.at and os.environ.get("RANK", "0") == self.rank and not os.path.exists("note"):
+                open("note", "w").close()
+                os.kill(os.getpid(), signal.SIGINT)
+        return super().forward(x)
+
 class Stopper:
     def __init__(self, at, signal_name):
         self.at, self.number = at, getattr(signal, signal_name)
@@ -72,6 +85,12 @@ def own(workdir: Path) -> Path:
     (workdir / "own.py").write_text(USER_CODE)
     yield workdir
     sys.modules.pop("own", None)
+
+
+def changed(words: list[str], *new: str) -> list[str]:
+    """The words with other values for some keys."""
+    keys = {word.partition("=")[0] for word in new}
+    return [word for word in words if word.partition("=")[0] not in keys] + list(new)
 
 
 def facts_of(folder: Path) -> tuple[dict, list[dict]]:
@@ -124,14 +143,43 @@ def test_a_run_stopped_anywhere_ends_with_the_same_bits(
     assert main([*words, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
     assert main([*words, *stop_at(step, "SIGINT"), "output_dir=stopped"]) == 130
     status = json.loads((own / "stopped" / "status.json").read_text())
-    assert (status["state"], status["step"]) == (
-        "stopped",
-        step + 1,
-    )  # the step in which the ranks agreed on it
+    validates = step in (4, 7)  # then the validation is where the ranks agree on it, else the next step
+    assert (status["state"], status["step"]) == ("stopped", step if validates else step + 1)
     assert main(["resume", "stopped"]) == 0
     whole, resumed = facts_of(own / "whole"), facts_of(own / "stopped")
     same(whole[0], resumed[0])
     assert whole[1] == resumed[1]
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        (1, []),
+        (17, []),
+        (70, []),  # at the end of the run
+        (9, ["parallel=ddp", 'model.rank="1"']),  # the other rank sees its share to the end
+    ],
+)
+def test_a_validation_that_a_signal_cut_short_is_as_if_it_had_not_begun(
+    own: Path, trainrun, at: int, words: list[str]
+) -> None:
+    words = [*changed(WORDS, "model=own.NetThatStops"), "data.val_batch_size=8", *words]
+    assert trainrun(*words, "output_dir=whole").returncode == 0
+    stopped = trainrun(*words, f"model.at={at}", "output_dir=run")
+    assert stopped.returncode == 130, stopped.stderr
+    assert (own / "note").exists()
+    rows = facts_of(own / "run")[1]
+    batches = 7 if "parallel=ddp" in words else 13
+    assert sum(row["kind"] == "eval" for row in rows) == (at - 1) // batches
+    resumed = trainrun("resume", "run")
+    assert resumed.returncode == 0, resumed.stderr
+    whole, again = facts_of(own / "whole"), facts_of(own / "run")
+    if at == 70:  # the last checkpoint is the one ahead of the validation: only its metric is added to it
+        for tree, _ in (whole, again):
+            for name in ("validated_step", "best_metric", "best_step"):
+                del tree["shared"]["train"][name]
+    same(whole[0], again[0])
+    assert whole[1] == again[1]
 
 
 def test_another_number_of_workers_goes_on_with_the_same_stream(own: Path) -> None:
@@ -142,7 +190,7 @@ def test_another_number_of_workers_goes_on_with_the_same_stream(own: Path) -> No
 
 
 def test_two_ranks_go_on_with_the_same_bits(own: Path, trainrun) -> None:
-    words = [*WORDS, "parallel=ddp", "data.batch_size=4"]
+    words = changed(WORDS, "parallel=ddp", "data.batch_size=4")
     assert trainrun(*words, *stop_at(-1, "SIGTERM"), "output_dir=whole").returncode == 0
     stopped = trainrun(*words, *stop_at(5, "SIGTERM"), "output_dir=stopped")
     assert stopped.returncode == 75, stopped.stderr
@@ -162,8 +210,8 @@ def test_a_signal_from_outside_saves_and_says_how_to_go_on(
 ) -> None:
     root = str(Path(__file__).resolve().parents[2])
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainrun", *WORDS, "trainer.max_epochs=100000", f"parallel={parallel}",
-         "data.batch_size=4", "output_dir=run"],
+        [sys.executable, "-m", "trainrun", *changed(WORDS, "trainer.max_epochs=100000", "data.batch_size=4"),
+         f"parallel={parallel}", "output_dir=run"],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": root},
     )  # fmt: skip
@@ -202,7 +250,7 @@ def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_stop_at_a_validation_leaves_the_same_best_checkpoints(own: Path, step: int) -> None:
     """The stop comes into effect one step later: at a validation, in and at the end of an epoch."""
-    words = [*WORDS, "checkpoint.save_top_k=3", "checkpoint.keep_last=1"]
+    words = changed(WORDS, "checkpoint.save_top_k=3", "checkpoint.keep_last=1")
     assert main([*words, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
     assert main([*words, *stop_at(step, "SIGINT"), "output_dir=stopped"]) == 130
     assert main(["resume", "stopped"]) == 0
@@ -220,7 +268,7 @@ def test_a_finished_run_stays_as_it_is_and_goes_on_with_more_epochs(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word for word in WORDS if not word.startswith("scheduler")]
-    assert main([*words, "trainer.max_epochs=2", "output_dir=run"]) == 0
+    assert main([*changed(words, "trainer.max_epochs=2"), "output_dir=run"]) == 0
     rows = package.load_run(own / "run").metrics
     capsys.readouterr()
     files = {path: path.stat().st_mtime_ns for path in (own / "run").rglob("*")}
@@ -253,8 +301,8 @@ def test_words_that_a_run_cannot_go_on_with_are_forgotten(
 
 def test_more_patience_goes_on_behind_an_early_stop(own: Path) -> None:
     words = [
-        *(word for word in WORDS if not word.startswith("scheduler")),
-        "trainer.max_epochs=9", "trainer.early_stopping.enabled=true", "trainer.early_stopping.min_delta=0.2",
+        *(word for word in changed(WORDS, "trainer.max_epochs=9") if not word.startswith("scheduler")),
+        "trainer.early_stopping.enabled=true", "trainer.early_stopping.min_delta=0.2",
     ]  # fmt: skip
     for patience, folder in ((2, "run"), (4, "whole")):
         assert main([*words, f"trainer.early_stopping.patience={patience}", f"output_dir={folder}"]) == 0
@@ -268,7 +316,7 @@ def test_more_patience_goes_on_behind_an_early_stop(own: Path) -> None:
 
 
 def test_a_run_killed_again_and_again_ends_with_the_same_bits_and_rows(own: Path, trainrun) -> None:
-    words = [*WORDS, "checkpoint.every_n_train_steps=2", "trainer.val_check_interval=1.0"]
+    words = changed(WORDS, "checkpoint.every_n_train_steps=2", "trainer.val_check_interval=1.0")
     assert main([*words, *stop_at(-1, "SIGKILL"), "output_dir=whole"]) == 0
     assert trainrun(*words, *stop_at(5, "SIGKILL"), "output_dir=run").returncode == -signal.SIGKILL
     for step in (12, 19):
