@@ -8,8 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from trainrun.compose import compose_run, user_conf_dirs
-from trainrun.config import conf_dir, options
+from trainrun.compose import compose_run
+from trainrun.config import conf_dir, options, user_conf_dirs
 from trainrun.errors import ConfigError
 
 SHARDED = ("parquet", "tfrecord", "webdataset")
