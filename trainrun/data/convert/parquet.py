@@ -40,7 +40,7 @@ class Tables:
         parquet, schema = pyarrow("pyarrow.parquet"), self._schema()
         with whole_file(path) as file:
             writer = parquet.ParquetWriter(
-                file, schema, compression="snappy", write_page_checksum=True, store_schema=True
+                file, schema, compression=self._packing(), write_page_checksum=True, store_schema=True
             )
             try:
                 for start, rows in self._groups(samples, unit, tick):
@@ -48,6 +48,10 @@ class Tables:
                     writer.write_table(pyarrow().table(columns, schema=schema), row_group_size=self.rows)
             finally:
                 writer.close()
+
+    def _packing(self) -> str:
+        """Pictures are packed already."""
+        return "none" if any(leaf.form == "picture" for leaf in self.layout.leaves) else "snappy"
 
     def _groups(self, samples: Samples, unit: Unit, tick: Tick) -> Iterator[tuple[int, list[Any]]]:
         """Rows of a row group each, and the number of the first of them."""

@@ -1,0 +1,145 @@
+"""Every source to every format: each sample is what it was, and a run takes the printed words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from convert_kit import (
+    FORMATS,
+    LENGTHS_DIFFER,
+    SOURCES,
+    assert_same,
+    convert,
+    source_words,
+    sources_of,
+    use_of,
+)
+
+from trainrun.cli import main
+
+
+def refused(kind: str, to: str) -> str:
+    """Why a format cannot keep a source; empty where it can."""
+    if to == "npy" and kind in LENGTHS_DIFFER:
+        return "the lengths of"
+    if to == "npy" and kind == "parquet_inputs_by_name":
+        return "its samples are dicts"
+    return ""
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("kind", SOURCES)
+def test_each_sample_is_what_it_was(kind: str, to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
+    words = SOURCES[kind](workdir)
+    source, *settings = words
+    code = convert(source, "out", "--to", to, "--num-workers", "0", *settings)
+    out, err = capsys.readouterr()
+    if why := refused(kind, to):
+        assert code == 2
+        assert why in err
+        assert not [path for path in Path("out").rglob("*") if path.name != "convert.json"]
+        return
+    assert code == 0, err
+    before, after = sources_of(source_words(words)), sources_of(use_of(out))
+    assert before.keys() == after.keys()
+    for name in before:
+        assert_same(before[name], after[name], exact=to in ("lmdb", "tfrecord"))
+        if to != "npy":
+            kept = before[name].class_names if to != "parquet" or kind != "half_precision" else ()
+            assert after[name].class_names == kept
+    assert not list(Path("out").rglob(".*"))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("kind", ["digits", "pictures", "npz"])
+def test_a_run_trains_with_the_words(kind: str, to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
+    source, *settings = SOURCES[kind](workdir)
+    assert convert(source, "o u,t", "--to", to, "--num-workers", "0", *settings) == 0
+    words = use_of(capsys.readouterr().out)
+    code = main(
+        [
+            *words,
+            "trainer.max_steps=2",
+            "data.batch_size=4",
+            "hydra.run.dir=run",
+            "monitor=fast",
+            "parallel.accelerator=cpu",
+        ]
+    )
+    assert code == 0, capsys.readouterr()
+
+
+def test_what_was_converted_is_a_source(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    source, *settings = SOURCES["npz"](workdir)
+    assert convert(source, "one", "--to", "parquet", *settings) == 0
+    first = sources_of(use_of(capsys.readouterr().out))
+    assert convert("one", "two", "--to", "lmdb") == 0
+    second = sources_of(use_of(capsys.readouterr().out))
+    assert first.keys() == second.keys() == {"train", "val", "test"}
+    for name in first:
+        assert_same(first[name], second[name], exact=True)
+
+
+@pytest.mark.parametrize("to", ["parquet", "webdataset"])
+def test_pictures_keep_the_bytes_of_their_files(to: str, workdir: Path):
+    source, *settings = SOURCES["pictures"](workdir)
+    assert convert(source, "out", "--to", to, "--split", "train", *settings) == 0
+    (shard,) = Path("out/train").glob("train-*")
+    content = shard.read_bytes()
+    kept = [path.read_bytes() in content for path in sorted(Path("pics").glob("*/*"))]
+    assert sum(kept) == 22, "24 less the 2 that are held out"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_equal_inputs_give_equal_bytes(to: str, workdir: Path):
+    """By one process and by several, which divide the work anew each time."""
+    source, *settings = SOURCES["digits"](workdir)
+    shards = ["--shard-size", "50"] if to not in ("npy", "lmdb") else []
+    for dest, workers in (("a", "0"), ("b", "3")):
+        assert convert(source, dest, "--to", to, "--num-workers", workers, *shards, *settings) == 0
+    assert contents("a") == contents("b")
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
+    }
+
+
+@pytest.mark.parametrize(("size", "shards"), [(1, 24), (23, 2), (24, 1), (25, 1), (12, 2)])
+@pytest.mark.parametrize("kind", ["own_map_style", "own_iterable"])
+def test_shard_borders(kind: str, size: int, shards: int, workdir: Path, capsys: pytest.CaptureFixture[str]):
+    words = SOURCES[kind](workdir)
+    source, *settings = words
+    assert (
+        convert(source, "out", "--to", "tfrecord", "--shard-size", str(size), "--num-workers", "2", *settings)
+        == 0
+    )
+    names = sorted(path.name for path in Path("out/train").glob("*.tfrecord"))
+    assert names == [f"train-{i:05d}-of-{shards:05d}.tfrecord" for i in range(shards)]
+    after = sources_of(use_of(capsys.readouterr().out))["train"]
+    assert_same(sources_of(source_words(words))["train"], after, exact=True)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_one_part_alone(split: str, to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
+    source, *settings = SOURCES["npz"](workdir)
+    assert convert(source, "out", "--to", to, "--split", split, *settings) == 0
+    out = capsys.readouterr().out
+    assert f"{split}: {5 if split == 'val' else 4} samples" in out
+    names = {path.name for path in Path("out").rglob("*")}
+    assert not any(name.startswith(("train", "x_train")) for name in names)
+
+
+def test_a_part_that_is_held_out_is_said(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    source, *settings = SOURCES["csv"](workdir)
+    assert convert(source, "out", "--to", "npy", *settings, "data.train.val_fraction=0.25") == 0
+    assert (
+        "val is the part of the training data that a run holds out (data.train.val_fraction=0.25)"
+        in capsys.readouterr().out
+    )
+    source, *settings = SOURCES["npz"](workdir)
+    assert convert(source, "out2", "--to", "npy", *settings) == 0
+    assert "held" not in capsys.readouterr().out.replace("holds", "held")

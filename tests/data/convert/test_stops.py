@@ -1,0 +1,181 @@
+"""A kill, a full disk, a broken sample: nothing half under a final name, and the same bytes in the end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from convert_kit import FORMATS, convert, sources_of, use_of
+
+from trainrun.data.convert import npy, records
+from trainrun.data.convert.files import allocate, temporary_of, whole_file
+
+ROOT = Path(__file__).parents[3]
+SLOW = ["data.train._target_=own_sources.Points", "data.train.count=120"]
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
+    }
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    """The real command, in units of few samples, so that it can be stopped between them."""
+    code = (
+        "import sys; from trainrun.data.convert import npy, records; npy.RANGE_BYTES = records.UNIT_BYTES = 320; "
+        "from trainrun.cli import main; sys.exit(main(['convert', *sys.argv[1:]]))"
+    )
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen([sys.executable, "-c", code, *words], env={**os.environ, "PYTHONPATH": path},
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            start_new_session=True)  # fmt: skip
+
+
+def some_units_done(to: str, dest: str) -> bool:
+    if to == "npy":
+        noted = Path(dest, ".train-ranges.tmp")
+        return noted.is_file() and noted.read_bytes().count(b"\n") >= 3
+    if to == "lmdb":
+        return Path(dest, ".train.lmdb.tmp").is_file()
+    return len([path for path in Path(dest).glob("train/train-*") if path.suffix != ".idx"]) >= 3
+
+
+def group_is_gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("to", "how"), [*((to, signal.SIGKILL) for to in FORMATS), ("npy", signal.SIGINT)])
+def test_stopped_and_run_again_gives_the_same_bytes(
+    to: str, how: int, workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    shards = ["--shard-size", "10"] if to not in ("npy", "lmdb") else []
+    words = ["custom", "out", "--to", to, "--num-workers", "2", *shards, *SLOW, "data.train.delay=0.02"]
+    process = start(*words)
+    deadline = time.monotonic() + 60
+    while not some_units_done(to, "out"):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, how)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == (-how if how == signal.SIGKILL else 130), err
+    if how == signal.SIGINT:
+        assert "the same words go on where it stopped" in err
+    while not group_is_gone(process.pid):  # no worker outlives its parent
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert '"complete": false' in Path("out/convert.json").read_text()
+    before = {path: path.stat().st_ino for path in Path("out").rglob("train-*") if path.is_file()}
+    monkeypatch.setattr(npy, "RANGE_BYTES", 320)
+    monkeypatch.setattr(records, "UNIT_BYTES", 320)
+    assert convert(*words) == 0
+    assert ("of them were there already" in capsys.readouterr().out) == (to != "lmdb")
+    assert before.items() <= {path: path.stat().st_ino for path in Path("out").rglob("train-*")}.items()
+    assert convert("custom", "whole", *words[2:]) == 0
+    assert contents("out") == contents("whole")
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_full_disk(to: str, workers: str, workdir: Path, capsys: pytest.CaptureFixture[str],
+                     monkeypatch: pytest.MonkeyPatch):  # fmt: skip
+    monkeypatch.setattr(npy, "RANGE_BYTES", 2**18)
+    np.savez("a.npz", x_train=np.random.default_rng(0).standard_normal((400, 500)), x_val=np.zeros((4, 500)))
+    shards = ["--shard-size", "100"] if to not in ("npy", "lmdb") else []
+    words = ["a.npz", "out", "--to", to, "--num-workers", workers, *shards, "data.train.target=null"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        code = convert(*words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    err = capsys.readouterr().err
+    assert code == 2
+    assert err.startswith("trainrun: out: no room is left ("), err
+    assert err.endswith("it goes on where it stopped\n")
+    assert {path.name for path in Path("out").rglob("*") if path.is_file()} <= {"convert.json"}
+    assert convert(*words) == 0
+    after = sources_of(use_of(capsys.readouterr().out))["train"]
+    assert len(after) == 400
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_broken_sample_is_named(to: str, workers: str, workdir: Path, capsys: pytest.CaptureFixture[str],
+                                  monkeypatch: pytest.MonkeyPatch):  # fmt: skip
+    monkeypatch.setattr(npy, "RANGE_BYTES", 320)
+    monkeypatch.setattr(records, "UNIT_BYTES", 320)
+    shards = ["--shard-size", "10"] if to not in ("npy", "lmdb") else []
+    words = [*SLOW, "data.train.bad=77"]
+    assert convert("custom", "out", "--to", to, "--num-workers", workers, *shards, *words) == 2
+    err = capsys.readouterr().err
+    assert "data.train: sample 77 of Points cannot be read: ValueError: this one is broken" in err
+    assert "own_sources.py line" in err
+    assert not [path for path in Path("out").rglob("*") if path.suffix in (".npy", ".lmdb")]
+
+
+@pytest.mark.parametrize("to", ["npy", "parquet", "webdataset"])
+def test_a_sample_of_another_shape_is_named(to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["data.train._target_=own_sources.Uneven", "data.train.count=100", "data.train.bad=50"]
+    code = convert("custom", "out", "--to", to, *words)
+    if to == "webdataset":
+        assert code == 0
+        return
+    assert code == 2
+    assert (
+        "data.train: sample 50: x is float32 (2, 5), but float32 (2, 4) in sample 0"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_source_that_draws_is_found_out(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["data.train._target_=own_sources.Random", "data.train.count=30"]
+    assert convert("custom", "out", "--to", "lmdb", *words) == 2
+    assert "is another one whenever it is read" in capsys.readouterr().err
+    assert '"complete": false' in Path("out/convert.json").read_text()
+
+
+def test_half_a_line_in_the_notes_counts_for_nothing(workdir: Path, monkeypatch: pytest.MonkeyPatch):
+    """The line of a range is there as a whole when the range is on the disk."""
+    monkeypatch.setattr(npy, "RANGE_BYTES", 320)
+    words = ["custom", "out", "--to", "npy", "--num-workers", "0", *SLOW]
+    assert convert(*words) == 0
+    whole = contents("out")
+    done = Path("out/x_train.npy").read_bytes()
+    for name in ("x_train", "y_train"):
+        path = Path(f"out/{name}.npy")
+        path.rename(temporary_of(path))
+    ruined = Path("out/.x_train.npy.tmp")
+    ruined.write_bytes(done[:-600] + b"?" * 600)  # what was written after the tenth range
+    Path("out/.train-ranges.tmp").write_bytes(b"0\n10\n20\n30\n40\n50\n60\n70\n80\n90\n100\n1")
+    assert convert(*words) == 0
+    assert contents("out") == whole
+
+
+def test_a_whole_file_or_none(tmp_path: Path):
+    path = tmp_path / "a"
+    with pytest.raises(TypeError), whole_file(path) as file:
+        file.writelines([b"half", "no bytes"])
+    assert list(tmp_path.iterdir()) == []
+    with whole_file(path) as file:
+        file.write(b"all")
+        assert not path.exists()
+    assert path.read_bytes() == b"all"
+
+
+def test_the_room_is_taken_before_it_is_written(tmp_path: Path):
+    allocate(tmp_path / "a", 2**20)
+    state = os.stat(tmp_path / "a")
+    assert (state.st_size, state.st_blocks * 512 >= 2**20) == (2**20, True)
