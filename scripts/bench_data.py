@@ -3,6 +3,7 @@
     python scripts/bench_data.py gather            # samples a second from memory, from a mapping, from a DataLoader
     python scripts/bench_data.py auto [REGIME...]  # what data.engine=auto chooses, against every way to feed it
     python scripts/bench_data.py overlap           # threads on data that waits, beside a step that takes longer
+    python scripts/bench_data.py text FILE         # useful tokens a second of padded, bucketed and packed lines
 
 Every figure is a ratio of rounds that take turns in one process, as median with its range. `auto` trains
 with `loop.train_step`; before the clock runs, each way has had two steps.
@@ -181,18 +182,52 @@ def overlap(rounds: int) -> None:
         one.close()
 
 
+def text(path: str, rounds: int) -> None:
+    """Lines of a text as sequences of bytes, 32 a batch; a pack has rows of 256 with as many real tokens."""
+    modes = {
+        "lstm": {"longest": [], "bucket": ["data.padding=bucket"]},
+        "gpt": {"longest": [], "bucket": ["data.padding=bucket"],
+                "pack": ["data.padding=pack", "data.max_sequence_length=256", "data.batch_size=16"]},
+    }  # fmt: skip
+    for model, ways in modes.items():
+        words = ["data=text", f"data.path={Path(path).resolve()}", "data.train.kind=lines", f"model={model}",
+                 "task=language_modeling", "data.engine=workers", "data.num_workers=0"]  # fmt: skip
+        words += ["model.context=1024"] if model == "gpt" else []
+        with tempfile.TemporaryDirectory() as folder:
+            trainers = {
+                name: Trainer(parts_for([*words, *way], Path(folder) / name)) for name, way in ways.items()
+            }
+            speeds: dict[str, list[float]] = {name: [] for name in trainers}
+            for number in range(rounds + 1):
+                for name, trainer in trainers.items():
+                    before = trainer.state.items
+                    seconds = timed(lambda t=trainer: t.steps(8))
+                    if number:
+                        speeds[name].append((trainer.state.items - before) / seconds)
+        for name, values in speeds.items():
+            ratios = [one / other for one, other in zip(values, speeds["longest"], strict=True)]
+            print(f"{model} {name:8} {statistics.median(values):8.0f} useful tokens/s, "
+                  f"{spread(ratios)} of longest", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("gather", "auto", "overlap"))
-    parser.add_argument("regimes", nargs="*", help=f"of auto: {', '.join(bench_sets.REGIMES)} (default: all)")
+    parser.add_argument("what", choices=("gather", "auto", "overlap", "text"))
+    parser.add_argument(
+        "regimes",
+        nargs="*",
+        help=f"of auto: {', '.join(bench_sets.REGIMES)} (default: all); of text: its file",
+    )
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     if given.what == "auto":
         for regime in given.regimes or bench_sets.REGIMES:
             for model in bench_sets.MODELS:
                 compare(regime, model, given.rounds)
+    elif given.what == "text":
+        text(given.regimes[0], given.rounds)
     else:
         {"gather": gather, "overlap": overlap}[given.what](given.rounds)
     print(f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, Python {sys.version.split()[0]}")
