@@ -84,6 +84,11 @@ def test_other_trainers_names_are_translated_and_said() -> None:
     assert "lr=0.5 is read as optimizer.lr=0.5" in composition.notes
 
 
+@pytest.mark.parametrize("path", ["shard-{000..009}.tar", '"shard-{000..009}.tar"'])
+def test_a_path_with_a_range_of_shards_needs_no_quotes_of_its_own(path: str) -> None:
+    assert compose_run([f"data.path={path}"]).config.data.path == "shard-{000..009}.tar"
+
+
 def test_a_target_of_ones_own_starts_from_the_empty_option() -> None:
     config = compose_run(["model._target_=my_net.Net", "model.width=9"]).config
     assert config.model == {"_target_": "my_net.Net", "width": 9}

@@ -88,6 +88,7 @@ WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 
 _PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
+_SHARDS = re.compile(r"\{\d+\.\.\d+\}")  # shard-{000..009}.tar, where Hydra would see a mapping
 
 
 @dataclass
@@ -156,6 +157,8 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
         elif key in OWN_KEYS:
             words.own[key] = value
             continue
+        elif key.endswith("path") and _SHARDS.search(value) and value[0] not in "\"'":
+            out.append(f'{sign}{key}="{value}"')
         else:
             out.append(sign + key + equals + value)
         if out[-1].replace('"', "") != word:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
+import datasets
 import h5py
+import lmdb
 import numpy
 import pyarrow
 import pytest
@@ -14,6 +18,10 @@ from pyarrow import parquet
 import trainrun as package
 from trainrun.config import conf_dir, groups, options
 from trainrun.data.fashion_mnist import find_folder
+from trainrun.data.formats.example import encode_example
+from trainrun.data.formats.lmdb_file import key_of
+from trainrun.data.formats.record import encode_sample
+from trainrun.data.formats.tfrecord import framed
 from trainrun.errors import DataError
 
 QUIET = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]
@@ -58,7 +66,58 @@ def idx_words(workdir: Path) -> list[str]:
     return ["data.path=."]
 
 
+def labelled(number: int = 128) -> list[bytes]:
+    return [encode_sample((numpy.full(4, i, numpy.float32), i % 3)) for i in range(number)]
+
+
+def lmdb_words(workdir: Path) -> list[str]:
+    with (
+        lmdb.open(str(workdir / "a.lmdb"), subdir=False) as environment,
+        environment.begin(write=True) as batch,
+    ):
+        for number, content in enumerate(labelled()):
+            batch.put(key_of(number), content)
+    return ["data.path=a.lmdb", "data.num_classes=3"]
+
+
+def tfrecord_words(workdir: Path) -> list[str]:
+    records = (framed(encode_example({"sample": content})) for content in labelled())
+    (workdir / "a.tfrecord").write_bytes(b"".join(records))
+    return ["data.path=a.tfrecord", "data.num_classes=3"]
+
+
+def webdataset_words(workdir: Path) -> list[str]:
+    for shard in range(2):
+        with tarfile.open(workdir / f"shard-{shard}.tar", "w") as archive:
+            for number, content in enumerate(labelled(64)):
+                info = tarfile.TarInfo(f"{number:04d}.safetensors")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return ["data.path=shard-{0..1}.tar", "data.num_classes=3"]
+
+
+def datasets_words(workdir: Path) -> list[str]:
+    rows = datasets.Dataset.from_dict({"x": [[1.0, 2.0]] * 128, "y": [i % 3 for i in range(128)]})
+    rows.save_to_disk(workdir / "rows")
+    return ["data.path=rows", "data.train.columns=[x,y]", "data.num_classes=3"]
+
+
+def text_words(workdir: Path) -> list[str]:
+    (workdir / "next_byte.py").write_text(
+        "from torch.nn import Embedding, Linear, Sequential\n"
+        "def build(num_classes):\n"
+        "    return Sequential(Embedding(num_classes, 8), Linear(8, num_classes))\n"
+    )
+    model = ["model=custom", "model._target_=next_byte.build", "model.num_classes=256", "task.class_dim=-1"]
+    return [*model, "data.train.block_size=16", "data.train.max_bytes=20000", "data.train.cache_dir=cache"]
+
+
 FORMATS = {
+    "lmdb": lmdb_words,
+    "tfrecord": tfrecord_words,
+    "webdataset": webdataset_words,
+    "datasets": datasets_words,
+    "text": text_words,
     "csv": csv_words,
     "parquet": parquet_words,
     "hdf5": hdf5_words,

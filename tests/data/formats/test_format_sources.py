@@ -141,6 +141,23 @@ def test_every_thread_has_values_of_its_own_where_it_must():
     assert other[1] == mine[1]
 
 
+def owner_in_child(kept, queue) -> None:
+    queue.put((kept[0], os.getpid()))
+
+
+@pytest.mark.parametrize("per_thread", [True, False])
+def test_a_forked_child_makes_its_own_values(per_thread):
+    kept = Kept(lambda key: os.getpid(), 4, per_thread)
+    assert kept[0] == os.getpid()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=owner_in_child, args=(kept, queue))
+    child.start()
+    value, owner = queue.get(timeout=60)
+    child.join(60)
+    assert value == owner != os.getpid()
+
+
 # --- extras, parts, places ----------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from trainrun.data.formats.image_folder import load
-from trainrun.data.formats.pictures import Form
+from trainrun.data.formats.pictures import Form, least_size
 from trainrun.errors import DataError
 
 COLOURS = {"cat": (200, 30, 60), "dog": (10, 220, 90)}
@@ -136,14 +136,21 @@ def test_pixels_are_those_of_the_file_and_floats_are_scaled():
     assert torch.equal(Form(dtype="float32").decode(content), expected / 255)
 
 
-def test_a_large_jpeg_decoded_at_a_part_of_its_size_differs_little():
-    content = bytes_of(gradient(512, 512), "JPEG", quality=95)
-    fast, slow = (Form((3, 32, 32), draft=draft).decode(content) for draft in (True, False))
+@pytest.mark.parametrize("fit", ["crop", "stretch"])
+@pytest.mark.parametrize("size", [(512, 512), (700, 400)])
+def test_a_large_jpeg_decoded_at_a_part_of_its_size_differs_little(fit, size):
+    content = bytes_of(gradient(*size), "JPEG", quality=95)
+    fast, slow = (Form((3, 32, 32), fit, draft=draft).decode(content) for draft in (True, False))
     assert not torch.equal(fast, slow)
     assert (fast.int() - slow.int()).abs().max() <= 4
     near = bytes_of(gradient(60, 60), "JPEG")
     same = [Form((3, 32, 32), draft=draft).decode(near) for draft in (True, False)]
     assert torch.equal(*same), "less than twice the size: decoded whole"
+
+
+@pytest.mark.parametrize(("fit", "least"), [("stretch", (64, 64)), ("crop", (128, 64))])
+def test_a_faster_decode_leaves_twice_of_what_is_wanted(fit, least):
+    assert least_size((800, 400), (32, 32), fit) == least
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -14,8 +14,10 @@ import torch
 from PIL import Image
 
 from trainrun.data.columns import Arrays
-from trainrun.data.formats import parquet
+from trainrun.data.formats import parquet, parquet_columns
 from trainrun.data.formats.parquet import load
+from trainrun.data.formats.parquet_columns import block_of, kind_of
+from trainrun.data.formats.pictures import Form
 from trainrun.errors import DataError
 
 N = 60
@@ -117,6 +119,21 @@ def test_lists_are_arrays_of_their_own_length(path):
     assert [w.tolist() for w in waves.__getitems__([5, 1])] == [[2.5, 2.5], [0.5]]
     assert waves[5].dtype == np.float32
     assert not hasattr(whole(path, inputs="picture", target="kind"), "lengths")
+
+
+@pytest.mark.parametrize("inputs", ["tokens", "vector", "waves"])
+def test_a_sample_that_is_written_to_changes_no_other(path, inputs):
+    source = whole(path, inputs=inputs, target="kind", in_memory=False)
+    before = source[5][0].tolist()
+    source[5][0][:] = 99
+    assert source[5][0].tolist() == before
+
+
+def test_a_part_of_a_table_begins_where_it_begins():
+    column = table()["tokens"].slice(9, 4)
+    block = block_of(kind_of(table().schema.field("tokens")), column, "float32", None, Form(), str)
+    assert [block.cell(row, str).tolist() for row in range(4)] == TOKENS[9:13]
+    assert parquet_columns._ends(pa.array(TOKENS).slice(3, 2)).tolist() == [0, 3, 7]
 
 
 def test_a_list_as_target_and_several_inputs(path):

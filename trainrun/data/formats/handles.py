@@ -39,10 +39,8 @@ class Kept:
         self._renew()
 
     def __getitem__(self, key: Hashable) -> Any:
-        if (
-            self._owner != os.getpid()
-        ):  # a forked child: the parent's lock may be held by a thread that is gone
-            self._renew()
+        if self._owner != os.getpid():
+            self._renew()  # a forked child: the lock may be held by a thread that is gone
         values = self._mine()
         with self._lock:
             if key in values:

@@ -179,15 +179,22 @@ def _kind(file: Path) -> str | None:
 def _faults_of(place: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the package raises what Arrow, JSON and the file system raise
+    except _faults() as error:
         text = str(error.__cause__ or error).strip().split("\n")[0]
         raise DataError(f"{place}: cannot be read, or damaged ({type(error).__name__}: {text})") from error
+
+
+def _faults() -> tuple[type[Exception], ...]:
+    """What Arrow, JSON and the file system raise, and the package itself."""
+    arrow = extra("pyarrow", "datasets", "datasets")
+    own = extra("datasets", "datasets", "datasets").exceptions.DatasetsError
+    return (OSError, EOFError, ValueError, KeyError, TypeError, arrow.ArrowException, own)
 
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
     """Without the package's own progress bars."""
-    was_on = datasets.are_progress_bars_enabled()
+    was_on = not datasets.utils.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         yield
@@ -205,7 +212,9 @@ def _with_plain_columns(dataset: Any, names: tuple[str, ...] | None) -> Any:
         if isinstance(feature, datasets.Image):
             dataset = dataset.cast_column(name, datasets.Image(decode=False))
         elif media := [kind for kind in MEDIA if f"{kind}(" in str(feature)]:
-            raise DataError(f"data.train.columns: column {name} holds {media[0]}, which is not read; choose others")
+            raise DataError(
+                f"data.train.columns: column {name} holds {media[0]}, which is not read; choose others"
+            )
     return dataset
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,12 @@ class LmdbStore:
 
     def __init__(self, file: Path, form: Form) -> None:
         self.files = (file,)
+        self._name = str(file)
         self._form = form
         self._keys: tuple[bytes, ...] | None = None
-        with _transaction(str(file)) as transaction:
+        with _opening(file):
+            environment = _ENVIRONMENTS.opened(self._name)
+        with environment.begin() as transaction:
             meta = transaction.get(META_KEY)
             try:
                 self.facts = Facts() if meta is None else decode_facts(meta)
@@ -76,7 +80,7 @@ class LmdbStore:
         return self._length
 
     def read(self, number: int) -> Any:
-        with _transaction(str(self.files[0])) as transaction:
+        with _opening(self.files[0]), _ENVIRONMENTS[self._name].begin() as transaction:
             content = transaction.get(self._key(number))
         if content is None:
             raise ValueError("there is no such record")
@@ -100,38 +104,51 @@ class _Environments:
     """The open environments of this process: LMDB allows each to be opened only once in a process."""
 
     def __init__(self) -> None:
+        self._watches_forks = False
         self._renew()
 
     def _renew(self) -> None:
-        self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[tuple[int, int], Any]] = {}
+        self._by_name: dict[str, Any] = {}
+        self._by_path: dict[str, tuple[tuple[int, int], Any]] = {}
+
+    def _leave_parent(self) -> None:
+        """In a forked child: LMDB forbids to go on with an environment from before the fork."""
+        inherited = list(self._by_path.values())
+        self._renew()
+        for _, environment in inherited:
+            environment.close()
 
     def __getitem__(self, file: str) -> Any:
-        if self._owner != os.getpid():  # LMDB forbids to go on with an environment behind a fork
-            inherited = list(self._open.values())
-            self._renew()
-            for _, environment in inherited:
-                environment.close()
+        found = self._by_name.get(file)
+        return self.opened(file) if found is None else found
+
+    def opened(self, file: str) -> Any:
+        """Opened anew where another file now has the name."""
         path, state = os.path.realpath(file), os.stat(file)
         identity = (state.st_ino, state.st_mtime_ns)
         with self._lock:
-            known, environment = self._open.get(path, (None, None))
-            if known != identity:  # another file now has this name
+            if not self._watches_forks:
+                os.register_at_fork(after_in_child=self._leave_parent)
+                self._watches_forks = True
+            known, environment = self._by_path.pop(path, (None, None))
+            if known != identity:
+                self._by_name.clear()
                 if environment is not None:
                     environment.close()
-                self._open.pop(path, None)
                 environment = _opened(path, state.st_size)
-                self._open[path] = (identity, environment)
+            self._by_path[path] = (identity, environment)
+            self._by_name[file] = environment
         return environment
 
 
 _ENVIRONMENTS = _Environments()
 
 
-def _transaction(file: str) -> Any:
+@contextmanager
+def _opening(file: Path) -> Iterator[None]:
     try:
-        return _ENVIRONMENTS[file].begin()
+        yield
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from error
 

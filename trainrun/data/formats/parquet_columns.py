@@ -42,7 +42,7 @@ def kind_of(field: Any) -> Kind:
     if types.is_dictionary(type_):
         type_ = type_.value_type
     if _is_number(type_):
-        return Kind(column, "number", column, np.dtype(type_.to_pandas_dtype()), text=text)
+        return Kind(column, "number", column, _dtype(type_), text=text)
     if types.is_string(type_) or types.is_large_string(type_):
         return Kind(column, "word", column, text=text)
     if _is_bytes(type_):
@@ -52,11 +52,17 @@ def kind_of(field: Any) -> Kind:
         if index >= 0 and _is_bytes(type_.field(index).type):
             return Kind(column, "picture", f"{column}.bytes", text=text)
     if types.is_fixed_size_list(type_) and _is_number(type_.value_type):
-        dtype = np.dtype(type_.value_type.to_pandas_dtype())
+        dtype = _dtype(type_.value_type)
         return Kind(column, "fixed", column, dtype, type_.list_size, text)
     if (types.is_list(type_) or types.is_large_list(type_)) and _is_number(type_.value_type):
-        return Kind(column, "list", column, np.dtype(type_.value_type.to_pandas_dtype()), text=text)
+        return Kind(column, "list", column, _dtype(type_.value_type), text=text)
     return Kind(column, "other", column, text=text)
+
+
+def _dtype(type_: Any) -> np.dtype[Any]:
+    empty = pyarrow().array([], type_).to_numpy(zero_copy_only=False)  # to_pandas_dtype() would need pandas
+    dtype: np.dtype[Any] = np.dtype(empty.dtype)
+    return dtype
 
 
 def _is_number(type_: Any) -> bool:

@@ -101,7 +101,8 @@ class Shards:
         """`size` bytes of file `number` from `place` on. DataError: they are not there (any more)."""
         path = str(self.files[number])
         try:
-            content = self._read(self._open[path].descriptor, place, size)
+            file = self._open[path]  # held while it is read: another thread may drop it from those kept open
+            content = self._read(file.descriptor, place, size)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
         if len(content) != size:

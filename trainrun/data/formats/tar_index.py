@@ -67,6 +67,7 @@ def members(read: Read, size: int, start: int = 0) -> Iterator[Member]:
             long_name, long_size = None, None
             begin = end + -end % BLOCK
         place = end + -end % BLOCK
+    raise ValueError("cut short: the block of zeros at its end is missing")
 
 
 def _check(header: bytes, place: int) -> None:
@@ -105,7 +106,7 @@ def _pax(content: bytes, place: int) -> tuple[str | None, int | None]:
         word = content[position : position + 20].partition(b" ")[0]
         length = int(word) if word.isdigit() and len(word) < 10 else 0
         record = content[position + len(word) + 1 : position + length]
-        if length < len(word) + 4 or not record.endswith(b"\n"):
+        if not len(word) + 4 <= length <= len(content) - position or not record.endswith(b"\n"):
             raise ValueError(f"a damaged pax header at byte {place}")
         key, _, value = record[:-1].partition(b"=")
         if key == b"path":

@@ -61,7 +61,7 @@ class TextSamples:
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Blocks in one gather."""
-        chosen = np.asarray(indices)
+        chosen = np.asarray(indices, dtype=np.int64)
         sizes = self._ends[chosen] - self._begins[chosen]
         if len(chosen) == 0 or (sizes != sizes[0]).any():
             return [self[int(index)] for index in chosen]
@@ -122,10 +122,12 @@ def load(path: str | None, split: str, kind: str = "blocks", block_size: int = 2
         begins, ends = _spans(tokens.sample_ends, part)
     if len(begins) == 0:
         source = "Python's sources" if place is None else f"{key}={place}"
-        needed = f"block_size + 1 = {block_size + 1}" if kind == "blocks" else "2 in a sample"
+        needed = f"block_size + 1 = {block_size + 1}" if kind == "blocks" else f"2 in one of its {kind}"
+        smaller = "a smaller data.train.block_size or " if kind == "blocks" else ""
         raise DataError(
-            f"{source}: {tokens.num_tokens} tokens are too few for the {split} part (val_fraction={val_fraction:g}): "
-            f"it needs at least {needed}; choose a smaller data.train.block_size or another data.train.val_fraction"
+            f"{source}: {tokens.num_tokens} tokens are too few for the {split} part "
+            f"(val_fraction={val_fraction:g}): it needs at least {needed}; choose {smaller}another "
+            "data.train.val_fraction"
         )
     return TextSamples(tokens, text, begins, ends)
 

@@ -170,19 +170,15 @@ def _scanned(shards: Shards, number: int) -> Places:
 
 def _indexed(index: Path, file: Path, size: int) -> Places:
     try:
-        places = np.loadtxt(index, dtype=np.int64, ndmin=2)
-    except (OSError, ValueError) as error:
+        rows = [tuple(map(int, line.split())) for line in index.read_text(encoding="ascii").splitlines()]
+        places = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    except (OSError, ValueError, OverflowError) as error:
         raise DataError(
             f"{index}: cannot be read ({error}); delete it, and the data itself is read"
         ) from error
-    ends = places.sum(1) if places.shape[1:] == (2,) else None
-    whole = ends is not None and len(ends) and places[0, 0] == 0 and ends[-1] == size
-    if (
-        ends is None
-        or not whole
-        or (places[1:, 0] != ends[:-1]).any()
-        or (places[:, 1] < HEADER + FOOTER).any()
-    ):
+    begins, ends = places[:, 0], places.sum(1)
+    fits = np.array_equal(begins, [0, *ends[:-1]]) if len(places) else size == 0
+    if not fits or (len(places) and ends[-1] != size) or (places[:, 1] < HEADER + FOOTER).any():
         raise DataError(
             f"{index}: does not fit {file} of {size} bytes (a line 'offset size' for each record, without "
             "gaps); delete it, and the data itself is read"
