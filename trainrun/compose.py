@@ -120,6 +120,8 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not a config of a run ({first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
+    if cfg.model is None:
+        raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
     words = split_words(overrides)
     known = groups([conf_dir()])
     translate(words, lambda *_: False, lambda name: False)

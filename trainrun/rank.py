@@ -41,7 +41,7 @@ from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
-from trainrun.rundir import RunDir, read_json, write_json
+from trainrun.rundir import RunDir, read_identity, read_json, write_json
 from trainrun.showcase import show
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
@@ -71,7 +71,7 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
             closing.enter_context(unloaded_compiler())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         site = Site(
-            run, read_json(run.identity)["run_id"], parallel, flag,
+            run, read_identity(run)["run_id"], parallel, flag,
             listeners.monitors if listeners is not None else [],
             listeners.on_position if listeners is not None else None,
             listeners.on_log if listeners is not None else None,
@@ -103,7 +103,7 @@ def note_data(run: RunDir, parts: Parts) -> None:
     """What the data said of itself, for `load_model`, which builds the model without the data."""
     facts = parts.data_facts
     told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
-    write_json(run.identity, read_json(run.identity) | {"data": told})
+    write_json(run.identity, read_identity(run) | {"data": told})
 
 
 def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:

@@ -17,14 +17,14 @@ from trainrun.interfaces import DataFacts
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
-from trainrun.rundir import RunDir, read_json
+from trainrun.rundir import RunDir, read_identity
 from trainrun.signals import StopFlag
 
 
 def load_model(run: RunDir, which: str) -> nn.Module:
     """The network alone, with its averaged weights where the run kept them; nothing else is built."""
     loaded = load_checkpoint(run, which)
-    told = read_json(run.identity).get("data", {})
+    told = read_identity(run).get("data", {})
     facts = DataFacts(
         shape=tuple(told["shape"]) if told.get("shape") else None, num_classes=told.get("num_classes")
     )
@@ -51,7 +51,7 @@ def parts_of(run: RunDir, which: str, overrides: list[str]) -> tuple[Parts, RunC
     config = load_config(run.config, overrides)
     config.trainer.ema.enabled = False  # the averaged weights are loaded into the model itself
     device = choose_device(config.parallel.accelerator, local_rank=0)
-    site = Site(run, read_json(run.identity)["run_id"], Single(device), StopFlag(), [])
+    site = Site(run, read_identity(run)["run_id"], Single(device), StopFlag(), [])
     parts, _ = build_parts(config, site)
     folder = resolve(run.checkpoints, which)
     load_weights(parts.model, read_checkpoint(folder))

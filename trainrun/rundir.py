@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -122,3 +123,16 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """The value of a JSON file; raises OSError or ValueError."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_identity(run: RunDir) -> dict[str, Any]:
+    """What RUN.json holds. Raises ConfigError where the folder is not whole."""
+    told: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        told = read_json(run.identity)
+    if not isinstance(told, dict) or not isinstance(told.get("run_id"), str):
+        raise ConfigError(
+            f"{run.identity}: {'damaged' if run.identity.exists() else 'missing'}, so this is no whole run folder; "
+            f"start the run anew (ckpt_path={run.root} takes over a checkpoint)"
+        )
+    return told

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import sys
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from trainrun.compose import Composition, load_config, save_config
 from trainrun.config import RunConfig
@@ -19,9 +17,9 @@ from trainrun.monitor.readable import counted
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
-from trainrun.rundir import RunDir, cannot_write, read_json, write_json, write_text
+from trainrun.rundir import RunDir, cannot_write, write_json, write_text
 from trainrun.signals import StopFlag, catch_signals
-from trainrun.status import run_status
+from trainrun.status import read_status, run_status
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,7 @@ def new_run(composition: Composition, words: list[str]) -> RunDir:
 
 def forget_failure(run: RunDir) -> bool:
     """Whether the run here failed or was stopped before anything was saved; what it wrote is taken away, then."""
-    state = "stopped"  # where it was interrupted before it could say so
-    with contextlib.suppress(FileNotFoundError):
-        state = read_json(run.status).get("state")
+    state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
     if state not in ("failed", "stopped") or any(run.checkpoints.glob("step-*")):
         return False
     for path in (run.config, run.metrics, run.log, run.status):
@@ -132,9 +128,7 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str]) -> int:
 
 def finished(run: RunDir, config: RunConfig) -> str:
     """What to say of a run that has come to its end and, with this config, would end there again; else nothing."""
-    status: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        status = read_json(run.status)
+    status = read_status(run)
     if status.get("state") != "done" or external_ranks():  # other ranks wait for this one
         return ""
     before = load_config(run.config, [])

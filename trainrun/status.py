@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import time
@@ -73,10 +72,10 @@ def _note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
 
 def _note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
     """Says what is lost. The status of a run that had ended stays; so does one whose resume had not begun."""
-    with contextlib.suppress(OSError, ValueError):
-        if read_json(run.status)["state"] != "running":
-            return "interrupted; the run itself had ended"
-    if earlier is not None and run.config_before.exists() and json.loads(earlier)["state"] != "running":
+    state = read_status(run).get("state")
+    if state not in (None, "running"):
+        return "interrupted; the run itself had ended"
+    if earlier is not None and run.config_before.exists() and '"state": "running"' not in earlier:
         write_text(run.status, earlier)
         return "interrupted before it went on; the run is as it was"
     saved = any(run.checkpoints.glob("step-*"))
@@ -87,13 +86,20 @@ def _note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
     return message
 
 
+def read_status(run: RunDir) -> dict[str, Any]:
+    """The fields of `status.json`; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        status = read_json(run.status)
+        if isinstance(status, dict):
+            return status
+    return {}
+
+
 def write_status(
     run: RunDir, config: RunConfig, state: str, exit_code: int | None, message: str, **facts: Any
 ) -> None:
     """Replaces `status.json`; what an earlier status knew (best value, steps) is kept until it is said anew."""
-    earlier: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        earlier = read_json(run.status)
+    earlier = read_status(run)
     overrides = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.exists() else []
     status: dict[str, Any] = {
         "value": None, "monitor": None, "mode": None, "best_step": None, "step": 0, "epoch": 0.0,

@@ -6,7 +6,7 @@ import errno
 import json
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -282,3 +282,60 @@ def test_a_full_disk_is_a_failed_run_that_says_how_it_goes_on(
     status = json.loads((project / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert told in status["message"]
+
+
+def no_identity(run: Path) -> None:
+    (run / "RUN.json").unlink()
+
+
+def damaged_identity(run: Path) -> None:
+    (run / "RUN.json").write_text("{")
+
+
+def damaged_config(run: Path) -> None:
+    (run / "config.yaml").write_text("data: [")
+
+
+def empty_config(run: Path) -> None:
+    (run / "config.yaml").write_text("")
+
+
+def plots_is_a_file(run: Path) -> None:
+    (run / "plots").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "said"),
+    [
+        (no_identity, ["evaluate", "run"], "RUN.json: missing, so this is no whole run folder"),
+        (no_identity, ["resume", "run", "trainer.max_epochs=2"], "RUN.json: missing"),
+        (damaged_identity, ["predict", "run"], "RUN.json: damaged"),
+        (damaged_config, ["report", "run", "other"], "config.yaml: not a config of a run"),
+        (empty_config, ["evaluate", "run"], "it is empty, or names no model"),
+        (plots_is_a_file, ["report", "run"], "plots: cannot write there (File exists)"),
+        (plots_is_a_file, ["report", "run", "other", "--out", "run/plots"], "run/plots: cannot write there"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_run_folder_that_is_not_whole(
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    words: list[str],
+    said: str,
+) -> None:
+    for name in ("run", "other"):
+        assert main([*QUIET, f"output_dir={name}"]) == 0
+    damage(project / "run")
+    assert main(words) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("status", ["[", "[]", "{}"])
+def test_a_status_that_cannot_be_read_stops_nobody(project: Path, status: str) -> None:
+    assert main([*QUIET, "output_dir=run"]) == 0
+    (project / "run" / "status.json").write_text(status)
+    assert main(["resume", "run"]) == 0
+    assert json.loads((project / "run" / "status.json").read_text())["state"] == "done"

@@ -31,6 +31,17 @@ def main(argv: list[str]) -> int:
     if words.out is not None and len(runs) == 1:
         raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
 
+    try:
+        draw_all(runs, words.out)
+    except BrokenPipeError:  # of who reads what is printed
+        raise
+    except OSError as error:
+        raise ConfigError(f"{error.filename or 'report'}: cannot write there ({error.strerror})") from error
+    return EXIT_DONE
+
+
+def draw_all(runs: list[RunDir], out: Path | None) -> None:
+    """Each run, then several side by side."""
     from trainrun.plots.curves import draw_run
     from trainrun.plots.report import draw_report
 
@@ -40,11 +51,10 @@ def main(argv: list[str]) -> int:
     if len(runs) > 1:
         from trainrun.plots.compare import compare
 
-        comparison = compare(runs, words.out or runs[0].root.parent)
+        comparison = compare(runs, out or runs[0].root.parent)
         print(f"\n{comparison.table}\n")
         for path in comparison.files:
             print(path)
-    return EXIT_DONE
 
 
 def find_run(folder: str) -> RunDir:

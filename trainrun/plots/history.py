@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+from trainrun.errors import DataError
 from trainrun.monitor.metrics_file import Row, read_rows
 from trainrun.rundir import RunDir, read_json
 
@@ -64,9 +65,16 @@ def read_config(run: RunDir) -> dict[str, Any]:
     """The finished config of a run as plain values; empty where the folder has none."""
     if not run.config.is_file():
         return {}
+    import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    config = OmegaConf.to_container(OmegaConf.load(run.config))
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(run.config))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise DataError(
+            f"{run.config}: not a config of a run ({str(error).partition(chr(10))[0]})"
+        ) from error
     return {str(name): value for name, value in config.items()} if isinstance(config, dict) else {}
 
 

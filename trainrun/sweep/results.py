@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
-from trainrun.rundir import RunDir, read_json
+from trainrun.rundir import RunDir
+from trainrun.status import read_status as status_of
 
 OUTPUT = "run.out"  # what a job prints
 STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
@@ -37,12 +38,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """The fields of `status.json`; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        status = read_json(RunDir(folder).status)
-        if isinstance(status, dict):
-            return status
-    return {}
+    return status_of(RunDir(folder))
 
 
 def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any] | None = None) -> Result:
