@@ -57,16 +57,8 @@ def test_a_run_trains_with_the_words(kind: str, to: str, workdir: Path, capsys: 
     source, *settings = SOURCES[kind](workdir)
     assert convert(source, "o u,t", "--to", to, "--num-workers", "0", *settings) == 0
     words = use_of(capsys.readouterr().out)
-    code = main(
-        [
-            *words,
-            "trainer.max_steps=2",
-            "data.batch_size=4",
-            "hydra.run.dir=run",
-            "monitor=fast",
-            "parallel.accelerator=cpu",
-        ]
-    )
+    settings = ["trainer.max_steps=2", "data.batch_size=4", "monitor=fast", "parallel.accelerator=cpu"]
+    code = main([*words, *settings, "hydra.run.dir=run"])
     assert code == 0, capsys.readouterr()
 
 

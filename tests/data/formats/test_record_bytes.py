@@ -74,7 +74,7 @@ def test_numpy_scalars_and_big_endian_arrays_become_plain_arrays():
     assert same(big, np.arange(3, dtype=np.int32))
 
 
-@pytest.mark.parametrize("part", [{1, 2}, object(), None, (1, (2, 3)), {"a": {"b": 1}}, np.array(["a"])])
+@pytest.mark.parametrize("part", [{1, 2}, object(), None, (1, (2, object())), {"a": {"b": None}}, np.array(["a"])])
 def test_other_parts_are_refused(part):
     with pytest.raises(TypeError, match="allowed"):
         encode_sample((1, part))
@@ -150,3 +150,23 @@ def test_facts_come_back_and_are_checked():
     ):
         with pytest.raises(ValueError):
             decode_facts(wrong)
+
+
+@pytest.mark.parametrize(
+    "sample", [(1, (2, 3)), {"a": {"b": 1}, "a.b": [2, {"c": "d"}]}, ({"x": 1, "y": (2,)}, 3), [[], ()]]
+)
+def test_containers_in_containers(sample):
+    assert decode_sample(encode_sample(sample)) == sample
+
+
+@pytest.mark.parametrize(
+    "tree", ["0.0", [], {}, {"set": []}, {"dict": ["0.0"]}, {"tuple": ["no such part"]}, {"tuple": 1}]
+)
+def test_a_damaged_tree_is_a_fault(tree):
+    content = encode_sample(((1,),))
+    old = json.dumps({"tuple": [{"tuple": ["0.0.0"]}]})
+    header = content.replace(json.dumps(old)[1:-1].encode(), json.dumps(json.dumps(tree))[1:-1].encode())
+    assert header != content
+    size = int.from_bytes(content[:8], "little") + len(header) - len(content)
+    with pytest.raises(ValueError):
+        decode_sample(size.to_bytes(8, "little") + header[8:])

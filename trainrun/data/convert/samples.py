@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.columns import Columns, columns_of
 from trainrun.data.formats.image_folder import ImageFolder
+from trainrun.data.open import facts_of
 from trainrun.errors import DataError, TrainrunError
 from trainrun.usercode import line_of
 
@@ -38,9 +39,8 @@ class Samples:
         self._length = self._counted()
         if self._length == 0:
             raise DataError(f"{key}: the data set is empty; there is nothing to convert")
-        names = getattr(source, "class_names", None) or getattr(source, "classes", None) or ()
-        self.class_names = tuple(str(name) for name in names)
-        self.num_classes: int | None = getattr(source, "num_classes", None) or len(self.class_names) or None
+        facts = facts_of(source, key)
+        self.class_names, self.num_classes = facts.class_names, facts.num_classes
         self.looked_at = list(self._look())
         self.sample_bytes = max(1, sum(map(self._size, self.looked_at)) // len(self.looked_at))
 

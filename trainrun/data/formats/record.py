@@ -2,8 +2,9 @@
 
 The bytes are a safetensors file (https://github.com/huggingface/safetensors: 8 bytes length of the
 header, the header as JSON, the arrays), which any reader of that format opens. Its metadata say how the
-arrays form the sample: `container` ("one", "tuple", "list" or "dict") and `kinds`, a JSON object from
-the name of each part, in order, to what it was: an array, a tensor, a number, text or bytes.
+arrays form the sample: `container` ("one", "tuple", "list", "dict", or "nested" with a `tree` of those)
+and `kinds`, a JSON object from the name of each part, in order, to what it was: an array, a tensor, a
+number, text or bytes.
 
 Beside the samples stands what is known of all of them (`Facts`): in LMDB under the key `__meta__`, for
 files in `meta.json` of their folder.
@@ -42,13 +43,15 @@ class Facts:
 
 
 def encode_sample(sample: Any) -> bytes:
-    """TypeError: a part of another type, or containers inside containers."""
+    """TypeError: a part of another type."""
     container, parts = _parts(sample)
     kinds, arrays = {}, {}
     for name, part in parts.items():
         kinds[name], code, shape, content = _encoded(part)
         arrays[name] = (code, shape, content)
     metadata = {"container": container, "kinds": json.dumps(kinds)}
+    if container == "nested":
+        metadata["tree"] = json.dumps(_tree(sample, "", []))
     header: dict[str, Any] = {METADATA: metadata}
     position, contents = 0, []
     # Wide types first: so each array begins at a multiple of its width.
@@ -84,6 +87,11 @@ def decode_sample(content: bytes | memoryview) -> Any:
         return values[0]
     if container in ("tuple", "list"):
         return tuple(values) if container == "tuple" else values
+    if container == "nested":
+        try:
+            return _grown(_object(metadata.get("tree")), dict(zip(kinds, values, strict=True)))
+        except RecursionError as error:
+            raise ValueError("its parts are nested too deeply") from error
     if container != "dict":
         raise ValueError(f"unknown container {container!r} of {len(values)} parts")
     return dict(zip(kinds, values, strict=True))
@@ -118,6 +126,11 @@ def decode_facts(content: bytes | memoryview) -> Facts:
 
 
 def _parts(sample: Any) -> tuple[str, dict[str, Any]]:
+    inner = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else ()
+    if any(isinstance(part, Mapping | tuple | list) for part in inner):
+        leaves: list[tuple[str, Any]] = []
+        _tree(sample, "", leaves)
+        return "nested", dict(leaves)
     if isinstance(sample, Mapping):
         if wrong := [name for name in sample if not isinstance(name, str) or name == METADATA]:
             raise TypeError(f"the name {wrong[0]!r} of a part: names must be text, and not {METADATA}")
@@ -126,6 +139,32 @@ def _parts(sample: Any) -> tuple[str, dict[str, Any]]:
         container = "tuple" if isinstance(sample, tuple) else "list"
         return container, {str(number): part for number, part in enumerate(sample)}
     return "one", {"0": sample}
+
+
+def _tree(value: Any, path: str, leaves: list[tuple[str, Any]]) -> Any:
+    """The containers as JSON, with a name in place of each leaf, which is added to `leaves`."""
+    if isinstance(value, Mapping):
+        if wrong := [name for name in value if not isinstance(name, str)]:
+            raise TypeError(f"the name {wrong[0]!r} of a part: names must be text")
+        return {"dict": {name: _tree(part, f"{path}.{name}", leaves) for name, part in value.items()}}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_tree(part, f"{path}.{number}", leaves) for number, part in enumerate(value)]}
+    leaves.append((f"{len(leaves)}{path}", value))
+    return leaves[-1][0]
+
+
+def _grown(tree: Any, values: dict[str, Any]) -> Any:
+    """The reverse. ValueError: not what `_tree` gives."""
+    if isinstance(tree, str) and tree in values:
+        return values[tree]
+    kind, inner = next(iter(tree.items())) if isinstance(tree, dict) and len(tree) == 1 else ("", None)
+    if kind == "dict" and isinstance(inner, dict):
+        return {name: _grown(part, values) for name, part in inner.items()}
+    if kind in ("tuple", "list") and isinstance(inner, list):
+        parts = [_grown(part, values) for part in inner]
+        return tuple(parts) if kind == "tuple" else parts
+    raise ValueError("its metadata have a damaged tree of parts")
 
 
 def _encoded(part: Any) -> tuple[str, str, Sequence[int], bytes]:
