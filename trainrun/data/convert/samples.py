@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainrun.data.columns import Columns, columns_of
+from trainrun.data.facts import facts_of
 from trainrun.data.formats.image_folder import ImageFolder
-from trainrun.data.open import facts_of
 from trainrun.errors import DataError, TrainrunError
 from trainrun.usercode import line_of
 
