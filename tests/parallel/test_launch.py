@@ -23,7 +23,7 @@ Start = Callable[..., int]
 RANK = """
 import os, signal, time
 from trainrun.errors import DataError, TrainingError
-from trainrun.parallel.rank import LostContact, die_with_parent, run_rank
+from trainrun.parallel.rank import LostContact, die_with_parent, run_rank, say_listening
 from trainrun.signals import EXIT_CODE_OF_STOP, StopFlag, catch_signals
 die_with_parent(float(os.environ.get("SAVE_SECONDS", "30")))
 rank = int(os.environ["RANK"])
@@ -48,6 +48,7 @@ def train():
     return EXIT_CODE_OF_STOP[flag.request]
 
 with catch_signals(flag):
+    say_listening()
     sys.exit(run_rank(run, rank, work))
 """
 

@@ -47,6 +47,15 @@ def test_all_jobs_in_order_and_the_best_on_top(
     )
 
 
+def test_a_picture_that_cannot_be_written_leaves_the_table(
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "sweep.png").mkdir()
+    assert run_sweep(["lr=0.1,0.3"], tmp_path, command) == 0
+    assert "sweep.png cannot be written (Is a directory)" in capsys.readouterr().out
+    assert len(table(tmp_path)) == 2
+
+
 def test_the_smallest_is_best_where_the_jobs_say_so(tmp_path: Path, command: Command):
     assert run_sweep(["lr=0.2,0.1,0.3", "mode=min"], tmp_path, command) == 0
     assert [row["value"] for row in table(tmp_path)] == ["0.1", "0.2", "0.3"]

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
+from trainrun.parallel.rank import listening_file
 from trainrun.rundir import RunDir, read_json
 from trainrun.signals import catch_stops, stops_held_back
 
@@ -75,8 +76,8 @@ def launch(
     grace_seconds: time for the ranks to finish their step and save, once a signal asked them to stop.
     env: of the ranks; this process's own if None.
     Raises RankFailed, after `max_restarts` new attempts; a fault of the user's is not tried again.
-    Raises KeyboardInterrupt at the second Ctrl-C: all ranks are killed, nothing more is saved; and where
-    the first one came after the last step.
+    Raises KeyboardInterrupt at the second Ctrl-C, or one before the ranks can listen: all are killed, nothing
+    more is saved; and where the first one came after the last step.
     """
     with received_signals() as received:
         for attempt in range(max_restarts + 1):
@@ -89,7 +90,7 @@ def launch(
             except RankFailed as failed:
                 if attempt == max_restarts or received or failed.exit_code == EXIT_USAGE:
                     raise
-                note(f"{failed}; the ranks start again ({attempt + 1} of {max_restarts})")
+                note(f"{failed}; the ranks start again ({attempt + 1} of {max_restarts} restarts)")
     raise AssertionError("the loop returns or raises")
 
 
@@ -118,11 +119,12 @@ def run_attempt(
         run_dir.rank_error(rank).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="trainrun-") as folder:  # local: the file is locked, NFS is risky
         ranks: list[Rank] = []
+        store = Path(folder, "store")
         try:
             for rank in range(world_size):
-                own = env | rank_environment(env, rank, world_size, Path(folder, "store"))
+                own = env | rank_environment(env, rank, world_size, store)
                 ranks.append(start_rank(command, rank, run_dir, own))
-            return watch(ranks, run_dir, received, grace_seconds)
+            return watch(ranks, run_dir, received, grace_seconds, store)
         except BaseException:
             end(ranks)
             release_terminal()
@@ -176,8 +178,11 @@ def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str
         )
 
 
-def watch(ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds: float) -> int:
-    """Waits for the ranks, passes a stop on, and finds out what went wrong if something did."""
+def watch(ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds: float, store: Path) -> int:
+    """Waits for the ranks, passes a stop on, and finds out what went wrong if something did.
+
+    A Ctrl-C is not kept for ranks that still import: they have nothing to save.
+    """
     deaths: dict[int, float] = {}
     deadline = math.inf
     while True:
@@ -187,6 +192,11 @@ def watch(ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds
         if None not in codes:
             return max(rank.returncode for rank in ranks)
         if received and deadline == math.inf:
+            if received[0] == signal.SIGINT and not all(
+                listening_file(store, rank).exists() for rank in range(len(ranks))
+            ):
+                kill(ranks)
+                raise KeyboardInterrupt
             send(ranks, received[0])
             deadline = time.monotonic() + grace_seconds
         elif len(received) > 1 and received[-1] == signal.SIGINT:

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
 from trainrun.rundir import RunDir, write_json
@@ -34,6 +35,15 @@ def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
     """
     parent = int(os.environ.get("TRAINRUN_DRIVER", os.getppid()))
     threading.Thread(target=outlive_briefly, args=(parent, save_seconds), daemon=True).start()
+
+
+def say_listening() -> None:
+    """Called once stop signals are heard: from then on the driver waits for a save."""
+    listening_file(Path(os.environ["TRAINRUN_STORE"]), int(os.environ["RANK"])).touch()
+
+
+def listening_file(store: Path, rank: int) -> Path:
+    return store.with_name(f"listening{rank}")
 
 
 def outlive_briefly(parent: int, save_seconds: float) -> None:

@@ -12,7 +12,7 @@ from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.group import init_group
-from trainrun.parallel.rank import die_with_parent, run_rank
+from trainrun.parallel.rank import die_with_parent, run_rank, say_listening
 from trainrun.rundir import RunDir
 from trainrun.signals import StopFlag, catch_signals
 
@@ -47,6 +47,8 @@ def run_as_rank(run_dir: RunDir, options: Options, work: Work, store: Store | No
         return code
 
     with catch_signals(flag):
+        if store is None:  # else nobody of ours started this rank
+            say_listening()
         return run_rank(run_dir, int(os.environ["RANK"]), whole)
 
 

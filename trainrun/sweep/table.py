@@ -25,8 +25,11 @@ def conclude(sweep: Sweep) -> None:
     if any(job.result.value is not None for job in jobs):
         from trainrun.sweep.picture import draw_sweep
 
-        draw_sweep(sweep.folder / "sweep.png", jobs, keys)
-        print(f"picture: {sweep.folder / 'sweep.png'}")
+        try:
+            draw_sweep(sweep.folder / "sweep.png", jobs, keys)
+            print(f"picture: {sweep.folder / 'sweep.png'}")
+        except OSError as error:  # the table is what counts
+            print(f"picture: {sweep.folder / 'sweep.png'} cannot be written ({error.strerror})")
     if any(sweep.jobs[num].result.state != "done" for num in sweep.wanted):
         print(f"the same words with hydra.sweep.dir={sweep.folder} run what is not done", flush=True)
 
