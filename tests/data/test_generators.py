@@ -1,6 +1,8 @@
 """The hook: a parameter `generator` gets a torch.Generator seeded by (seed, epoch, index)."""
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -110,3 +112,12 @@ def test_which_generator_was_used(draw, which):
     before = states()
     draw()
     assert moved(before) == which
+
+
+def test_guarding_a_thread_does_not_import_the_compiler():
+    code = (
+        "import sys, torch; from trainrun.data.generators import guarded\n"
+        "with guarded((1,), 'it'): torch.ones(2) + 1\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -113,6 +113,11 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # how torch ha
         self.what = what
         self.fault: GlobalDraw | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Or torch wraps the method below so that its first call imports torch._dynamo, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())

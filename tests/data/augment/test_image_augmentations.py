@@ -197,6 +197,8 @@ def test_channels_and_number_types_that_do_not_fit_are_refused() -> None:
     ("build", "text"),
     [
         (lambda: RandomCrop(0), "padding=0: must be 1 or more"),
+        (lambda: RandomCrop(1.5), r"padding=1\.5: must be a whole number"),
+        (lambda: MixUp(num_classes=10.5), r"num_classes=10\.5: must be a whole number"),
         (lambda: RandomFlip(1.5), r"p=1\.5: must be between 0 and 1"),
         (lambda: Cutout(0), "size=0: must be 1 or more"),
         (lambda: Normalize(0.5, 0), "std=0: must be above 0"),

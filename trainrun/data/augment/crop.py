@@ -24,9 +24,11 @@ class RandomCrop:
     random = True
 
     def __init__(self, padding: int = 4) -> None:
+        if padding != int(padding):
+            raise ConfigError(f"padding={padding}: must be a whole number")
         if padding < 1:
             raise ConfigError(f"padding={padding}: must be 1 or more")
-        self.padding = padding
+        self.padding = int(padding)
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)

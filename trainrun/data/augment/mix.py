@@ -86,9 +86,12 @@ class Mixture:
             raise ConfigError(f"alpha={alpha}: must be above 0 and at most {LARGEST_ALPHA:g}")
         if not 0 <= p <= 1:
             raise ConfigError(f"p={p}: must be between 0 and 1")
+        if num_classes is not None and num_classes != int(num_classes):
+            raise ConfigError(f"num_classes={num_classes}: must be a whole number")
         if num_classes is not None and num_classes < 2:
             raise ConfigError(f"num_classes={num_classes}: must be 2 or more")
-        self.alpha, self.num_classes, self.p = alpha, num_classes, p
+        self.alpha, self.p = alpha, p
+        self.num_classes = None if num_classes is None else int(num_classes)
         self.checked = False
 
     def weight(self, draws: Draws) -> Tensor:
