@@ -74,7 +74,9 @@ def test_numpy_scalars_and_big_endian_arrays_become_plain_arrays():
     assert same(big, np.arange(3, dtype=np.int32))
 
 
-@pytest.mark.parametrize("part", [{1, 2}, object(), None, (1, (2, object())), {"a": {"b": None}}, np.array(["a"])])
+@pytest.mark.parametrize(
+    "part", [{1, 2}, object(), None, (1, (2, object())), {"a": {"b": None}}, np.array(["a"])]
+)
 def test_other_parts_are_refused(part):
     with pytest.raises(TypeError, match="allowed"):
         encode_sample((1, part))

@@ -126,7 +126,9 @@ def decode_facts(content: bytes | memoryview) -> Facts:
 
 
 def _parts(sample: Any) -> tuple[str, dict[str, Any]]:
-    inner = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else ()
+    inner = (
+        sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else ()
+    )
     if any(isinstance(part, Mapping | tuple | list) for part in inner):
         leaves: list[tuple[str, Any]] = []
         _tree(sample, "", leaves)
