@@ -10,7 +10,7 @@ from torch import nn
 
 from trainrun.data.sequences.collate import Packed, Padded
 from trainrun.data.sequences.fields import Cut, Pieces
-from trainrun.data.sequences.segments import next_token_target, segment_mask
+from trainrun.data.sequences.segments import segment_mask
 from trainrun.errors import PluginError
 from trainrun.task.batches import inputs_and_target, run_model
 
@@ -122,7 +122,6 @@ def test_segment_masks_and_next_tokens():
     ids = torch.tensor([[1, 1, 2, 0]])
     assert segment_mask(ids).int()[0, 0].tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     assert segment_mask(ids, causal=True).int()[0, 0, 0].tolist() == [1, 0, 0, 0]
-    assert next_token_target(torch.tensor([[7, 8, 9, 9]]), ids).tolist() == [[8, -100, -100, -100]]
 
 
 class Takes(nn.Module):
