@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from trainrun.backends import set_backends, set_threads
 from trainrun.build_data import build_sources, build_transform, check_classes, open_split
+from trainrun.build_model import build_model, transform_model
+from trainrun.build_optimizer import SCHEDULE_KEYS, build_optimizer_of, build_schedule_of
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
 from trainrun.config import RunConfig
 from trainrun.data.facts import facts_of
 from trainrun.data.skips import report_to
-from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.instantiate import bind_faults, build, locate
-from trainrun.interfaces import DataFacts, Monitor, Parallel, RunFacts
+from trainrun.errors import ConfigError, PluginError
+from trainrun.instantiate import bind_faults, build
+from trainrun.interfaces import Monitor, Parallel, RunFacts
 from trainrun.monitor.board import Board
-from trainrun.optimizer.build import build_optimizer
 from trainrun.optimizer.ema import Ema
 from trainrun.parts import Parts
 from trainrun.plan import (
@@ -37,17 +34,9 @@ from trainrun.plan import (
 from trainrun.precision.amp import (
     PrecisionOptions,
     build_precision,
-    prepare_model,
 )
 from trainrun.rundir import RunDir
-from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
-from trainrun.scheduler.scaling import scaled_lr
-from trainrun.scheduler.schedule import Schedule
 from trainrun.signals import StopFlag
-from trainrun.transform.channels_last import channels_last
-from trainrun.transform.compile import compile_model
-
-SCHEDULE_KEYS = ("warmup_steps", "warmup_ratio", "warmup_epochs", "lr_scaling", "base_batch_size", "metric")
 
 
 @dataclass(frozen=True)
@@ -142,75 +131,11 @@ def build_task(config: RunConfig) -> Any:
     return task
 
 
-def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn.Module:
-    """A model that asks for `in_shape`, `num_classes` or `vocab_size` with null gets them from the data."""
-    node = dict(config.model)
-    known = {"in_shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
-    known["vocab_size"] = facts.num_classes
-    for name, value in known.items():
-        if name in node and node[name] is None:
-            if value is None:
-                example = "data.shape=[1,28,28]"
-                if name == "num_classes":
-                    example = "data.num_classes=10 for ten classes, model.num_classes=1 for one real number a sample"
-                elif name == "vocab_size":
-                    example = "data.num_classes=256"
-                raise DataError(f"model.{name}: cannot be told from the data; say it, as {example}")
-            node[name] = value
-    model = build(node, "model")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model._target_={node['_target_']}: gives a {type(model).__name__}, not a torch.nn.Module"
-        )
-    model = model.to(device)
-    prepare_model(model, config.precision.mode)
-    return model
-
-
 def precision_options(config: RunConfig) -> PrecisionOptions:
     trainer = config.trainer
     return PrecisionOptions(
         config.precision.mode, trainer.gradient_clip_val, trainer.gradient_clip_algorithm, trainer.nan_policy
     )
-
-
-def transform_model(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
-    if config.trainer.channels_last:
-        channels_last(model)
-    wanted = config.trainer.compile
-    enabled = wanted.enabled
-    if enabled == "auto":
-        enabled = device.type == "cuda"
-        notes.append(f"compile: {'on' if enabled else 'off, it rarely pays on a CPU'} (auto, {device.type})")
-    if enabled:
-        try:
-            compile_model(model, wanted.mode, wanted.backend, wanted.fullgraph, wanted.dynamic)
-        except RuntimeError as error:  # no compiler, no such backend: said in words already
-            raise ConfigError(str(error)) from error
-
-
-def build_optimizer_of(
-    config: RunConfig, model: nn.Module, world_size: int, notes: list[str]
-) -> torch.optim.Optimizer:
-    node = {name: copy.copy(value) for name, value in config.optimizer.items()}
-    rule = (config.scheduler or {}).get("lr_scaling", "none")
-    if "lr" in node and rule != "none":
-        batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
-        node["lr"], note = scaled_lr(node["lr"], rule, batch, config.scheduler["base_batch_size"])
-        notes.append(note)
-    factory = locate(node.pop("_target_"), "optimizer")
-    optimizer, note = build_optimizer(factory, node, model)
-    notes.append(note)
-    return optimizer
-
-
-def build_schedule_of(config: RunConfig, optimizer: torch.optim.Optimizer, rhythm: Rhythm) -> Schedule:
-    node = dict(config.scheduler or {"_target_": "trainrun.scheduler.curves.constant"})
-    own = {name: node.pop(name, None) for name in SCHEDULE_KEYS}
-    warmup = Warmup(own["warmup_steps"] or 0, own["warmup_ratio"], own["warmup_epochs"])
-    steps = resolve_warmup(warmup, rhythm.total_steps, rhythm.steps_per_epoch)
-    target = locate(node.pop("_target_"), "scheduler")
-    return build_schedule(optimizer, target, node, steps, rhythm.total_steps, own["metric"])
 
 
 def run_facts(parts: Parts, site: Site, rhythm: Rhythm, notes: list[str]) -> RunFacts:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainrun.build import Site, build_model, build_parts
+from trainrun.build import Site, build_parts
+from trainrun.build_model import build_model
 from trainrun.checkpoint.format import Loaded, read_checkpoint
 from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.checkpoint.resume import resolve

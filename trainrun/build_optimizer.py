@@ -1,0 +1,42 @@
+"""The optimizer and the schedule of one rank, from their nodes."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from trainrun.cadence import Rhythm
+from trainrun.config import RunConfig
+from trainrun.instantiate import locate
+from trainrun.optimizer.build import build_optimizer
+from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
+from trainrun.scheduler.scaling import scaled_lr
+from trainrun.scheduler.schedule import Schedule
+
+SCHEDULE_KEYS = ("warmup_steps", "warmup_ratio", "warmup_epochs", "lr_scaling", "base_batch_size", "metric")
+
+
+def build_optimizer_of(
+    config: RunConfig, model: nn.Module, world_size: int, notes: list[str]
+) -> torch.optim.Optimizer:
+    node = {name: copy.copy(value) for name, value in config.optimizer.items()}
+    rule = (config.scheduler or {}).get("lr_scaling", "none")
+    if "lr" in node and rule != "none":
+        batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
+        node["lr"], note = scaled_lr(node["lr"], rule, batch, config.scheduler["base_batch_size"])
+        notes.append(note)
+    factory = locate(node.pop("_target_"), "optimizer")
+    optimizer, note = build_optimizer(factory, node, model)
+    notes.append(note)
+    return optimizer
+
+
+def build_schedule_of(config: RunConfig, optimizer: torch.optim.Optimizer, rhythm: Rhythm) -> Schedule:
+    node = dict(config.scheduler or {"_target_": "trainrun.scheduler.curves.constant"})
+    own = {name: node.pop(name, None) for name in SCHEDULE_KEYS}
+    warmup = Warmup(own["warmup_steps"] or 0, own["warmup_ratio"], own["warmup_epochs"])
+    steps = resolve_warmup(warmup, rhythm.total_steps, rhythm.steps_per_epoch)
+    target = locate(node.pop("_target_"), "scheduler")
+    return build_schedule(optimizer, target, node, steps, rhythm.total_steps, own["metric"])
