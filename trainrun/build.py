@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainrun.backends import set_backends, set_threads
@@ -19,6 +19,7 @@ from trainrun.data.skips import report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build
 from trainrun.interfaces import Monitor, Parallel, RunFacts
+from trainrun.ledger import Ledger
 from trainrun.monitor.board import Board
 from trainrun.optimizer.ema import Ema
 from trainrun.parts import Parts
@@ -51,6 +52,7 @@ class Site:
     on_position: Callable[[int], None] | None = None
     on_log: Callable[[int], None] | None = None
     before_commit: Callable[[], None] | None = None
+    ledger: Ledger = field(default_factory=Ledger)
 
 
 def check_targets(config: RunConfig) -> None:
@@ -89,7 +91,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     model = build_model(config, facts, site.parallel.device)
     set_threads(config, model, site.parallel.device, notes)
     task = build_task(config)
-    precision, more = build_precision(precision_options(config), model, site.parallel.device)
+    precision, more = build_precision(precision_options(config), model, site.parallel.device, site.ledger)
     notes += more
     transform_model(config, model, site.parallel.device, notes)
     wrapped = site.parallel.wrap(model)
@@ -115,7 +117,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     )  # fmt: skip
     parts = Parts(
         config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema,
-        train, val, test, cadence, checkpoints, board, facts,
+        train, val, test, cadence, checkpoints, board, facts, site.ledger,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)
 

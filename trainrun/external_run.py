@@ -16,6 +16,7 @@ from trainrun.compose import load_config
 from trainrun.config import RunConfig
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.interfaces import Parallel
+from trainrun.ledger import Ledger, process_start
 from trainrun.parallel.handshake import Meeting, follow, lead
 from trainrun.parallel.worker import run_as_rank
 from trainrun.rank import train
@@ -65,7 +66,7 @@ def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
         meeting.complete.set()  # all ranks are here: nobody asks rank 0 any more
-        return train(run, config, resume, parallel, flag)
+        return train(run, config, resume, parallel, flag, Ledger(process_start()))
 
     run.rank_error(rank).unlink(missing_ok=True)
     code = run_as_rank(run, config.parallel, work, store=meeting.store)

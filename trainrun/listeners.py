@@ -9,8 +9,10 @@ from typing import Any
 from trainrun.config import RunConfig
 from trainrun.instantiate import build
 from trainrun.interfaces import Monitor
+from trainrun.ledger import LOGGING, PLOTS, Ledger
 from trainrun.monitor.console import Console
 from trainrun.monitor.hardware import Hardware
+from trainrun.monitor.ledger_rows import LedgerRows
 from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after
 from trainrun.parts import Parts
 from trainrun.rundir import RunDir
@@ -20,21 +22,23 @@ from trainrun.state import TrainState
 class Listeners:
     """The monitors of rank 0, opened together and closed together."""
 
-    def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self._run, self._config = run, config
+    def __init__(self, run: RunDir, config: RunConfig, ledger: Ledger) -> None:
+        self._run, self._config, self._ledger = run, config, ledger
         self._closing = contextlib.ExitStack()
         wanted = config.monitor
         self.console: Console | None = None
         self.monitors: list[Monitor] = []
         self._file: MetricsFile | None = None
         self._hardware: Hardware | None = None
+        self._rows: LedgerRows | None = None
         if wanted.verbose or wanted.progress_bar:
             self.console = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size)
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
             self.monitors += [self.console, Console(False, wanted.verbose, False, wanted.window_size, log)]
         if wanted.metrics_file:
             self._file = MetricsFile(run.metrics)
-            self.monitors.append(self._file)
+            self._rows = LedgerRows(self._file.write, ledger)
+            self.monitors += [self._file, self._rows]
         for name, node in wanted.listeners.items():
             self.monitors.append(build(node, f"monitor.listeners.{name}"))
 
@@ -60,7 +64,8 @@ class Listeners:
             self._file.flush()
             from trainrun.plots.curves import draw_run  # matplotlib costs half a second: only where it draws
 
-            draw_run(self._run)
+            with self._ledger.on(PLOTS):
+                draw_run(self._run)
 
     def flush(self) -> None:
         """Ahead of a checkpoint: a killed run that goes on from it has every row before it."""
@@ -69,21 +74,29 @@ class Listeners:
 
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The last rows, the pictures and the report, and last the summary on the screen."""
+        self._ledger.open(LOGGING)
         if self._hardware is not None:
             self._hardware.close()
-        if self._file is not None:
+        if self._file is not None and self._rows is not None:
             for row in rows:
                 self._file.write(row)
+            self._rows.write(summary["step"])
             self._file.on_end(summary)
             if self._config.monitor.plots:
-                from trainrun.plots.curves import draw_run
-                from trainrun.plots.report import draw_report
-
-                draw_run(self._run)
-                draw_report(self._run)
+                self._draw()
+                self._rows.write(summary["step"])  # what the pictures took is in the next ones
+        summary = summary | {"ledger": self._ledger.read()}
         for monitor in self.monitors:
-            if monitor is not self._file:
+            if monitor not in (self._file, self._rows):
                 monitor.on_end(summary)
+
+    def _draw(self) -> None:
+        with self._ledger.on(PLOTS):
+            from trainrun.plots.curves import draw_run
+            from trainrun.plots.report import draw_report
+
+            draw_run(self._run)
+            draw_report(self._run)
 
     def close(self) -> None:
         """Always called; after a failure too."""

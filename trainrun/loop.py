@@ -16,6 +16,17 @@ import torch
 from torch import Tensor
 
 from trainrun.interfaces import MicroBatch, StepReport, Sums
+from trainrun.ledger import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    FORWARD,
+    LOGGING,
+    OPTIMIZER,
+    RANKS,
+    RUNNER,
+    VALIDATION,
+)
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 from trainrun.state import TrainState
@@ -24,26 +35,35 @@ from trainrun.state import TrainState
 def fit(parts: Parts, state: TrainState) -> TrainState:
     """Trains from `state` on until something ends the run; `state.stop_reason` says what."""
     windows = windows_from(parts, state)
+    book = parts.ledger.open  # every second of the run is on one account
     while True:
+        book(RUNNER)
         parts.cadence.look(state)  # sets stop_reason once a limit is reached or a stop was asked for
         if parts.cadence.validation_due(state):
+            book(VALIDATION)
             metrics = evaluate(parts, "val")
             if not metrics:  # a stop came: what was half seen is not recorded, and a resume does it again
                 state.stop_request = parts.parallel.agree(0, parts.cadence.stop_request(), 0).stop
                 continue
             parts.cadence.note_validation(state, metrics)  # early stopping, and schedules that listen
+            book(LOGGING)
             parts.board.on_eval(state, metrics)
             continue
         if parts.checkpoints.due(state):
+            book(CHECKPOINT)
             parts.checkpoints.save(parts, state)
+            book(RUNNER)
         if state.stop_reason:
             return state  # one extra pass: the end is evaluated and saved by the same lines
+        book(DATA)
         window = next(windows)
+        book(RUNNER)
         log = parts.cadence.log_due(state.step + 1)
         report = train_step(parts, window, log)
         state.advance(window, report)
         parts.board.on_batch(state, report)  # counts on the host; the device is not waited for
         if log:
+            book(LOGGING)
             parts.board.on_step(state, report)  # the only place where the host waits for the device
 
 
@@ -58,24 +78,29 @@ def windows_from(parts: Parts, state: TrainState) -> Iterator[list[MicroBatch]]:
 
 def train_step(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
     """One update from one window. `log` asks for the task's sums and the gradient norm too."""
-    task, precision, parallel = parts.task, parts.precision, parts.parallel
+    task, precision, parallel, book = parts.task, parts.precision, parts.parallel, parts.ledger.open
     items = sum([task.count(batch.data) for batch in window if batch.real])
+    book(RANKS)
     agreed = parallel.agree(items, parts.cadence.stop_request(), parts.cadence.save_request())
     losses: list[Tensor] = []
     sums: dict[str, Tensor] = {}
     for i, batch in enumerate(window):
         with parallel.sync_gradients(last=i == len(window) - 1):
+            book(FORWARD)
             with precision.autocast():
                 out = task.step(parts.wrapped, batch.data)
+            book(BACKWARD)
             # ranks average: items is a mean; 0 only where no target counts, and then no loss does
             precision.backward(out.loss_sum, batch.real / (agreed.items or 1))
         losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
         if log:  # the same names on every rank, also where nothing counts
             add_sums(sums, out.sums if batch.real else dict.fromkeys(out.sums, losses[-1]))
+    book(OPTIMIZER)
     grad = precision.optimizer_step(parts.optimizer, want_norm=log)
     if not grad.skipped:
         parts.schedule.step()
         parts.ema.update()
+    book(RUNNER)
     return StepReport(losses, items, agreed, sums, grad)
 
 

@@ -14,6 +14,7 @@ from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.config import RunConfig
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import Batches, DataFacts, Parallel, Precision, Task
+from trainrun.ledger import Ledger
 from trainrun.monitor.board import Board
 from trainrun.optimizer.ema import Ema
 from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
@@ -42,6 +43,7 @@ class Parts:
     checkpoints: Checkpoints
     board: Board
     data_facts: DataFacts
+    ledger: Ledger
 
     def splits(self) -> dict[str, Batches]:
         """The streams that can be evaluated, by name."""

@@ -35,6 +35,7 @@ from trainrun.errors import (
 )
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel, RunFacts
+from trainrun.ledger import CHECKPOINT, PLOTS, Ledger, process_start
 from trainrun.listeners import Listeners
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
@@ -53,17 +54,20 @@ WHOLE_INPUTS = re.compile(
 )
 
 
-def train_here(run: RunDir, config: RunConfig, resume: bool, flag: StopFlag) -> int:
+def train_here(run: RunDir, config: RunConfig, resume: bool, flag: StopFlag, began: float) -> int:
     """A run on one device, in this process. Returns the exit code."""
-    return train(run, config, resume, Single(choose_device(config.parallel.accelerator, local_rank=0)), flag)
+    device = choose_device(config.parallel.accelerator, local_rank=0)
+    return train(run, config, resume, Single(device), flag, Ledger(began))
 
 
-def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag) -> int:
+def train(
+    run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag, ledger: Ledger
+) -> int:
     """What every rank does. Raises TrainrunError for what a user can mend."""
     assert config.seed is not None
     leader = parallel.rank == 0
     with contextlib.ExitStack() as closing:
-        listeners = Listeners(run, config) if leader else None
+        listeners = Listeners(run, config, ledger) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
         closing.enter_context(kept_backends())
@@ -76,6 +80,7 @@ def train(run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag
             listeners.on_position if listeners is not None else None,
             listeners.on_log if listeners is not None else None,
             listeners.flush if listeners is not None else None,
+            ledger,
         )  # fmt: skip
         parts, facts = build_parts(config, site)
         for stream in (parts.train, parts.val, parts.test):
@@ -182,7 +187,9 @@ def out_of_memory(parts: Parts, error: Exception) -> str:
 
 def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | None, facts: RunFacts) -> int:
     """Everything after the last step: pending checkpoints, pictures, the summary. Returns the exit code."""
+    parts.ledger.open(CHECKPOINT)
     parts.checkpoints.close()
+    parts.ledger.open(PLOTS)
     code = {2: EXIT_INTERRUPTED, 3: EXIT_AGAIN}.get(state.stop_request, EXIT_DONE)
     confusion = None
     if code == EXIT_DONE and parts.config.monitor.plots and parts.config.monitor.metrics_file:
@@ -223,7 +230,7 @@ def main(argv: list[str]) -> int:
     config = load_config(run.config, [])
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
-        return train(run, config, bool(job["resume"]) or attempt > 0, parallel, flag)
+        return train(run, config, bool(job["resume"]) or attempt > 0, parallel, flag, Ledger(process_start()))
 
     return run_as_rank(run, config.parallel, work)
 

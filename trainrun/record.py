@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,9 +68,10 @@ def train(*words: str) -> Run:
             raise ConfigError(
                 f"trainrun.train({word!r}): takes key=value words, as train('data=digits', 'seed=1')"
             )
+    began = time.perf_counter()
     composition = compose_run(list(words))
     run = new_run(composition, list(words))
-    order = Order(resume=False, paths=[path for path in sys.path if path])
+    order = Order(resume=False, paths=[path for path in sys.path if path], began=began)
     with kept_random_state():  # a notebook's own random numbers go on as if nothing had been trained
         code = execute(run, composition.config, order)
     if code == TrainingError.exit_code:

@@ -13,6 +13,7 @@ from trainrun.compose import Composition, load_config, save_config
 from trainrun.config import RunConfig
 from trainrun.environment import describe
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.ledger import process_start
 from trainrun.monitor.readable import counted
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
@@ -26,11 +27,13 @@ from trainrun.status import read_status, run_status
 class Order:
     """What the ranks are told besides the config: `job.json` in the run folder.
 
-    paths: where the user's modules are found. resume: go on from the newest checkpoint.
+    paths: where the user's modules are found. resume: go on from the newest checkpoint. began: where the
+    run's time begins (`time.perf_counter()`), not told on; None is the start of this process.
     """
 
     resume: bool
     paths: list[str]
+    began: float | None = None
 
 
 def new_run(composition: Composition, words: list[str]) -> RunDir:
@@ -87,11 +90,12 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
         parallel.mode == "single"
     ):  # imported here: a library may swallow the interrupt of a run that has begun
         from trainrun.rank import train_here
+    began = process_start() if order.began is None else order.began
     flag = StopFlag(training=False)
     try:
         with catch_signals(flag), run_status(run, config, order.resume, flag):
             if parallel.mode == "single":
-                code = train_here(run, config, order.resume, flag)
+                code = train_here(run, config, order.resume, flag, began)
                 if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
                     raise KeyboardInterrupt
                 return code

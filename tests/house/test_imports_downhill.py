@@ -22,7 +22,7 @@ FLOORS = {
     4: ["loop", "build_data", "build_model", "build_optimizer", "showcase", "rehearsal", "audition", "stage"],
     3: ["parts", "cadence", "compose", "status", "plots/"],
     2: ["config", "checks", "words", "explain", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
-    1: ["interfaces", "rundir", "randomness", "signals", "state", "instantiate", "environment",
+    1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment",
         "optimizer/", "scheduler/"],
     0: ["errors", "usercode", "eager", "model/", "transform/"],
 }  # fmt: skip

@@ -32,6 +32,7 @@ ALL = [
     "lr.png",
     "throughput.png",
     "memory.png",
+    "time.png",
     "confusion.png",
     "predictions.png",
 ]

@@ -43,7 +43,7 @@ def test_the_report_holds_everything_and_needs_nothing(make_run: Any, tmp_path: 
     draw_run(run)
     assert draw_report(run) == run.report
     page = read(run.report)
-    assert len(page.sources) == 7
+    assert len(page.sources) == 8
     assert all(source.startswith("data:image/png;base64,iVBOR") for source in page.sources)
     for expected in (
         "trainer.max_epochs=10 reached", "0.98 at step 100", "data.engine=resident: fits", "packages.torch",

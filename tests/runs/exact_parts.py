@@ -21,6 +21,7 @@ from trainrun.build import Site, build_parts
 from trainrun.compose import compose_run
 from trainrun.config import RunConfig
 from trainrun.interfaces import Parallel
+from trainrun.ledger import Ledger
 from trainrun.parallel.single import Single
 from trainrun.parallel.worker import run_as_rank
 from trainrun.parts import Parts
@@ -97,7 +98,7 @@ def composed(words: tuple[str, ...]) -> RunConfig:
 
 
 def parts_of(words: tuple[str, ...], recorder: Recorder | None = None, parallel: Parallel | None = None,
-             **data: Any) -> Parts:  # fmt: skip
+             ledger: Ledger | None = None, **data: Any) -> Parts:  # fmt: skip
     """Real `Parts`. data: fields of the section `data`, and `accumulate`, without composing anew."""
     config = copy.deepcopy(composed(words))
     config.trainer.accumulate_grad_batches = data.pop("accumulate", config.trainer.accumulate_grad_batches)
@@ -106,7 +107,8 @@ def parts_of(words: tuple[str, ...], recorder: Recorder | None = None, parallel:
         setattr(config.data, name, value)
     seed_everything(derive_seed(config.seed))
     ranks = parallel or Single(torch.device("cpu"))
-    site = Site(RunDir(Path("nowhere")), "exact", ranks, StopFlag(), [recorder] if recorder else [])
+    site = Site(RunDir(Path("nowhere")), "exact", ranks, StopFlag(), [recorder] if recorder else [],
+                ledger=ledger or Ledger())  # fmt: skip
     return build_parts(config, site)[0]
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 QUIET_SECONDS = 30.0  # between lines that are no validation
+LEAST_SHARE = 0.02  # of the time: smaller accounts are not named in the summary
 REDRAWS_PER_SECOND = 5  # a redraw takes the interpreter from the training for about a millisecond
 
 
@@ -187,11 +188,23 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
         speed = summary.get("samples_per_second")
         rate = f", {quantity(speed)} samples/s" if speed is not None else ""
         lines.append(_entry("time", duration(summary["seconds"]) + rate))
+    if summary.get("ledger"):
+        lines.append(_entry("spent", spent_line(summary["ledger"])))
     if folder is not None:
         written = [path for path in (folder.checkpoints, folder.plots, folder.report) if path.exists()]
         for i, path in enumerate(written or [folder.root]):
             lines.append(_entry("files" if i == 0 else "", str(path)))
     return lines
+
+
+def spent_line(seconds: Mapping[str, float]) -> str:
+    """`6.1 s from start to end: start-up 40 %, forward 21 %, ... other 3 %`, the largest first."""
+    total = sum(seconds.values()) or 1.0
+    order = sorted(seconds, key=lambda name: -seconds[name])
+    named = [name for name in order if seconds[name] >= LEAST_SHARE * total]
+    parts = [f"{name} {100 * seconds[name] / total:.0f} %" for name in named]
+    rest = 1 - sum(seconds[name] for name in named) / total
+    return f"{duration(total)} from start to end: " + ", ".join([*parts, f"the rest {100 * rest:.1f} %"])
 
 
 def _length(facts: RunFacts) -> str:

@@ -11,6 +11,7 @@ from trainrun.monitor.readable import figure as readable
 from trainrun.monitor.readable import quantity
 from trainrun.plots import canvas
 from trainrun.plots.history import History, read_config, read_history
+from trainrun.plots.ledger import ledger_picture
 from trainrun.plots.pictures import confusion_picture, predictions_picture
 from trainrun.plots.series import Series, fitting_window, moving_average, names_in, series_of, wants_log_scale
 from trainrun.rundir import RunDir
@@ -38,6 +39,7 @@ def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
         "lr.png": lr_picture(history),
         "throughput.png": throughput_picture(history, window),
         "memory.png": memory_picture(history),
+        "time.png": ledger_picture(history, _title("Where the time went", history)),
         "confusion.png": confusion_picture(history),
         "predictions.png": predictions_picture(run),
     }

@@ -11,7 +11,7 @@ from trainrun.plots import page
 from trainrun.plots.history import History, flat, read_environment, read_history
 from trainrun.rundir import RunDir, write_text
 
-ORDER = ("loss", "metrics", "confusion", "predictions", "lr", "throughput", "memory")
+ORDER = ("loss", "metrics", "confusion", "predictions", "lr", "throughput", "time", "memory")
 MOST_NOTES = 200
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError
+from trainrun.ledger import Ledger
 from trainrun.precision.guarded import Guarded
 
 TRUE_TYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
@@ -37,7 +38,7 @@ class PrecisionOptions:
 
 
 def build_precision(
-    options: PrecisionOptions, model: nn.Module, device: torch.device
+    options: PrecisionOptions, model: nn.Module, device: torch.device, ledger: Ledger | None = None
 ) -> tuple[Guarded, list[str]]:
     """The precision of a run, and notes on what this device makes of it; `prepare_model` comes first."""
     precision = Guarded(
@@ -48,6 +49,7 @@ def build_precision(
         options.clip_algorithm,
         options.nan_policy,
         lazy=device.type == "cuda",
+        ledger=ledger,
     )
     return precision, type_notes(options.mode, device)
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from trainrun.eager import backward, plain_step
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport
+from trainrun.ledger import CHECK, CLIP, OPTIMIZER, Ledger
 from trainrun.precision.gradients import (
     Groups,
     clip_norm_,
@@ -41,7 +42,7 @@ class Guarded:
 
     autocast_dtype: None computes in the type of the weights; float16 also scales the loss.
     clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, ignore.
-    lazy: the flag stays on the device where the optimizer can read it there.
+    lazy: the flag stays on the device where the optimizer can read it there. ledger: where time is booked.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class Guarded:
         clip_algorithm: str = "norm",
         nan_policy: str = "stop",
         lazy: bool = False,
+        ledger: Ledger | None = None,
     ) -> None:
         self._model = model
         self._device = device
+        self._book = (ledger or Ledger()).open
         self._context = build_context(autocast_dtype, device)
         self._scaler = build_scaler(device) if autocast_dtype is torch.float16 else None
         self._limit = clip_value or None
@@ -107,6 +110,7 @@ class Guarded:
     def optimizer_step(self, optimizer: Optimizer, want_norm: bool) -> GradReport:
         if optimizer is not self._optimizer or len(optimizer.param_groups) != self._num_groups:
             self._adopt(optimizer)
+        self._book(CHECK)
         groups = gradient_groups(self._params, self._uniform)
         if self._scaler is not None and groups:
             self._scaler.unscale_(optimizer)
@@ -114,6 +118,7 @@ class Guarded:
         usable = self._is_usable(optimizer, groups, norm)
         if usable:
             self._clip(groups, norm)
+            self._book(OPTIMIZER)
             self._step()
             self._skipped_in_a_row = 0
             self._updated_once = True
@@ -160,6 +165,7 @@ class Guarded:
     def _clip(self, groups: Groups, norm: Tensor | None) -> None:
         if self._limit is None:
             return
+        self._book(CLIP)
         if norm is None or not self._clips_norm:
             clip_value_(groups, self._limit)
         elif self._device.type != "cpu" or not norm.item() + 1e-6 <= self._limit:  # else it multiplies by 1

@@ -1,0 +1,130 @@
+"""Every second of a run is on one account: delays that are put into one phase are found on its account."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from types import SimpleNamespace
+
+import exact_parts
+import pytest
+
+from trainrun.ledger import ACCOUNTS, Ledger
+from trainrun.precision import guarded
+from trainrun.record import train
+
+WORDS = ("trainer.max_epochs=2", "data.val._target_=exact_parts.samples", "trainer.gradient_clip_val=0.1")
+DELAYS = {
+    "data": 0.050, "forward": 0.007, "backward": 0.005, "clip": 0.011, "optimizer": 0.013,
+    "ranks": 0.006, "validation": 0.040, "checkpoint": 0.021, "logging": 0.017,
+}  # fmt: skip
+
+
+class Clock:
+    """Moves only where it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.told: dict[str, float] = {}
+
+    def __call__(self) -> float:
+        return self.now
+
+    def delay(self, account: str) -> None:
+        self.now += DELAYS[account]
+        self.told[account] = self.told.get(account, 0.0) + DELAYS[account]
+
+
+def slowed(parts, clock):
+    """The parts with a delay in every phase."""
+
+    class Stream:
+        def __getattr__(self, name):
+            return getattr(parts.train, name)
+
+        def epoch(self, *args):
+            for batch in parts.train.epoch(*args):
+                clock.delay("data")
+                yield batch
+
+    class Task:
+        count = staticmethod(parts.task.count)
+
+        def step(self, model, batch):
+            clock.delay("forward" if model.training else "validation")
+            return parts.task.step(model, batch)
+
+    class Parallel:
+        def __getattr__(self, name):
+            return getattr(parts.parallel, name)
+
+        def agree(self, *args):
+            clock.delay("ranks")
+            return parts.parallel.agree(*args)
+
+    def later(account, function):
+        def call(*args):
+            clock.delay(account)
+            return function(*args)
+
+        return call
+
+    parts.model.layers[0].weight.register_hook(later("backward", lambda grad: None))
+    checkpoints = SimpleNamespace(
+        due=lambda state: state.step % 2, save=later("checkpoint", lambda *args: None)
+    )
+    schedule = SimpleNamespace(
+        step=later("optimizer", parts.schedule.step), on_validation=lambda metrics: None
+    )
+    parts.board.on_step = later("logging", parts.board.on_step)
+    return dataclasses.replace(
+        parts, train=Stream(), task=Task(), parallel=Parallel(), checkpoints=checkpoints, schedule=schedule
+    )
+
+
+def test_injected_delays_are_on_their_accounts_and_nothing_else_is(monkeypatch):
+    clock = Clock()
+    ledger = Ledger(clock=clock)
+    parts = exact_parts.parts_of(WORDS, ledger=ledger, batch_size=4, accumulate=2, val_batch_size=4)
+    clip = guarded.clip_norm_
+    monkeypatch.setattr(guarded, "clip_norm_", lambda *args: (clock.delay("clip"), clip(*args))[1])
+    exact_parts.fitted(slowed(parts, clock))
+    assert set(clock.told) == set(DELAYS)
+    assert ledger.read() == pytest.approx(clock.told)
+
+
+def interrupted(ledger, clock):
+    with ledger.on(ACCOUNTS.index("plots")):
+        clock.now = 2.0
+        raise KeyError
+
+
+def test_all_seconds_add_up_and_errors_close_their_account():
+    clock = Clock()
+    ledger = Ledger(began=-3.0, clock=clock)
+    with pytest.raises(KeyError):
+        interrupted(ledger, clock)
+    clock.now = 2.5
+    assert ledger.read() == {"start-up": 3.5, "plots": 2.0}
+    ledger.move(ACCOUNTS.index("plots"), ACCOUNTS.index("compile"), 5.0)  # no account goes below nothing
+    assert ledger.read() == {"start-up": 3.5, "compile": 2.0}
+
+
+def test_the_rows_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    began = time.perf_counter()
+    run = train("trainer.max_epochs=2", "monitor.hardware=false")
+    wall = time.perf_counter() - began
+    rows = [row for row in run.metrics if row["kind"] == "ledger"]
+    totals = [sum(row["seconds"].values()) for row in rows]
+    assert len(rows) >= 3
+    assert totals == sorted(totals)  # start, end of the training, end of the pictures
+    assert 0.5 * wall < totals[-1] <= wall
+    assert set(rows[-1]["seconds"]) <= set(ACCOUNTS)
+    assert rows[-1]["seconds"]["forward"] > 0
+    assert rows[-1]["seconds"]["plots"] > rows[0]["seconds"].get("plots", 0)
+    assert rows[-1]["vitals"]["cpu_seconds"] > 0
+    assert (run.folder / "plots" / "time.png").stat().st_size > 1000
+    assert "spent" in (run.folder / "run.log").read_text()
+    json.dumps(rows)

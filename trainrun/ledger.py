@@ -1,0 +1,83 @@
+"""Where the time of a run goes: one account is open at every instant, so all seconds add up to the clock's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+START_UP: Final = 0
+DATA: Final = 1
+FORWARD: Final = 2
+BACKWARD: Final = 3
+CHECK: Final = 4
+CLIP: Final = 5
+OPTIMIZER: Final = 6
+RANKS: Final = 7
+VALIDATION: Final = 8
+CHECKPOINT: Final = 9
+LOGGING: Final = 10
+PLOTS: Final = 11
+COMPILE: Final = 12
+RUNNER: Final = 13
+OTHER: Final = 14
+
+# data: the training waits for its next batch, copies to a device included. check: whether gradients are finite.
+# ranks: waiting for other ranks. runner: the loop's own work. other: what nothing here says.
+ACCOUNTS: Final = (
+    "start-up", "data", "forward", "backward", "check", "clip", "optimizer", "ranks", "validation",
+    "checkpoint", "logging", "plots", "compile", "runner", "other",
+)  # fmt: skip
+
+
+class Ledger:
+    """Books the time of one thread, the one that trains. About 0.15 us each time another account is opened.
+
+    began: `time.perf_counter()` where the run began; what lies between that and now is start-up.
+    On a GPU these are the host's times: what it waits for, not what the device computes.
+    """
+
+    __slots__ = ("_clock", "_open", "_seconds", "_since", "began")
+
+    def __init__(self, began: float | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._since = self.began = clock() if began is None else began
+        self._open = START_UP
+        self._seconds = [0.0] * len(ACCOUNTS)
+
+    def open(self, account: int) -> int:
+        """Closes the open account and opens another; returns the one that was open."""
+        now = self._clock()
+        was = self._open
+        self._seconds[was] += now - self._since
+        self._since = now
+        self._open = account
+        return was
+
+    @contextmanager
+    def on(self, account: int) -> Iterator[None]:
+        """The account is open inside; the one from before is again after, also where an error passes."""
+        was = self.open(account)
+        try:
+            yield
+        finally:
+            self.open(was)
+
+    def move(self, source: int, target: int, seconds: float) -> None:
+        """Books what is known better afterwards: compilation inside the first forward."""
+        moved = min(seconds, self._seconds[source])
+        self._seconds[source] -= moved
+        self._seconds[target] += moved
+
+    def read(self) -> dict[str, float]:
+        """Seconds of every account up to now; accounts without any are left out."""
+        self.open(self._open)
+        return {name: seconds for name, seconds in zip(ACCOUNTS, self._seconds, strict=True) if seconds > 0}
+
+
+def process_start() -> float:
+    """When this process began, as `time.perf_counter()` would have said then; to about 10 ms."""
+    import psutil
+
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
