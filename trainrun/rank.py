@@ -33,9 +33,10 @@ from trainrun.errors import (
     PluginError,
     TrainingError,
 )
+from trainrun.flops import MIN_SECONDS, Work, measured_work
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel, RunFacts
-from trainrun.ledger import CHECKPOINT, PLOTS, Ledger, process_start
+from trainrun.ledger import CHECKPOINT, PLOTS, RUNNER, Ledger, process_start
 from trainrun.listeners import Listeners
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
@@ -197,6 +198,8 @@ def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | 
     if listeners is None:
         return code
     seconds = max(state.seconds, 1e-9)
+    with parts.ledger.on(RUNNER):
+        work = measured_work(parts) if code == EXIT_DONE and seconds >= MIN_SECONDS else None
     summary: dict[str, Any] = {
         "reason": state.stop_reason,
         "monitor": parts.cadence.best.metric,
@@ -208,6 +211,7 @@ def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | 
         "seconds": state.seconds,
         "samples_per_second": state.items * parts.parallel.world_size / seconds,
         "skipped_steps": state.skipped_steps,
+        **compute_facts(work, state.items / seconds),
         "num_parameters": facts.num_parameters,
         "metrics": {
             name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")
@@ -217,6 +221,15 @@ def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | 
     write_status(run, parts.config, state=status, exit_code=code, message="", **summary)
     listeners.end(summary, [confusion | {"step": state.step}] if confusion is not None else [])
     return code
+
+
+def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float]:
+    """Of one rank: the others do as much at the same time."""
+    if work is None:
+        return {}
+    done = work.flops * items_per_second
+    facts = {"flops_per_item": work.flops, "flops_per_second": done}
+    return facts | ({"peak_flops_per_second": work.peak, "mfu": done / work.peak} if work.peak else {})
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ FLOORS = {
     7: ["cli", "record"],
     6: ["runner", "rank", "restore", "external_run", "sweep/"],
     5: ["build", "plan", "backends", "listeners"],
-    4: ["loop", "build_data", "build_model", "build_optimizer", "showcase", "rehearsal", "audition", "stage"],
+    4: ["loop", "build_data", "build_model", "build_optimizer", "showcase", "rehearsal", "audition", "stage", "flops"],
     3: ["parts", "cadence", "compose", "status", "plots/"],
     2: ["config", "checks", "words", "explain", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
     1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment",

@@ -188,6 +188,8 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
         speed = summary.get("samples_per_second")
         rate = f", {quantity(speed)} samples/s" if speed is not None else ""
         lines.append(_entry("time", duration(summary["seconds"]) + rate))
+    if summary.get("flops_per_second"):
+        lines.append(_entry("compute", compute_line(summary)))
     if summary.get("ledger"):
         lines.append(_entry("spent", spent_line(summary["ledger"])))
     if folder is not None:
@@ -195,6 +197,15 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
         for i, path in enumerate(written or [folder.root]):
             lines.append(_entry("files" if i == 0 else "", str(path)))
     return lines
+
+
+def compute_line(summary: Mapping[str, Any]) -> str:
+    """`35 GFLOP/s, 41 % of the 85 GFLOP/s that this device does in its best matrix product`"""
+    line = f"{quantity(summary['flops_per_second'])}FLOP/s"
+    if not summary.get("mfu"):
+        return line
+    peak = f"{quantity(summary['peak_flops_per_second'])}FLOP/s"
+    return f"{line}, {100 * summary['mfu']:.1f} % of the {peak} of the best matrix product here"
 
 
 def spent_line(seconds: Mapping[str, float]) -> str:

@@ -28,7 +28,7 @@ def quantity(value: float) -> str:
     """Three digits and a letter: 950, 5.9k, 12.3M."""
     if not math.isfinite(value):
         return str(value)
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * limit:
             return f"{value / limit:.3g}{letter}"
     return f"{value:.3g}"

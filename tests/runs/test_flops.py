@@ -1,0 +1,75 @@
+"""The operations of a run, counted: exact where they can be counted by hand, and without moving the run."""
+
+from __future__ import annotations
+
+import exact_parts
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainrun import flops, rank
+from trainrun.flops import counter, flops_per_item, measured_work, peak_flops
+from trainrun.record import train
+
+
+def test_an_mlp_counts_as_by_hand():
+    parts = exact_parts.parts_of((), batch_size=4)
+    first, second = 2 * exact_parts.FEATURES * 9, 2 * 9 * exact_parts.CLASSES
+    # Forward; gradients of both weights; the gradient of the hidden units, not of the inputs.
+    assert flops_per_item(parts) == 2 * first + 3 * second
+
+
+def test_attention_on_a_cpu_counts_as_its_two_products():
+    query = torch.randn(2, 3, 16, 8, requires_grad=True)
+    with counter() as counted:
+        out = scaled_dot_product_attention(query, query, query, is_causal=True)
+        forward = counted.get_total_flops()
+        out.sum().backward()
+    assert forward == 2 * (2 * 3) * 16 * 16 * (8 + 8)
+    assert counted.get_total_flops() == 3.5 * forward  # one of five products of the backward is made anew
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_an_lstm_counts_as_its_weights_at_every_position(layers):
+    lstm = nn.LSTM(5, 7, layers, batch_first=True)
+    with counter() as counted:
+        out, _ = lstm(torch.randn(3, 11, 5, requires_grad=True))
+        forward = counted.get_total_flops()
+        out.sum().backward()
+    weights = sum(weight.numel() for name, weight in lstm.named_parameters() if name.startswith("weight"))
+    assert forward == 2 * 3 * 11 * weights
+    assert counted.get_total_flops() == 3 * forward
+
+
+def test_counting_moves_nothing():
+    parts = exact_parts.parts_of((), batch_size=4)
+    parts.model.layers.extend([nn.BatchNorm1d(exact_parts.CLASSES), nn.Dropout()])
+    before = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    random = torch.get_rng_state()
+    work = measured_work(parts)
+    assert work is not None
+    assert work.flops > 0
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(before[name], value) for name, value in parts.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in parts.model.parameters())
+
+
+def test_a_model_that_cannot_be_repeated_gives_no_figure():
+    parts = exact_parts.parts_of((), batch_size=4)
+    parts.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
+    assert measured_work(parts) is None
+
+
+def test_the_peak_is_that_of_the_type():
+    assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
+
+
+def test_the_summary_of_a_long_run_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(flops, "PEAK_SECONDS", 0.0)
+    run = train("trainer.max_epochs=1", "monitor.hardware=false", "monitor.plots=false")
+    summary = run.metrics[-1]["summary"]
+    assert summary["mfu"] == pytest.approx(summary["flops_per_second"] / summary["peak_flops_per_second"])
+    assert "FLOP/s of the best matrix product" in (run.folder / "run.log").read_text()
