@@ -1,0 +1,107 @@
+"""What `verify` is tried on: small models, data and tasks, good ones and ones with a fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, dropout
+
+from trainrun.interfaces import StepOutput
+
+FEATURES, CLASSES, VOCABULARY = 5, 3, 11
+
+
+def samples(count: int = 61, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, FEATURES, generator=generator)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+
+
+class Sequences:
+    """Token lists of different lengths, each with one class."""
+
+    def __len__(self) -> int:
+        return 61
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, VOCABULARY, (1 + index % 7,), generator=generator)
+        return {"input_ids": tokens, "label": tokens[0] % CLASSES}
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        middle = [nn.BatchNorm1d(9)] if norm else []
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 9), *middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(9, CLASSES)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Idle(Net):
+    """One layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+class AlwaysDrops(Net):
+    """Dropout in evaluation too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(dropout(x, 0.5))
+
+
+class AcrossSamples(Net):
+    """Every sample is moved by the others of its batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x - x.mean(0))
+
+
+class Reader(nn.Module):
+    """A mean over the real positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = self.weights(tokens, attention_mask)
+        return self.head((self.tokens(tokens) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+    def weights(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        return torch.ones_like(tokens) if mask is None else mask.to(tokens.dtype)
+
+
+class Leaky(Reader):
+    """Padding takes part in the mean."""
+
+    def weights(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        return torch.ones_like(tokens)
+
+
+class MeanTask:
+    """A mean where a sum belongs."""
+
+    def count(self, batch: Any) -> int:
+        return len(batch[0])
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        return StepOutput(cross_entropy(model(batch[0]), batch[1]), {})
+
+
+class OwnNoise:
+    """A transform with random numbers of its own, in the order of its calls."""
+
+    calls = 0
+
+    def __call__(self, sample: Any) -> Any:
+        OwnNoise.calls += 1
+        return sample[0] + OwnNoise.calls, sample[1]

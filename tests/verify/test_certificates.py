@@ -1,0 +1,244 @@
+"""`trainrun verify`: every planted bug is caught by the check that it belongs to, and good configs pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainrun import cli, loop
+from trainrun import parts as parts_module
+from trainrun.compose import compose_run
+from trainrun.data import order
+from trainrun.precision.guarded import Guarded
+from trainrun.state import TrainState
+from trainrun.verify.certificate import FAIL, NONE, PASS, NotApplicable, different_leaves, largest_difference
+from trainrun.verify.run import checks
+from trainrun.verify.trials import Trials
+
+WORDS = (
+    "model=subjects.Net", "data.train._target_=subjects.samples", "data.val._target_=subjects.samples",
+    "data.val.seed=2", "data.batch_size=8", "optimizer.lr=0.01", "trainer.num_threads=1",
+)  # fmt: skip
+SEQUENCES = (
+    "model=subjects.Reader", "data.train._target_=subjects.Sequences", "data.val._target_=subjects.Sequences",
+    "data.batch_size=8", "trainer.num_threads=1",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def subjects_can_be_imported(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.chdir(tmp_path)
+
+
+def verdict(tmp_path, check, *words):
+    named = {word.partition("=")[0] for word in words}
+    base = SEQUENCES if "data.train._target_=subjects.Sequences" in words else WORDS
+    config = compose_run([*(word for word in base if word.partition("=")[0] not in named), *words]).config
+    try:
+        return checks(config, Trials(config, tmp_path, lambda about: None), tmp_path)[check]().state
+    except NotApplicable:
+        return NONE
+
+
+def plant(monkeypatch, owner, name, make):
+    monkeypatch.setattr(owner, name, make(getattr(owner, name)))
+
+
+def test_an_average_of_averages(tmp_path, monkeypatch):
+    def averaged(real):
+        def step(parts, window, log):
+            accumulate = parts.config.trainer.accumulate_grad_batches
+            sizes = iter([parts.task.count(batch.data) for batch in window])
+            with monkeypatch.context() as during:
+                plant(during, parts.precision, "backward",
+                      lambda back: lambda loss, share: back(loss, 1 / next(sizes) / accumulate))  # fmt: skip
+                return real(parts, window, log)
+
+        return step
+
+    plant(monkeypatch, loop, "train_step", averaged)
+    assert verdict(tmp_path, "accumulation") == PASS  # the windows are whole there
+    assert verdict(tmp_path, "partial window") == FAIL
+
+
+def test_a_mean_in_place_of_a_sum(tmp_path):
+    assert verdict(tmp_path, "sum of losses", "task._target_=subjects.MeanTask") == FAIL
+
+
+def test_clipping_before_the_window_is_complete(tmp_path, monkeypatch):
+    def clipped(real):
+        def backward(self, loss, share):
+            real(self, loss, share)
+            for parameter in self._model.parameters():
+                parameter.grad.clamp_(-1e-3, 1e-3)
+
+        return backward
+
+    plant(monkeypatch, Guarded, "backward", clipped)
+    assert verdict(tmp_path, "accumulation") == FAIL
+
+
+def test_a_schedule_that_moves_with_micro_batches(tmp_path, monkeypatch):
+    def often(real):
+        def step(parts, window, log):
+            for _ in window[1:]:
+                parts.schedule.step()
+            return real(parts, window, log)
+
+        return step
+
+    plant(monkeypatch, loop, "train_step", often)
+    assert verdict(tmp_path, "learning rate", "scheduler=linear") == FAIL
+
+
+def test_data_read_again_after_a_resume(tmp_path, monkeypatch):
+    def forgetful(real):
+        def load(self, state):
+            real(self, state | {"batches": 0})
+
+        return load
+
+    plant(monkeypatch, TrainState, "load_state_dict", forgetful)
+    assert verdict(tmp_path, "resume") == FAIL
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("load_named_optimizer_state", ()), ("set_random_state", ("model.dropout=0.5",))],
+)
+def test_a_state_that_a_resume_forgets(tmp_path, monkeypatch, name, words):
+    plant(monkeypatch, parts_module, name, lambda real: lambda *args: None)
+    assert verdict(tmp_path, "resume", *words) == FAIL
+
+
+def test_a_forgotten_loss_scale(tmp_path, monkeypatch):
+    plant(
+        monkeypatch,
+        Guarded,
+        "load_state_dict",
+        lambda real: lambda self, state: real(self, {**state, "scaler": None}),
+    )
+    assert verdict(tmp_path, "resume", "precision=16-mixed") == FAIL
+
+
+def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch):
+    def padded(real):
+        def evaluate(parts, split):
+            stream = parts.splits()[split]
+
+            class Padded:
+                def epoch(self, epoch):
+                    batches = list(stream.epoch(epoch))
+                    return [*batches, batches[-1]]
+
+                def __getattr__(self, name):
+                    return getattr(stream, name)
+
+            return real(dataclasses.replace(parts, val=Padded()), split)
+
+        return evaluate
+
+    from trainrun.verify import continuity
+
+    plant(monkeypatch, continuity, "evaluate", padded)
+    assert verdict(tmp_path, "evaluation") == FAIL
+
+
+def test_an_evaluation_that_averages_batches(tmp_path):
+    assert verdict(tmp_path, "evaluation", "task._target_=subjects.MeanTask") == FAIL
+
+
+def test_dropout_left_on_in_evaluation(tmp_path):
+    assert verdict(tmp_path, "evaluation", "model=subjects.AlwaysDrops") == FAIL
+
+
+def test_a_layer_that_is_never_used(tmp_path):
+    assert verdict(tmp_path, "parameters", "model=subjects.Idle") == FAIL
+
+
+def test_a_model_that_mixes_samples(tmp_path):
+    assert verdict(tmp_path, "accumulation", "model=subjects.AcrossSamples") == FAIL
+
+
+def test_a_lost_sample(tmp_path, monkeypatch):
+    def shorter(real):
+        def epoch_order(num_samples, *rest):
+            indices = real(num_samples, *rest)
+            indices[-1] = indices[0]
+            return indices
+
+        return epoch_order
+
+    plant(monkeypatch, order, "epoch_order", shorter)
+    assert verdict(tmp_path, "every sample once") == FAIL
+
+
+def test_a_transform_with_random_numbers_of_its_own(tmp_path):
+    assert verdict(tmp_path, "engines", "data.transform._target_=subjects.OwnNoise") == FAIL
+
+
+def test_rounding_that_is_too_coarse(tmp_path, monkeypatch):
+    def doubled(real):
+        def backward(self, loss, share):
+            real(self, loss, share * (30 if self._scaler is not None else 1))
+
+        return backward
+
+    plant(monkeypatch, Guarded, "backward", doubled)
+    assert verdict(tmp_path, "rounding", "precision=16-mixed", "optimizer=sgd", "optimizer.lr=0.1") == FAIL
+
+
+def test_padding_that_reaches_the_loss(tmp_path):
+    assert verdict(tmp_path, "padding", "model=subjects.Leaky", *SEQUENCES[1:]) == FAIL
+
+
+GOOD = [
+    (),
+    ("model.dropout=0.5", "model.norm=true"),
+    ("trainer.gradient_clip_val=0.01", "scheduler=warmup_cosine", "scheduler.warmup_steps=2"),
+    ("optimizer=sgd", "trainer.ema.enabled=true", "scheduler=plateau"),
+    ("precision=bf16-mixed", "data.drop_last=true", "data.shuffle=false"),
+    ("precision=16-mixed", "trainer.accumulate_grad_batches=3"),
+]
+
+
+@pytest.mark.parametrize("words", [*GOOD, SEQUENCES, (*SEQUENCES, "data.padding=bucket")])
+def test_good_configs_have_no_failure(tmp_path, words):
+    quick = ("sum of losses", "accumulation", "partial window", "learning rate", "every sample once", "padding",
+             "evaluation", "parameters", "rounding", "resume")  # fmt: skip
+    states = {check: verdict(tmp_path, check, *words) for check in quick}
+    assert FAIL not in states.values(), states
+    assert [check for check, state in states.items() if state == NONE] == [
+        check for check in quick if (check == "padding" and "model=subjects.Reader" not in words)
+        or (check == "rounding" and not any(word.startswith("precision") for word in words))
+    ]  # fmt: skip
+
+
+def test_the_command_prints_a_table_and_its_exit_code(tmp_path, capsys, monkeypatch):
+    sys.path.append(str(Path(__file__).parent))
+    before = sorted(tmp_path.iterdir())
+    assert cli.main(["verify", *WORDS]) == 0
+    table = capsys.readouterr().out
+    assert "pass  ranks" in table
+    assert "pass  engines" in table
+    assert "none failed" in table
+    assert sorted(tmp_path.iterdir()) == before  # nothing is left in the user's folder
+    assert cli.main(["verify", *WORDS, "task._target_=subjects.MeanTask"]) == 1
+    assert "FAIL  sum of losses" in capsys.readouterr().out
+    assert cli.main(["verify", "model=nonsense"]) == 2
+
+
+def test_trees_and_tensors_are_compared_bit_by_bit():
+    import torch
+
+    a, nan = torch.tensor([1.0, -0.0]), float("nan")
+    assert different_leaves({"a": [a, nan, 1]}, {"a": [a.clone(), nan, 1]}) == []
+    assert different_leaves({"a": a}, {"a": torch.tensor([1.0, 0.0])}) == ["a"]
+    assert different_leaves({"a": 1}, {"b": 1}) == ["a", "b"]
+    assert largest_difference({"a": a}, {"a": a + 0.5}) == pytest.approx(0.5)
+    assert largest_difference({"a": a}, {"a": a * nan}) == float("inf")
+    assert largest_difference({"a": a}, {"b": a}) == float("inf")

@@ -1,0 +1,77 @@
+"""What a check says, and what checks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PASS, FAIL, NONE = "pass", "FAIL", "n/a"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """One line of the table. measured: the largest difference, or a count; text: what was compared, or why not."""
+
+    name: str
+    state: str
+    measured: str
+    text: str
+
+
+class NotApplicable(Exception):
+    """The check means nothing for this config; the message says why."""
+
+
+def compared(name: str, difference: float, bound: float, text: str) -> Certificate:
+    """Passes where the difference is a number within the bound."""
+    state = PASS if difference <= bound else FAIL
+    return Certificate(name, state, f"{difference:.1e}", f"{text} (bound {bound:.0e})")
+
+
+def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """Over all tensors: the largest difference by the largest value there. Infinite for other names or shapes."""
+    if left.keys() != right.keys():
+        return float("inf")
+    worst = 0.0
+    for name, a in left.items():
+        b = right[name]
+        if a.shape != b.shape:
+            return float("inf")
+        if not a.numel() or not a.is_floating_point():
+            continue
+        scale = float(a.abs().max()) or 1.0
+        difference = float((a.double() - b.double()).abs().max()) / scale
+        worst = max(worst, difference if difference == difference else float("inf"))
+    return worst
+
+
+def different_leaves(left: Any, right: Any, at: str = "") -> list[str]:
+    """The places where two trees of plain values and tensors do not have the same bits."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        same = left.shape == right.shape and left.dtype == right.dtype and _same_bits(left, right)
+        return [] if same else [at]
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        names = [*left, *(name for name in right if name not in left)]
+        return [
+            place
+            for name in names
+            for place in (
+                different_leaves(left[name], right[name], f"{at}.{name}".lstrip("."))
+                if name in left and name in right
+                else [f"{at}.{name}".lstrip(".")]
+            )
+        ]
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        pairs = enumerate(zip(left, right, strict=True))
+        return [place for i, (a, b) in pairs for place in different_leaves(a, b, f"{at}[{i}]")]
+    same = left == right or (left != left and right != right)
+    return [] if same else [at]
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    bits = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right)]
+    return torch.equal(*bits)

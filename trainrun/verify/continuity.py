@@ -1,0 +1,168 @@
+"""Certificates about the whole run: its data, its resume, its evaluation, its rounding."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trainrun.build_data import build_sources, open_split
+from trainrun.config import RunConfig
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
+from trainrun.errors import TrainrunError
+from trainrun.interfaces import Batches
+from trainrun.loop import evaluate
+from trainrun.parallel.single import Single
+from trainrun.parts import Parts
+from trainrun.verify.certificate import FAIL, PASS, Certificate, NotApplicable, compared, different_leaves
+from trainrun.verify.trials import STEPS, Trials, stopping
+
+DRIFT_STEPS = 20
+DRIFT_BOUND = 0.02
+FEW_BATCHES = 4
+MOST_INDICES = 10_007
+CPU = torch.device("cpu")
+
+
+def resumed(trials: Trials) -> Certificate:
+    """The user's own training stopped at a step drawn from the seed, and resumed; against one never stopped."""
+
+    def until(steps: int) -> Callable[[RunConfig], None]:
+        def change(config: RunConfig) -> None:
+            config.loop = stopping(steps)
+
+        return change
+
+    at = random.Random(trials.config.seed).randrange(1, STEPS)
+    straight = trials.run("a run without a stop", until(STEPS))
+    stopped = trials.run(f"the same, stopped at step {at} and resumed", until(at), then=STEPS - at)
+    places = different_leaves(straight.shared, stopped.shared, "shared")
+    places += different_leaves(straight.own, stopped.own, "own")
+    places += [] if straight.rows == stopped.rows else ["metrics.jsonl"]
+    text = (
+        f"different: {', '.join(places[:4])}"
+        if places
+        else f"stopped at step {at} of {STEPS}, every bit the same"
+    )
+    return Certificate("resume", FAIL if places else PASS, f"{len(places)} values", text)
+
+
+def engines(config: RunConfig) -> Certificate:
+    """The first batches of every engine, and again from the middle."""
+    reference: list[Any] = []
+    seen, refused = [], []
+    for engine in ("resident", "workers", "threads"):
+        try:
+            batches = _batches_of(config, engine)
+        except TrainrunError:
+            refused.append(engine)
+            continue
+        seen.append(engine)
+        reference = reference or batches
+        places = different_leaves(reference, batches)
+        if places:
+            return Certificate(
+                "engines", FAIL, f"{len(places)} tensors", f"{engine} reads other bits than {seen[0]}"
+            )
+    if len(seen) < 2:
+        raise NotApplicable(f"only one engine can read this data ({', '.join(seen) or 'none'})")
+    return Certificate("engines", PASS, f"{len(reference)} batches", f"{', '.join(seen)} read the same bits")
+
+
+def _batches_of(config: RunConfig, engine: str) -> list[Any]:
+    config = copy.deepcopy(config)
+    data = config.data
+    data.engine, data.num_workers, data.num_threads = engine, 2 if engine == "workers" else 0, 2
+    stream = _opened(config)
+    try:
+        found = _first(stream, 0, FEW_BATCHES)
+        return found + _first(stream, 0, FEW_BATCHES, start=1) + _first(stream, 1, 1)
+    finally:
+        stream.close()
+
+
+def _opened(config: RunConfig) -> Batches:
+    source = build_sources(replace_eval(config))["train"]
+    stream = open_split(config, Single(CPU), "train", source, [], lambda *_: None)
+    assert stream is not None
+    return stream
+
+
+def replace_eval(config: RunConfig) -> RunConfig:
+    return replace(config, data=replace(config.data, val=None, test=None))
+
+
+def _first(stream: Batches, epoch: int, count: int, start: int = 0) -> list[Any]:
+    batches = stream.epoch(epoch, start)
+    try:
+        return [batch.data for batch, _ in zip(batches, range(count), strict=False)]
+    finally:
+        getattr(batches, "close", lambda: None)()
+
+
+def each_once(config: RunConfig, num_samples: int | None) -> Certificate:
+    """The indices of an epoch, on one, two and three ranks, with the user's batch size."""
+    if num_samples is None:
+        raise NotApplicable("the number of samples is not known")
+    count = min(num_samples, MOST_INDICES)
+    batch = min(config.data.batch_size, count)
+    kept = count - count % batch if config.data.drop_last else count
+    for world in (1, 2, 3):
+        seen: list[int] = []
+        for rank in range(world):
+            options = StreamOptions(
+                key="data.train", training=True, batch_size=max(batch // world, 1), seed=config.seed or 0,
+                shuffle=config.data.shuffle, drop_last=False, engine="resident", rank=rank, world_size=world,
+            )  # fmt: skip
+            stream, _ = open_batches(torch.arange(count), options)
+            for piece in stream.epoch(0):
+                seen += piece.data.tolist() if piece.real else []
+        if sorted(seen) != list(range(count)):
+            lost, more = count - len(set(seen)), len(seen) - len(set(seen))
+            text = f"{world} ranks: {lost} samples lost, {more} repeated"
+            return Certificate("every sample once", FAIL, f"{lost + more}", text)
+    text = "1, 2 and 3 ranks read every sample of an epoch once"
+    if kept != count:
+        text += f"; data.drop_last=true leaves {count - kept} out"
+    return Certificate("every sample once", PASS, f"{count} samples", text)
+
+
+def evaluation(build: Callable[[int], Parts]) -> Certificate:
+    """Loss and metrics do not depend on how the samples are divided into batches."""
+    results = []
+    for size in (3, 7):
+        parts = build(size)
+        if parts.val is None:
+            raise NotApplicable("there is no data.val")
+        torch.manual_seed(size)  # a model that draws random numbers in evaluation gives itself away
+        found = evaluate(parts, "val")
+        results.append({name: value for name, value in found.items() if not name.endswith("/seconds")})
+        parts.val.close()
+    worst = max(abs(a - results[1][name]) / max(abs(a), 1e-12) for name, a in results[0].items())
+    return compared("evaluation", worst, 1e-9, "batches of 3 and of 7 give the same loss and metrics")
+
+
+def drift(trials: Trials) -> Certificate:
+    """The losses of the first steps in the user's precision, against float32."""
+    mode = trials.config.precision.mode
+    if mode in ("32-true", "64-true"):
+        raise NotApplicable(f"precision={mode} is no mixed precision")
+
+    def losses(about: str, other: str) -> list[float]:
+        def change(config: RunConfig) -> None:
+            config.precision.mode = other
+            config.loop = stopping(DRIFT_STEPS, evaluation_mode=True)
+
+        return [row["train/loss"] for row in trials.run(about, change).rows if "train/loss" in row]
+
+    exact, rounded = losses("float32", "32-true"), losses(mode, mode)
+    scale = max(sum(map(abs, exact)) / len(exact), 1e-12)
+    worst = max(abs(a - b) for a, b in zip(exact, rounded, strict=True)) / scale
+    return compared(
+        "rounding", worst, DRIFT_BOUND, f"the loss over {DRIFT_STEPS} steps in {mode} against float32"
+    )

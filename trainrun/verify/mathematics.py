@@ -1,0 +1,164 @@
+"""Certificates about one step: whatever its samples are divided into, it is the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainrun.config import RunConfig
+from trainrun.data.batch import map_leaves
+from trainrun.errors import TrainrunError
+from trainrun.parts import Parts
+from trainrun.verify.certificate import (
+    FAIL,
+    PASS,
+    Certificate,
+    NotApplicable,
+    compared,
+    different_leaves,
+    largest_difference,
+)
+from trainrun.verify.fewer import first_samples
+from trainrun.verify.trials import Outcome, Trials, in_doubles
+
+MICRO = 2  # samples of the smallest micro-batch
+BOUND = 1e-9  # of a weight, in float64
+
+
+def accumulation(trials: Trials) -> Certificate:
+    """Two micro-batches of 4 samples, four of 2, or one of 8: the same weights after two steps."""
+    whole = _weights(trials, "one batch a step", 2, 4 * MICRO, 1)
+    worst = max(
+        largest_difference(whole, _weights(trials, f"{k} micro-batches a step", 2, 4 * MICRO // k, k))
+        for k in (2, 4)
+    )
+    return compared("accumulation", worst, BOUND, "1, 2 and 4 micro-batches a step give the same weights")
+
+
+def partial_window(trials: Trials) -> Certificate:
+    """Epochs that end in the middle of a window: the last, shorter one weighs its samples alike."""
+    count = 2 * 4 * MICRO + 2 * MICRO
+    whole = _weights(trials, "a short last batch", 3, 4 * MICRO, 1, samples=count)
+    worst = max(
+        largest_difference(whole, _weights(trials, f"{k} micro-batches", 3, 4 * MICRO // k, k, samples=count))
+        for k in (2, 4)
+    )
+    return compared(
+        "partial window", worst, BOUND, "a last window of half the size does not depend on its parts"
+    )
+
+
+def learning_rates(trials: Trials) -> Certificate:
+    """The schedule moves once a step, not once a micro-batch."""
+    traces = [
+        [row["lr"] for row in _outcome(trials, f"rates with {k} micro-batches", 3, 4 * MICRO // k, k).rows]
+        for k in (1, 4)
+    ]
+    moved = sum(a != b for a, b in zip(*traces, strict=True)) if len(traces[0]) == len(traces[1]) else 3
+    state = FAIL if moved else PASS
+    return Certificate(
+        "learning rate", state, f"{moved} of 3", "steps whose rate depends on the accumulation"
+    )
+
+
+def ranks(trials: Trials) -> Certificate:
+    """Two processes with half of each batch."""
+    if trials.config.data.train and trials.config.parallel.mode not in ("single", "ddp"):
+        raise NotApplicable(f"parallel={trials.config.parallel.mode}")
+    one = _weights(trials, "one rank", 2, 2 * MICRO, 1)
+    two = _weights(trials, "two ranks", 2, MICRO, 1, num_ranks=2)
+    return compared("ranks", largest_difference(one, two), BOUND, "two ranks give the weights of one")
+
+
+def _weights(trials: Trials, about: str, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = _outcome(trials, about, *args, **kwargs).shared["model"]
+    return model
+
+
+def _outcome(
+    trials: Trials, about: str, steps: int, batch_size: int, accumulate: int,
+    samples: int | None = None, num_ranks: int = 1,
+) -> Outcome:  # fmt: skip
+    def change(config: RunConfig) -> None:
+        in_doubles(config, steps, batch_size, accumulate)
+        if samples is not None:
+            config.data.train = first_samples(config.data.train, samples)
+        if num_ranks > 1:
+            config.parallel.mode, config.parallel.devices = "ddp", num_ranks
+
+    try:
+        return trials.run(about, change)
+    except TrainrunError as error:
+        raise NotApplicable(f"it does not run in float64 on a CPU: {error}") from error
+
+
+def sums(parts: Parts, batch: Any) -> Certificate:
+    """The task's loss and count over a batch are those over its halves, added."""
+    total, items = _step(parts, batch)
+    size = _size(batch)
+    if size < 2:
+        raise NotApplicable("the batch has one sample")
+    halves = [
+        map_leaves(batch, partial(_rows, size, slice(a, b))) for a, b in ((0, size // 2), (size // 2, size))
+    ]
+    parts_of_it = [_step(parts, half) for half in halves]
+    if items != sum(count for _, count in parts_of_it):
+        return Certificate(
+            "sum of losses", FAIL, f"{items}", "task.count of a batch is not that of its halves"
+        )
+    difference = abs(total - sum(loss for loss, _ in parts_of_it)) / max(abs(total), 1e-12)
+    return compared("sum of losses", difference, 1e-9, "task.step is a sum over samples, not a mean")
+
+
+def padding(parts: Parts, batch: Any) -> Certificate:
+    """Other values at padding, the same loss."""
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if mask is None:
+        raise NotApplicable("the data has no padding")
+    if bool(mask.all()):
+        raise NotApplicable("no sample of the first batch is shorter than the longest")
+    hidden = ~mask
+
+    def poisoned(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.shape[: mask.ndim] != mask.shape or leaf is mask:
+            return leaf
+        where = hidden.reshape(hidden.shape + (1,) * (leaf.ndim - mask.ndim))
+        if leaf.is_floating_point():
+            return torch.where(where, torch.full_like(leaf, 1e6), leaf)
+        other = leaf.flatten()[0] if leaf.dtype != torch.bool else leaf
+        keep = (leaf < 0) | ~where  # a target that counts nothing stays so
+        return torch.where(keep, leaf, other)
+
+    clean, _ = _step(parts, batch)
+    dirty, _ = _step(parts, {name: poisoned(leaf) for name, leaf in batch.items()})
+    difference = abs(clean - dirty) / max(abs(clean), 1e-12)
+    return compared("padding", difference, 1e-10, "the values at padding do not reach the loss")
+
+
+def _step(parts: Parts, batch: Any) -> tuple[float, int]:
+    parts.wrapped.eval()
+    with torch.no_grad(), parts.precision.autocast():
+        return float(parts.task.step(parts.wrapped, batch).loss_sum), parts.task.count(batch)
+
+
+def _size(batch: Any) -> int:
+    sizes: list[int] = []
+    map_leaves(batch, lambda leaf: sizes.append(len(leaf)) if getattr(leaf, "ndim", 0) else None)
+    return sizes[0] if sizes and len(set(sizes)) == 1 else 1
+
+
+def _rows(size: int, rows: slice, leaf: Any) -> Any:
+    return leaf[rows] if getattr(leaf, "ndim", 0) and len(leaf) == size else leaf
+
+
+def every_parameter(parts: Parts, fit: Callable[[Parts], None]) -> Certificate:
+    """After a few steps of the user's own training."""
+    before = {name: p.detach().clone() for name, p in parts.model.named_parameters() if p.requires_grad}
+    fit(parts)
+    after = dict(parts.model.named_parameters())
+    still = [name for name, value in before.items() if not different_leaves(value, after[name].detach())]
+    text = f"do not change: {', '.join(still[:5])}" if still else "all parameters that can be trained change"
+    return Certificate("parameters", FAIL if still else PASS, f"{len(still)} of {len(before)}", text)

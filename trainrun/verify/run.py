@@ -1,0 +1,119 @@
+"""All certificates of one config, one after the other."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from trainrun.build import Site, build_parts
+from trainrun.config import RunConfig
+from trainrun.errors import ConfigError, TrainrunError
+from trainrun.parallel.devices import choose_device
+from trainrun.parallel.single import Single
+from trainrun.parts import Parts
+from trainrun.randomness import derive_seed, kept_random_state, seed_everything
+from trainrun.rundir import RunDir
+from trainrun.signals import StopFlag
+from trainrun.state import TrainState
+from trainrun.verify import continuity, mathematics
+from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
+from trainrun.verify.fewer import first_samples
+from trainrun.verify.trials import StopAt, Trials, in_doubles, quiet
+
+CHANGING_STEPS = 10
+FEW_SAMPLES = 50
+Check = Callable[[], Certificate]
+
+
+def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Certificate]:
+    """Each as soon as it is known. Nothing is written outside a temporary folder.
+
+    Raises what a run of the same words would raise before its first step.
+    """
+    quiet(config)  # raises where there is nothing to verify
+    with tempfile.TemporaryDirectory(prefix="trainrun-verify-") as name, kept_random_state():
+        folder = Path(name)
+        trials = Trials(config, folder, progress)
+        for title, check in checks(config, trials, folder).items():
+            try:
+                yield check()
+            except NotApplicable as error:
+                yield Certificate(title, NONE, "-", str(error))
+            except ConfigError:
+                raise
+            except TrainrunError as error:
+                yield Certificate(title, FAIL, "-", str(error))
+
+
+def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
+    def exact(val_batch_size: int | None = None) -> Parts:
+        return exact_parts(config, folder, val_batch_size)
+
+    def first_batch(parts: Parts) -> object:
+        batches = parts.train.epoch(0)
+        try:
+            return next(batches).data
+        finally:
+            getattr(batches, "close", lambda: None)()
+            parts.train.close()
+
+    def on_first_batch(check: Callable[[Parts, object], Certificate]) -> Certificate:
+        parts = exact()
+        return check(parts, first_batch(parts))
+
+    return {
+        "sum of losses": lambda: on_first_batch(mathematics.sums),
+        "accumulation": lambda: mathematics.accumulation(trials),
+        "partial window": lambda: mathematics.partial_window(trials),
+        "learning rate": lambda: mathematics.learning_rates(trials),
+        "ranks": lambda: mathematics.ranks(trials),
+        "every sample once": lambda: continuity.each_once(config, exact().train.num_samples),
+        "engines": lambda: continuity.engines(config),
+        "padding": lambda: on_first_batch(mathematics.padding),
+        "evaluation": lambda: continuity.evaluation(exact),
+        "parameters": lambda: mathematics.every_parameter(own_parts(config, folder), short_fit),
+        "rounding": lambda: continuity.drift(trials),
+        "resume": lambda: continuity.resumed(trials),
+    }
+
+
+def exact_parts(config: RunConfig, folder: Path, val_batch_size: int | None) -> Parts:
+    """In float64 on the CPU, as far as the model can."""
+    changed = quiet(config)
+    val = changed.data.val
+    in_doubles(changed, 1, min(16, changed.data.batch_size), 1)
+    if val_batch_size is not None and val:
+        changed.data.val = first_samples(val, FEW_SAMPLES)
+        changed.data.val_batch_size, changed.trainer.limit_val_batches = val_batch_size, 1.0
+    changed.loop = None
+    try:
+        return built(changed, folder, torch.device("cpu"))
+    except TrainrunError as error:
+        raise NotApplicable(f"it does not run in float64 on a CPU: {error}") from error
+
+
+def own_parts(config: RunConfig, folder: Path) -> Parts:
+    changed = quiet(config)
+    changed.checkpoint.enabled = False
+    return built(changed, folder, choose_device(config.parallel.accelerator, local_rank=0))
+
+
+def built(config: RunConfig, folder: Path, device: torch.device) -> Parts:
+    assert config.seed is not None
+    seed_everything(derive_seed(config.seed))
+    site = Site(RunDir(folder / "parts"), "verify", Single(device), StopFlag(), [])
+    return build_parts(config, site)[0]
+
+
+def short_fit(parts: Parts) -> None:
+    state = TrainState()
+    parts.cadence.start(state)
+    try:
+        StopAt(CHANGING_STEPS)(parts, state)
+    finally:
+        for stream in (parts.train, parts.val):
+            if stream is not None:
+                stream.close()

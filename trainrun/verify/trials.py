@@ -1,0 +1,175 @@
+"""Short runs of the user's own config through the real runner, in a folder that is thrown away."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainrun import loop
+from trainrun.cadence import STOP_TERMINATE
+from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.resume import resolve
+from trainrun.compose import Composition
+from trainrun.config import RunConfig
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, TrainingError
+from trainrun.monitor.metrics_file import read_rows
+from trainrun.parts import Parts
+from trainrun.rundir import RunDir, read_json
+from trainrun.runner import Order, execute, new_run, resume_run
+from trainrun.state import TrainState
+from trainrun.verify.certificate import NotApplicable
+
+WALL_CLOCK = (
+    "time",
+    "samples_per_second",
+    "tokens_per_second",
+    "step_seconds",
+    "val/seconds",
+    "test/seconds",
+)
+WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
+FEW_VALIDATIONS = 3  # batches
+STEPS = 6  # of a resumed run: enough for a stop in the middle of something
+
+Change = Callable[[RunConfig], None]
+
+
+def fit_in_evaluation_mode(parts: Parts, state: TrainState) -> TrainState:
+    """The loop without what makes one batch differ from its parts: dropout, and BatchNorm's own statistics."""
+    parts.wrapped.eval()
+    return loop.fit(parts, state)
+
+
+class StopAt:
+    """The loop, asked to stop after `steps` steps of this session as SIGTERM asks; the schedule knows nothing of it."""
+
+    def __init__(self, steps: int, evaluation_mode: bool = False) -> None:
+        self._steps, self._evaluation_mode = steps, evaluation_mode
+
+    def __call__(self, parts: Parts, state: TrainState) -> TrainState:
+        cadence, asked = parts.cadence, 0
+
+        class Stopping:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(cadence, name)
+
+            def stop_request(inner) -> int:
+                nonlocal asked
+                asked += 1
+                return STOP_TERMINATE if asked >= self._steps else 0
+
+        if self._evaluation_mode:
+            parts.wrapped.eval()
+        return loop.fit(dataclasses.replace(parts, cadence=Stopping()), state)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial ended with. shared: the model and all that goes with it; own: of rank 0."""
+
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+class Trials:
+    """Runs of one config. paths: where the user's modules are found, also by ranks."""
+
+    def __init__(self, config: RunConfig, folder: Path, progress: Callable[[str], None]) -> None:
+        self.config, self.folder, self._progress = config, folder, progress
+        self._paths = [path for path in sys.path if path]
+
+    def run(self, about: str, change: Change, then: int = 0) -> Outcome:
+        """Raises TrainingError where the trial fails: the user's run would too.
+
+        then: steps of a resume, where the trial stops itself before its end.
+        """
+        self._progress(about)
+        config = quiet(self.config)
+        change(config)
+        own = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            run = new_run(Composition(config, {}, [], own), [])
+            order = Order(resume=False, paths=self._paths, began=time.perf_counter())
+            code = execute(run, config, order)
+            if then and code == EXIT_AGAIN:
+                code = resume_run(run, [f"loop.steps={then}"], self._paths)
+        if code not in (EXIT_DONE, EXIT_AGAIN):
+            raise TrainingError(
+                f"a trial ({about}) ended with {code}: {read_json(run.status).get('message')}"
+            )
+        return outcome(run)
+
+
+def outcome(run: RunDir) -> Outcome:
+    loaded = read_checkpoint(resolve(run.checkpoints, "last"))
+    shared = copy.deepcopy(loaded.shared)
+    shared["train"] = {k: v for k, v in shared["train"].items() if k != "seconds"}
+    metrics = shared["train"].get("last_metrics")
+    if metrics:
+        shared["train"]["last_metrics"] = {k: v for k, v in metrics.items() if not k.endswith("/seconds")}
+    rows = [
+        {name: value for name, value in row.items() if name not in WALL_CLOCK}
+        for row in read_rows(run.metrics)
+        if row["kind"] in ("train", "eval")
+    ]
+    return Outcome(shared, dict(loaded.own), rows)
+
+
+def quiet(config: RunConfig) -> RunConfig:
+    """The same training, with nothing on the screen, and one checkpoint at its end."""
+    config = copy.deepcopy(config)
+    monitor, checkpoint, trainer = config.monitor, config.checkpoint, config.trainer
+    monitor.verbose = monitor.progress_bar = monitor.hardware = monitor.plots = False
+    monitor.metrics_file, monitor.log_every_n_steps, monitor.listeners = True, 1, {}
+    checkpoint.enabled = checkpoint.save_last = True
+    checkpoint.every_n_train_steps = checkpoint.train_time_interval = None
+    trainer.max_time, trainer.early_stopping.enabled = None, False
+    trainer.limit_val_batches = FEW_VALIDATIONS
+    config.ckpt_path = None
+    if config.loop:
+        raise NotApplicable("loop is your own")
+    return config
+
+
+def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> None:
+    """Plain gradient descent in float64 on one CPU, in evaluation mode: only rounding may differ."""
+    config.precision.mode = "64-true"
+    config.parallel.mode, config.parallel.accelerator = "single", "cpu"
+    config.optimizer = {"_target_": "torch.optim.SGD", "lr": 0.01}
+    config.data.batch_size, config.data.global_batch_size = batch_size, None
+    config.data.padding, config.data.max_tokens = "longest", None
+    config.data.augment, config.data.drop_last = {}, False
+    trainer = config.trainer
+    trainer.accumulate_grad_batches, trainer.max_steps, trainer.max_epochs = accumulate, steps, None
+    trainer.limit_train_batches = 1.0
+    config.data.val, config.checkpoint.monitor = None, None
+    trainer.compile.enabled = False
+    trainer.channels_last = False
+    config.scheduler = following_steps(config.scheduler)
+    config.loop = {"_target_": "trainrun.verify.trials.fit_in_evaluation_mode"}
+
+
+def following_steps(scheduler: Any) -> Any:
+    """The schedule as far as it follows the steps alone, and not the batch size or a metric."""
+    if not scheduler or scheduler.get("metric"):
+        return None
+    fixed = {**scheduler, "lr_scaling": "none"}
+    if any(fixed.pop(name, None) for name in WARMUPS):
+        fixed["warmup_steps"] = 1  # that of the run may be longer than all trials
+    return fixed
+
+
+def stopping(steps: int, evaluation_mode: bool = False) -> dict[str, Any]:
+    """The node of `loop` for a run of the user's own length that stops early."""
+    return {"_target_": "trainrun.verify.trials.StopAt", "steps": steps, "evaluation_mode": evaluation_mode}
