@@ -1,12 +1,12 @@
 """The data path, measured: gathering from memory, every engine beside a real step, `auto` against the best.
 
     python scripts/bench_data.py gather            # samples a second from memory, from a mapping, from a DataLoader
-    python scripts/bench_data.py auto [REGIME...]  # what data.engine=auto chooses, against every way to feed it
+    python scripts/bench_data.py auto [REGIME...] [--model fills|waits]  # what auto chooses, against every way
     python scripts/bench_data.py overlap           # threads on data that waits, beside a step that takes longer
     python scripts/bench_data.py text FILE         # useful tokens a second of padded, bucketed and packed lines
 
-Every figure is a ratio of rounds that take turns in one process, as median with its range. `auto` trains
-with `loop.train_step`; before the clock runs, each way has had two steps.
+Every figure is a ratio of rounds that take turns in one process, as median with its range (of `auto` with an
+interval for the median).
 """
 
 from __future__ import annotations
@@ -17,59 +17,21 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+import bench_auto
 import bench_sets
 import numpy as np
 import torch
+from bench_rounds import Trainer, parts_for, spread, timed, turns
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainrun import loop
-from trainrun.build import Site, build_parts
-from trainrun.compose import compose_run
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
-from trainrun.parallel.single import Single
-from trainrun.parts import Parts
-from trainrun.randomness import derive_seed, seed_everything
-from trainrun.runner import new_run
-from trainrun.signals import StopFlag
-from trainrun.state import TrainState
-
-WAYS = {
-    "main": ["data.engine=workers", "data.num_workers=0"],
-    "workers=1": ["data.engine=workers", "data.num_workers=1"],
-    "workers=2": ["data.engine=workers", "data.num_workers=2"],
-    "workers=4": ["data.engine=workers", "data.num_workers=4"],
-    "threads=1": ["data.engine=threads", "data.num_threads=1"],
-    "threads=2": ["data.engine=threads", "data.num_threads=2"],
-    "resident": ["data.engine=resident"],
-}
-
-
-def timed(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def turns(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, one after the other, round by round; the first round is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for number in range(rounds + 1):
-        for name, work in works.items():
-            once = timed(work)
-            if number:
-                seconds[name].append(once)
-    return seconds
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 def gather(rounds: int) -> None:
@@ -104,61 +66,6 @@ def stream(source: Any, engine: str) -> Any:
 def drain(batches: Any) -> None:
     for _ in batches:
         pass
-
-
-def parts_for(words: list[str], folder: Path) -> Parts:
-    composition = compose_run([*words, "monitor=none", f"output_dir={folder}", "seed=1"])
-    run = new_run(composition, words)
-    seed_everything(derive_seed(1))
-    site = Site(run, "bench", Single(torch.device("cpu")), StopFlag(), [], None, None)
-    return build_parts(composition.config, site)[0]
-
-
-class Trainer:
-    """Trains a few windows whenever it is asked to; the stream goes on where it stood."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts, self.state = parts, TrainState()
-        self.windows = loop.windows_from(parts, self.state)
-        self.steps(2)
-
-    def steps(self, number: int) -> None:
-        for _ in range(number):
-            window = next(self.windows)
-            self.state.advance(window, loop.train_step(self.parts, window, False))
-            self.state.losses.clear()
-
-
-def compare(regime: str, model: str, rounds: int) -> None:
-    """One line: what auto chose, and its throughput over that of the best way."""
-    words = [*bench_sets.REGIMES[regime], *bench_sets.MODELS[model]]
-    with tempfile.TemporaryDirectory() as temporary:
-        trainers: dict[str, Trainer] = {}
-        try:
-            for name, way in {"auto": [], **WAYS}.items():
-                if name == "resident" and not bench_sets.in_memory(regime):
-                    continue
-                parts = parts_for([*words, *way], Path(temporary) / name)
-                if name == "auto":
-                    chosen = decide(parts)
-                trainers[name] = Trainer(parts)
-            number = max(2, int(0.4 / max(timed(lambda: trainers["main"].steps(3)) / 3, 1e-4)))
-            seconds = turns({name: lambda t=t: t.steps(number) for name, t in trainers.items()}, rounds)
-        finally:
-            for trainer in trainers.values():
-                trainer.parts.train.close()
-    middle = {name: statistics.median(times) for name, times in seconds.items()}
-    best = min((name for name in middle if name != "auto"), key=middle.__getitem__)
-    pairs = zip(seconds["auto"], seconds[best], strict=True)
-    table = "  ".join(f"{name} {middle['main'] / value:.2f}" for name, value in middle.items())
-    print(f"{regime:10} {model:6} auto/best {spread([one / other for one, other in pairs])}  best {best}\n"
-          f"    throughput over main: {table}\n    {chosen}", flush=True)  # fmt: skip
-
-
-def decide(parts: Parts) -> str:
-    from trainrun.audition import choose_engine
-
-    return choose_engine(parts)
 
 
 def overlap(rounds: int) -> None:
@@ -221,11 +128,13 @@ def main() -> None:
         help=f"of auto: {', '.join(bench_sets.REGIMES)} (default: all); of text: its file",
     )
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", choices=bench_sets.MODELS, help="of auto: one of the two models")
+    parser.add_argument("--choices", type=int, default=3, help="of auto: how often it is asked (default: 3)")
     given = parser.parse_args()
     if given.what == "auto":
         for regime in given.regimes or bench_sets.REGIMES:
-            for model in bench_sets.MODELS:
-                compare(regime, model, given.rounds)
+            for model in (given.model,) if given.model else bench_sets.MODELS:
+                bench_auto.compare(regime, model, given.rounds, given.choices)
     elif given.what == "text":
         text(given.regimes[0], given.rounds)
     else:

@@ -13,6 +13,7 @@ from statistics import median
 from time import perf_counter
 
 from trainrun.checks import parse_seconds
+from trainrun.data.choice import usable_cores
 from trainrun.data.contest import Alone, Outcome, contest, winner
 from trainrun.data.undecided import Candidate, Undecided
 from trainrun.monitor.readable import duration, quantity
@@ -61,19 +62,20 @@ def _heard(parts: Parts, stream: Undecided, stage: Stage, candidates: list[Candi
     fault = next((heard.fault for heard in told if heard.fault), "")
     if fault:
         return default, f"not measured: {fault}"
-    alone = Alone(max(heard.alone.load for heard in told), max(heard.alone.step for heard in told))
+    alone = Alone(*map(max, zip(*(heard.alone for heard in told), strict=True)))  # the slowest counts
     speed = samples_per_batch(parts)
     if alone.load < NEGLIGIBLE * alone.step:
         share = f"loading takes {100 * alone.load / alone.step:.2g} % of a step"
-        return first, f"{quantity(speed / sum(alone))} samples/s ({share})"
+        return first, f"{quantity(speed / alone.both)} samples/s ({share})"
     run_seconds = run_seconds_of(parts, alone)
     limit = min(MOST_SECONDS, MOST_SHARE * run_seconds)
     left = CONTEST_SHARE * limit - max(heard.elapsed for heard in told)
     measure = stage.measure(started, CONTEST_SHARE * limit)
-    outcome = contest(candidates, alone, left, measure, stream.prefetch_factor)
+    cores = max(1, usable_cores() // parts.parallel.world_size)
+    outcome = contest(candidates, alone, left, measure, stream.prefetch_factor, cores)
     if first in outcome.unheard or (outcome.unheard and set(outcome.scores) <= {first}):
         short = f"a short run, about {duration(run_seconds)}"
-        slow = f"a batch takes {duration(sum(alone))}, too long to compare engines in {duration(limit)}"
+        slow = f"a batch takes {duration(alone.both)}, too long to compare engines in {duration(limit)}"
         return default, f"not measured: {short if limit < MOST_SECONDS else slow}"
     name = winner(candidates, outcome.scores)
     if name is None:
@@ -114,7 +116,7 @@ def total_batches(parts: Parts) -> float:
 def run_seconds_of(parts: Parts, alone: Alone) -> float:
     """How long the run may take, as far as loading and steps say."""
     longest = parse_seconds(parts.config.trainer.max_time)
-    return min(total_batches(parts) * sum(alone), math.inf if longest is None else longest)
+    return min(total_batches(parts) * alone.both, math.inf if longest is None else longest)
 
 
 def samples_per_batch(parts: Parts) -> float:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Generator, Iterator
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from trainrun.parts import Parts
 
 LOOKS = 4  # batches of the first look
 LOOK_SECONDS = 0.1  # for loading, and the same for the steps
+LEAST_STEPS = 3  # however long: the first is far slower than the others, since kernels are chosen and built
+LONGEST_STEPS = 0.5  # seconds, however few
 LARGE_MODEL = 2**31  # bytes; a host takes half a second to copy them
 
 Clock = Callable[[], float]
@@ -100,29 +102,38 @@ class Stage:
         stream = self._stream.stream(candidate.name)
         batches = self._batches(stream)
         try:
-            begin = self._clock()
+            begin, busy = self._clock(), process_time()
             kept = [next(batches).data]
-            loads = [self._since(begin)]
+            loads, load_busy = [self._since(begin)], process_time() - busy
             if loads[0] < LOOK_SECONDS:  # else the first must do, with all that comes only once
                 loads = []
                 for _ in range(candidate.number * self._stream.prefetch_factor):
                     next(batches)
+                busy = process_time()
             while not loads or (len(loads) < LOOKS and sum(loads) < LOOK_SECONDS):
                 begin = self._clock()
                 kept.append(next(batches).data)
                 loads.append(self._since(begin))
+                load_busy = (process_time() - busy) / len(loads)
         finally:
             batches.close()
             stream.close()
         self._first = map_leaves(kept[0], _cloned)  # a model may write into its inputs
+        steps, busies = self._steps_alone(kept)
+        return Alone(sum(loads) / len(loads), min(steps), load_busy, min(busies))
+
+    def _steps_alone(self, kept: list[Any]) -> tuple[list[float], list[float]]:
+        """Seconds of each step, and of all cores in it."""
         steps: list[float] = []
-        for data in [kept[0], *kept]:  # the first step is slow
-            begin = self._clock()
-            self._step(data)
+        busies: list[float] = []
+        while len(steps) < LEAST_STEPS or (len(steps) <= LOOKS and sum(steps) <= LOOK_SECONDS):
+            begin, busy = self._clock(), process_time()
+            self._step(kept[len(steps) % len(kept)])
             steps.append(self._since(begin))
-            if sum(steps) > LOOK_SECONDS:
+            busies.append(process_time() - busy)
+            if sum(steps) > LONGEST_STEPS:
                 break
-        return Alone(sum(loads) / len(loads), min(steps))
+        return steps, busies
 
     def _beside(self, candidate: Candidate, number: int, deadline: float) -> float:
         """Seconds per batch with loading and training as in the run; infinite where time ran out."""

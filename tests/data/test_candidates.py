@@ -78,6 +78,12 @@ def test_what_may_be_tried(source, changes, wanted):
     assert names(source, **changes) == wanted
 
 
+def test_on_few_cores_four_readers_are_tried_all_the_same(monkeypatch):
+    monkeypatch.setattr(choice, "usable_cores", lambda: 1)
+    assert names(Safe()) == ["workers=0", *THREADS, *WORKERS[1:]]
+    assert names(Safe(), world_size=4) == ["workers=0", "threads=1", "workers=1"]
+
+
 def test_the_first_is_what_is_opened_without_a_measurement():
     for source in (DATA, Safe()):
         first = open_candidates(source, options())[0]

@@ -17,6 +17,7 @@ from trainrun.interfaces import Batches
 Number = int | Literal["auto"]
 MAX_AUTO_WORKERS = 8
 MAX_AUTO_THREADS = 4
+READERS_THAT_WAIT = 4  # are tried also on fewer cores: reading may wait for a disk
 ROOMY_BATCH_BYTES = 2**20
 
 
@@ -91,15 +92,16 @@ def candidates(facts: Facts, wish: Wish, first: Choice, draws: str, fitting: Cal
     whether so many workers have shared memory and files enough. build: a stream of an engine and a number.
     """
     ways = [(first.engine, first.number)]
-    cores = max(1, usable_cores() // facts.world_size)
+    most = max(1, max(usable_cores(), READERS_THAT_WAIT) // facts.world_size)
+    threads = [("threads", number) for number in _doubling(most if facts.thread_safe else 1)]
     if wish.engine == "auto" and wish.num_workers == "auto" and wish.num_threads == "auto":
         if facts.columns is not None and not facts.single and fits(facts):
             ways.append(("resident", 0))
-        ways += [("threads", number) for number in _doubling(cores if facts.thread_safe else 1)]
+        ways += threads
     if wish.engine == "threads" and wish.num_threads == "auto":
-        ways += [("threads", number) for number in _doubling(cores if facts.thread_safe else 1)]
+        ways += threads
     if wish.engine in ("auto", "workers") and wish.num_workers == "auto" and wish.num_threads == "auto":
-        ways += [("workers", number) for number in (0, *_doubling(min(cores, MAX_AUTO_WORKERS)))]
+        ways += [("workers", number) for number in (0, *_doubling(min(most, MAX_AUTO_WORKERS)))]
     possible = [
         (engine, number)
         for engine, number in dict.fromkeys(ways)
