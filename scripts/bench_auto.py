@@ -35,6 +35,7 @@ WAYS = {
     "resident": ("data.engine=resident", 0),
     "threads=1": ("data.engine=threads data.num_threads=1", 1),
     "threads=2": ("data.engine=threads data.num_threads=2", 2),
+    "threads=4": ("data.engine=threads data.num_threads=4", 4),
     "workers=1": ("data.engine=workers data.num_workers=1", 1),
     "workers=2": ("data.engine=workers data.num_workers=2", 2),
     "workers=4": ("data.engine=workers data.num_workers=4", 4),

@@ -3,6 +3,7 @@
     python scripts/bench_data.py gather            # samples a second from memory, from a mapping, from a DataLoader
     python scripts/bench_data.py auto [REGIME...] [--model fills|waits]  # what auto chooses, against every way
     python scripts/bench_data.py overlap           # threads on data that waits, beside a step that takes longer
+    python scripts/bench_data.py images            # a folder of 20,000 pictures, against a DataLoader by hand
     python scripts/bench_data.py text FILE         # useful tokens a second of padded, bucketed and packed lines
 
 Every figure is a ratio of rounds that take turns in one process, as median with its range (of `auto` with an
@@ -24,6 +25,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import bench_auto
+import bench_images
 import bench_sets
 import numpy as np
 import torch
@@ -121,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("gather", "auto", "overlap", "text"))
+    parser.add_argument("what", choices=("gather", "auto", "overlap", "images", "text"))
     parser.add_argument(
         "regimes",
         nargs="*",
@@ -138,7 +140,7 @@ def main() -> None:
     elif given.what == "text":
         text(given.regimes[0], given.rounds)
     else:
-        {"gather": gather, "overlap": overlap}[given.what](given.rounds)
+        {"gather": gather, "overlap": overlap, "images": bench_images.images}[given.what](given.rounds)
     print(f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, Python {sys.version.split()[0]}")
 
 

@@ -74,8 +74,8 @@ def parts_for(words: list[str], folder: Path) -> Parts:
 class Trainer:
     """Trains a few windows whenever it is asked to; the stream goes on where it stood."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts, self.state = parts, TrainState()
+    def __init__(self, parts: Parts, epoch: int = 0) -> None:
+        self.parts, self.state = parts, TrainState(epoch=epoch)
         self.windows = loop.windows_from(parts, self.state)
         self.steps(2)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainrun.data.formats.csv_text import Dialect, columns_in, line_of, read_cells
 from trainrun.data.formats.parts import Part
-from trainrun.data.formats.pictures import Form, decoded, form_of
+from trainrun.data.formats.pictures import Form, form_of, pixels_in
 from trainrun.data.formats.places import existing_folder, fingerprint_of
 from trainrun.data.formats.targets import Coding, coding_of
 from trainrun.errors import DataError
@@ -32,6 +32,8 @@ class ImageFolder:
 
     names: of the files below `root`. Files are opened when they are read, so it can go to any process.
     """
+
+    thread_safe = True
 
     def __init__(self, root: Path, names: Sequence[str], targets: Tensor, coding: Coding, form: Form) -> None:
         encoded = [os.fsencode(name) for name in names]
@@ -48,15 +50,27 @@ class ImageFolder:
         return len(self._ends)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.form.scaled(self._pixels(index)), self._targets[index]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """The same, scaled all at once where all have one shape."""
+        pictures = [self._pixels(index) for index in indices]
+        if self.form.shape is not None:
+            pictures = list(self.form.scaled(torch.stack(pictures)))
+        else:
+            pictures = [self.form.scaled(picture) for picture in pictures]
+        return list(zip(pictures, self._targets[indices], strict=True))
+
+    def _pixels(self, index: int) -> Tensor:
         if not 0 <= index < len(self):
             raise IndexError(index)
         path = self.describe(index)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", buffering=0) as file:  # read at once, so a buffer would only cost
                 content = file.read()
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-        return decoded(content, self.form, lambda: path), self._targets[index]
+        return pixels_in(content, self.form, lambda: path)
 
     def target(self, index: int) -> Tensor:
         """The class of a sample, without its picture."""
