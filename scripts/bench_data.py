@@ -2,6 +2,7 @@
 
     python scripts/bench_data.py gather            # samples a second from memory, from a mapping, from a DataLoader
     python scripts/bench_data.py auto [REGIME...] [--model fills|waits]  # what auto chooses, against every way
+    python scripts/bench_data.py pipeline          # the share of the whole data path in a CNN's step
     python scripts/bench_data.py overlap           # threads on data that waits, beside a step that takes longer
     python scripts/bench_data.py images            # a folder of 20,000 pictures, against a DataLoader by hand
     python scripts/bench_data.py text FILE         # useful tokens a second of padded, bucketed and packed lines
@@ -70,6 +71,31 @@ def drain(batches: Any) -> None:
         pass
 
 
+def pipeline(rounds: int) -> None:
+    """Of the steps of a CNN on Fashion-MNIST: order, gather, crop, flip, normalise and hand-over, timed in place."""
+    where = "trainrun.data.augment"
+    words = [*bench_sets.source("fashion_bytes", "data.shape=[1,28,28]", "data.engine=resident"), "model=cnn",
+             "data.batch_size=128",
+             f"data.augment.crop._target_={where}.crop.RandomCrop",
+             f"data.augment.flip._target_={where}.flip.RandomFlip",
+             f"data.augment.normalize._target_={where}.normalize.Normalize",
+             "data.augment.normalize.mean=0.286", "data.augment.normalize.std=0.353"]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(parts_for(words, Path(folder)))
+        rest, shares = [], []
+        for number in range(rounds + 1):
+            waited = trained = 0.0
+            for _ in range(20):
+                started = time.perf_counter()
+                window = next(trainer.windows)
+                waited += time.perf_counter() - started
+                trained += timed(lambda w=window: trainer.train(w))
+            if number:
+                rest.append(1e3 * trained / 20)
+                shares.append(100 * waited / (waited + trained))
+    print(f"a step of {spread(rest)} ms after its batch; the batch takes {spread(shares)} % of both")
+
+
 def overlap(rounds: int) -> None:
     """Loading waits 20 ms, the step waits 30: alone they take 50, side by side 30."""
     options = {"training": True, "batch_size": 1, "seed": 0, "num_workers": 0, "num_threads": 1}
@@ -123,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("gather", "auto", "overlap", "images", "text"))
+    parser.add_argument("what", choices=("gather", "auto", "pipeline", "overlap", "images", "text"))
     parser.add_argument(
         "regimes",
         nargs="*",
@@ -140,7 +166,8 @@ def main() -> None:
     elif given.what == "text":
         text(given.regimes[0], given.rounds)
     else:
-        {"gather": gather, "overlap": overlap, "images": bench_images.images}[given.what](given.rounds)
+        works = {"gather": gather, "pipeline": pipeline, "overlap": overlap, "images": bench_images.images}
+        works[given.what](given.rounds)
     print(f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, Python {sys.version.split()[0]}")
 
 

@@ -14,6 +14,7 @@ import torch
 from trainrun import loop
 from trainrun.build import Site, build_parts
 from trainrun.compose import compose_run
+from trainrun.interfaces import MicroBatch
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
@@ -81,6 +82,8 @@ class Trainer:
 
     def steps(self, number: int) -> None:
         for _ in range(number):
-            window = next(self.windows)
-            self.state.advance(window, loop.train_step(self.parts, window, False))
-            self.state.losses.clear()
+            self.train(next(self.windows))
+
+    def train(self, window: list[MicroBatch]) -> None:
+        self.state.advance(window, loop.train_step(self.parts, window, False))
+        self.state.losses.clear()

@@ -20,6 +20,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from trainrun.data import fashion_mnist
+
 SAMPLES = 4096
 
 
@@ -116,6 +118,12 @@ def mapped_file() -> Path:
     path = Path(tempfile.mkdtemp()) / "pictures.npy"
     np.save(path, tiny()[0].numpy())
     return path
+
+
+def fashion_bytes() -> tuple[Tensor, Tensor]:
+    """The 60,000 pictures of Fashion-MNIST as they are: grey, uint8."""
+    data = fashion_mnist.load("train", normalize=False)
+    return (data.tensors[0] * 255).round().byte(), data.tensors[1]
 
 
 class Rows:
