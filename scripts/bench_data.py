@@ -74,12 +74,14 @@ def drain(batches: Any) -> None:
 def pipeline(rounds: int) -> None:
     """Of the steps of a CNN on Fashion-MNIST: order, gather, crop, flip, normalise and hand-over, timed in place."""
     where = "trainrun.data.augment"
-    words = [*bench_sets.source("fashion_bytes", "data.shape=[1,28,28]", "data.engine=resident"), "model=cnn",
-             "data.batch_size=128",
-             f"data.augment.crop._target_={where}.crop.RandomCrop",
-             f"data.augment.flip._target_={where}.flip.RandomFlip",
-             f"data.augment.normalize._target_={where}.normalize.Normalize",
-             "data.augment.normalize.mean=0.286", "data.augment.normalize.std=0.353"]  # fmt: skip
+    words = [
+        *bench_sets.source("fashion_bytes", "data.shape=[1,28,28]", batch_size=128),
+        "data.engine=resident", "model=cnn",
+        f"data.augment.crop._target_={where}.crop.RandomCrop",
+        f"data.augment.flip._target_={where}.flip.RandomFlip",
+        f"data.augment.normalize._target_={where}.normalize.Normalize",
+        "data.augment.normalize.mean=0.286", "data.augment.normalize.std=0.353",
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(parts_for(words, Path(folder)))
         rest, shares = [], []

@@ -209,9 +209,9 @@ class WaitingText(nn.Module):
         return self.words(inputs)
 
 
-def source(name: str, *words: str) -> list[str]:
-    return ["data=custom", "data.num_classes=10", "data.batch_size=64", f"data.train._target_=bench_sets.{name}",
-            *words]  # fmt: skip
+def source(name: str, *words: str, batch_size: int = 64) -> list[str]:
+    return ["data=custom", "data.num_classes=10", f"data.batch_size={batch_size}",
+            f"data.train._target_=bench_sets.{name}", *words]  # fmt: skip
 
 
 REGIMES = {
