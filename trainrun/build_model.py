@@ -12,6 +12,7 @@ from trainrun.interfaces import DataFacts
 from trainrun.precision.amp import prepare_model
 from trainrun.transform.channels_last import channels_last
 from trainrun.transform.compile import compile_model
+from trainrun.transform.fp8 import fp8_linear
 
 
 def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn.Module:
@@ -40,6 +41,11 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
 
 
 def transform_model(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
+    if config.precision.fp8:
+        try:
+            notes.append(fp8_linear(model, device))
+        except RuntimeError as error:  # no such device, no torchao: said in words already
+            raise ConfigError(str(error)) from error
     if config.trainer.channels_last:
         channels_last(model)
     wanted = config.trainer.compile
