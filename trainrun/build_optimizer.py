@@ -25,8 +25,11 @@ def build_optimizer_of(
     rule = (config.scheduler or {}).get("lr_scaling", "none")
     if "lr" in node and rule != "none":
         batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
-        node["lr"], note = scaled_lr(node["lr"], rule, batch, config.scheduler["base_batch_size"])
+        base = config.scheduler["base_batch_size"]
+        node["lr"], note = scaled_lr(node["lr"], rule, batch, base)
         notes.append(note)
+        if node.get("adamw_lr") is not None:  # the other half of Muon
+            node["adamw_lr"], _ = scaled_lr(node["adamw_lr"], rule, batch, base)
     factory = locate(node.pop("_target_"), "optimizer")
     optimizer, note = build_optimizer(factory, node, model)
     notes.append(note)

@@ -110,9 +110,14 @@ def check(config: RunConfig) -> list[str]:
         faults.append(
             "trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out"
         )
+    if config.precision.fp8 and config.precision.mode not in ("bf16-mixed", "bf16-true"):
+        faults.append(
+            f"precision.fp8=true: rounds products of bfloat16 further, and precision.mode={config.precision.mode} is "
+            "another type; use precision=bf16-mixed or bf16-true"
+        )
     for key in ("data.train", "model", "task", "optimizer"):
         faults += _node_faults(config, key)
-    return faults + list(_rate_faults(config)) + list(_model_faults(config))
+    return [*faults, *_rate_faults(config), *_kernel_faults(config), *_model_faults(config)]
 
 
 def _model_faults(config: RunConfig) -> Iterator[str]:
@@ -128,6 +133,18 @@ def _model_faults(config: RunConfig) -> Iterator[str]:
     dropout = model.get("dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         yield f"model.dropout={dropout}: must be a number, 0 or more and below 1"
+
+
+def _kernel_faults(config: RunConfig) -> Iterator[str]:
+    """Of torch's two switches for the update; an optimizer without them says so when it is built."""
+    optimizer = config.optimizer or {}
+    for name in ("fused", "foreach"):
+        if optimizer.get(name) not in (None, True, False):
+            yield f"optimizer.{name}={optimizer[name]}: must be true, false or null"
+    if optimizer.get("fused") is True and optimizer.get("foreach") is True:
+        yield "optimizer.foreach=true: does not go with optimizer.fused=true; leave one of them out"
+    elif optimizer.get("differentiable") is True and optimizer.get("fused") is True:
+        yield "optimizer.fused=true: does not go with optimizer.differentiable=true; leave one of them out"
 
 
 def _rate_faults(config: RunConfig) -> Iterator[str]:

@@ -118,6 +118,7 @@ class TrainerConfig:
     check_val_every_n_epoch: int = number(1, at_least=1)
     limit_train_batches: Any = 1.0
     limit_val_batches: Any = 1.0
+    out_of_memory: str = one_of("split", "split-batchnorm", "stop", default="split")
     nan_policy: str = one_of("stop", "skip", "ignore", default="stop")
     compile: CompileConfig = field(default_factory=CompileConfig)
     channels_last: bool = False
@@ -144,10 +145,11 @@ class CheckpointConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Number types. matmul: what float32 matrix products may round to (TF32 on a GPU)."""
+    """Number types. matmul: what float32 products may round to (TF32 on a GPU); fp8: linear layers in 8 bits."""
 
     mode: str = one_of(*PRECISIONS, default="32-true")
     matmul: str = one_of("highest", "high", "medium", default="highest")
+    fp8: bool = False
 
 
 @dataclass

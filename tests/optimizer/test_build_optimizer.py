@@ -27,7 +27,9 @@ def test_an_open_switch_becomes_fused(
 ) -> None:
     optimizer, note = build_optimizer(factory, {"lr": 0.1, **keywords}, nn.Linear(3, 2).to(dtype))
     assert is_fused(optimizer)
-    assert note == f"optimizer: {factory.__name__}, fused (cpu)"  # type: ignore[attr-defined]
+    assert (
+        note == f"optimizer: {factory.__name__}, fused (cpu): one kernel in place of a loop over the tensors"
+    )  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -114,13 +116,19 @@ def test_sparse_gradients_are_not_fused() -> None:
 
 
 @pytest.mark.parametrize(
-    "keywords",
-    [{"fused": False}, {"foreach": True}, {"differentiable": True}, {"foreach": True, "fused": None}],
+    ("keywords", "told"),
+    [
+        ({"fused": False}, "not fused (cpu): optimizer.fused=false"),
+        ({"foreach": True}, "foreach (cpu): optimizer.foreach=true"),
+        ({"foreach": True, "fused": None}, "foreach (cpu): optimizer.foreach=true"),
+        ({"fused": True, "foreach": None}, "fused (cpu): optimizer.fused=true"),
+        ({"differentiable": True}, "not fused (cpu): these gradients or options exclude it"),
+    ],
 )
-def test_what_the_user_said_stays(keywords: dict[str, Any]) -> None:
+def test_what_the_user_said_stays(keywords: dict[str, Any], told: str) -> None:
     optimizer, note = build_optimizer(AdamW, {"lr": 0.1, **keywords}, nn.Linear(3, 2))
-    assert not is_fused(optimizer)
-    assert note == "optimizer: AdamW, not fused (cpu)"
+    assert is_fused(optimizer) == (keywords.get("fused") is True)
+    assert note == f"optimizer: AdamW, {told}"
 
 
 def test_where_fusing_fails_the_plain_update_is_taken() -> None:
@@ -135,7 +143,7 @@ def test_where_fusing_fails_the_plain_update_is_taken() -> None:
 
 def test_an_optimizer_without_the_switch() -> None:
     optimizer, note = build_optimizer(RMSprop, {"lr": 0.1}, nn.Linear(3, 2))
-    assert note == "optimizer: RMSprop, not fused (cpu)"
+    assert note == "optimizer: RMSprop, not fused (cpu): it has no fused kernel"
     assert len(optimizer.param_groups[0]["params"]) == 2
 
 
@@ -171,6 +179,7 @@ def test_nothing_to_train(model: nn.Module) -> None:
         (AdamW, {"lr": -1.0}, "optimizer: AdamW: Invalid learning rate: -1.0"),
         (AdamW, {"momentum": 0.9}, "optimizer: AdamW: .*unexpected keyword argument 'momentum'"),
         (LBFGS, {"lr": 1.0}, "optimizer: LBFGS computes the loss several times"),
+        (AdamW, {"fused": True, "foreach": True}, "optimizer: AdamW: .fused. and .foreach. cannot be"),
         (lambda params: list(params), {}, "returned a list; it must return a torch.optim.Optimizer"),
     ],
 )

@@ -1,0 +1,163 @@
+"""Muon's matrices against torch's own and against the decomposition, and AdamW's part bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+
+from trainrun.errors import PluginError
+from trainrun.model.cnn import Cnn
+from trainrun.model.gpt import Gpt
+from trainrun.model.mlp import Mlp
+from trainrun.optimizer.build import build_optimizer
+from trainrun.optimizer.muon import Muon, hidden_matrices, orthogonal
+from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
+from trainrun.scheduler.schedule import Schedule
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return Mlp([6], 3, hidden=[8, 5])
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(16, 6, generator=generator), torch.randint(3, (16,), generator=generator)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (2, 64)])
+def test_the_direction_has_singular_values_near_one_and_the_same_vectors(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = orthogonal(matrix, 10)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    inside = left.T @ found @ right.T
+    assert (inside - inside.diagonal().diag()).abs().max() < 1e-6
+    assert 0.65 < inside.diagonal().min() <= inside.diagonal().max() < 1.25
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it from 2.9")
+@pytest.mark.parametrize("rule", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrices_move_as_with_torchs_muon(rule: str, nesterov: bool) -> None:
+    """Whose iteration rounds to bfloat16 on every device."""
+    ours, theirs = (nn.Parameter(torch.randn(9, 5, generator=torch.Generator().manual_seed(2))) for _ in "ab")
+    start = ours.detach().clone()
+    words: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": rule}
+    pair = (
+        (ours, Muon([{"params": [ours], "muon": True}], **words)),
+        (theirs, torch.optim.Muon([theirs], **words)),
+    )
+    for step in range(4):
+        for param, optimizer in pair:
+            param.grad = torch.randn(9, 5, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+    assert (ours - theirs).norm() < 0.02 * (ours - start).norm()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_other_parameters_move_as_with_adamw_bit_for_bit(fused: bool) -> None:
+    model = network()
+    words: dict[str, Any] = {
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "betas": (0.8, 0.95),
+        "eps": 1e-6,
+        "fused": fused,
+    }
+    optimizer = Muon(Muon.parameter_groups(model), **words)
+    others = optimizer.param_groups[1]["params"]
+    twins = [nn.Parameter(param.detach().clone()) for param in others]
+    plain = AdamW(twins, **words)
+    for step in range(3):
+        trained(model, optimizer, range(step, step + 1))
+        for twin, param in zip(twins, others, strict=True):
+            twin.grad = param.grad
+        plain.step()
+    for twin, param in zip(twins, others, strict=True):
+        assert torch.equal(twin, param)
+
+
+def names_of(model: nn.Module) -> list[str]:
+    found = {id(param) for param in hidden_matrices(model)}
+    return [name for name, param in model.named_parameters() if id(param) in found]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_heads_and_vectors_are_left_to_adamw(tied: bool) -> None:
+    model = Gpt(vocab_size=11, context=8, layers=1, width=8, heads=2, tied=tied)
+    kinds = ("attention.into", "attention.out", "widen", "narrow")
+    assert names_of(model) == [f"blocks.0.{kind}.weight" for kind in kinds]
+    assert all("conv" in name or "weight" in name for name in names_of(Cnn([1, 8, 8], 3)))
+    groups = Muon.parameter_groups(model)
+    held = [param for group in groups for param in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+    assert len(held) == len(list(model.parameters()))
+
+
+def test_a_filter_is_the_matrix_of_its_outputs() -> None:
+    filters = nn.Parameter(torch.randn(4, 3, 2, 2))
+    matrix = nn.Parameter(filters.detach().flatten(1).clone())
+    for param in (filters, matrix):
+        param.grad = torch.linspace(-1, 2, 48).view(param.shape)
+        Muon([{"params": [param], "muon": True}], lr=0.1).step()
+    assert torch.equal(filters.flatten(1), matrix)
+    wide = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    wide.grad = torch.ones_like(wide)
+    Muon([{"params": [wide], "muon": True}], lr=0.1).step()
+    assert wide.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_state_is_saved_and_loaded_bit_for_bit() -> None:
+    whole, first, second = network(), network(), network()
+    trained(whole, build_optimizer(Muon, {"lr": 0.01}, whole)[0], range(6))
+    optimizer, note = build_optimizer(Muon, {"lr": 0.01}, first)
+    assert note.endswith("; 2 matrices by Muon, 4 other parameters by AdamW")
+    trained(first, optimizer, range(3))
+    tree = copy.deepcopy(named_optimizer_state(optimizer, first))
+    second.load_state_dict(first.state_dict())
+    again, _ = build_optimizer(Muon, {"lr": 0.01}, second)
+    load_named_optimizer_state(again, second, tree)
+    trained(second, again, range(3, 6))
+    for one, other in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_schedule_moves_the_rates_of_both() -> None:
+    model = network()
+    optimizer = Muon(Muon.parameter_groups(model), lr=0.02, adamw_lr=0.001)
+    schedule = Schedule(optimizer, lambda step: 0.0)
+    assert schedule.lrs == [0.0, 0.0]
+    before = [param.detach().clone() for param in model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(before, trained(model, optimizer, range(2)), strict=True))
+    optimizer = Muon(Muon.parameter_groups(model), lr=0.02, adamw_lr=0.001)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.001]
+
+
+def test_a_model_without_a_hidden_matrix_is_refused() -> None:
+    with pytest.raises(PluginError, match="optimizer=muon: the model has no hidden matrix.*optimizer=adamw"):
+        build_optimizer(Muon, {}, nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"adjust_lr_fn": "none"}, "adjust_lr_fn=none: must be match_rms_adamw or original"),
+        ({"momentum": 1.0}, "momentum=1.0: must be 0 or more and below 1"),
+        ({"ns_steps": 0}, "ns_steps=0: must be from 1 to 99"),
+        ({"lr": -1.0}, "lr=-1.0: must be 0 or more"),
+    ],
+)
+def test_wrong_values_are_named(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(PluginError, match=f"optimizer: Muon: {message}"):
+        build_optimizer(Muon, words, network())
