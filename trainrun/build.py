@@ -36,6 +36,7 @@ from trainrun.precision.amp import (
     PrecisionOptions,
     build_precision,
 )
+from trainrun.retry import Retry
 from trainrun.rundir import RunDir
 from trainrun.signals import StopFlag
 
@@ -115,8 +116,9 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule, site.stop,
         precision.failure, checkpoints.time_request,
     )  # fmt: skip
+    retry = Retry(config.trainer.out_of_memory, model, task, site.parallel, board.note)
     parts = Parts(
-        config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema,
+        config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema, retry,
         train, val, test, cadence, checkpoints, board, facts, site.ledger,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)

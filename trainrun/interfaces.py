@@ -168,6 +168,36 @@ class Parallel(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Careful(Protocol):
+    """A backend whose ranks can wait with the exchange until every one of them has its gradients.
+
+    cannot_wait: why it cannot, with these options; "" where it can.
+    waits: whether the window at hand does, by what any rank asked for; known after `agree`.
+    """
+
+    @property
+    def cannot_wait(self) -> str: ...
+
+    @property
+    def waits(self) -> bool: ...
+
+    def ask_to_wait(self, wanted: bool) -> None:
+        """Told to the others with the next `agree`."""
+
+    def exchange(self) -> None:
+        """The exchange of a window that waited, equal to that of the last micro-batch of any other."""
+
+
+class Gradients(NamedTuple):
+    """What forward and backward of a window give besides the gradients; the fields of `StepReport`."""
+
+    losses: list[Tensor]
+    items: int
+    agreed: Agreed
+    sums: dict[str, Tensor]
+
+
 @dataclass(slots=True)
 class StepReport:
     """Facts of one optimizer step. Tensors stay on the device until a monitor asks.

@@ -15,7 +15,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from trainrun.interfaces import MicroBatch, StepReport, Sums
+from trainrun.interfaces import Gradients, MicroBatch, StepReport, Sums
 from trainrun.ledger import (
     BACKWARD,
     CHECKPOINT,
@@ -78,6 +78,18 @@ def windows_from(parts: Parts, state: TrainState) -> Iterator[list[MicroBatch]]:
 
 def train_step(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
     """One update from one window. `log` asks for the task's sums and the gradient norm too."""
+    found = parts.retry.run(window, lambda batches: add_gradients(parts, batches, log))
+    parts.ledger.open(OPTIMIZER)
+    grad = parts.precision.optimizer_step(parts.optimizer, want_norm=log)
+    if not grad.skipped:
+        parts.schedule.step()
+        parts.ema.update()
+    parts.ledger.open(RUNNER)
+    return StepReport(*found, grad)
+
+
+def add_gradients(parts: Parts, window: list[MicroBatch], log: bool) -> Gradients:
+    """Forward and backward of every micro-batch; only gradients change, and what the forward draws or writes."""
     task, precision, parallel, book = parts.task, parts.precision, parts.parallel, parts.ledger.open
     items = sum([task.count(batch.data) for batch in window if batch.real])
     book(RANKS)
@@ -95,13 +107,7 @@ def train_step(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
         losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
         if log:  # the same names on every rank, also where nothing counts
             add_sums(sums, out.sums if batch.real else dict.fromkeys(out.sums, losses[-1]))
-    book(OPTIMIZER)
-    grad = precision.optimizer_step(parts.optimizer, want_norm=log)
-    if not grad.skipped:
-        parts.schedule.step()
-        parts.ema.update()
-    book(RUNNER)
-    return StepReport(losses, items, agreed, sums, grad)
+    return Gradients(losses, items, agreed, sums)
 
 
 def evaluate(parts: Parts, split: str) -> dict[str, float]:

@@ -19,6 +19,7 @@ from trainrun.monitor.board import Board
 from trainrun.optimizer.ema import Ema
 from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
 from trainrun.randomness import random_state, set_random_state
+from trainrun.retry import Retry
 from trainrun.scheduler.schedule import Schedule
 from trainrun.state import TrainState
 
@@ -36,6 +37,7 @@ class Parts:
     precision: Precision
     parallel: Parallel
     ema: Ema
+    retry: Retry
     train: Batches
     val: Batches | None
     test: Batches | None
@@ -59,6 +61,7 @@ class Parts:
             "optimizer": named_optimizer_state(self.optimizer, self.model),
             "schedule": self.schedule.state_dict(),
             "precision": self.precision.state_dict(),
+            "retry": self.retry.state_dict(),
             "train": saved,
             "stream": self.stream(),
         }
@@ -84,6 +87,8 @@ class Parts:
         load_named_optimizer_state(self.optimizer, self.model, shared["optimizer"], configured)
         self.schedule.load_state_dict(shared["schedule"])
         self.precision.load_state_dict(shared["precision"])
+        if "retry" in shared:  # else the checkpoint is older than this
+            self.retry.load_state_dict(shared["retry"])
         state = TrainState()
         device = self.parallel.device
         if own is None:

@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainrun import loop
 from trainrun.audition import choose_engine
 from trainrun.backends import kept_backends
@@ -34,6 +32,7 @@ from trainrun.errors import (
     TrainingError,
 )
 from trainrun.flops import MIN_SECONDS, Work, measured_work
+from trainrun.forecast import memory_line
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.ledger import CHECKPOINT, PLOTS, RUNNER, Ledger, process_start
@@ -43,6 +42,7 @@ from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
+from trainrun.retry import ONE_SAMPLE, no_memory
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
 from trainrun.showcase import show
 from trainrun.signals import StopFlag
@@ -89,7 +89,8 @@ def train(
                 closing.callback(stream.close)
         check_monitors(parts)
         choice = choose_engine(parts)
-        facts = replace(facts, choices=(*facts.choices, choice)) if choice else facts
+        lines = [line for line in (choice, memory_line(parts)) if line]
+        facts = replace(facts, choices=(*facts.choices, *lines))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt
@@ -154,11 +155,9 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
         fit = found
     try:
         return fit(parts, state)
-    except torch.OutOfMemoryError as error:
-        raise TrainingError(out_of_memory(parts, error)) from error
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error):
-            raise TrainingError(out_of_memory(parts, error)) from error
+    except (MemoryError, RuntimeError) as error:
+        if told := no_memory(error):
+            raise TrainingError(advice(parts, told)) from error
         if WHOLE_INPUTS.search(str(error)):
             raise DataError(
                 f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "
@@ -174,12 +173,14 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
         ) from error
 
 
-def out_of_memory(parts: Parts, error: Exception) -> str:
+def advice(parts: Parts, text: str) -> str:
+    """What to do where memory ended. text: what the allocator said, and why the window did not run again."""
     batch = parts.config.data.batch_size
     accumulate = parts.config.trainer.accumulate_grad_batches
-    text = str(error).partition("\n")[0]
-    if batch == 1:
-        return f"out of memory with data.batch_size=1: {text}. A smaller model, or preset=memory-limited, may fit"
+    if parts.retry.refusal:
+        text += f"; not run again in smaller micro-batches: {parts.retry.refusal}"
+    if batch == 1 or ONE_SAMPLE in text:
+        return f"out of memory with data.batch_size={batch}: {text}. A smaller model, or preset=memory-limited, may fit"
     return (
         f"out of memory with data.batch_size={batch}: {text}. The same training in less memory: "
         f"data.batch_size={batch // 2} trainer.accumulate_grad_batches={accumulate * 2}"

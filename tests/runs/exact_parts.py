@@ -50,6 +50,25 @@ class Net(nn.Module):
         return self.layers(x)
 
 
+class Capped(Net):
+    """A network for which memory ends in training above `limit` samples; of one rank where `only_rank` is set."""
+
+    def __init__(self, limit: int, only_rank: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.limit, self.only_rank = limit, only_rank
+        self.dropout = nn.Dropout(dropout)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.only_rank is None or torch.distributed.get_rank() == self.only_rank
+        x = self.layers[:2](x)  # some of the forward is done, and has drawn random numbers, when memory ends
+        x = self.dropout(x)
+        if self.training and here and len(x) > self.limit:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+        self.seen += [len(x)] if self.training else []
+        return self.layers[2:](x)
+
+
 def samples(count: int = 13, seed: int = 1, bad: int | None = None) -> tuple[Tensor, Tensor]:
     """x (N, FEATURES), y (N,). bad: the index of a sample that is not a number."""
     generator = torch.Generator().manual_seed(seed)

@@ -87,6 +87,14 @@ def project(workdir: Path) -> Iterator[Path]:
     ("words", "said"),
     [
         (["model=cnnn"], "Did you mean cnn?"),
+        (["trainer.out_of_memory=slit"], "must be one of split, split-batchnorm, stop. Did you mean split?"),
+        (
+            ["optimizer.fused=true", "optimizer.foreach=true"],
+            "does not go with optimizer.fused=true; leave one",
+        ),
+        (["optimizer.fused=often"], "optimizer.fused=often: must be true, false or null"),
+        (["optimizer=muon", "optimizer.adjust_lr_fn=none"], "must be match_rms_adamw or original"),
+        (["optimizer=muon", "model.hidden=[]"], "the model has no hidden matrix"),
         (["nonsense"], "no such command"),
         (["model"], "see trainrun --help model"),
         (["--help", "modle"], "Did you mean model?"),

@@ -67,8 +67,10 @@ class Ddp:
         self._ddp: DistributedDataParallel | None = None
         self._has_buffers = False
         self._learns_graph = static_graph
-        self._own = torch.zeros(3, dtype=torch.float64)
-        self._all = torch.zeros(self.world_size, 3, dtype=torch.float64)
+        self._asks = False
+        self.waits = False
+        self._own = torch.zeros(4, dtype=torch.float64)
+        self._all = torch.zeros(self.world_size, 4, dtype=torch.float64)
         self._rows = list(self._all.unbind())
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -88,16 +90,33 @@ class Ddp:
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         if self._learns_graph:  # torch fails where the first backward of a static graph exchanges nothing
             self._learns_graph, last = False, True
-        return self._exchange_last() if last else self._exchange_later()
+        return self._exchange_last() if last and not self.waits else self._exchange_later()
 
     def agree(self, items: int, stop: int, save: int) -> Agreed:
-        self._own.numpy()[:] = items, stop, save
+        self._own.numpy()[:] = items, stop, save, self._asks
         try:
             dist.all_gather(self._rows, self._own, group=self._host)
         except RuntimeError as error:
             raise LostContact(error) from error
-        all_items, stops, saves = zip(*self._all.tolist(), strict=True)
+        all_items, stops, saves, asks = zip(*self._all.tolist(), strict=True)
+        self.waits = max(asks) > 0
         return Agreed(sum(all_items) / self.world_size, int(max(stops)), int(max(saves)))
+
+    @property
+    def cannot_wait(self) -> str:
+        for name in ("find_unused_parameters", "static_graph"):
+            if self._options[name]:
+                return f"parallel.{name}=true learns from the backward pass what is exchanged"
+        return ""
+
+    def ask_to_wait(self, wanted: bool) -> None:
+        self._asks, self.waits = wanted, False
+
+    def exchange(self) -> None:
+        assert self._ddp is not None, "wrap comes first"
+        with self._exchange():
+            backward_of_zeros(self._ddp)
+            self._spread_buffers()
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         own = torch.tensor(values, dtype=torch.float64)
@@ -191,6 +210,13 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
     rebuilds; with `static_graph` it must learn the graph from the first real step, and a resume
     with three ranks or more then rounds differently.
     """
+    backward_of_zeros(ddp)
+    for parameter in ddp.module.parameters():
+        parameter.grad = None
+
+
+def backward_of_zeros(ddp: DistributedDataParallel) -> None:
+    """Adds 0 to every gradient, after which DDP averages what is there."""
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     total = torch.zeros((), device=parameters[0].device)
     for parameter in parameters:  # backward visits them from the last to the first
@@ -198,5 +224,3 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
     ddp.reducer.prepare_for_forward()
     ddp.reducer.prepare_for_backward([])
     total.backward()  # type: ignore[no-untyped-call]
-    for parameter in parameters:
-        parameter.grad = None

@@ -1,0 +1,125 @@
+"""Forecast against measured peak of memory on the CPU, for reference models; see README, "Speed".
+
+    python scripts/bench_memory.py [name ...]
+
+Each model trains in a process of its own, whose allocator gives memory back at once, so that the
+resident set is what lives. The base is the resident set after a step of two samples, which loads code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS = ["data=text", "task=language_modeling", "data.train.max_bytes=200000"]
+CASES = {
+    "mlp": ["model.hidden=[4096,4096,4096,4096]", "data.batch_size=512"],
+    "cnn": ["model=cnn", "data=synthetic", "data.shape=[1,64,64]", "data.batch_size=256"],
+    "gpt": ["model=gpt", *TOKENS, "data.train.block_size=128", "model.size=0.8M", "data.batch_size=48"],
+    "lstm": ["model=lstm", *TOKENS, "data.train.block_size=128", "model.width=256", "data.batch_size=96"],
+    "vae": ["model._target_=bench_memory.vae", "model.width=16384", "task._target_=bench_memory.Evidence",
+            "data.batch_size=1024"],
+}  # fmt: skip
+
+
+def vae(width: int = 2048, latent: int = 64) -> Any:
+    """A plain variational autoencoder of digits, whose output is reconstruction, mean and logarithm of variance."""
+    import torch
+    from torch import nn
+
+    class Vae(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(
+                nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 2 * latent)
+            )
+            self.decoder = nn.Sequential(nn.Linear(latent, width), nn.ReLU(), nn.Linear(width, 64))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            mean, log_variance = self.encoder(x).chunk(2, 1)
+            return self.decoder(mean + torch.randn_like(mean) * (log_variance / 2).exp()), mean, log_variance
+
+    return Vae()
+
+
+class Evidence:
+    """Squared error and divergence, summed over samples."""
+
+    def count(self, batch: Any) -> int:
+        return len(batch[0])
+
+    def step(self, model: Any, batch: Any) -> Any:
+        from trainrun.interfaces import StepOutput
+
+        found, mean, log_variance = model(batch[0])
+        error = (found - batch[0].flatten(1)).square().sum()
+        return StepOutput(error + 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum())
+
+
+def resident_bytes(peak: bool) -> int:
+    if peak:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def child(words: list[str]) -> dict[str, Any]:
+    import torch
+
+    from trainrun import loop
+    from trainrun.build import Site, build_parts
+    from trainrun.compose import compose_run
+    from trainrun.data.pieces import num_rows, rows_of
+    from trainrun.forecast import forecast
+    from trainrun.parallel.single import Single
+    from trainrun.rundir import RunDir
+    from trainrun.signals import StopFlag
+
+    config = compose_run([*words, "trainer.num_threads=1", "checkpoint.enabled=false"]).config
+    parts, _ = build_parts(
+        config, Site(RunDir(Path("nowhere")), "bench", Single(torch.device("cpu")), StopFlag(), [])
+    )
+    window = next(iter(loop.windows_from(parts, loop.TrainState())))
+
+    def step(rows: Any) -> None:
+        with parts.precision.autocast():
+            out = parts.task.step(parts.model, rows)
+        parts.precision.backward(out.loss_sum, 1.0)
+
+    count = num_rows(window[0].data)
+    found = forecast(parts.model, step, window[0].data, parts.optimizer, False)
+    few = [window[0]._replace(data=rows_of(window[0].data, 0, 2, count))]
+    base = resident_bytes(peak=False)
+    loop.train_step(parts, few, False)
+    code = resident_bytes(peak=False) - base - found.state  # code and workspaces, loaded by a first step
+    for _ in range(2):
+        loop.train_step(parts, window, False)
+    measured = resident_bytes(peak=True) - base - max(code, 0)
+    return {"forecast": found.coming, "measured": measured, "code": code}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(child(sys.argv[2:])))
+        return
+    trim = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    for name in sys.argv[1:] or CASES:
+        command = [sys.executable, __file__, "--child", *CASES[name]]
+        env = os.environ | trim | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(done.stdout + done.stderr)
+        row = json.loads(done.stdout.splitlines()[-1])
+        ratio = row["forecast"] / row["measured"]
+        print(
+            f"{name:6} forecast {row['forecast'] / 1e6:8.1f} MB  measured {row['measured'] / 1e6:8.1f} MB  {ratio:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Whole runs in which memory ends: nothing is lost, nothing is done twice, and the choice is remembered."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import exact_parts
+import pytest
+import torch
+from exact_parts import Recorder, fitted, parts_of, result
+
+import trainrun as package
+from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.resume import resolve
+from trainrun.errors import TrainingError
+from trainrun.parallel.launch import launch
+from trainrun.rundir import RunDir, read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPPED = ("model=exact_parts.Capped", "data.train.count=29", "data.batch_size=8", "precision=64-true")
+WINDOWS = ("trainer.accumulate_grad_batches=2",)
+
+
+def close(left: dict[str, Any], right: dict[str, Any], tolerance: float = 1e-12) -> None:
+    for key in ("weights", "averaged"):
+        for one, other in zip(left[key], right[key], strict=True):
+            assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
+    rows = [[row["train/loss"] for row in run["train"]] for run in (left, right)]
+    assert rows[0] == pytest.approx(rows[1], rel=tolerance)
+
+
+def test_off_and_on_are_the_same_bits_where_memory_suffices() -> None:
+    words = (*CAPPED, *WINDOWS, "model.limit=100", "model.dropout=0.5")
+    on, off = (result((*words, f"trainer.out_of_memory={mode}")) for mode in ("split", "stop"))
+    assert on == off
+    assert on["train"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_is_split_computes_what_the_whole_batches_would(limit: int, accumulate: int) -> None:
+    words = (*CAPPED, f"trainer.accumulate_grad_batches={accumulate}")
+    recorder = Recorder()
+    parts = parts_of((*words, f"model.limit={limit}"), recorder)
+    state = fitted(parts)
+    whole = result((*words, "model.limit=100"))
+    close({**whole, "weights": [p.flatten().tolist() for p in parts.model.parameters()]}, whole)
+    assert [row["train/loss"] for row in recorder.train] == pytest.approx(
+        [row["train/loss"] for row in whole["train"]], rel=1e-12
+    )
+    assert parts.retry.pieces == {1: 8, 2: 4, 3: 4, 4: 2, 7: 2}[limit]
+    assert max(parts.model.seen) <= limit
+    assert sum(parts.model.seen) >= 29  # what failed later in its window was counted before
+    assert (state.epoch, state.items) == (1, 29.0)
+
+
+def test_float32_gradients_agree_to_one_in_a_million() -> None:
+    words = (*CAPPED, "precision=32-true", "optimizer.lr=1", "optimizer.momentum=0", "trainer.max_steps=1")
+    start = [p.detach().clone() for p in parts_of((*words, "model.limit=100")).model.parameters()]
+    ends = []
+    for limit in (3, 100):
+        parts = parts_of((*words, f"model.limit={limit}"))
+        fitted(parts)
+        ends.append([p.detach() - s for p, s in zip(parts.model.parameters(), start, strict=True)])
+    for split, whole in zip(*ends, strict=True):
+        assert (split - whole).norm() <= 1e-6 * whole.norm()
+
+
+def test_the_choice_is_told_once_and_a_resume_begins_with_it(workdir: Path) -> None:
+    words = [*CAPPED, *WINDOWS, "data.train._target_=exact_parts.samples", "task.class_dim=-1", "model.limit=3",
+             "model.dropout=0.3", "trainer.max_epochs=4", "checkpoint.every_n_train_steps=1", "checkpoint.keep_last=9",
+             "monitor.plots=false", "monitor.hardware=false", "trainer.num_threads=1"]  # fmt: skip
+    whole = package.train(*words)
+    half = package.train(*words, "trainer.max_steps=3")  # in the midst of the second epoch
+    loaded = read_checkpoint(resolve(half.files.checkpoints, "last"))
+    assert loaded.shared["retry"] == {"pieces": 4}
+    assert loaded.shared["train"]["batches"] == 2  # whole ones, whatever they were cut in
+    code = subprocess.run(
+        [sys.executable, "-m", "trainrun", "resume", str(half.folder), "trainer.max_steps=null"],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/runs'}", "OMP_NUM_THREADS": "1"}, check=False,
+    ).returncode  # fmt: skip
+    assert code == 0
+    notes = [[row["text"] for row in run.metrics if row["kind"] == "note"] for run in (whole, half)]
+    for texts in notes:
+        (told,) = [text for text in texts if "out of memory" in text]
+        assert "every micro-batch is cut in 4, 2 samples at a time, with the same global batch" in told
+    ends = [read_checkpoint(resolve(run.files.checkpoints, "last")).shared for run in (whole, half)]
+    assert ends[0]["train"]["step"] == ends[1]["train"]["step"] == 8
+    for name, value in ends[0]["model"].items():
+        assert torch.equal(value, ends[1]["model"][name])
+
+
+def test_stop_ends_the_run_with_advice_and_begins_whole_again() -> None:
+    parts = parts_of((*CAPPED, "model.limit=4", "trainer.out_of_memory=stop"))
+    parts.retry.load_state_dict({"pieces": 4})
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        fitted(parts)
+    assert parts.retry.pieces == 1
+
+
+def test_where_one_sample_is_too_much_the_message_says_so(workdir: Path) -> None:
+    with pytest.raises(TrainingError, match=r"one sample at a time does not fit either\. A smaller model"):
+        package.train(
+            *CAPPED, "model.limit=0", "data.train._target_=exact_parts.samples", "task.class_dim=-1"
+        )
+
+
+SCENARIOS = {
+    "both": ["model.limit=1"],
+    "one": ["model.limit=2", "model.only_rank=1"],
+    "none": ["model.limit=100"],
+    "off": ["model.limit=100", "trainer.out_of_memory=stop"],
+    "views": ["model.limit=1", "parallel.gradient_as_bucket_view=false"],
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run = RunDir(tmp_path_factory.mktemp("two_ranks"))
+    words = [*CAPPED, *WINDOWS, "data.batch_size=4", "trainer.max_epochs=2"]
+    write_json(run.root / "scenarios.json", {name: [*words, *own] for name, own in SCENARIOS.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        command = [sys.executable, exact_parts.__file__, str(run.root)]
+        assert launch(lambda attempt: command, 2, run, grace_seconds=5) == 0
+    return read_json(run.root / "results.json")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_ranks_agree_also_where_memory_ends_on_one(name: str, two_ranks: dict[str, Any]) -> None:
+    one = result((*CAPPED, *WINDOWS, "model.limit=100", "trainer.max_epochs=2"))
+    close(two_ranks[name], json.loads(json.dumps(one)))
+
+
+def test_waiting_for_each_other_changes_no_bit(two_ranks: dict[str, Any]) -> None:
+    assert two_ranks["none"] == two_ranks["off"]
+
+
+REAL = """
+    import resource, sys
+    import torch
+    from torch import nn
+
+    class Wide(nn.Module):  # 3 MB of activations a sample
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 128), nn.Linear(128, 10)
+        def forward(self, x):
+            x = self.first(x.flatten(1))[:, None, :] * torch.linspace(0.9, 1.1, 2048)[:, None]
+            for _ in range(2):
+                x = x.tanh()
+            return self.last(x.mean(1))
+
+    sys.modules["wide"] = sys.modules["__main__"]
+    import trainrun
+    from trainrun import rank
+
+    build_parts = rank.build_parts
+    def limited(config, site):
+        built = build_parts(config, site)
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]) * 2**20, -1))
+        return built
+    rank.build_parts = limited
+    run = trainrun.train("model=wide.Wide", "data.batch_size=64", "data.val_batch_size=4", "trainer.max_steps=2",
+                         "trainer.limit_val_batches=1", "monitor.hardware=false", "monitor.plots=false",
+                         "checkpoint.enabled=false", "optimizer=sgd")
+    print(run.status["state"], [row["text"] for row in run.metrics if row["kind"] == "note"])
+    print([row["train/loss"] for row in run.metrics if row["kind"] == "train"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is limited as on Linux")
+def test_a_real_limit_of_memory(workdir: Path) -> None:
+    """64 samples need 200 MB and more; 120 MB are left."""
+    Path("real.py").write_text(textwrap.dedent(REAL))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    outputs = [
+        subprocess.run([sys.executable, "real.py", megabytes], env=env, capture_output=True, text=True, timeout=120)
+        for megabytes in ("120", "100000")
+    ]  # fmt: skip
+    assert "out of memory" in outputs[0].stdout.splitlines()[-2], outputs[0].stdout + outputs[0].stderr
+    assert "done []" in outputs[1].stdout
+    losses = [json.loads(output.stdout.splitlines()[-1]) for output in outputs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,0 +1,57 @@
+"""A batch on the device, cut along its samples: views, no copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.interfaces import MicroBatch
+
+
+def num_rows(data: Any) -> int:
+    """Samples (or packed rows) of a batch: the first dimension of its first tensor. ValueError: it has none."""
+    for leaf in tensors_in(data):
+        if leaf.ndim:
+            return leaf.shape[0]
+    raise ValueError("the batch holds no tensor that could be cut")
+
+
+def tensors_in(data: Any) -> list[Tensor]:
+    if isinstance(data, Tensor):
+        return [data]
+    parts = list(data.values()) if isinstance(data, Mapping) else data
+    return [leaf for part in parts for leaf in tensors_in(part)] if isinstance(parts, (list, tuple)) else []
+
+
+def rows_of(data: Any, first: int, end: int, count: int) -> Any:
+    """Rows `first` to `end` of a batch of `count`. ValueError: a part of it does not go by rows."""
+    if isinstance(data, Tensor):
+        if data.ndim and data.shape[0] == count:
+            return data[first:end]
+        raise ValueError(
+            f"a tensor of shape {tuple(data.shape)} is in a batch of {count} samples, which it does not list"
+        )
+    if isinstance(data, Mapping):
+        return {key: rows_of(value, first, end, count) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        if len(data) == count and not tensors_in(data):  # names, for instance
+            return data[first:end]
+        parts = [rows_of(value, first, end, count) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    if data is None:
+        return None
+    raise ValueError(f"a {type(data).__name__} is in the batch, which cannot be cut")
+
+
+def cut(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
+    """The batch in `pieces` parts that differ by one row at most; fewer where it has fewer rows."""
+    count = num_rows(batch.data)
+    bounds = torch.linspace(0, count, min(pieces, count) + 1, dtype=torch.float64).round().long().tolist()
+    return [
+        batch._replace(data=rows_of(batch.data, first, end, count), last=False, indices=None)
+        for first, end in pairwise(bounds)
+    ]
