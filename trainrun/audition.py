@@ -116,7 +116,10 @@ def total_batches(parts: Parts) -> float:
 def run_seconds_of(parts: Parts, alone: Alone) -> float:
     """How long the run may take, as far as loading and steps say."""
     longest = parse_seconds(parts.config.trainer.max_time)
-    return min(total_batches(parts) * alone.both, math.inf if longest is None else longest)
+    batches = loaded = total_batches(parts)
+    if isinstance(parts.train, Undecided) and parts.train.fills and parts.train.num_batches is not None:
+        loaded = min(batches, parts.train.num_batches)  # after that there is nothing to load
+    return min(batches * alone.step + loaded * alone.load, math.inf if longest is None else longest)
 
 
 def samples_per_batch(parts: Parts) -> float:

@@ -138,7 +138,7 @@ def _resident_name(facts: Facts) -> str:
 def fits(facts: Facts) -> bool:
     """Whether the columns may be resident: in half of the free memory, or where nothing is copied."""
     assert facts.columns is not None
-    if _is_mapped(facts):
+    if _is_mapped(facts) or (facts.columns.in_place and facts.device.type == "cpu"):
         return True
     wanted = resident_bytes(facts.columns, facts.preparation) * sharing(facts.device, facts.world_size)
     return wanted <= free_bytes(facts.device) / 2

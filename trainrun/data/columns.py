@@ -37,11 +37,13 @@ class Columns:
     """One tensor or array per element of a sample.
 
     names: of a mapping's columns, else empty. pack: puts the elements into the user's container.
+    in_place: their memory is a cache's, which has its limit: nothing on the host makes a copy of a whole one.
     """
 
     values: tuple[Column, ...]
     names: tuple[str, ...]
     pack: Callable[[list[Any]], Any]
+    in_place: bool = False
 
     def __len__(self) -> int:
         return len(self.values[0])

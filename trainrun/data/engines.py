@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainrun.data.batch import map_leaves
 from trainrun.data.choice import Choice, Facts, describe_workers
+from trainrun.data.columns import MayBeColumns
 from trainrun.data.device_feed import fed
 from trainrun.data.loader import LoaderBatches
 from trainrun.data.memory import Load, check_fits, roomy, too_much
@@ -32,7 +33,7 @@ class Prepared:
 
     dataset: read sample by sample, or `Columns`. plan: which samples form which batch; of
     `trainrun.data.order.Plan`, or of another with its methods. facts: what the choice of an engine
-    depends on. notes: lines for the start.
+    depends on. notes: lines for the start. fills: a cache that may come to hold all of it as columns.
     """
 
     dataset: Any
@@ -40,6 +41,7 @@ class Prepared:
     recipe: Recipe
     facts: Facts
     notes: tuple[str, ...] = ()
+    fills: MayBeColumns | None = None
 
     @property
     def reader(self) -> BatchReader:

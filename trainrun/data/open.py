@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -31,6 +32,7 @@ from trainrun.data.engines import (
     worker_options,
 )
 from trainrun.data.facts import length_of
+from trainrun.data.filling import Filling
 from trainrun.data.generators import GlobalDraw
 from trainrun.data.iterable import IterableBatches, StreamReader
 from trainrun.data.mapstyle import thread_safe
@@ -60,9 +62,9 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     undecided = "auto" in (options.engine, options.num_workers, options.num_threads)
     ways = _ways(prepared, options, choice) if undecided else []
     if len(ways) > 1:
-        return Undecided(ways, options.prefetch_factor, source), lines
-    batches = build_engine(prepared, options, choice.engine, choice.number)
-    return _augmented(batches, options), lines
+        fills = prepared.fills is not None
+        return Undecided(ways, options.prefetch_factor, source, fills), lines
+    return _built(prepared, options, choice.engine, choice.number), lines
 
 
 def open_candidates(source: Any, options: StreamOptions) -> list[Candidate]:
@@ -92,15 +94,31 @@ def _ways(prepared: Prepared, options: StreamOptions, choice: Choice) -> list[Ca
         return load is None or not too_much(load._replace(workers=workers))
 
     def build(engine: str, number: int) -> Batches:
-        return _augmented(build_engine(prepared, options, engine, number), options)
+        return _built(prepared, options, engine, number)
 
     return candidates(prepared.facts, _wish(options), choice, draws, fitting, build)
+
+
+def _built(prepared: Prepared, options: StreamOptions, engine: str, number: int) -> Batches:
+    batches = build_engine(prepared, options, engine, number)
+    if prepared.fills is not None:
+        batches = Filling(batches, prepared.fills, partial(_from_memory, prepared, options))
+    return _augmented(batches, options)
+
+
+def _from_memory(prepared: Prepared, options: StreamOptions, columns: Columns) -> Batches:
+    """By the rule for data in memory: nothing is left that a worker could be faster at."""
+    facts = prepared.facts._replace(columns=columns, thread_safe=True)
+    choice = choose(facts, _wish(options))
+    return build_engine(
+        replace(prepared, dataset=columns, facts=facts), options, choice.engine, choice.number
+    )
 
 
 def _prepared(source: Any, options: StreamOptions) -> Prepared:
     """Behind its cache (`options.cache`), with the plan of its batches."""
     source = cached(source, options.cache, options.key)
-    note = f"{options.key}: {source.note}" if isinstance(source, Cached) else ""
+    cache = source if isinstance(source, Cached) else None
     columns = columns_of(source, options.key)
     dataset = source if columns is None else columns
     if options.may_grow and columns is not None:
@@ -121,8 +139,13 @@ def _prepared(source: Any, options: StreamOptions) -> Prepared:
     safe = thread_safe(dataset) and options.transform is None and options.collate_fn is None
     single = needs_samples(options, collate)
     facts = Facts(options.key, columns, single, safe, preparation, options.device, options.world_size)
-    notes = tuple(line for line in (note, "" if found is None else found.line) if line)
-    return Prepared(dataset, plan, recipe, facts, notes)
+    fills = None if cache is None or single or columns is not None or not cache.may_fill else cache
+    note = "" if cache is None else f"{options.key}: {cache.note}"
+    notes = (
+        note + "; gathered from it once it is full" * (fills is not None),
+        "" if found is None else found.line,
+    )
+    return Prepared(dataset, plan, recipe, facts, tuple(filter(None, notes)), fills)
 
 
 def _augmented(batches: Batches, options: StreamOptions) -> Batches:

@@ -26,7 +26,7 @@ class ResidentBatches:
     def __init__(
         self, columns: Columns, plan: StreamPlan, preparation: Preparation, device: torch.device
     ) -> None:
-        self._gathers = [_gather(value, preparation, device) for value in columns.values]
+        self._gathers = [_gather(value, preparation, device, columns.in_place) for value in columns.values]
         self._pack = columns.pack
         self._plan = plan
         self._device = device
@@ -56,11 +56,15 @@ class ResidentBatches:
         """Nothing to end."""
 
 
-def _gather(value: Column, preparation: Preparation, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _gather(value: Column, preparation: Preparation, device: torch.device,
+            in_place: bool) -> Callable[[Tensor], Tensor]:  # fmt: skip
     """From indices on the device to the rows of one column, prepared."""
-    if is_mapped(value):
+    if in_place or is_mapped(value):
         view = tensor_view(value)
         if device.type == "cpu" and view is not None:
+            first = preparation.column(view[:1])
+            if first.dtype == view.dtype and first.shape[1:] == view.shape[1:]:
+                return lambda indices: view.index_select(0, indices)  # 2 us less for each batch
             return lambda indices: preparation.column(view.index_select(0, indices))
         tensor = _in_blocks(value, preparation, device)
     else:

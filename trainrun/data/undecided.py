@@ -41,14 +41,17 @@ class Undecided:
     """Fills `Batches` by handing on to one of its candidates: the rule's choice until `decide`.
 
     ways: the rule's choice first; `candidates` has the simplest first, and of equals the first is taken.
-    prefetch_factor: batches that each thread or worker reads ahead. source: what the user gave.
+    prefetch_factor: batches that each thread or worker reads ahead. source: what the user gave. fills: all of
+    it is in memory after the first epoch.
     """
 
-    def __init__(self, ways: Sequence[Candidate], prefetch_factor: int = 2, source: Any = None) -> None:
+    def __init__(self, ways: Sequence[Candidate], prefetch_factor: int = 2, source: Any = None,
+                 fills: bool = False) -> None:  # fmt: skip
         self.default = self.chosen = ways[0]
         self.candidates = tuple(sorted(ways, key=simplicity))
         self.prefetch_factor = prefetch_factor
         self.source = source
+        self.fills = fills
         self._by_name = {candidate.name: candidate for candidate in ways}
         self._opened: dict[str, Batches] = {}
 

@@ -162,6 +162,11 @@ class Cached:
         """Everything at once, mapped and not copied; None while a sample is missing, or where shapes differ."""
         return self.slots.columns() if self.places.num_slots == len(self) else None
 
+    @property
+    def may_fill(self) -> bool:
+        """Whether `as_columns` may come to give something, once everything was read."""
+        return self.writes and self.places.num_slots == len(self) and self.slots.may_be_columns
+
     def num_kept(self) -> int:
         """How many samples need not be read again."""
         return self.slots.num_filled()

@@ -178,22 +178,27 @@ class Slots:
             position += _padded(leaf.num_bytes)
         return put_together(self.layout.form, iter(leaves), iter(buffers))
 
+    @property
+    def may_be_columns(self) -> bool:
+        """Whether full slots collate as their columns do: of one shape, in one container, of plain numbers."""
+        layout = self.layout
+        flat = all(part.container is None for part in layout.form.parts)
+        return flat and bool(layout.starts) and all(map(_is_plain, layout.leaves))
+
     def columns(self) -> Columns | None:
         """All samples at once, mapped without a copy; None unless every one lies in the columns.
 
         Who writes to them changes a copy of his own. Only what collates exactly alike is given.
         """
         layout = self.layout
-        flat = all(part.container is None for part in layout.form.parts)
-        plain = flat and layout.starts and all(_is_plain(leaf) for leaf in layout.leaves)
-        if not plain or not bool((self.file.words[FIRST:] == IN_COLUMNS).all()):
+        if not self.may_be_columns or not bool((self.file.words[FIRST:] == IN_COLUMNS).all()):
             return None
         mapped = mmap.mmap(self.file.fd, layout.arena, mmap.MAP_PRIVATE)
         values = tuple(
             _column(mapped, start, layout.num_slots, leaf)
             for start, leaf in zip(layout.starts, layout.leaves, strict=True)
         )
-        return Columns(values, layout.form.keys, partial(_pack, layout.form))
+        return Columns(values, layout.form.keys, partial(_pack, layout.form), in_place=True)
 
 
 def _is_plain(leaf: Leaf) -> bool:
