@@ -46,7 +46,11 @@ class Run:
         return read_rows(self.files.metrics)
 
     def load_model(self, which: str = "best") -> nn.Module:
-        """The trained network in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
+        """The trained network in evaluation mode, on the CPU. which: best, last, or a checkpoint's name.
+
+        It takes inputs as a batch of the run had them: pictures scaled (0 to 1 of `data=image_folder`), and
+        normalised where `data.augment.normalize` was.
+        """
         from trainrun.restore import load_model
 
         return load_model(self.files, which)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trainrun.data import arrays, digits, fashion_mnist, synthetic
+from trainrun.data.columns import columns_of
 from trainrun.data.idx import read_idx
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
@@ -141,9 +142,10 @@ def test_fashion_mnist(tmp_path, suffix):
     assert (train.num_classes, train.class_names[9]) == (10, "Ankle boot")
     assert torch.equal(val.tensors[0], test.tensors[0])
     assert val.tensors[1].tolist() == list(range(10))
-    plain = fashion_mnist.load("train", str(tmp_path), normalize=False).tensors[0]
+    assert train.tensors[0].dtype is torch.uint8
+    plain = columns_of(fashion_mnist.load("train", str(tmp_path), normalize=False), "data.train")[0][0]
     assert plain.flatten()[:256].tolist() == pytest.approx([i / 255 for i in range(256)])
-    torch.testing.assert_close(train.tensors[0], (plain - 0.2860) / 0.3530)
+    torch.testing.assert_close(columns_of(train, "data.train")[0][0], (plain - 0.2860) / 0.3530)
 
 
 def test_a_part_of_the_training_images_held_out(tmp_path):
@@ -194,8 +196,9 @@ def test_fashion_mnist_of_the_wrong_shape(tmp_path, name, array, message):
 def test_the_real_fashion_mnist():
     test = fashion_mnist.load("test", str(fashion_mnist.DEBIAN_FOLDER))
     assert torch.bincount(test.tensors[1]).tolist() == [1000] * 10
-    assert abs(float(test.tensors[0].mean())) < 0.01
-    assert abs(float(test.tensors[0].std()) - 1) < 0.01
+    numbers = test.scale(test.tensors[0])
+    assert abs(float(numbers.mean())) < 0.01
+    assert abs(float(numbers.std()) - 1) < 0.01
 
 
 # --- arrays of the user's -----------------------------------------------------------------------

@@ -144,13 +144,14 @@ def fits(facts: Facts) -> bool:
     return wanted <= free_bytes(facts.device) / 2
 
 
-def roomy_batch_size(columns: Columns, batch_size: int) -> int:
+def roomy_batch_size(columns: Columns, batch_size: int, scaled: bool) -> int:
     """Up to 16 times as many samples in a batch without gradients, while its inputs stay below 1 MiB.
 
-    Integers may be tokens, whose outputs are far larger than they are: those are left alone.
+    Integers may be tokens, whose outputs are far larger than they are: those are left alone, unless they are
+    scaled to numbers.
     """
     inputs = as_tensor(columns.values[0][:1])
-    if not inputs.is_floating_point():
+    if not (inputs.is_floating_point() or scaled):
         return batch_size
     sample_bytes = max(4 * inputs.numel(), 1)
     return max(batch_size, min(16 * batch_size, ROOMY_BATCH_BYTES // sample_bytes))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from trainrun.data.batch import Preparation, as_tensor
+from trainrun.data.scale import Scale
 from trainrun.errors import DataError
 
 Column = Tensor | np.ndarray[Any, Any]
@@ -25,11 +26,18 @@ TARGET_NAMES = ("target", "targets", "label", "labels", "y")
 
 @dataclass(frozen=True)
 class Arrays:
-    """What the built-in sources return: inputs and targets, and what is known of the classes."""
+    """What the built-in sources return: inputs and targets, and what is known of the classes.
+
+    scale: where the first tensor is pictures as bytes, what makes the numbers of a batch of them.
+    """
 
     tensors: tuple[Any, ...]
     class_names: tuple[str, ...] = ()
     num_classes: int | None = None
+    scale: Scale | None = None
+
+    def as_bytes(self) -> tuple[Arrays, Scale] | None:
+        return None if self.scale is None else (replace(self, scale=None), self.scale)
 
 
 @dataclass(frozen=True)
@@ -38,19 +46,22 @@ class Columns:
 
     names: of a mapping's columns, else empty. pack: puts the elements into the user's container.
     in_place: their memory is a cache's, which has its limit: nothing on the host makes a copy of a whole one.
+    scale: of the first column, applied to single samples; whoever gathers batches does it there.
     """
 
     values: tuple[Column, ...]
     names: tuple[str, ...]
     pack: Callable[[list[Any]], Any]
     in_place: bool = False
+    scale: Scale | None = None
 
     def __len__(self) -> int:
         return len(self.values[0])
 
     def __getitem__(self, index: int) -> Any:
         """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
-        return self.pack([_copied(value[index]) for value in self.values])
+        sample = self.pack([_copied(value[index]) for value in self.values])
+        return sample if self.scale is None else self.scale.first_of(sample)
 
     def batch(self, indices: list[int], preparation: Preparation) -> Any:
         """Many samples at once, equal to what a resident copy gives."""
@@ -134,7 +145,8 @@ def columns_of(source: Any, key: str) -> Columns | None:
     if isinstance(source, Arrays | TensorDataset):
         if isinstance(source, TensorDataset) and type(source) is not TensorDataset:
             return None  # a subclass may do more than index
-        return _checked(source.tensors, key, pack=tuple)
+        columns = _checked(source.tensors, key, pack=tuple)
+        return replace(columns, scale=source.scale) if isinstance(source, Arrays) else columns
     if isinstance(source, COLUMN_TYPES):
         return _checked((source,), key, pack=itemgetter(0))
     if isinstance(source, Mapping) and not isinstance(source, Dataset):

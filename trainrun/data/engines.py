@@ -16,6 +16,7 @@ from trainrun.data.memory import Load, check_fits, roomy, too_much
 from trainrun.data.order import StreamPlan
 from trainrun.data.reader import BatchReader, Key, Recipe
 from trainrun.data.resident import ResidentBatches
+from trainrun.data.scale import Scale
 from trainrun.data.skips import Skips
 from trainrun.data.threads import ThreadBatches, ThreadOptions
 from trainrun.data.workers import WorkerOptions
@@ -34,6 +35,7 @@ class Prepared:
     dataset: read sample by sample, or `Columns`. plan: which samples form which batch; of
     `trainrun.data.order.Plan`, or of another with its methods. facts: what the choice of an engine
     depends on. notes: lines for the start. fills: a cache that may come to hold all of it as columns.
+    scale: of the batches.
     """
 
     dataset: Any
@@ -42,6 +44,7 @@ class Prepared:
     facts: Facts
     notes: tuple[str, ...] = ()
     fills: MayBeColumns | None = None
+    scale: Scale | None = None
 
     @property
     def reader(self) -> BatchReader:

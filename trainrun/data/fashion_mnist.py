@@ -11,6 +11,7 @@ import torch
 
 from trainrun.data.columns import Arrays
 from trainrun.data.idx import read_idx
+from trainrun.data.scale import Scale
 from trainrun.data.split import check_split, hold_out
 from trainrun.errors import DataError
 
@@ -24,7 +25,7 @@ PIXEL_MEAN, PIXEL_STD = 0.2860, 0.3530  # of the 60,000 training images, scaled 
 
 def load(split: str, path: str | None = None, val_fraction: float = 0.0, normalize: bool = True,
          seed: int = 0) -> Arrays:  # fmt: skip
-    """`train`, `val` or `test`: images (N, 1, 28, 28) float32 and labels (N,) int64.
+    """`train`, `val` or `test`: images (N, 1, 28, 28), float32 in batches and uint8 until then; labels (N,) int64.
 
     `train` is the official 60,000 and `test` the official 10,000; `val` is the same as `test`. With a
     val_fraction above 0, `val` is that part of the 60,000, held out of `train` by `seed`.
@@ -39,10 +40,8 @@ def load(split: str, path: str | None = None, val_fraction: float = 0.0, normali
         train, val = hold_out(labels, val_fraction, seed)
         chosen = train if split == "train" else val
         images, labels = images[chosen], labels[chosen]
-    scaled = images.float().div_(255)
-    if normalize:
-        scaled.sub_(PIXEL_MEAN).div_(PIXEL_STD)
-    return Arrays((scaled, labels), CLASS_NAMES, len(CLASS_NAMES))
+    scale = Scale(PIXEL_MEAN, PIXEL_STD) if normalize else Scale()
+    return Arrays((images, labels), CLASS_NAMES, len(CLASS_NAMES), scale)
 
 
 def find_folder(path: str | None) -> Path:

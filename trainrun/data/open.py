@@ -40,6 +40,7 @@ from trainrun.data.memory import too_much
 from trainrun.data.options import StreamOptions, check_options, limit_key, needs_samples, sequence_options
 from trainrun.data.order import Plan, StreamPlan, batch_too_large
 from trainrun.data.reader import Recipe
+from trainrun.data.scale import Scaled, as_bytes
 from trainrun.data.sequences.choose import sequence_plan
 from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError
@@ -103,6 +104,8 @@ def _built(prepared: Prepared, options: StreamOptions, engine: str, number: int)
     batches = build_engine(prepared, options, engine, number)
     if prepared.fills is not None:
         batches = Filling(batches, prepared.fills, partial(_from_memory, prepared, options))
+    if prepared.scale is not None:
+        batches = Scaled(batches, prepared.scale, options.float_dtype)
     return _augmented(batches, options)
 
 
@@ -117,12 +120,15 @@ def _from_memory(prepared: Prepared, options: StreamOptions, columns: Columns) -
 
 def _prepared(source: Any, options: StreamOptions) -> Prepared:
     """Behind its cache (`options.cache`), with the plan of its batches."""
+    source, scale = as_bytes(source)
     source = cached(source, options.cache, options.key)
     cache = source if isinstance(source, Cached) else None
     columns = columns_of(source, options.key)
     dataset = source if columns is None else columns
     if options.may_grow and columns is not None:
-        options = replace(options, batch_size=roomy_batch_size(columns, options.batch_size))
+        options = replace(
+            options, batch_size=roomy_batch_size(columns, options.batch_size, scale is not None)
+        )
     length = length_of(dataset, options.key)
     if length == 0:
         raise DataError(f"{options.key}: the data set is empty")
@@ -134,9 +140,10 @@ def _prepared(source: Any, options: StreamOptions) -> Prepared:
         dataset, collate = found.source, found.collate
         columns = dataset if isinstance(dataset, Columns) else None
         preparation = Preparation(options.float_dtype)
+    user_sees = options.transform is not None or options.collate_fn is not None
     recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
-                    options.on_error == "skip", options.training)  # fmt: skip
-    safe = thread_safe(dataset) and options.transform is None and options.collate_fn is None
+                    options.on_error == "skip", options.training, scale if user_sees else None)  # fmt: skip
+    safe = thread_safe(dataset) and not user_sees
     single = needs_samples(options, collate)
     facts = Facts(options.key, columns, single, safe, preparation, options.device, options.world_size)
     fills = None if cache is None or single or columns is not None or not cache.may_fill else cache
@@ -145,7 +152,8 @@ def _prepared(source: Any, options: StreamOptions) -> Prepared:
         note + "; gathered from it once it is full" * (fills is not None),
         "" if found is None else found.line,
     )
-    return Prepared(dataset, plan, recipe, facts, tuple(filter(None, notes)), fills)
+    return Prepared(dataset, plan, recipe, facts, tuple(filter(None, notes)), fills,
+                    None if user_sees else scale)  # fmt: skip
 
 
 def _augmented(batches: Batches, options: StreamOptions) -> Batches:

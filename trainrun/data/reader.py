@@ -13,6 +13,7 @@ from trainrun.data.batch import Preparation, arrays_to_tensors, map_leaves
 from trainrun.data.columns import Columns
 from trainrun.data.generators import Calling, GlobalDraw, generator_of, guarded, seeded, takes, watched
 from trainrun.data.mapstyle import describe, innermost, reads_at_once, shallow
+from trainrun.data.scale import Scale
 from trainrun.data.workers import Failure, failure_or_raise
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
@@ -52,11 +53,12 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to samples, in this order: `transform` each, `preparation` and `collate` the batch.
+    """What is done to samples, in this order: `scale` and `transform` each, `preparation` and `collate` the batch.
 
     seed: of the stream. key: names the source in messages. skips: a sample that cannot be read is left
     out. training: a batch that lost all of its samples is filled with another one that counts nothing
-    (`real=False`), because the other ranks wait; in evaluation there is no such batch.
+    (`real=False`), because the other ranks wait; in evaluation there is no such batch. scale: None where
+    nobody sees single samples, and batches are scaled.
     """
 
     preparation: Preparation
@@ -66,6 +68,7 @@ class Recipe:
     collate: Collate | None = None
     skips: bool = False
     training: bool = True
+    scale: Scale | None = None
 
 
 class Transform:
@@ -77,9 +80,12 @@ class Transform:
         self._seed = recipe.seed
         self._key = recipe.key
         self._calling = calling
+        self._scale = recipe.scale
         self._takes_generator = takes(recipe.transform, "generator")
 
     def __call__(self, sample: Any, epoch: int, index: int) -> Any:
+        if self._scale is not None:
+            sample = self._scale.first_of(sample)
         if self._function is None:
             return sample
         parts = (self._seed, epoch, index, TRANSFORM)

@@ -7,8 +7,10 @@ pictures/1.jpg  pictures/2.png  pictures/labels.csv        data.train.labels=lab
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from trainrun.data.formats.parts import Part
 from trainrun.data.formats.pictures import Form, form_of, pixels_in
 from trainrun.data.formats.places import existing_folder, fingerprint_of
 from trainrun.data.formats.targets import Coding, coding_of
+from trainrun.data.scale import Scale
 from trainrun.errors import DataError
 
 ENDINGS = (".jpg", ".jpeg", ".png")
@@ -30,7 +33,8 @@ EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: da
 class ImageFolder:
     """Samples `(picture, class)`: (C, H, W) uint8 or float32, and a 0-d int64 (or (1,) float32) tensor.
 
-    names: of the files below `root`. Files are opened when they are read, so it can go to any process.
+    names: of the files below `root`. Files are opened when they are read, so it can go to any process and
+    be read by any number of threads.
     """
 
     thread_safe = True
@@ -71,6 +75,14 @@ class ImageFolder:
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
         return pixels_in(content, self.form, lambda: path)
+
+    def as_bytes(self) -> tuple[ImageFolder, Scale] | None:
+        """The same pictures from 0 to 255, where they are scaled to 0 to 1."""
+        if self.form.dtype == "uint8":
+            return None
+        twin = copy.copy(self)
+        twin.form = replace(self.form, dtype="uint8")
+        return twin, Scale()
 
     def target(self, index: int) -> Tensor:
         """The class of a sample, without its picture."""
