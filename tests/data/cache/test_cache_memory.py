@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cache_sources import RAGGED, SAMPLES, AtOnce, Made, child, image_of, reads_in, same, tokens_of
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainrun.data.cache.cached import cached
 from trainrun.data.columns import Columns, columns_of
@@ -397,3 +397,33 @@ def test_tokens_and_kinds_cover_both_layouts():
         RAGGED
     )
     assert len(tokens_of(3)) != len(tokens_of(4))
+
+
+# --- random sources behind a cache ------------------------------------------------------------------
+
+
+class Hooked(Made):
+    def __getitem__(self, index, generator=None):
+        return torch.rand(2, generator=generator), index
+
+
+class HookedAtOnce(Made):
+    def __getitems__(self, indices, generators):
+        return [(torch.rand(2, generator=one), index) for index, one in zip(indices, generators, strict=True)]
+
+
+@pytest.mark.parametrize("spec", ["memory", "pool:1MB", "disk"])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (Hooked(), "Hooked.__getitem__ takes `generator`"),
+        (Subset(Hooked(), [1, 2]), "Hooked.__getitem__ takes `generator`"),
+        (HookedAtOnce(), "HookedAtOnce.__getitems__ takes `generators`"),
+    ],
+)
+def test_a_source_that_gets_generators_is_refused(source, message, spec, tmp_path):
+    spec = f"disk:{tmp_path}" if spec == "disk" else spec
+    with pytest.raises(DataError, match=f"data.train: {message}, so it draws .* data.transform") as caught:
+        cached(source, spec, "data.train")
+    assert str(caught.value).startswith(f"data.cache={spec}: ")
+    assert list(tmp_path.iterdir()) == []

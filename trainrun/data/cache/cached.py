@@ -19,6 +19,8 @@ from trainrun.data.cache.probe import Probe, look_at
 from trainrun.data.cache.slots import MISSING, CacheFull, CacheTorn, Slots, lay_out, num_slots_within
 from trainrun.data.cache.spec import CacheSpec, parse_cache, readable
 from trainrun.data.columns import Columns, columns_of
+from trainrun.data.generators import takes
+from trainrun.data.mapstyle import innermost, thread_safe
 from trainrun.errors import DataError
 
 LOG = logging.getLogger(__name__)
@@ -40,11 +42,25 @@ def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Pro
         raise DataError(f"{where} is an IterableDataset, whose samples have no numbers; use data.cache=none")
     if not _is_readable(source) or columns_of(source, key) is not None or not len(source):
         return source  # in memory already, or whoever opens it says what is wrong
+    _refuse_generators(source, where)
     own = own_fingerprint(source) if wanted.mode == "disk" else ""
     probe = look_at(source, where)
     if wanted.folder is not None:
         return _on_disk(source, wanted, where, probe, own, num_threads, progress)
     return _in_memory(source, wanted, where, probe)
+
+
+def _refuse_generators(source: Any, where: str) -> None:
+    """Behind a cache a reader would not see that a source draws, and one draw would be kept for ever."""
+    base, _ = innermost(source, [])
+    hooks = {"__getitem__": "generator", "__getitems__": "generators"}
+    for method, name in hooks.items():
+        if takes(getattr(base, method, None), name):
+            raise DataError(
+                f"{where}: {type(base).__name__}.{method} takes `{name}`, so it draws random numbers, and a cache "
+                "would keep one draw for ever; move what is random to data.transform, which comes after the "
+                "cache, or use data.cache=none"
+            )
 
 
 def _is_readable(source: Any) -> bool:
@@ -161,6 +177,12 @@ class Cached:
     def as_columns(self) -> Columns | None:
         """Everything at once, mapped and not copied; None while a sample is missing, or where shapes differ."""
         return self.slots.columns() if self.places.num_slots == len(self) else None
+
+    @property
+    def thread_safe(self) -> bool:
+        """What is kept is read and written at its own place; whether the source is read is up to that."""
+        complete = not self.writes and self.num_kept() == len(self)
+        return complete or thread_safe(self.source)
 
     @property
     def may_fill(self) -> bool:

@@ -79,6 +79,8 @@ class Stored:
     of its rows that are asked for.
     """
 
+    thread_safe = True
+
     def __init__(self, path: Path, layouts: Sequence[Layout], rows: Rows | None, encoded: Any,
                  coding: Coding) -> None:  # fmt: skip
         self._path = path

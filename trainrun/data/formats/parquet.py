@@ -73,6 +73,8 @@ class OnDemand:
     kinds: of the inputs, and of a target of lists. cells: another target, encoded and in memory.
     """
 
+    thread_safe = True
+
     def __init__(self, table: Table, kinds: Sequence[Kind], num_inputs: int, rows: Rows | None, cells: Any,
                  coding: Coding, dtype: str, fill: float | None, form: Form, shape: Sequence[int] | None,
                  row_groups: int) -> None:  # fmt: skip

@@ -15,7 +15,7 @@ from trainrun.errors import DataError
 
 
 class Store(Protocol):
-    """Records by number. read: raises ValueError or DataError. files: what the content depends on."""
+    """Records by number. read: from any thread; raises ValueError or DataError. files: what the content depends on."""
 
     @property
     def files(self) -> Sequence[Path]: ...
@@ -29,6 +29,8 @@ class Store(Protocol):
 
 class Records:
     """Map-style. arguments: what else the decoded content depends on, for the fingerprint."""
+
+    thread_safe = True
 
     def __init__(self, store: Store, rows: Rows | None, facts: Facts, arguments: tuple[Any, ...]) -> None:
         self._store = store

@@ -15,6 +15,8 @@ from trainrun.data.formats.places import fingerprint_of
 class Picked:
     """Samples of one array, or tuples of several: sample i is row `rows[i]` of each."""
 
+    thread_safe = True
+
     def __init__(self, arrays: Sequence[np.ndarray[Any, Any]], rows: Rows, files: Sequence[Path]) -> None:
         self._arrays = tuple(arrays)
         self._rows = rows

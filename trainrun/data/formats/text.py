@@ -37,6 +37,8 @@ class TextSamples:
     num_tokens: that are predicted. bytes_per_token: over the whole text.
     """
 
+    thread_safe = True
+
     def __init__(self, tokens: TokenFile, text: Text, begins: np.ndarray[Any, Any],
                  ends: np.ndarray[Any, Any]) -> None:  # fmt: skip
         self._tokens = tokens

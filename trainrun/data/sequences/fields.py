@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.batch import as_tensor, is_integer, map_leaves
+from trainrun.data.mapstyle import thread_safe
 
 Fields = dict[str, Any]
 FIELD_FORMS = "a sample must be a tensor, a pair (inputs, target) or a dict"
@@ -140,6 +141,7 @@ class Pieces:
         ends = np.cumsum(counts)
         self.begin = (np.arange(len(self.sample)) - np.repeat(ends - counts, counts)) * size
         self.lengths = np.minimum(lengths[self.sample] - self.begin, size)
+        self.thread_safe = thread_safe(source)
 
     def __len__(self) -> int:
         return len(self.sample)
