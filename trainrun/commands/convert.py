@@ -35,11 +35,13 @@ def main(argv: list[str]) -> int:
     config = compose_run([*source, *words.overrides]).config.data
     asked = journal_words(words, group)
     from trainrun.data.convert.journal import check_place
+    from trainrun.data.convert.lock import locked
 
-    journal = check_place(dest, asked)
-    parts = parts_of(config, words.split)
+    check_place(dest, asked)
     try:
-        return convert(words, dest, config, parts, asked, journal)
+        with locked(dest):
+            journal = check_place(dest, asked)
+            return convert(words, dest, config, parts_of(config, words.split), asked, journal)
     except KeyboardInterrupt:
         print("trainrun: interrupted; the same words go on where it stopped", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -208,6 +208,21 @@ def test_what_does_not_go_together_is_refused():
     )
 
 
+class Drawn(Text):
+    def __getitem__(self, index, generator=None):
+        return super().__getitem__(index)
+
+
+def test_pieces_of_samples_that_are_drawn_anew_are_refused():
+    refused(
+        Drawn(),
+        r"data.truncate=split: .* \(Drawn takes a generator\)",
+        truncate="split",
+        max_sequence_length=2,
+    )
+    assert chosen(Drawn(), truncate="left", max_sequence_length=2) is not None
+
+
 def test_a_sample_that_cannot_be_read_is_named_where_all_are_needed():
     def broken(length, index):
         if index == 6:

@@ -18,6 +18,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trainrun.data.columns import TARGET_NAMES, Columns, columns_of
+from trainrun.data.generators import takes
+from trainrun.data.mapstyle import innermost
 from trainrun.data.order import Plan, StreamPlan, batch_too_large
 from trainrun.data.sequences.collate import Collate, Packed, Padded, rounded
 from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
@@ -159,6 +161,18 @@ def _of_columns(
     return SequencePlan(columns, fitting(base, len(columns), options.key), options.collate_fn, "")
 
 
+def _refuse_generators(source: Any, key: str) -> None:
+    """Two pieces of one sample would be of two draws."""
+    base, _ = innermost(source, [])
+    if takes(getattr(base, "__getitem__", None), "generator") or takes(
+        getattr(base, "__getitems__", None), "generators"
+    ):
+        raise DataError(
+            f"data.truncate=split: samples of {key} are drawn anew each time ({type(base).__name__} takes a "
+            "generator); use data.truncate=right, left or drop"
+        )
+
+
 def _composed(source: Any, found: Measured, base: Plan, options: SequenceOptions) -> SequencePlan:
     size, lengths, kept = options.max_sequence_length, found.lengths, None
     _check_alike(source, found, base, options)
@@ -168,6 +182,7 @@ def _composed(source: Any, found: Measured, base: Plan, options: SequenceOptions
             kept = np.flatnonzero(lengths <= size)
             lengths = lengths[kept]
         elif options.truncate == "split" and (lengths > size).any():
+            _refuse_generators(source, options.key)
             source = Pieces(source, lengths, size, found.names)
             lengths = source.lengths
         lengths = np.minimum(lengths, size)

@@ -1,0 +1,85 @@
+"""Two conversions into one folder: the second is refused, and nothing that was left behind stands in the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from convert_kit import convert
+
+from trainrun.cli import main
+from trainrun.data.convert.lock import LOCK, locked
+from trainrun.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+SLOW = ["custom", "out", "--to", "npy", "--num-workers", "1", "data.train._target_=own_sources.Points",
+        "data.train.count=60"]  # fmt: skip
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen([sys.executable, "-m", "trainrun", "convert", *words], text=True, start_new_session=True,
+                            env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)  # fmt: skip
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_second_is_told_and_the_first_ends_well(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    first = start(*SLOW, "data.train.delay=0.05")
+    wait_for(Path("out/convert.json"), first)
+    assert main(["convert", *SLOW, "data.train.delay=0.05"]) == ConfigError.exit_code
+    err = capsys.readouterr().err
+    assert err.strip().count("\n") == 0
+    assert f"out: another conversion writes to it (process {first.pid}); wait until it is done" in err
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 0, err
+    assert "read back are the same" in out
+    assert not Path("out", LOCK).exists()
+    assert convert(*SLOW, "data.train.delay=0.05") == 0  # finished: the same words say so
+
+
+def test_what_a_killed_one_left_is_taken_over(workdir: Path):
+    first = start(*SLOW, "data.train.delay=0.05")
+    wait_for(Path("out/convert.json"), first)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate(timeout=30)
+    assert Path("out", LOCK).exists()
+    assert convert(*SLOW, "data.train.delay=0.05") == 0
+    assert not Path("out", LOCK).exists()
+
+
+def test_a_fault_before_the_first_file_leaves_no_folder(workdir: Path):
+    assert main(["convert", "custom", "out", "--to", "npy", "data.train._target_=own_sources.NoSuch"]) != 0
+    assert not Path("out").exists()
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import fcntl
+
+    real, removed = fcntl.flock, []
+
+    def flock(descriptor: int, how: int) -> None:
+        if not removed:  # the conversion before ended between our opening and our locking
+            (tmp_path / "out" / LOCK).unlink()
+            removed.append(True)
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path / "out"):
+        assert (tmp_path / "out" / LOCK).read_text() == f"{os.getpid()}\n"
+        with pytest.raises(ConfigError, match="another conversion"), locked(tmp_path / "out"):
+            pass
+        assert (tmp_path / "out" / LOCK).exists()
+    assert not (tmp_path / "out").exists()
