@@ -49,7 +49,8 @@ def _torch_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     wider = {"f16": np.float64, "c32": np.complex128}  # the long double types, by kind and bytes
     dtype = wider.get(array.dtype.str[1:], array.dtype.newbyteorder("="))
     plain: np.ndarray[Any, Any] = np.ascontiguousarray(array, dtype=dtype).reshape(array.shape)
-    return plain if plain.flags.writeable else plain.copy()
+    forwards = min(plain.strides, default=0) >= 0  # NumPy leaves the stride of a single row as it was
+    return plain if plain.flags.writeable and forwards else plain.copy()
 
 
 def is_integer(value: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from trainrun.data.batch import Preparation, as_tensor
+from trainrun.data.mapped import Place, opened, place_of
 from trainrun.data.scale import Scale
 from trainrun.errors import DataError
 
@@ -47,6 +48,7 @@ class Columns:
     names: of a mapping's columns, else empty. pack: puts the elements into the user's container.
     in_place: their memory is a cache's, which has its limit: nothing on the host makes a copy of a whole one.
     scale: of the first column, applied to single samples; whoever gathers batches does it there.
+    again: makes them in another process, to which they are not sent.
     """
 
     values: tuple[Column, ...]
@@ -54,9 +56,16 @@ class Columns:
     pack: Callable[[list[Any]], Any]
     in_place: bool = False
     scale: Scale | None = None
+    again: Callable[[], Columns] | None = None
 
     def __len__(self) -> int:
         return len(self.values[0])
+
+    def __reduce__(self) -> Any:
+        if self.again is not None:
+            return self.again, ()
+        values = tuple(place_of(value) or value for value in self.values)
+        return _received, (values, self.names, self.pack, self.in_place, self.scale)
 
     def __getitem__(self, index: int) -> Any:
         """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
@@ -75,6 +84,8 @@ class Columns:
 
     def on_host(self) -> Columns:
         """The same columns where worker processes can reach them."""
+        if all(value.device.type == "cpu" for value in self.values if isinstance(value, Tensor)):
+            return self
         return replace(self, values=tuple(v.cpu() if isinstance(v, Tensor) else v for v in self.values))
 
     def target(self) -> Column | None:
@@ -82,6 +93,10 @@ class Columns:
         if self.names:
             return next((v for n, v in zip(self.names, self.values, strict=True) if n in TARGET_NAMES), None)
         return self.values[1] if len(self.values) > 1 else None
+
+
+def _received(values: tuple[Any, ...], *rest: Any) -> Columns:
+    return Columns(tuple(opened(value) if isinstance(value, Place) else value for value in values), *rest)
 
 
 def _copied(row: Any) -> Any:

@@ -427,3 +427,13 @@ def test_a_source_that_gets_generators_is_refused(source, message, spec, tmp_pat
         cached(source, spec, "data.train")
     assert str(caught.value).startswith(f"data.cache={spec}: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("spec", ["memory", "pool:1MB"])
+def test_where_memory_cannot_be_shared_the_way_out_is_named(spec, monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(
+        DataError, match=rf"data.cache={spec}: data.train: needs Linux; use data.cache=disk:<folder>"
+    ):
+        cached(Made(), spec, "data.train")
+    assert len(cached(Made(), f"disk:{tmp_path}", "data.train")) == 40

@@ -198,7 +198,20 @@ class Slots:
             _column(mapped, start, layout.num_slots, leaf)
             for start, leaf in zip(layout.starts, layout.leaves, strict=True)
         )
-        return Columns(values, layout.form.keys, partial(_pack, layout.form), in_place=True)
+        return Columns(
+            values,
+            layout.form.keys,
+            partial(_pack, layout.form),
+            in_place=True,
+            again=partial(_columns_of, self),
+        )
+
+
+def _columns_of(slots: Slots) -> Columns:
+    """In another process, of slots that were full here."""
+    columns = slots.columns()
+    assert columns is not None
+    return columns
 
 
 def _is_plain(leaf: Leaf) -> bool:

@@ -151,7 +151,7 @@ def _of_columns(
         part = slice(-size, None) if options.truncate == "left" else slice(size)
         named = zip(fields_of(columns[0]), columns.values, strict=True)
         values = tuple(value[:, part] if name in found.names else value for name, value in named)
-        columns, length = replace(columns, values=values), size
+        columns, length = replace(columns, values=values, again=None), size
         found = replace(found, lengths=np.minimum(found.lengths, size))
     width = rounded(max(length, size or 0) if options.padding == "max" else length, options.pad_multiple)
     if width != length or options.padding in ("pack", "token_budget"):
