@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainrun.checks import Interval, nearest, parse_interval, parse_seconds
+from trainrun.checks import Interval, check, nearest, parse_interval, parse_seconds
+from trainrun.config import RunConfig
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,15 @@ def test_durations_that_mean_nothing_are_refused(value: Any) -> None:
 def test_nearest_is_silent_where_nothing_is_near() -> None:
     assert nearest("presicion", ["precision", "parallel"]) == " Did you mean precision?"
     assert nearest("zzz", ["precision"]) == ""
+
+
+@pytest.mark.parametrize("key", ["transform", "collate_fn"])
+@pytest.mark.parametrize("value", [5, "my_file.MyClass", {"width": 3}])
+def test_what_cannot_be_called_is_named_before_anything_starts(key: str, value: Any) -> None:
+    config = RunConfig()
+    setattr(config.data, key, value)
+    assert [fault for fault in check(config) if key in fault] == [
+        f"data.{key}={value}: must name a class or function of yours, as data.{key}._target_=my_file.MyClass"
+    ]
+    setattr(config.data, key, {"_target_": "my_file.MyClass"})
+    assert not [fault for fault in check(config) if key in fault]

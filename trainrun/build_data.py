@@ -14,11 +14,20 @@ from trainrun.instantiate import build
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.precision.amp import data_float_dtype
 
+REGRESSION = "trainrun.task.regression.Regression"
+
 
 def build_sources(config: RunConfig) -> dict[str, Any]:
-    data = config.data
+    """The data sets. Where the targets of a table may be class numbers or real ones, the task says which."""
+    data, task = config.data, config.task or {}
     nodes = {"train": data.train, "val": data.val, "test": data.test}
-    return {name: build(node, f"data.{name}") if node else None for name, node in nodes.items()}
+    real = {"target_dtype": "float32"} if task.get("_target_") == REGRESSION else {}
+    return {
+        name: build(node, f"data.{name}", **(real if node.get("target_dtype") == "auto" else {}))
+        if node
+        else None
+        for name, node in nodes.items()
+    }
 
 
 def open_split(

@@ -117,7 +117,16 @@ def check(config: RunConfig) -> list[str]:
         )
     for key in ("data.train", "model", "task", "optimizer"):
         faults += _node_faults(config, key)
-    return [*faults, *_rate_faults(config), *_kernel_faults(config), *_model_faults(config)]
+    return [
+        *faults, *_callable_faults(config), *_rate_faults(config), *_kernel_faults(config), *_model_faults(config)
+    ]  # fmt: skip
+
+
+def _callable_faults(config: RunConfig) -> Iterator[str]:
+    nodes = {"data.transform": config.data.transform, "data.collate_fn": config.data.collate_fn}
+    for key, value in nodes.items():
+        if value is not None and not (isinstance(value, dict) and "_target_" in value):
+            yield f"{key}={value}: must name a class or function of yours, as {key}._target_=my_file.MyClass"
 
 
 def _model_faults(config: RunConfig) -> Iterator[str]:

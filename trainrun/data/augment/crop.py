@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.numbers import whole_number
 from trainrun.data.augment.pictures import images_of, in_memory_order, is_channels_last, like, with_images
-from trainrun.errors import ConfigError
 
 
 class RandomCrop:
@@ -24,11 +24,7 @@ class RandomCrop:
     random = True
 
     def __init__(self, padding: int = 4) -> None:
-        if padding != int(padding):
-            raise ConfigError(f"padding={padding}: must be a whole number")
-        if padding < 1:
-            raise ConfigError(f"padding={padding}: must be 1 or more")
-        self.padding = int(padding)
+        self.padding = whole_number("padding", padding, at_least=1)
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.numbers import whole_number
 from trainrun.data.augment.pictures import box, images_of, with_images
-from trainrun.errors import ConfigError
 
 
 class Cutout:
@@ -21,9 +21,7 @@ class Cutout:
     random = True
 
     def __init__(self, size: int = 8) -> None:
-        if size < 1:
-            raise ConfigError(f"size={size}: must be 1 or more")
-        self.size = size
+        self.size = whole_number("size", size, at_least=1)
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.numbers import probability
 from trainrun.data.augment.pictures import images_of, in_memory_order, is_channels_last, like, with_images
-from trainrun.errors import ConfigError
 
 
 class RandomFlip:
@@ -23,9 +23,7 @@ class RandomFlip:
     random = True
 
     def __init__(self, p: float = 0.5) -> None:
-        if not 0 <= p <= 1:
-            raise ConfigError(f"p={p}: must be between 0 and 1")
-        self.p = p
+        self.p = probability("p", p)
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)

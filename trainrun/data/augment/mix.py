@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import LARGEST_ALPHA, Draws
+from trainrun.data.augment.numbers import positive, probability, whole_number
 from trainrun.data.augment.pictures import box, images_of, rows_of, target_of, with_images, with_target
-from trainrun.errors import ConfigError, DataError
+from trainrun.errors import DataError
 
 
 class MixUp:
@@ -82,16 +83,10 @@ class Mixture:
     """What the two have in common: how much is mixed, and the targets."""
 
     def __init__(self, alpha: float, num_classes: int | None, p: float) -> None:
-        if not 0 < alpha <= LARGEST_ALPHA:
-            raise ConfigError(f"alpha={alpha}: must be above 0 and at most {LARGEST_ALPHA:g}")
-        if not 0 <= p <= 1:
-            raise ConfigError(f"p={p}: must be between 0 and 1")
-        if num_classes is not None and num_classes != int(num_classes):
-            raise ConfigError(f"num_classes={num_classes}: must be a whole number")
-        if num_classes is not None and num_classes < 2:
-            raise ConfigError(f"num_classes={num_classes}: must be 2 or more")
-        self.alpha, self.p = alpha, p
-        self.num_classes = None if num_classes is None else int(num_classes)
+        self.alpha, self.p = positive("alpha", alpha, at_most=LARGEST_ALPHA), probability("p", p)
+        self.num_classes = (
+            None if num_classes is None else whole_number("num_classes", num_classes, at_least=2)
+        )
         self.checked = False
 
     def weight(self, draws: Draws) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.numbers import numbers
 from trainrun.data.augment.pictures import images_of, with_images
 from trainrun.errors import ConfigError, DataError
 
@@ -23,7 +24,7 @@ class Normalize:
     random = False
 
     def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
-        self.mean, self.std = _numbers(mean), _numbers(std)
+        self.mean, self.std = numbers("mean", mean), numbers("std", std)
         if not min(self.std) > 0:
             raise ConfigError(f"std={std}: must be above 0")
         if len(self.mean) != len(self.std):
@@ -51,7 +52,3 @@ class Normalize:
             scale = torch.tensor([1 / (unit * value) for value in self.std], dtype=dtype, device=device)
             self._constants[device, dtype, whole] = mean[:, None, None], scale[:, None, None]
         return self._constants[device, dtype, whole]
-
-
-def _numbers(value: float | Sequence[float]) -> tuple[float, ...]:
-    return (float(value),) if isinstance(value, int | float) else tuple(map(float, value))
