@@ -67,7 +67,7 @@ def build_engine(prepared: Prepared, options: StreamOptions, engine: str, number
         batches = ThreadBatches(reader, plan, threads, skips, options.key)
     else:
         workers = worker_options(number, options)
-        batches = LoaderBatches(reader, plan, workers, skips, options.seed, options.key)
+        batches = LoaderBatches(reader, plan, workers, skips, options.seed, options.key, options.report)
     return fed(batches, options.device)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from trainrun.data.deaths import MOST_RESTARTS, WorkerDied
 from trainrun.data.order import StreamPlan
 from trainrun.data.reader import BatchReader, Key, Reading
-from trainrun.data.skips import Skips
+from trainrun.data.skips import Report, Skips, to_stderr
 from trainrun.data.workers import WorkerOptions, build_loader, received, shut_down, starting
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
@@ -51,17 +52,21 @@ def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]
 class LoaderBatches:
     """A stream over a map-style data set or `Columns`; its batches are on the host.
 
-    One epoch is open at a time.
+    One epoch is open at a time. Where a worker dies, all are started again and read on from the batch that is
+    missing, which changes none; after a few times it is an error. report: told of each.
     """
 
     def __init__(self, reader: BatchReader, plan: StreamPlan, options: WorkerOptions, skips: Skips, seed: int,
-                 key: str) -> None:  # fmt: skip
+                 key: str, report: Report = to_stderr) -> None:  # fmt: skip
         self._reader = reader
         self._plan = plan
         self._options = options
         self._skips = skips
         self._seed = seed
         self._key = key
+        self._report = report
+        self._restarts = 0
+        self._turn: object = None
         self._keys = KeySource()
         self._loader: DataLoader[Any] | None = None
         self._end_workers: Callable[[], Any] | None = None
@@ -76,16 +81,37 @@ class LoaderBatches:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         self._skips.begin(epoch, seen_before(self._plan, start))
-        keys = keys_of(self._plan, epoch, start)
-        iterator = self._open(keys)
+        self._turn = mine = object()
         try:
-            for batch in delivered(received(iterator, self._key, self._options), self._skips):
+            for batch in delivered(self._readings(epoch, start), self._skips):
                 yield batch
-                assert self._keys.keys is keys, "another epoch was opened, or the stream was closed"
+                assert self._turn is mine, "another epoch was opened, or the stream was closed"
             self._skips.end()
         except DataError:
             self.close()
             raise
+
+    def _readings(self, epoch: int, start: int) -> Iterator[Reading]:
+        """Of an epoch, whatever becomes of the workers that read them."""
+        place = start
+        while True:
+            iterator = self._open(keys_of(self._plan, epoch, place))
+            try:
+                for reading in received(iterator, self._key, self._options):
+                    yield reading
+                    place += 1
+                return
+            except WorkerDied as error:
+                self._start_again(error)
+
+    def _start_again(self, error: WorkerDied) -> None:
+        if self._restarts == MOST_RESTARTS:
+            raise WorkerDied(f"{error} (the workers were started again {MOST_RESTARTS} times)") from error
+        self._restarts += 1
+        self._end()
+        self._report(
+            f"{error}; they were started again, and no batch changed ({self._restarts} of {MOST_RESTARTS})"
+        )
 
     def _open(self, keys: Iterator[Key]) -> Iterator[Any]:
         """The DataLoader's iterator; persistent workers are started once and used again."""
@@ -101,6 +127,7 @@ class LoaderBatches:
         return iterator
 
     def close(self) -> None:
+        self._turn = None
         self._skips.end()
         self._end()
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from trainrun.data.deaths import WorkerDied, lend_an_ear, listening
 from trainrun.data.memory import memory_line
 from trainrun.errors import DataError
 from trainrun.randomness import derive_seed, kept_random_state
@@ -113,6 +114,7 @@ def starting(key: str) -> Iterator[None]:
         with without_advice():  # Python 3.12+ warns of every fork beside threads; torch has threads
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             yield
+        lend_an_ear()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise DataError(
             f"{key}: the data set cannot be sent to worker processes ({error}); use data.num_workers=0"
@@ -139,7 +141,8 @@ def received(iterator: Iterator[Any], key: str, options: WorkerOptions) -> Itera
 
 def _from_workers(iterator: Iterator[Any], end: object, key: str, options: WorkerOptions) -> Any:
     try:
-        return _next_or_notice(iterator, end)
+        with listening():
+            return _next_or_notice(iterator, end)
     except RuntimeError as error:
         text = str(error).split("\n")[0]
         if "DataLoader timed out" in text:
@@ -148,7 +151,7 @@ def _from_workers(iterator: Iterator[Any], end: object, key: str, options: Worke
                 "long; raise it (0 waits for ever), or see with data.num_workers=0 where reading hangs"
             ) from error
         if DEATH_NOTICE in text:
-            raise DataError(f"{key}: {_of_death(text)}") from error
+            raise WorkerDied(f"{key}: {_of_death(text)}") from error
         raise
 
 

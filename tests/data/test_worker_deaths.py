@@ -1,0 +1,143 @@
+"""Killed loader workers: the stream goes on with the same batches, a few times, and training is never hit."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from trainrun.data.deaths import MOST_RESTARTS, Ear, listening
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
+from trainrun.errors import DataError
+
+N = 40
+
+
+class Deadly(Dataset):
+    """Random samples; the process that reads number 17 dies, as often as `times` says."""
+
+    def __init__(self, folder=None, times=0):
+        self.folder, self.times = folder, times
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        if index == 17 and self.folder is not None:
+            deaths = len(os.listdir(self.folder))
+            if deaths < self.times:
+                (self.folder / str(deaths)).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return torch.rand(3), index, os.getpid()
+
+
+def opened(source, said=None, **changes):
+    options = {"training": True, "batch_size": 3, "seed": 5, "engine": "workers", "num_workers": 2} | changes
+    report = (lambda text: None) if said is None else said.append
+    return open_batches(source, StreamOptions("data.train", report=report, **options))[0]
+
+
+def contents(batches):
+    return [(b.data[0].tolist(), b.data[1].tolist(), b.last) for b in batches]
+
+
+def whole(epochs=1, start=0, **changes):
+    stream = opened(Deadly(), num_workers=0, **changes)
+    return [contents(stream.epoch(epoch, start)) for epoch in range(epochs)]
+
+
+@pytest.mark.parametrize("times", [1, MOST_RESTARTS])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_batches_are_the_same(times, persistent, tmp_path):
+    said = []
+    stream = opened(Deadly(tmp_path, times), said, persistent_workers=persistent)
+    try:
+        assert [contents(stream.epoch(epoch)) for epoch in (0, 1)] == whole(2)
+    finally:
+        stream.close()
+    assert len(os.listdir(tmp_path)) == times
+    assert len(said) == times
+    assert said[0].startswith(
+        ("data.train: a loader worker was killed (", "data.train: a loader worker died (")
+    )
+    assert said[-1].endswith(f"; they were started again, and no batch changed ({times} of {MOST_RESTARTS})")
+
+
+def test_from_the_middle_of_an_epoch(tmp_path):
+    stream = opened(Deadly(tmp_path, 1), shuffle=False)
+    try:
+        assert contents(stream.epoch(0, 2)) == whole(start=2, shuffle=False)[0]
+    finally:
+        stream.close()
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_it_is_an_error_in_the_end(tmp_path):
+    said = []
+    stream = opened(Deadly(tmp_path, 99), said)
+    with pytest.raises(
+        DataError, match=r"GB of memory are free .* \(the workers were started again 3 times\)"
+    ):
+        list(stream.epoch(0))
+    assert len(said) == MOST_RESTARTS
+    stream.close()
+
+
+def test_samples_left_out_are_counted_once(tmp_path):
+    class Faulty(Deadly):
+        def __getitem__(self, index):
+            if index in (3, 30):
+                raise OSError("damaged")
+            return super().__getitem__(index)
+
+    said = []
+    stream = opened(Faulty(tmp_path, 2), said, on_error="skip", max_skipped_share=1.0)
+    seen = [index for batch in stream.epoch(0) for index in batch.data[1].tolist()]
+    stream.close()
+    assert sorted(seen) == [index for index in range(N) if index not in (3, 30)]
+    assert sum("2 samples were left out" in line for line in said) == 1
+
+
+def test_a_death_in_the_middle_of_a_step_waits_for_the_next_batch():
+    said = []
+    stream = opened(Deadly(), said, prefetch_factor=1)
+    try:
+        batches = stream.epoch(0)
+        got = [next(batches)]
+        for _ in range(2):
+            os.kill(int(got[-1].data[2][0]), signal.SIGKILL)
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline:  # the training: an exception here would end the run
+                torch.ones(10).sum()
+            got += [next(batches), next(batches), next(batches)]
+        got += list(batches)
+    finally:
+        stream.close()
+    assert contents(got) == whole()[0]
+    assert said
+
+
+def test_an_ear_hears_what_it_missed_once():
+    heard = []
+    before = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, Ear(lambda number, frame: heard.append(number)))
+    try:
+        os.kill(os.getpid(), signal.SIGCHLD)
+        time.sleep(0.01)
+        assert heard == []
+        with listening():
+            assert heard == [signal.SIGCHLD]
+            os.kill(os.getpid(), signal.SIGCHLD)
+            time.sleep(0.01)
+            assert len(heard) == 2
+        with listening():
+            assert len(heard) == 2
+        thread = threading.Thread(target=lambda: listening().__enter__())
+        thread.start()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
