@@ -104,7 +104,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     )
     board = Board(
         site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
-        rhythm.log_every is not None, site.on_position, site.on_log,
+        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task),
     )  # fmt: skip
     default_metric = default_monitor(task, val is not None)
     checkpoints = Checkpoints(
@@ -133,6 +133,14 @@ def build_task(config: RunConfig) -> Any:
             "count(batch) -> int and step(model, batch) -> StepOutput"
         )
     return task
+
+
+def unit_of(task: Any) -> str:
+    """What the task counts: `tokens` where it says so, in its attribute `unit`."""
+    unit = getattr(task, "unit", "samples")
+    if unit not in ("samples", "tokens"):
+        raise PluginError(f"task: {type(task).__name__}.unit={unit!r}: must be 'samples' or 'tokens'")
+    return str(unit)
 
 
 def precision_options(config: RunConfig) -> PrecisionOptions:

@@ -41,7 +41,10 @@ class StepOutput(NamedTuple):
 
 
 class Task(Protocol):
-    """Forward and loss for one kind of problem."""
+    """Forward and loss for one kind of problem.
+
+    An attribute `unit = "tokens"` says that `count` counts tokens: throughput is then shown in those.
+    """
 
     def count(self, batch: Any) -> int:
         """How many items (samples, or target tokens) the loss of this batch is summed over."""

@@ -103,7 +103,7 @@ def write_status(
     overrides = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.exists() else []
     status: dict[str, Any] = {
         "value": None, "monitor": None, "mode": None, "best_step": None, "step": 0, "epoch": 0.0,
-        "seconds": 0.0, "samples_per_second": None, "reason": "",
+        "seconds": 0.0, "samples_per_second": None, "tokens_per_second": None, "reason": "",
     }  # fmt: skip
     status |= {name: earlier[name] for name in status if name in earlier}
     status |= {

@@ -272,3 +272,16 @@ class ClosedPipe(io.StringIO):
 
 def test_a_closed_terminal_or_pipe_ends_no_training() -> None:
     run(Console(stream=ClosedPipe()))
+
+
+def test_tokens_are_shown_as_such() -> None:
+    stream = io.StringIO()
+    console = Console(False, True, False, 20, stream)
+    console.on_start(FACTS, 0)
+    console.on_step(450, 10.0, {"train/loss": 0.25, "tokens_per_second": 5900.0})
+    console.on_eval(450, 10.0, {"val/loss": 0.5})
+    console.on_end({"step": 450, "seconds": 12.0, "tokens_per_second": 6100.0, "samples_per_second": None})
+    text = stream.getvalue()
+    assert "5.9k tokens/s" in text
+    assert "12 s, 6.1k tokens/s" in text
+    assert "samples/s" not in text

@@ -78,9 +78,9 @@ def test_a_comparison_shows_only_what_differs(make_run: Any, tmp_path: Path) -> 
     assert [path.name for path in result.files] == names
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
     head, first, second = result.table.splitlines()
-    assert head.split() == ["run", "best", "step", "time", "samples/s", "optimizer.lr"]
-    assert first.split() == ["a", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "0.001"]
-    assert second.split() == ["b", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "0.01"]
+    assert head.split() == ["run", "best", "step", "time", "speed", "optimizer.lr"]
+    assert first.split() == ["a", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "samples/s", "0.001"]
+    assert second.split() == ["b", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "samples/s", "0.01"]
     assert first.index("val/acc") == head.index("best")
     page = read(result.files[-1])
     assert page.tags.count("img") == 2

@@ -36,7 +36,7 @@ WORDS = (
     "data.train._target_=exact_parts.samples", "trainer.max_epochs=1", "trainer.num_threads=1",
     "checkpoint.enabled=false", "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false",
 )  # fmt: skip
-WALL_CLOCK = {"samples_per_second", "step_seconds", "val/seconds", "test/seconds"}
+WALL_CLOCK = {"samples_per_second", "tokens_per_second", "step_seconds", "val/seconds", "test/seconds"}
 
 
 class Net(nn.Module):

@@ -34,7 +34,8 @@ class Bar:
         self._started = clock()
         self._seen: deque[tuple[float, int]] = deque([(self._started, start)])
 
-    def draw(self, width: int, step: int, metrics: Mapping[str, float], speed: float | None) -> Text:
+    def draw(self, width: int, step: int, metrics: Mapping[str, float], speed: float | None,
+             unit: str = "samples/s") -> Text:  # fmt: skip
         """Two lines, at most `width` wide."""
         left, right = self._epoch(step), self._numbers(step)
         room = min(width - len(left) - len(right) - 4, WIDEST)
@@ -46,7 +47,7 @@ class Bar:
         text.append("  " + right)
         values = readings(metrics)
         if speed is not None:
-            values.insert(0, f"{quantity(speed)} samples/s")
+            values.insert(0, f"{quantity(speed)} {unit}")
         text.append("\n" + "  ".join(values))
         return text
 

@@ -20,6 +20,7 @@ class Board:
     logs: False where nothing is logged: then losses are forgotten at once and nothing is ever read.
     on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
     on_log: called at each log point after the row was handed on (plots drawn while the run goes on).
+    unit: what an item is, `samples` or `tokens`.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class Board:
         logs: bool,
         on_position: Callable[[int], None] | None = None,
         on_log: Callable[[int], None] | None = None,
+        unit: str = "samples",
     ) -> None:
         self._parallel, self._monitors, self._learning_rate = parallel, monitors, learning_rate
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
         self._on_position, self._on_log = on_position, on_log
+        self.speed_name = f"{unit}_per_second"
         self._mark = perf_counter()
         self._marked_step = 0
         self._marked_items = 0.0
@@ -83,7 +86,7 @@ class Board:
         seconds, steps = now - self._mark - self._elsewhere, state.step - self._marked_step
         items = (state.items - self._marked_items) * self._parallel.world_size
         self._mark, self._marked_step, self._marked_items, self._elsewhere = now, state.step, state.items, 0.0
-        return {"samples_per_second": _ratio(items, seconds), "step_seconds": _ratio(seconds, steps)}
+        return {self.speed_name: _ratio(items, seconds), "step_seconds": _ratio(seconds, steps)}
 
     def on_eval(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         """After a validation; its time does not count as training time."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from trainrun.interfaces import RunFacts
-from trainrun.monitor.readable import counted, duration, figure, quantity, readings
+from trainrun.monitor.readable import counted, duration, figure, quantity, readings, speed_in
 from trainrun.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Console:
     """Listens on rank 0.
 
     interactive: None looks whether the output is a terminal. verbose: show the composed choices at the
-    start. progress: a bar where there is a terminal. window: log points that samples/s is averaged over.
+    start. progress: a bar where there is a terminal. window: log points that the throughput is averaged over.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Console:
         self._stream = stream
         self._interactive, self._verbose, self._progress = interactive, verbose, progress
         self._speeds: deque[float] = deque(maxlen=window)
+        self._unit = "samples/s"
         self._latest: dict[str, float] = {}
         self._facts: RunFacts | None = None
         self._last_line = time.monotonic()
@@ -63,8 +64,9 @@ class Console:
             self._start_bar(facts)
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        if "samples_per_second" in row:
-            self._speeds.append(row["samples_per_second"])
+        if (found := speed_in(row)) is not None:
+            self._speeds.append(found[0])
+            self._unit = found[1]
         self._latest |= {name: value for name, value in row.items() if name.startswith("train/")}
         if self._live is None and time.monotonic() - self._last_line >= QUIET_SECONDS:
             self._print_progress(step, epoch, self._latest)
@@ -114,7 +116,9 @@ class Console:
         bar = Bar(*lengths, self.position, console.options.ascii_only)
         self._live = Live(
             console=console,
-            get_renderable=lambda: bar.draw(console.width, self.position, self._latest, self._speed()),
+            get_renderable=lambda: bar.draw(
+                console.width, self.position, self._latest, self._speed(), self._unit
+            ),
             refresh_per_second=REDRAWS_PER_SECOND,
             transient=True,
         )
@@ -127,7 +131,7 @@ class Console:
 
     def _print_progress(self, step: int, epoch: float, metrics: Mapping[str, float]) -> None:
         total = self._facts.total_epochs if self._facts else None
-        self._print(progress_line(step, epoch, total, metrics, self._speed()))
+        self._print(progress_line(step, epoch, total, metrics, self._speed(), self._unit))
 
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()
@@ -167,13 +171,18 @@ def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
 
 
 def progress_line(
-    step: int, epoch: float, total_epochs: int | None, metrics: Mapping[str, float], speed: float | None
+    step: int,
+    epoch: float,
+    total_epochs: int | None,
+    metrics: Mapping[str, float],
+    speed: float | None,
+    unit: str = "samples/s",
 ) -> str:
     """`epoch 3/20  step 135  train/loss 0.21  val/loss 0.25  val/acc 0.921  5.9k samples/s`"""
     done = f"epoch {epoch:.4g}" + (f"/{total_epochs}" if total_epochs is not None else "")
     parts = [done, f"step {step:,}", *readings(metrics)]
     if speed is not None:
-        parts.append(f"{quantity(speed)} samples/s")
+        parts.append(f"{quantity(speed)} {unit}")
     return "  ".join(parts)
 
 
@@ -185,8 +194,8 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
         at = summary.get("best_step")
         lines.append(_entry("best", best + (f" at step {at:,}" if at is not None else "")))
     if "seconds" in summary:
-        speed = summary.get("samples_per_second")
-        rate = f", {quantity(speed)} samples/s" if speed is not None else ""
+        found = speed_in(summary)
+        rate = "" if found is None else f", {quantity(found[0])} {found[1]}"
         lines.append(_entry("time", duration(summary["seconds"]) + rate))
     if summary.get("flops_per_second"):
         lines.append(_entry("compute", compute_line(summary)))

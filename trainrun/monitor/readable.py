@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
+
+SPEEDS = {"tokens_per_second": "tokens/s", "samples_per_second": "samples/s"}
 
 
 def figure(value: object) -> str:
@@ -47,6 +50,11 @@ def duration(seconds: float) -> str:
         return f"{whole} s"
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def speed_in(row: Mapping[str, Any]) -> tuple[float, str] | None:
+    """The throughput of a row or summary, and its unit: useful tokens where those are what is learnt from."""
+    return next(((row[name], unit) for name, unit in SPEEDS.items() if row.get(name) is not None), None)
 
 
 def counted(number: int | None, thing: str) -> str:

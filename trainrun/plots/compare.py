@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.monitor.readable import duration, figure, quantity
+from trainrun.monitor.readable import duration, figure, quantity, speed_in
 from trainrun.plots import canvas, page
 from trainrun.plots.history import History, flat, read_config, read_history
 from trainrun.plots.report import plain
@@ -61,17 +61,17 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
     """Result, time and speed of each run, and the config values in which they differ."""
     configs = [flat(read_config(history.run)) for history in histories.values()]
     keys = differing_keys(configs)
-    head = ["run", "best", "step", "time", "samples/s", *keys]
+    head = ["run", "best", "step", "time", "speed", *keys]
     rows = []
     for (name, history), config in zip(histories.items(), configs, strict=True):
         best, summary = history.best, history.summary
-        seconds, speed = summary.get("seconds"), summary.get("samples_per_second")
+        seconds, speed = summary.get("seconds"), speed_in(summary)
         rows.append([
             name,
             f"{best.metric} {figure(best.value)}" if best else "-",
             f"{best.step:,}" if best else "-",
             duration(seconds) if seconds is not None else "-",
-            quantity(speed) if speed is not None else "-",
+            f"{quantity(speed[0])} {speed[1]}" if speed is not None else "-",
             *(plain(config[key]) if key in config else "-" for key in keys),
         ])  # fmt: skip
     return head, rows

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainrun.monitor.readable import SPEEDS, quantity
 from trainrun.monitor.readable import figure as readable
-from trainrun.monitor.readable import quantity
 from trainrun.plots import canvas
 from trainrun.plots.history import History, read_config, read_history
 from trainrun.plots.ledger import ledger_picture
@@ -108,14 +108,15 @@ def lr_picture(history: History) -> Figure | None:
 
 
 def throughput_picture(history: History, window: int) -> Figure | None:
-    """Samples per second, and the time of a step."""
+    """Samples, or useful tokens, per second, and the time of a step."""
     rows = history.of("train")
-    speed, seconds = series_of(rows, "samples_per_second"), series_of(rows, "step_seconds")
+    name = next((name for name in SPEEDS if any(name in row for row in rows)), "samples_per_second")
+    speed, seconds = series_of(rows, name), series_of(rows, "step_seconds")
     if not len(speed):
         return None
     picture, axes = canvas.panels(_title("Throughput", history), 2 if len(seconds) else 1)
-    _draw_averaged(axes[0], speed, window, canvas.TRAIN, "samples/s")
-    axes[0].set_ylabel("samples per second")
+    _draw_averaged(axes[0], speed, window, canvas.TRAIN, SPEEDS[name])
+    axes[0].set_ylabel(name.replace("_", " "))
     axes[0].yaxis.set_major_formatter(lambda value, _: quantity(value))
     canvas.start_at_zero(axes[0])
     if len(seconds):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainrun.monitor.readable import duration, figure, quantity
+from trainrun.monitor.readable import SPEEDS, duration, figure, quantity
 from trainrun.plots import page
 from trainrun.plots.history import History, flat, read_environment, read_history
 from trainrun.rundir import RunDir, write_text
@@ -63,11 +63,10 @@ def result_rows(history: History) -> list[tuple[str, str]]:
         ("epoch", figure),
         ("seconds", duration),
         ("samples_per_second", quantity),
+        ("tokens_per_second", quantity),
     ):
         if isinstance(summary.get(name), (int, float)):
-            rows.append(
-                ({"seconds": "time", "samples_per_second": "samples/s"}.get(name, name), show(summary[name]))
-            )
+            rows.append((({"seconds": "time"} | SPEEDS).get(name, name), show(summary[name])))
     if summary.get("skipped_steps"):
         rows.append(("skipped steps", figure(summary["skipped_steps"])))
     return list(dict(rows).items())

@@ -25,6 +25,8 @@ class LanguageModeling:
     ConfigError: it is not above 0.
     """
 
+    unit = "tokens"  # useful ones: none at padding counts
+
     def __init__(self, bytes_per_token: float = 1.0) -> None:
         if not bytes_per_token > 0:
             raise ConfigError(f"task.bytes_per_token={bytes_per_token}: must be above 0")

@@ -1,0 +1,54 @@
+"""Language models show useful tokens a second: in the rows, the summary and the screen; others show samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainrun.build import unit_of
+from trainrun.cli import main
+from trainrun.errors import PluginError
+from trainrun.task.classification import Classification
+
+QUIET = ["monitor.hardware=false", "monitor.progress_bar=false", "checkpoint.enabled=false", "trainer.max_steps=6",
+         "monitor.log_every_n_steps=3", "output_dir=run"]  # fmt: skip
+
+
+def rows_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_useful_tokens_and_not_padding(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.txt").write_text("".join("x" * (1 + i * 7 % 40) + "\n" for i in range(120)))
+    words = ["data=text", "data.path=a.txt", "data.train.kind=lines", "model=gpt", "model.width=16", "model.layers=1",
+             "model.heads=2", "task=language_modeling", "data.batch_size=8"]  # fmt: skip
+    assert main([*words, *QUIET]) == 0
+    run = next(Path("run").rglob("metrics.jsonl")).parent
+    train = [row for row in rows_of(run) if row["kind"] == "train"]
+    assert len(train) == 2
+    assert all("tokens_per_second" in row and "samples_per_second" not in row for row in train)
+    status = json.loads((run / "status.json").read_text())
+    assert status["tokens_per_second"] > 0
+    assert status["samples_per_second"] is None
+    assert "tokens/s" in capsys.readouterr().out
+    assert (run / "plots" / "throughput.png").is_file()
+    # 6 steps of 8 lines: 21.5 characters and a newline each on average, and a target for all but the first
+    tokens = status["tokens_per_second"] * status["seconds"]
+    assert 6 * 8 * 12 < tokens < 6 * 8 * 32
+
+
+def test_samples_elsewhere(workdir: Path) -> None:
+    assert main(["data=digits", *QUIET]) == 0
+    run = next(Path("run").rglob("metrics.jsonl")).parent
+    train = [row for row in rows_of(run) if row["kind"] == "train"]
+    assert all("samples_per_second" in row and "tokens_per_second" not in row for row in train)
+
+
+def test_another_unit_is_refused() -> None:
+    class Own(Classification):
+        unit = "words"
+
+    with pytest.raises(PluginError, match="task: Own.unit='words': must be 'samples' or 'tokens'"):
+        unit_of(Own())
