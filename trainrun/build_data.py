@@ -69,6 +69,7 @@ def open_split(
             limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
             rank=parallel.rank,
             world_size=parallel.world_size,
+            gather=parallel.gather,
             device=parallel.device,
             float_dtype=data_float_dtype(config.precision.mode),
         ),

@@ -77,7 +77,15 @@ WORDS = [
     "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",
     "checkpoint.keep_last=9",
 ]  # fmt: skip
-WALL_CLOCK = {"time", "samples_per_second", "tokens_per_second", "step_seconds", "val/seconds", "facts", "summary"}
+WALL_CLOCK = {
+    "time",
+    "samples_per_second",
+    "tokens_per_second",
+    "step_seconds",
+    "val/seconds",
+    "facts",
+    "summary",
+}
 
 
 @pytest.fixture

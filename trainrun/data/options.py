@@ -11,6 +11,7 @@ import torch
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.reader import Collate
 from trainrun.data.sequences.choose import SequenceOptions
+from trainrun.data.sequences.lengths import Shared
 from trainrun.data.skips import Report, to_stderr
 from trainrun.errors import DataError
 
@@ -25,6 +26,7 @@ class StreamOptions:
     training: False reads every sample once in its own order: shuffle and drop_last do not apply,
         every epoch is epoch 0, and a batch_size above the data is lowered.
     engine: "auto", "resident", "workers" or "threads". report: takes one line for the people who watch.
+    gather: the value of every rank, on every rank, for what they do once; None: each for itself.
         limit: a fraction of the micro-batches (float) or their
         number (int). may_grow: batch_size is a suggestion, and small inputs in memory come in larger
         batches, for evaluation. max_sequence_length and float_dtype: see `Preparation`.
@@ -59,6 +61,7 @@ class StreamOptions:
     may_grow: bool = False
     rank: int = 0
     world_size: int = 1
+    gather: Callable[[Any], list[Any]] | None = None
     device: torch.device = CPU
     float_dtype: torch.dtype = torch.float32
 
@@ -98,8 +101,12 @@ def sequence_options(options: StreamOptions) -> SequenceOptions:
             )
     if not options.training and padding in ("bucket", "pack", "token_budget"):
         padding, max_tokens = "longest", None
+    shared = Shared(say=options.report)
+    if options.gather is not None:
+        shared = Shared(options.rank, options.gather, options.report)
     return SequenceOptions(options.key, padding, max_tokens, options.max_sequence_length, options.truncate,
-                           options.pad_multiple, options.collate_fn)  # fmt: skip
+                           options.pad_multiple, options.collate_fn,
+                           shared)  # fmt: skip
 
 
 def needs_samples(options: StreamOptions, collate: Collate | None) -> str:

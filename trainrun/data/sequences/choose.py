@@ -23,7 +23,7 @@ from trainrun.data.mapstyle import innermost
 from trainrun.data.order import Plan, StreamPlan, batch_too_large
 from trainrun.data.sequences.collate import Collate, Packed, Padded, rounded
 from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
-from trainrun.data.sequences.lengths import Measured, first_fields, measured
+from trainrun.data.sequences.lengths import Measured, Shared, first_fields, measured
 from trainrun.data.sequences.packing import budget_batches, pack_rows
 from trainrun.data.sequences.plans import BucketPlan, BudgetPlan, PackPlan, SelectedPlan
 from trainrun.data.sequences.verdict import padding_shares, verdict, widths_of
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class SequenceOptions:
-    """As in the config. key: names the source in messages. collate_fn: the user's own."""
+    """As in the config. key: names the source in messages. collate_fn: the user's own. shared: among the ranks."""
 
     key: str
     padding: str = "longest"
@@ -44,6 +44,7 @@ class SequenceOptions:
     truncate: str = "right"
     pad_multiple: int | None = None
     collate_fn: Collate | None = None
+    shared: Shared | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ def sequence_plan(source: Any, base: Plan, options: SequenceOptions) -> Sequence
         return _of_iterable(source, base, options)
     columns = source if isinstance(source, Columns) else columns_of(source, options.key)
     source = source if columns is None else columns
-    found = measured(source, options.key, base.seed, need_lengths(options))
+    found = measured(source, options.key, base.seed, need_lengths(options), options.shared)
     if not found.names:
         _refuse_without_sequences(options)
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -22,7 +22,34 @@ PROBES = 8  # samples that show which fields are sequences
 ESTIMATE_SAMPLES = 1000
 ESTIMATE_SECONDS = 0.5
 AT_ONCE = 256  # samples asked of `__getitems__` in one call
+FIRST_LINE_SECONDS = 1.0
+LINES_APART = 4  # times as long until the next one
 Forms = Mapping[str, Form]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the ranks do once: rank 0 works, and tells the others what came of it, a fault too.
+
+    gather: the value of every rank, on every rank. say: takes a line about work that takes long.
+    """
+
+    rank: int = 0
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    say: Callable[[str], None] = lambda text: None
+
+    def once(self, work: Callable[[], Measured]) -> Measured:
+        answer: Measured | DataError | None = None
+        if self.rank == 0:
+            try:
+                answer = work()
+            except DataError as error:
+                answer = error
+        answer = self.gather(answer)[0]
+        if isinstance(answer, DataError):
+            raise answer
+        assert answer is not None
+        return answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +69,11 @@ class Measured:
     aligned: bool = True
 
 
-def measured(source: Any, key: str, seed: int, need_all: bool) -> Measured:
+def measured(source: Any, key: str, seed: int, need_all: bool, shared: Shared | None = None) -> Measured:
     """need_all: the lengths of all samples are wanted, if need be by reading each once, as in epoch 0.
 
-    The same on every rank, except for `seen`. DataError: a sample cannot be read, or `need_all` of
-    samples in which fields cannot be told apart.
+    The same on every rank, except for `seen`. shared: how the ranks do it once.
+    DataError: a sample cannot be read, or `need_all` of samples in which fields cannot be told apart.
     """
     count = len(source)
     if count == 0:
@@ -65,7 +92,8 @@ def measured(source: Any, key: str, seed: int, need_all: bool) -> Measured:
             if names and all(_longest(forms[index], names) == said[index] for index in probes):
                 return Measured(names, varies, said, said, "", aligned(forms.values(), names))
         if need_all:
-            return _read_all(source, key, seed)
+            shared = shared or Shared()
+            return shared.once(lambda: _read_all(source, key, seed, shared.say))
         return _estimated(source, key, seed, spread)
 
 
@@ -125,9 +153,17 @@ def _estimated(source: Any, key: str, seed: int, spread: list[int]) -> Measured:
     return Measured(names, True, None, np.array(seen), f"estimated from {len(seen)} samples")
 
 
-def _read_all(source: Any, key: str, seed: int) -> Measured:
+def _read_all(source: Any, key: str, seed: int, say: Callable[[str], None]) -> Measured:
     started, count = perf_counter(), len(source)
-    forms = list(_all_forms(source, key, seed))
+    forms: list[Forms] = []
+    next_line = FIRST_LINE_SECONDS
+    for form in _all_forms(source, key, seed):
+        forms.append(form)
+        seconds = perf_counter() - started
+        if seconds > next_line:
+            left = seconds / len(forms) * (count - len(forms))
+            say(f"{key}: lengths of {len(forms)} of {count} samples are read, {left:.0f} s to go")
+            next_line = seconds * LINES_APART
     names, varies = sequence_names(forms)
     lengths = np.array([_longest(form, names) for form in forms], dtype=np.int64)
     seconds = perf_counter() - started

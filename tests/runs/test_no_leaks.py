@@ -1,0 +1,132 @@
+"""Ctrl-C or an exception in the middle of an epoch: no process, thread or shared memory outlives the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED = Path("/dev/shm")
+CODE = """
+import os, time
+import torch
+
+class Slow(torch.utils.data.Dataset):
+    thread_safe = True
+    def __init__(self, breaks=-1):
+        self.breaks = breaks
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        if index == self.breaks and os.path.exists("started"):
+            raise KeyError("no such sample")
+        return torch.full((64, 64), index % 7, dtype=torch.float32), index % 10
+
+class Flag:
+    def on_start(self, facts, step): pass
+    def on_step(self, step, epoch, row):
+        open("started", "w").close()
+    def on_eval(self, step, epoch, row): pass
+    def on_note(self, text): pass
+    def on_end(self, summary): pass
+    def close(self): pass
+"""
+WORDS = ["data.train._target_=slow.Slow", "data.num_classes=10", "data.batch_size=8", "model=mlp",
+         "monitor.listeners.flag._target_=slow.Flag", "monitor.log_every_n_steps=2", "monitor.plots=false",
+         "trainer.max_epochs=50", "output_dir=run"]  # fmt: skip
+ENGINES = {
+    "workers": ["data.engine=workers", "data.num_workers=2"],
+    "workers, cache": ["data.engine=workers", "data.num_workers=2", "data.cache=memory"],
+    "threads": ["data.engine=threads", "data.num_threads=3"],
+    "two ranks with workers": [
+        "data.engine=workers",
+        "data.num_workers=1",
+        "parallel=ddp",
+        "parallel.devices=2",
+    ],
+}
+
+
+def start(folder: Path, words: list[str]) -> subprocess.Popen[str]:
+    (folder / "slow.py").write_text(CODE)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen([sys.executable, "-m", "trainrun", *WORDS, *words], cwd=folder, text=True,
+                            env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def wait_for(condition, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def started_by(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The command and whatever it has started: ranks, loader workers, helpers of multiprocessing."""
+    command = psutil.Process(process.pid)
+    return [command, *command.children(recursive=True)]
+
+
+def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """After a moment for the system to take them away."""
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def shared_of(processes: list[psutil.Process]) -> set[str]:
+    """Files in shared memory that torch or Python made for these processes; both put their number in the name."""
+    return {file.name for file in SHARED.iterdir() if any(f"_{one.pid}_" in file.name for one in processes)}
+
+
+def end(processes: list[psutil.Process]) -> None:
+    for one in left_of(processes):
+        one.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("name", "to_all"), [(name, True) for name in ENGINES] + [("two ranks with workers", False)]
+)
+def test_ctrl_c_in_the_middle_of_an_epoch(name: str, to_all: bool, tmp_path: Path) -> None:
+    process = start(tmp_path, ENGINES[name])
+    running = [psutil.Process(process.pid)]
+    try:
+        wait_for((tmp_path / "started").exists, process)
+        running = started_by(process)
+        least = {"workers": 3, "workers, cache": 3, "two ranks with workers": 5}.get(name, 1)
+        assert len(running) >= least  # else there would be nothing to leak
+        (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert "Traceback" not in err
+        assert left_of(running) == []
+        assert shared_of(running) == set()
+    finally:
+        end(running)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["workers", "threads"])
+def test_an_exception_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> None:
+    process = start(tmp_path, [*ENGINES[name], "data.train.breaks=17"])
+    running = [psutil.Process(process.pid)]
+    try:
+        wait_for((tmp_path / "started").exists, process)
+        running = started_by(process)
+        _, err = process.communicate(timeout=90)
+        assert process.returncode not in (0, 130)
+        assert "sample 17 of Slow cannot be read: KeyError" in err
+        assert left_of(running) == []
+        assert shared_of(running) == set()
+    finally:
+        end(running)
