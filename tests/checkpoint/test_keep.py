@@ -204,7 +204,7 @@ def test_a_best_long_after_a_commit_is_committed_at_once(make_run: MakeRun) -> N
 
 
 def test_a_large_best_does_not_wait(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.keep.DEFER_BYTES", 1500)
+    monkeypatch.setattr("trainrun.checkpoint.keep.DEFER_BYTES", 3000)
     run = make_run(save_top_k=5)
     run.parts.weight = torch.zeros(200)
     run.go(1, acc=0.1)
