@@ -73,7 +73,9 @@ def test_both_ways_write_the_same_bytes(make_run: MakeRun, tmp_path: Path) -> No
             run.go(step, acc=acc, save_request=step % 2)
         run.go(5, stop="done")
         run.keep.close()
-        found.append({p.relative_to(run.folder): p.read_bytes() for p in run.folder.rglob("*") if p.is_file()})
+        found.append(
+            {p.relative_to(run.folder): p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
+        )
     assert found[0] == found[1]
     assert len(found[0]) == 10
 
@@ -83,7 +85,9 @@ def test_a_fault_of_the_thread_is_raised_at_the_next_step(make_run: MakeRun, fau
     run.go(2)
     run.keep._saves.under_way.thread.wait()
     assert run.keep.time_request() == SAVE_FAILED
-    with pytest.raises(SaveError, match=r"step-00000002: No space left on device .*; free space, then") as raised:
+    with pytest.raises(
+        SaveError, match=r"step-00000002: No space left on device .*; free space, then"
+    ) as raised:
         run.go(3, save_request=SAVE_FAILED)
     assert raised.value.exit_code == EXIT_FAILED
     assert run.state.saved_step == -1
@@ -170,7 +174,7 @@ def test_the_memory_of_copies_is_used_again(make_run: MakeRun) -> None:
     assert len(places) == 2  # of the two tensors of the tree
     for step in range(6, 9):
         run.go(step, acc=step / 10)
-        waiting = [one for one in run.keep._waiting.values()]
+        waiting = list(run.keep._waiting.values())
         places |= {t.data_ptr() for one in waiting for t in one.part.tensors.values()}
     assert len(places) <= 4
 
@@ -299,7 +303,9 @@ def test_a_rank_that_never_reports_is_not_waited_for_forever(
 
     results = ranks(2, work)
     disk.go.set()
-    assert all("step 4 that was being written is lost: it did not end in time" in notes[0] for notes in results)
+    assert all(
+        "step 4 that was being written is lost: it did not end in time" in notes[0] for notes in results
+    )
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 

@@ -24,9 +24,9 @@ from trainrun.checkpoint.commit import Part, Record, build_part, write_metric
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.format import Loaded
 from trainrun.checkpoint.manifest import Manifest, folder_name
-from trainrun.checkpoint.ranking import Entry, Ranking, committed_metrics
+from trainrun.checkpoint.ranking import Entry, Ranking, committed_values
 from trainrun.checkpoint.reasons import KeepOptions, kind_of, metric_of
-from trainrun.checkpoint.resume import load_latest, load_together, resolve, set_newer_aside
+from trainrun.checkpoint.resume import load_latest, load_together, set_newer_aside
 from trainrun.checkpoint.retention import Retention, sweep
 from trainrun.checkpoint.saving import Note, Saves
 from trainrun.checkpoint.snapshot import LARGE_BYTES, Snapshots
@@ -134,7 +134,7 @@ class Checkpoints:
         to their end together, `save` has committed it."""
         self._settle(None)
         if self._waiting and self._parallel.world_size == 1:
-            self._begin([], self._bytes_waiting(), low=False)
+            self._begin([], sum(one.part.num_bytes for one in self._waiting.values()), low=False)
             self._settle(None)
         self._waiting = {}
 
@@ -145,7 +145,7 @@ class Checkpoints:
     def load_latest(self) -> Loaded | None:
         """The newest sound checkpoint, to go on from; None only where none was ever committed."""
         self._settle(None)
-        self.sweep()
+        self._sweep()
         loaded = load_latest(self.folder, self._run_id, self._parallel, self._files, self._note)
         if loaded is not None:
             self._go_on_from(loaded)
@@ -157,16 +157,12 @@ class Checkpoints:
         own = folder.resolve().parent == self.folder.resolve()
         loaded = load_together(folder, self._parallel, self._run_id if own else None)
         if own:
-            self.sweep()
+            self._sweep()
             self._go_on_from(loaded)
         return loaded
 
-    def find(self, which: str | Path) -> Path:
-        """The folder of `best`, `last`, a step's name, or a path; raises CheckpointError."""
-        return resolve(self.folder, which)
-
-    def sweep(self) -> None:
-        """Removes what a killed save or deletion left; for the process that goes on with the run only."""
+    def _sweep(self) -> None:
+        """Only a process that goes on with the run may do that."""
         if self.options.enabled and self._parallel.rank == 0 and self.folder.is_dir():
             sweep(self.folder, self._files, self._note)
 
@@ -175,15 +171,9 @@ class Checkpoints:
 
     def _record(self, parts: HasTree, state: TrainState, kind: str) -> Record:
         facts = Manifest(
-            run_id=self._run_id,
-            step=state.step,
-            epoch=state.epoch,
-            world_size=self._parallel.world_size,
-            kind=kind,
-            metric=metric_of(self.options, state),
-            fingerprint=self._fingerprint,
-            files={},
-        )
+            self._run_id, state.step, state.epoch, self._parallel.world_size, kind,
+            metric_of(self.options, state), self._fingerprint, files={},
+        )  # fmt: skip
         return Record(facts, self._part(parts, state))
 
     def _part(self, parts: HasTree, state: TrainState) -> Part:
@@ -201,23 +191,21 @@ class Checkpoints:
         folder = self.folder / folder_name(state.step)
         on_rank_zero(self._parallel, lambda: write_metric(folder, metric, self._files))
         self._ranking.add(Entry(state.step, metric.value))
-        on_rank_zero(
-            self._parallel, lambda: self._retention.tidy(self._ranking.entries, self._files, self._note)
-        )
+        ranked = self._ranking.entries
+        on_rank_zero(self._parallel, lambda: self._retention.tidy(ranked, self._files, self._note))
 
     def _since_commit(self) -> float:
         return self._clock() - self._last_commit
 
-    def _bytes_waiting(self) -> int:
-        return sum(one.part.num_bytes for one in self._waiting.values())
-
     def _ask(self, record: Record | None, state: TrainState) -> list[Answer]:
         """The answers of all ranks, on every rank: what follows from them follows everywhere."""
-        own, has_room = 0, self.options.async_save
-        if record is not None:
-            own = record.part.num_bytes
-            has_room &= self._snapshots.has_room(record.part.tensors, fresh=not state.stop_reason)
-        answer = Answer(self._since_commit(), self._bytes_waiting() + own, has_room)
+        new = [record] if record is not None else []
+        num_bytes = sum(one.part.num_bytes for one in [*self._waiting.values(), *new])
+        fresh = not state.stop_reason
+        has_room = self.options.async_save and all(
+            self._snapshots.has_room(one.part.tensors, fresh) for one in new
+        )
+        answer = Answer(self._since_commit(), num_bytes, has_room)
         return [Answer(*one) for one in self._parallel.gather(tuple(answer))]
 
     def _keep_best(self, parts: HasTree, state: TrainState) -> bool:
@@ -242,9 +230,8 @@ class Checkpoints:
         self._waiting.pop(state.step, None)
         self._rank(record)
         low = background and not state.stop_reason
-        self._begin(
-            [self._copied(record) if background else record], sum(one.num_bytes for one in answers), low
-        )
+        kept = self._copied(record) if background else record
+        self._begin([kept], sum(one.num_bytes for one in answers), low)
         self._saved_before, state.saved_step = state.saved_step, state.step
         if not background:
             self._settle(state)
@@ -271,10 +258,12 @@ class Checkpoints:
         ranked = self._ranking.entries
         if self._before_commit is not None:
             self._before_commit()
+
+        def tidy(note: Note) -> None:
+            self._retention.tidy(ranked, self._files, note)
+
         try:
-            self._saves.begin(
-                records, needed_bytes, lambda note: self._retention.tidy(ranked, self._files, note), low
-            )
+            self._saves.begin(records, needed_bytes, tidy, low)
         except Exception:
             self._ranking.drop({one.facts.step for one in records})
             raise
@@ -295,23 +284,19 @@ class Checkpoints:
             raise
         for record in save.records:
             self._forget(record)
-        seconds = time.monotonic() - began
-        if seconds >= LONG_SECONDS and state is not None and save.records[-1].facts.step < state.step:
-            self._note(
-                f"waited {seconds:.1f} s until the checkpoint of step {save.records[-1].facts.step} was written"
-            )
+        seconds, step = time.monotonic() - began, save.records[-1].facts.step
+        if seconds >= LONG_SECONDS and state is not None and step < state.step:
+            self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
 
     def _go_on_from(self, loaded: Loaded) -> None:
         """Forgets what lies beyond the step; the ranking is told from the manifests up to it."""
-        step = loaded.manifest.step
-        name, mode = self.options.monitor, self.options.mode
+        step, options = loaded.manifest.step, self.options
 
         def look() -> list[tuple[int, float]]:
-            if self.options.enabled:
+            if options.enabled:
                 set_newer_aside(self.folder, step, self._files, self._note)
-            metrics = committed_metrics(self.folder, up_to=step)
-            return [(one, metric.value) for one, metric in metrics.items() if metric.name == name]
+            return committed_values(self.folder, options.monitor, up_to=step)
 
         entries = [Entry(*one) for one in on_rank_zero(self._parallel, look)]
-        self._ranking = Ranking(mode, self.options.save_top_k, entries)
+        self._ranking = Ranking(options.mode, options.save_top_k, entries)
         self._waiting = {}
