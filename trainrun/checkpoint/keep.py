@@ -199,12 +199,9 @@ class Checkpoints:
 
     def _ask(self, record: Record | None, state: TrainState) -> list[Answer]:
         """The answers of all ranks, on every rank: what follows from them follows everywhere."""
-        new = [record] if record is not None else []
+        new, fresh = [record] if record is not None else [], not state.stop_reason
         num_bytes = sum(one.part.num_bytes for one in [*self._waiting.values(), *new])
-        fresh = not state.stop_reason
-        has_room = self.options.async_save and all(
-            self._snapshots.has_room(one.part.tensors, fresh) for one in new
-        )
+        has_room = all(self._snapshots.has_room(one.part.tensors, fresh) for one in new)
         answer = Answer(self._since_commit(), num_bytes, has_room)
         return [Answer(*one) for one in self._parallel.gather(tuple(answer))]
 
@@ -220,7 +217,7 @@ class Checkpoints:
 
     def _save_state(self, record: Record, state: TrainState) -> None:
         answers = self._ask(record, state)
-        background = all(one.has_room for one in answers)
+        background = self.options.async_save and all(one.has_room for one in answers)
         if self.options.async_save and not background and not state.stop_reason and not self._told_no_room:
             self._told_no_room = True
             self._note(
