@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
+from trainrun.checkpoint import background
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.reasons import KeepOptions
 from trainrun.data.memory import host_memory
@@ -201,9 +202,13 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="on the disk to be measured; a temporary folder by default"
     )
+    parser.add_argument(
+        "--lower-by", type=int, default=background.LOWER_BY, help="of the writing thread, as of `nice`"
+    )
     parser.add_argument("--only", nargs="*", default=[], help="names of ways")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    background.LOWER_BY = given.lower_by
     training = Training(given.layers, given.width, given.batch)
     training.step()
     size = sum(tensor.nbytes for tensor in training.flat().values())

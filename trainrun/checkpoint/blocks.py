@@ -4,8 +4,8 @@ What: two blocks of memory by turns, a second thread that writes, and on Linux O
 reads the blocks itself instead of the kernel copying every byte into its page cache.
 When: always; a file of less than one block is written on the spot, through the page cache.
 When not: O_DIRECT, where the file system refuses it (tmpfs, some network ones).
-Gain: 1.2 GB on two cores of an AMD EPYC with SHA-256: 1.5 s against 3.9 s, and 0.8 s of processor time
-against 2.5 s, which a training on all cores would miss.
+Gain: 1.2 GB with SHA-256 take 0.8 to 1.0 s of processor time against 1.2 to 2.5 s (two cores of an AMD EPYC,
+busy with other work), which a training on all cores would miss.
 """
 
 from __future__ import annotations

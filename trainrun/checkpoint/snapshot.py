@@ -4,7 +4,7 @@ What: memory of a copy is kept and used again. Fresh memory costs more than the 
 clears every page at its first touch. A large one is touched beforehand, by a thread beside the training.
 When: saves that are written while the training goes on. When not: where a second copy of the state
 (weights, optimizer, averages) has no room; `has_room` says so.
-Gain: 1.2 GB on two cores of an AMD EPYC: 60 ms in used memory, 250 ms to 4 s in fresh memory.
+Gain: 1.2 GB on two cores of an AMD EPYC: 60 ms into used memory, 4 s into fresh memory of a virtual machine.
 On CUDA the memory is pinned and the host does not wait: the copies stand in the same stream as the
 updates after them, and whoever reads waits for `Snapshot.events`.
 """
