@@ -150,6 +150,7 @@ def one_round(epochs: int, hidden: list[int], folder: Path, words: list[str]) ->
         parts.board.on_start(facts, state)
         turns.mark = time.perf_counter()
         loop.fit(parts, state)
+        parts.checkpoints.close()
         turns.ours[-1] += time.perf_counter() - turns.mark  # the best and the last checkpoint
         val_loss, steps = turns.last
         assert steps == state.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy
+import pytest
 import torch
 
 from trainrun.checkpoint.tree import flatten
@@ -46,6 +47,55 @@ def test_what_runs_inside_does_not_move_the_generators() -> None:
         draw()
     got += [draw(), draw()]
     assert got == expected
+
+
+def gaussians(count: int) -> list[float]:
+    return [float(numpy.random.randn()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 311, 312, 313, 624])
+@pytest.mark.parametrize("inside", [0, 1, 2, 624])
+def test_numpy_goes_on_from_every_place(before: int, inside: int) -> None:
+    """Half of a gaussian pair may be kept, or the words of the twister used up, before and inside."""
+    seed_everything(7)
+    expected = gaussians(before + 5)[before:]
+    seed_everything(7)
+    gaussians(before)
+    for _ in range(2):
+        with kept_random_state():
+            gaussians(inside)
+    state = random_state()
+    assert gaussians(5) == expected
+    set_random_state(state)
+    assert gaussians(5) == expected
+
+
+def test_an_untouched_numpy_generator_is_asked_once_until_it_is_seeded_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    true = numpy.random.get_state
+    monkeypatch.setattr(numpy.random, "get_state", lambda: asked.append(1) or true())
+    for seed in (1, 2):
+        seed_everything(seed)
+        for _ in range(3):
+            with kept_random_state():
+                pass
+            assert random_state()["numpy"][1].tolist() == true()[1].tolist()
+    assert len(asked) == 2
+
+
+@pytest.mark.filterwarnings("ignore:get_state and legacy:RuntimeWarning")
+def test_a_generator_that_the_user_put_in_numpys_place() -> None:
+    mine, before = numpy.random.PCG64(3), numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(mine)
+    try:
+        first = float(numpy.random.rand())
+        with kept_random_state():
+            second = float(numpy.random.rand())
+        assert float(numpy.random.rand()) == second != first
+    finally:
+        numpy.random.set_bit_generator(before)
 
 
 def test_seeds_depend_on_every_part_and_on_their_order() -> None:

@@ -15,6 +15,7 @@ from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
 from trainrun.config import RunConfig
 from trainrun.data.facts import facts_of
+from trainrun.data.memory import host_memory
 from trainrun.data.skips import report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build
@@ -109,7 +110,8 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     default_metric = default_monitor(task, val is not None)
     checkpoints = Checkpoints(
         site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
-        fingerprint(config, site.parallel), board.note, before_commit=site.before_commit,
+        fingerprint(config, site.parallel), board.note, lambda: host_memory().free,
+        before_commit=site.before_commit,
     )  # fmt: skip
     cadence = Cadence(
         Limits(config.trainer.max_steps, config.trainer.max_epochs, parse_seconds(config.trainer.max_time)),

@@ -11,7 +11,7 @@ from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.readable import counted
 from trainrun.scheduler.schedule import Schedule
 from trainrun.signals import StopFlag
-from trainrun.state import TrainState
+from trainrun.state import SAVE_NOW, TrainState
 
 STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins
 
@@ -98,7 +98,7 @@ class Cadence:
     def look(self, state: TrainState) -> None:
         """Sets `stop_reason` where the run ends here. Raises TrainingError where it cannot go on."""
         state.seconds = self._seconds_before + time.monotonic() - self._started
-        failure = self._failure(self.validation_due(state) or state.save_request > 0)
+        failure = self._failure(self.validation_due(state) or state.save_request == SAVE_NOW)
         if failure:
             raise TrainingError(f"step {state.step}: {failure}")
         limits = self._limits

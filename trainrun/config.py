@@ -131,7 +131,10 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What is kept: the newest (`last`), the best by a metric, and others by steps or time."""
+    """What is kept: the newest (`last`), the best by a metric, and others by steps or time.
+
+    async_save: the training goes on while a checkpoint is written, for one copy of the state in memory.
+    """
 
     enabled: bool = True
     monitor: str | None = None
@@ -141,6 +144,7 @@ class CheckpointConfig:
     keep_last: int = number(2, at_least=1)
     every_n_train_steps: int | None = number(None, at_least=1)
     train_time_interval: Any = 60
+    async_save: bool = True
 
 
 @dataclass

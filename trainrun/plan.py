@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainrun.cadence import Rhythm, Watch
-from trainrun.checkpoint.keep import KeepOptions
+from trainrun.checkpoint.reasons import KeepOptions
 from trainrun.checks import Interval, parse_interval, parse_seconds
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
@@ -75,6 +75,7 @@ def keep_options(config: RunConfig, default: str | None) -> KeepOptions:
     return KeepOptions(
         keep.enabled, metric, direction(metric or "val/loss", keep.mode), keep.save_top_k if metric else 0,
         keep.save_last, keep.keep_last, keep.every_n_train_steps, parse_seconds(keep.train_time_interval),
+        keep.async_save,
     )  # fmt: skip
 
 

@@ -84,6 +84,7 @@ def train(
             ledger,
         )  # fmt: skip
         parts, facts = build_parts(config, site)
+        closing.push(lambda kind, error, trace: end_save(parts, kind))
         for stream in (parts.train, parts.val, parts.test):
             if stream is not None:
                 closing.callback(stream.close)
@@ -101,9 +102,17 @@ def train(
             note_data(run, parts)
             listeners.attach(parts, state)
         parts.cadence.start(state)
+        parts.checkpoints.start(parts, state)
         parts.board.on_start(facts, state)
         state = run_loop(parts, state)
         return finish(parts, state, run, listeners, facts)
+
+
+def end_save(parts: Parts, kind: type[BaseException] | None) -> bool:
+    """A checkpoint that is being written when the run fails is still finished; a second Ctrl-C waits for nothing."""
+    if kind is not None and not issubclass(kind, KeyboardInterrupt):
+        parts.checkpoints.leave()
+    return False  # the exception goes on
 
 
 def note_data(run: RunDir, parts: Parts) -> None:
@@ -188,14 +197,15 @@ def advice(parts: Parts, text: str) -> str:
 
 
 def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | None, facts: RunFacts) -> int:
-    """Everything after the last step: pending checkpoints, pictures, the summary. Returns the exit code."""
-    parts.ledger.open(CHECKPOINT)
-    parts.checkpoints.close()
+    """Everything after the last step: the checkpoint that is being written, pictures, the summary. Returns the
+    exit code."""
     parts.ledger.open(PLOTS)
     code = {2: EXIT_INTERRUPTED, 3: EXIT_AGAIN}.get(state.stop_request, EXIT_DONE)
     confusion = None
     if code == EXIT_DONE and parts.config.monitor.plots and parts.config.monitor.metrics_file:
-        confusion = show(parts, run, parts.data_facts.class_names)
+        confusion = show(parts, run, parts.data_facts.class_names)  # the last checkpoint is written meanwhile
+    parts.ledger.open(CHECKPOINT)
+    parts.checkpoints.close()
     if listeners is None:
         return code
     seconds = max(state.seconds, 1e-9)

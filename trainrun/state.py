@@ -10,6 +10,12 @@ from torch import Tensor
 
 from trainrun.interfaces import MicroBatch, StepReport
 
+# what a rank says at a step about saving; of all ranks the largest counts
+SAVE_NONE = 0  # nothing, or: its part of the save under way is done
+SAVE_NOW = 1  # the time between two saves is over
+SAVE_BUSY = 2  # its part of the save under way is not done
+SAVE_FAILED = 3
+
 _OF_THIS_SESSION = ("stop_request", "save_request", "stop_reason")
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.keep import Checkpoints, KeepOptions
+from trainrun.checkpoint.keep import Checkpoints
+from trainrun.checkpoint.reasons import KeepOptions
 from trainrun.state import TrainState
 
 
@@ -104,9 +105,11 @@ class Run:
             "keep_last": 2,
             "every_n_train_steps": None,
             "interval_seconds": None,
+            "async_save": False,
         }
         self.parallel = parallel or OneRank()
         self.folder, self.notes, self.now = folder, [], 0.0
+        self.free_bytes = 2**40
         self.state, self.parts = TrainState(), FakeParts(self.parallel.rank)
         self.keep = Checkpoints(
             folder,
@@ -115,6 +118,7 @@ class Run:
             self.parallel,
             {"torch": torch.__version__},
             self.notes.append,
+            lambda: self.free_bytes,
             files=FileLayer(faults) if faults else None,
             clock=lambda: self.now,
         )

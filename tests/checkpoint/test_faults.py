@@ -15,20 +15,30 @@ from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
 
 
 def story(run: Any, acknowledged: list[int]) -> None:
-    """Saves of every sort: best ones that wait, periodic ones, deletions, a final one."""
+    """Saves of every sort: best ones that wait, periodic ones, deletions, a final one.
+
+    In the background, a save is on the disk when a later step, or the end, has settled it.
+    """
     for step, acc in [(1, 0.5), (2, 0.4), (3, 0.6), (4, 0.3), (5, 0.2), (6, 0.9)]:
-        if run.go(step, acc=acc):
+        if run.go(step, acc=acc) and run.keep._saves.under_way is None:
             acknowledged.append(run.state.saved_step)
     run.go(7, stop="done")
+    run.keep.close()
     acknowledged.append(run.state.saved_step)
 
 
-def options(faults: Any) -> dict[str, Any]:
-    return {"faults": faults, "every_n_train_steps": 2, "keep_last": 1}
+@pytest.fixture(params=[False, True], ids=["waits", "async"])
+def options(request: pytest.FixtureRequest) -> Callable[[Any], dict[str, Any]]:
+    return lambda faults: {
+        "faults": faults,
+        "every_n_train_steps": 2,
+        "keep_last": 1,
+        "async_save": request.param,
+    }
 
 
 @pytest.fixture
-def count(make_run: Callable[..., Any], faults: Any, tmp_path: Path) -> int:
+def count(make_run: Callable[..., Any], faults: Any, options: Any, tmp_path: Path) -> int:
     """How many file operations the story has; it must be long enough to mean something."""
     counter = faults()
     run = make_run(folder=tmp_path / "counted", **options(counter))
@@ -43,7 +53,7 @@ def count(make_run: Callable[..., Any], faults: Any, tmp_path: Path) -> int:
 
 
 def test_killed_before_every_operation(
-    make_run: Callable[..., Any], faults: Any, killed: Any, tmp_path: Path, count: int
+    make_run: Callable[..., Any], faults: Any, killed: Any, options: Any, tmp_path: Path, count: int
 ) -> None:
     for n in range(1, count + 1):
         folder, acknowledged = tmp_path / str(n), [-1]
@@ -59,12 +69,13 @@ def test_killed_before_every_operation(
         if loaded is not None:
             again.state.step = again.state.saved_step = step
             again.go(7, stop="done")
+            again.keep.close()
             assert again.keep.load_latest().manifest.step == 7
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_an_error_of_every_operation(
-    make_run: Callable[..., Any], faults: Any, tmp_path: Path, count: int, number: int
+    make_run: Callable[..., Any], faults: Any, options: Any, tmp_path: Path, count: int, number: int
 ) -> None:
     for n in range(1, count + 1):
         folder, acknowledged = tmp_path / str(n), [-1]
@@ -119,7 +130,7 @@ def test_a_full_disk_is_told_with_numbers(
     make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
-    monkeypatch.setattr("trainrun.checkpoint.format.free_bytes", lambda folder: 10)
+    monkeypatch.setattr("trainrun.checkpoint.commit.free_bytes", lambda folder: 10)
     monkeypatch.setattr("trainrun.checkpoint.together.free_bytes", lambda folder: 10)
     with pytest.raises(
         SaveError, match=r"step-00000001: No space left on device \(needs \d+ bytes, 10 are free\)"

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from trainrun.checkpoint.files import BUFFER_BYTES, FileLayer
+from trainrun.checkpoint.blocks import BLOCK_BYTES
+from trainrun.checkpoint.files import FileLayer
 
 
 def test_chunks_of_any_size_are_written_hashed_and_synced(
     tmp_path: Path, synced: list[int], faults: Any
 ) -> None:
     seen = faults()
-    chunks = [b"", b"small", os.urandom(2 * BUFFER_BYTES + 7), memoryview(b"view")]
+    chunks = [b"", b"small", os.urandom(2 * BLOCK_BYTES + 7), memoryview(b"view")]
     data = b"".join(chunks)
     written = FileLayer(seen).write(tmp_path / "file", chunks)
     assert (tmp_path / "file").read_bytes() == data

@@ -10,6 +10,7 @@ import torch
 
 from trainrun.checkpoint.format import read_checkpoint
 from trainrun.checkpoint.ranking import Entry, Ranking
+from trainrun.checkpoint.resume import resolve
 from trainrun.errors import ConfigError
 
 MakeRun = Callable[..., Any]
@@ -116,8 +117,8 @@ def test_the_newest_and_the_best_are_kept(make_run: MakeRun) -> None:
     assert run.steps() == [2, 4, 6, 7]
     assert best_steps(run) == [4, 2]
     assert run.hidden() == []
-    assert run.keep.find("best").name == "step-00000004"
-    assert run.keep.find("last").name == "step-00000007"
+    assert resolve(run.folder, "best").name == "step-00000004"
+    assert resolve(run.folder, "last").name == "step-00000007"
 
 
 def test_other_names_are_never_touched(make_run: MakeRun) -> None:
@@ -204,7 +205,7 @@ def test_a_best_long_after_a_commit_is_committed_at_once(make_run: MakeRun) -> N
 
 
 def test_a_large_best_does_not_wait(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.keep.DEFER_BYTES", 1500)
+    monkeypatch.setattr("trainrun.checkpoint.keep.DEFER_BYTES", 3000)
     run = make_run(save_top_k=5)
     run.parts.weight = torch.zeros(200)
     run.go(1, acc=0.1)
@@ -255,7 +256,7 @@ def test_a_resume_forgets_what_comes_later(make_run: MakeRun) -> None:
         first.go(step, acc=acc)
     assert first.steps() == [2, 3, 4, 5]
     run = make_run(every_n_train_steps=1, save_top_k=2, keep_last=1)
-    loaded = run.keep.restore(run.keep.find("step-00000003"))
+    loaded = run.keep.restore(resolve(run.folder, "step-00000003"))
     assert loaded.manifest.step == 3
     assert run.hidden() == [".newer-step-00000004-1", ".newer-step-00000005-1"]
     assert len(run.notes) == 2
@@ -271,7 +272,7 @@ def test_the_ranking_of_another_metric_does_not_count(make_run: MakeRun) -> None
     run = resumed(make_run, monitor="val/loss", mode="min")
     run.go(2, acc=-0.9, stop="done")  # a loss of 0.9, to an accuracy of 0.5
     assert best_steps(run) == [2]
-    assert run.keep.find("best").name == "step-00000002"
+    assert resolve(run.folder, "best").name == "step-00000002"
 
 
 def test_a_checkpoint_of_another_run_can_be_started_from(make_run: MakeRun, tmp_path: Any) -> None:
@@ -279,7 +280,7 @@ def test_a_checkpoint_of_another_run_can_be_started_from(make_run: MakeRun, tmp_
     for step in (3, 4):
         other.go(step, acc=0.9)
     run = make_run()
-    loaded = run.keep.restore(run.keep.find(str(other.folder / "step-00000003")))
+    loaded = run.keep.restore(resolve(run.folder, str(other.folder / "step-00000003")))
     assert loaded.manifest.step == 3
     assert other.steps() == [3, 4]
     assert run.go(4, acc=0.1)
@@ -292,7 +293,7 @@ def test_leftovers_are_swept_only_by_who_goes_on(make_run: MakeRun) -> None:
         (run.folder / name).mkdir()
         (run.folder / name / "state.json").touch()
     reader = make_run()
-    reader.keep.find("last")
+    resolve(reader.folder, "last")
     assert len(run.hidden()) == 3
     make_run(enabled=False).keep.load_latest()
     assert len(run.hidden()) == 3

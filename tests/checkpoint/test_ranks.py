@@ -23,6 +23,7 @@ def story(run: Any) -> int:
     run.go(2, acc=0.4, save_request=1)
     run.go(3, acc=0.6)
     run.go(4, stop="done")
+    run.keep.close()
     return int(run.state.saved_step)
 
 
@@ -51,9 +52,10 @@ def test_the_clock_of_rank_zero_decides(make_run: MakeRun, ranks: Ranks) -> None
     assert ranks(2, work) == [[], []]
 
 
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_of_one_rank_is_the_fault_of_all(
-    make_run: MakeRun, ranks: Ranks, faults: Any, tmp_path: Path, rank: int
+    make_run: MakeRun, ranks: Ranks, faults: Any, tmp_path: Path, rank: int, async_save: bool
 ) -> None:
     def one(n: int, number: int) -> int:
         folder = tmp_path / f"{n}-{number}"
@@ -61,7 +63,8 @@ def test_a_fault_of_one_rank_is_the_fault_of_all(
         layers[rank] = faults(at=n, error=lambda: OSError(number, os.strerror(number)))
 
         def work(parallel: Any) -> int:
-            return story(make_run(folder=folder, parallel=parallel, faults=layers[parallel.rank]))
+            layer = layers[parallel.rank]
+            return story(make_run(folder=folder, parallel=parallel, faults=layer, async_save=async_save))
 
         results = ranks(2, work)
         failed = [isinstance(result, CheckpointError) for result in results]

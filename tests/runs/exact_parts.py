@@ -135,6 +135,7 @@ def fitted(parts: Parts) -> TrainState:
     state = TrainState()
     parts.cadence.start(state)
     state = loop.fit(parts, state)
+    parts.checkpoints.close()
     parts.train.close()
     return state
 

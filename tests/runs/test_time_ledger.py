@@ -72,7 +72,7 @@ def slowed(parts, clock):
 
     parts.model.layers[0].weight.register_hook(later("backward", lambda grad: None))
     checkpoints = SimpleNamespace(
-        due=lambda state: state.step % 2, save=later("checkpoint", lambda *args: None)
+        close=lambda: None, due=lambda state: state.step % 2, save=later("checkpoint", lambda *args: None)
     )
     schedule = SimpleNamespace(
         step=later("optimizer", parts.schedule.step), on_validation=lambda metrics: None

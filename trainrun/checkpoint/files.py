@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from trainrun.checkpoint.blocks import BlockFile, in_blocks
+
 BUFFER_BYTES = 1 << 20
 
 
@@ -48,15 +50,13 @@ class FileLayer:
         """A new file that is on the disk, not only in memory, when this returns."""
         self._before("open", path)
         digest, size = hashlib.sha256(), 0
-        with open(path, "xb", buffering=BUFFER_BYTES) as file:
-            for chunk in chunks:
-                for start in range(0, len(chunk), BUFFER_BYTES):
-                    piece = chunk[start : start + BUFFER_BYTES]
-                    self._before("write", path)
-                    file.write(piece)
-                    digest.update(piece)
-                    size += len(piece)
-            file.flush()
+        with open(path, "xb", buffering=0) as file, BlockFile(file.fileno()) as blocks:
+            for block in in_blocks(chunks):
+                self._before("write", path)
+                blocks.write(block)
+                digest.update(block)
+                size += len(block)
+            blocks.wait()
             self._before("fsync", path)
             os.fsync(file.fileno())
         return Written(size, digest.hexdigest())

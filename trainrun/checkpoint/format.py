@@ -5,62 +5,33 @@
         state.json, shared.safetensors              what all ranks share, and what is rank 0's own
         rank-00001.json, rank-00001.safetensors     what is rank 1's own, and so on
 
-Writing: a temporary folder next to the target; every rank writes its files, fsyncs and reports; then
-the manifest; fsync of the folder; the rename is the commit; fsync of the parent. No fault and no
-power loss at any point leaves something that looks like a checkpoint and is none.
+`commit.py` writes it, this file reads it and trusts nothing.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import secrets
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from trainrun.checkpoint import strict_json
-from trainrun.checkpoint.files import BUFFER_BYTES, FileLayer, Written
+from trainrun.checkpoint.files import BUFFER_BYTES, Written
 from trainrun.checkpoint.manifest import (
     MANIFEST,
     Incompatible,
     Manifest,
-    Metric,
-    folder_name,
-    manifest_bytes,
     open_regular,
     rank_files,
     read_manifest,
 )
-from trainrun.checkpoint.tensor_file import file_size, read_tensors, stream
-from trainrun.checkpoint.together import file_faults, free_bytes, on_every_rank, on_rank_zero
-from trainrun.checkpoint.tree import flatten, unflatten
+from trainrun.checkpoint.tensor_file import read_tensors
+from trainrun.checkpoint.together import file_faults
+from trainrun.checkpoint.tree import unflatten
 from trainrun.errors import CheckpointError
-from trainrun.interfaces import Parallel
 
 MAX_STATE_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank writes: the JSON text of its values, and its tensors."""
-
-    text: bytes
-    tensors: dict[str, Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.text) + file_size(self.tensors)
-
-    def kept(self) -> Part:
-        """A copy in host memory that further training does not change."""
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
-        return Part(self.text, copies)
 
 
 @dataclass(frozen=True)
@@ -74,90 +45,6 @@ class Loaded:
     manifest: Manifest
     shared: Any
     own: Any
-
-
-def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> Part:
-    """`shared_tree` counts on rank 0 only. Raises TypeError that names what cannot be saved."""
-    plain, tensors = flatten({"shared": shared_tree, "rank": rank_tree} if rank == 0 else {"rank": rank_tree})
-    text = strict_json.dumps(plain) + b"\n"
-    if len(text) > MAX_STATE_BYTES:
-        raise CheckpointError(
-            f"the state has {len(text):,} bytes of plain values; large ones belong in tensors"
-        )
-    return Part(text, tensors)
-
-
-def write_checkpoint(root: Path, facts: Manifest, part: Part, parallel: Parallel, files: FileLayer) -> Path:
-    """Commits one checkpoint below `root`; called by all ranks together, each with its own part.
-
-    facts: the manifest without its files. A sound checkpoint of the same run and step is kept as it
-    is. Any fault: no trace stays, and every rank raises CheckpointError with the reason.
-    """
-    target = root / folder_name(facts.step)
-    needed = sum(parallel.gather(part.num_bytes))
-    faults = partial(file_faults, f"cannot save checkpoint {target}", root, needed)
-
-    def prepare() -> str | None:
-        with faults():
-            files.make_root(root)
-            if is_sound(target, facts.run_id):
-                return None
-            if free_bytes(root) < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            name = f".tmp-{target.name}-{secrets.token_hex(4)}"
-            files.mkdir(root / name)
-            return name
-
-    def write() -> dict[str, tuple[int, str]]:
-        with faults():
-            text_name, tensors_name = rank_files(parallel.rank)
-            return {
-                text_name: files.write(temporary / text_name, [part.text]),
-                tensors_name: files.write(temporary / tensors_name, stream(part.tensors)),
-            }
-
-    def commit() -> None:
-        with faults():
-            manifest = replace(facts, files={name: Written(*w) for one in written for name, w in one.items()})
-            files.write(temporary / MANIFEST, [manifest_bytes(manifest)])
-            files.fsync_dir(temporary)
-            if os.path.lexists(target):
-                set_aside(target, files)
-            files.rename(temporary, target)
-            files.fsync_dir(root)
-
-    name = on_rank_zero(parallel, prepare)
-    if name is None:
-        return target
-    temporary = root / name
-    try:
-        written = on_every_rank(parallel, write)
-        on_rank_zero(parallel, commit)
-    except Exception:
-        if parallel.rank == 0:
-            with suppress(OSError):  # what cannot be removed now is swept when the run is opened again
-                files.remove_tree(temporary)
-        raise
-    return target
-
-
-def write_metric(folder: Path, metric: Metric, files: FileLayer) -> None:
-    """Adds a metric that was measured after the checkpoint was committed; its manifest is replaced as a whole."""
-    manifest = replace(read_manifest(folder), metric=metric)
-    temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
-    with file_faults(f"cannot add {metric.name} to checkpoint {folder}", folder.parent):
-        files.write(temporary, [manifest_bytes(manifest)])
-        files.rename(temporary, folder / MANIFEST)
-        files.fsync_dir(folder)
-
-
-def set_aside(folder: Path, files: FileLayer, prefix: str = ".bad") -> Path:
-    """Renames a folder so that it is never taken for a checkpoint again, and never deleted either."""
-    number = 1
-    while os.path.lexists(target := folder.with_name(f"{prefix}-{folder.name}-{number}")):
-        number += 1
-    files.rename(folder, target)
-    return target
 
 
 def is_sound(folder: Path, run_id: str) -> bool:

@@ -7,47 +7,36 @@ nothing is saved by time, and the end of the run is saved only if it was stopped
 A new best costs no disk access while the last commit is younger than DEFER_SECONDS: its state is
 copied in memory and committed with the next save, or dropped when it is no longer among the best. A
 kill loses nothing by that: a resume computes the same steps and the same metrics again.
+
+With `async_save` the training goes on as soon as the state is copied in memory, and the copy is written
+meanwhile; a fault of that is raised at the next step. One save is under way at a time: the next one waits.
 """
 
 from __future__ import annotations
 
-import math
-import re
-import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from trainrun.checkpoint.commit import Part, Record, build_part, write_metric
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import Loaded, Part, build_part, write_checkpoint, write_metric
-from trainrun.checkpoint.manifest import Manifest, Metric, committed_steps, folder_name
-from trainrun.checkpoint.ranking import Entry, Ranking, committed_metrics, write_best
-from trainrun.checkpoint.resume import load_latest, load_together, resolve, set_newer_aside
-from trainrun.checkpoint.together import file_faults, on_rank_zero
-from trainrun.errors import ConfigError
+from trainrun.checkpoint.format import Loaded
+from trainrun.checkpoint.manifest import Manifest, folder_name
+from trainrun.checkpoint.ranking import Entry, Ranking, committed_values
+from trainrun.checkpoint.reasons import KeepOptions, kind_of, metric_of
+from trainrun.checkpoint.resume import load_latest, load_together, set_newer_aside
+from trainrun.checkpoint.retention import Retention, sweep
+from trainrun.checkpoint.saving import Note, Saves
+from trainrun.checkpoint.snapshot import LARGE_BYTES, Snapshots
+from trainrun.checkpoint.together import on_rank_zero
 from trainrun.interfaces import Parallel
-from trainrun.state import TrainState
+from trainrun.state import SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState
 
 DEFER_SECONDS = 10.0
 DEFER_BYTES = 256 * 10**6  # of one rank, over all that wait
-
-_LEFTOVER = re.compile(r"\.(tmp|trash)-(step-\d{8}|best)-[0-9a-f]{8}", re.ASCII)
-
-
-@dataclass(frozen=True)
-class KeepOptions:
-    """monitor: the full name of the metric (`val/acc`), None where there is none; mode: `min` or `max`."""
-
-    enabled: bool
-    monitor: str | None
-    mode: str
-    save_top_k: int
-    save_last: bool
-    keep_last: int
-    every_n_train_steps: int | None
-    interval_seconds: float | None
+LONG_SECONDS = 1.0  # that a save waits for the one before, until it is said
 
 
 class HasTree(Protocol):
@@ -55,16 +44,20 @@ class HasTree(Protocol):
         """What all ranks share, and what is this rank's own; trees of plain values and tensors."""
 
 
-class Record(NamedTuple):
-    facts: Manifest
-    part: Part
+class Answer(NamedTuple):
+    """What a rank says ahead of a save: `num_bytes` of all that waits and the new one."""
+
+    since_commit: float
+    num_bytes: int
+    has_room: bool
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank has one; all call `save` and the loading methods together.
+    """The checkpoints of one run. Every rank has one; all call `save`, `close` and the loading methods together.
 
     What is due follows from the state, which is the same on all ranks; what a clock says is rank 0's.
-    before_commit: called ahead of every save; what has to be on disk before a resume may start there.
+    free_bytes: of the machine's memory. before_commit: called ahead of every save; what has to be on disk
+    before a resume may start there.
     """
 
     def __init__(
@@ -74,7 +67,8 @@ class Checkpoints:
         options: KeepOptions,
         parallel: Parallel,
         fingerprint: Mapping[str, Any],
-        note: Callable[[str], None],
+        note: Note,
+        free_bytes: Callable[[], int],
         files: FileLayer | None = None,
         clock: Callable[[], float] = time.monotonic,
         before_commit: Callable[[], None] | None = None,
@@ -84,40 +78,74 @@ class Checkpoints:
         self._run_id, self._parallel, self._fingerprint = run_id, parallel, fingerprint
         self._note, self._files, self._clock = note, files or FileLayer(), clock
         self._ranking = Ranking(options.mode, options.save_top_k, [])
+        newest = max(options.keep_last, 1) if options.save_last else 1
+        self._retention = Retention(folder, newest, options.monitor, options.mode)
+        self._snapshots, self._told_no_room = Snapshots(free_bytes), False
+        self._saves = Saves(folder, parallel, self._files, note)
         self._waiting: dict[int, Record] = {}
+        self._saved_before = -1
         self._last_commit = clock()
+        self._unprepared: tuple[HasTree, int] | None = None  # from that step on the state has its full size
+
+    def start(self, parts: HasTree, state: TrainState) -> None:
+        """Ahead of the first step; after it, memory for copies of a large state is made ready."""
+        options = self.options
+        if options.enabled and options.async_save and self._part(parts, state).num_bytes >= LARGE_BYTES:
+            self._unprepared = parts, state.step + 1
 
     def due(self, state: TrainState) -> bool:
-        """Whether `save` has something to do at this step; asking changes nothing."""
+        """Whether `save` has something to do at this step; asking changes nothing that is saved."""
+        if self._unprepared is not None and state.step >= self._unprepared[1]:
+            self._snapshots.prepare(self._part(self._unprepared[0], state).tensors)
+            self._unprepared = None
+        if self._saves.under_way is not None and state.save_request in (SAVE_NONE, SAVE_FAILED):
+            return True
         return self._kind(state) is not None or bool(state.stop_reason and self._waiting)
 
     def time_request(self) -> int:
-        """1 where the interval has passed since the last commit, by the clock of rank 0."""
+        """Of this rank: how the save under way stands, else whether it is time for one, by the clock of rank 0."""
+        if self._saves.under_way is not None:
+            return self._saves.request()
         options = self.options
         if not options.enabled or not options.save_last or options.interval_seconds is None:
-            return 0
-        return int(self._parallel.rank == 0 and self._since_commit() >= options.interval_seconds)
+            return SAVE_NONE
+        late = self._parallel.rank == 0 and self._since_commit() >= options.interval_seconds
+        return SAVE_NOW if late else SAVE_NONE
 
     def save(self, parts: HasTree, state: TrainState) -> None:
-        """Commits the state, or keeps a new best in memory. Raises CheckpointError on every rank."""
+        """Ends the save under way where that is due, and saves the state, or keeps a new best in memory.
+
+        Raises CheckpointError on every rank; for the save under way too.
+        """
         kind = self._kind(state)
-        if kind is None:
-            self._commit(None)
+        if kind == "best" and not state.stop_reason and self._keep_best(parts, state):
             return
+        self._settle(state)
         if kind == "measured":
             self._add_metric(state)
-            return
-        record = self._record(parts, state, kind)
-        if kind == "best" and not state.stop_reason and self._may_wait(record):
-            self._waiting[state.step] = Record(record.facts, record.part.kept())
-            self._rank(record)
-            return
-        self._commit(record)
-        state.saved_step = state.step
+        elif kind is not None:
+            self._save_state(self._record(parts, state, kind), state)
+        elif state.stop_reason and self._waiting:
+            self._begin([], sum(one.num_bytes for one in self._ask(None, state)), low=False)
+            self._settle(state)
+
+    def close(self) -> None:
+        """Ends the save under way and commits what waits. Among several ranks that is dropped: where they come
+        to their end together, `save` has committed it."""
+        self._settle(None)
+        if self._waiting and self._parallel.world_size == 1:
+            self._begin([], sum(one.part.num_bytes for one in self._waiting.values()), low=False)
+            self._settle(None)
+        self._waiting = {}
+
+    def leave(self) -> None:
+        """After a failure, by each rank alone: the save under way is finished if it can be, else it is said."""
+        self._saves.leave()
 
     def load_latest(self) -> Loaded | None:
         """The newest sound checkpoint, to go on from; None only where none was ever committed."""
-        self.sweep()
+        self._settle(None)
+        self._sweep()
         loaded = load_latest(self.folder, self._run_id, self._parallel, self._files, self._note)
         if loaded is not None:
             self._go_on_from(loaded)
@@ -125,167 +153,147 @@ class Checkpoints:
 
     def restore(self, folder: Path) -> Loaded:
         """This checkpoint, to go on from; what the run has beyond it is set aside."""
+        self._settle(None)
         own = folder.resolve().parent == self.folder.resolve()
         loaded = load_together(folder, self._parallel, self._run_id if own else None)
         if own:
-            self.sweep()
+            self._sweep()
             self._go_on_from(loaded)
         return loaded
 
-    def find(self, which: str | Path) -> Path:
-        """The folder of `best`, `last`, a step's name, or a path; raises CheckpointError."""
-        return resolve(self.folder, which)
-
-    def sweep(self) -> None:
-        """Removes what a killed save or deletion left; for the process that goes on with the run only."""
-        if not self.options.enabled or self._parallel.rank != 0 or not self.folder.is_dir():
-            return
-        for path in sorted(self.folder.iterdir()):
-            if _LEFTOVER.fullmatch(path.name):
-                self._remove(path)
-
-    def close(self) -> None:
-        """Commits what waits. Among several ranks it is dropped: maybe not all are there any more."""
-        if self._waiting and self._parallel.world_size == 1:
-            self._commit(None)
-        self._waiting = {}
+    def _sweep(self) -> None:
+        """Only a process that goes on with the run may do that."""
+        if self.options.enabled and self._parallel.rank == 0 and self.folder.is_dir():
+            sweep(self.folder, self._files, self._note)
 
     def _kind(self, state: TrainState) -> str | None:
-        """What the state of this step would be saved as; None where it is not saved."""
-        options = self.options
-        if not options.enabled:
-            return None
-        if state.saved_step == state.step:  # a run that goes on from here may have had no time to validate
-            return "measured" if self._is_best(state) else None
-        if state.stop_reason and state.stop_request > 0:
-            return "stopped"
-        if state.stop_reason and options.save_last:
-            return "final"
-        if options.every_n_train_steps and state.step > 0 and state.step % options.every_n_train_steps == 0:
-            return "periodic"
-        if state.save_request > 0 and options.save_last:
-            return "last"
-        return "best" if self._is_best(state) else None
-
-    def _is_best(self, state: TrainState) -> bool:
-        metric = self._metric(state)
-        return metric is not None and self._ranking.admits(Entry(state.step, metric.value))
-
-    def _metric(self, state: TrainState) -> Metric | None:
-        """The monitored metric of this very step; None where it was not measured, or is not finite."""
-        name = self.options.monitor
-        if name is None or self.options.save_top_k == 0 or state.validated_step != state.step:
-            return None
-        if name not in state.last_metrics:
-            known = ", ".join(sorted(state.last_metrics)) or "nothing"
-            raise ConfigError(
-                f"checkpoint.monitor={name}: validation does not measure it; it measures {known}"
-            )
-        value = float(state.last_metrics[name])
-        return Metric(name, self.options.mode, value) if math.isfinite(value) else None
+        return kind_of(self.options, self._ranking, state)
 
     def _record(self, parts: HasTree, state: TrainState, kind: str) -> Record:
+        facts = Manifest(
+            self._run_id, state.step, state.epoch, self._parallel.world_size, kind,
+            metric_of(self.options, state), self._fingerprint, files={},
+        )  # fmt: skip
+        return Record(facts, self._part(parts, state))
+
+    def _part(self, parts: HasTree, state: TrainState) -> Part:
         before, state.saved_step = state.saved_step, state.step  # who resumes from it has it saved
         try:
             shared_tree, rank_tree = parts.checkpoint_tree(state)
         finally:
             state.saved_step = before
-        facts = Manifest(
-            run_id=self._run_id,
-            step=state.step,
-            epoch=state.epoch,
-            world_size=self._parallel.world_size,
-            kind=kind,
-            metric=self._metric(state),
-            fingerprint=self._fingerprint,
-            files={},
-        )
-        return Record(facts, build_part(self._parallel.rank, shared_tree, rank_tree))
+        return build_part(self._parallel.rank, shared_tree, rank_tree)
 
     def _add_metric(self, state: TrainState) -> None:
         """The committed checkpoint of this very step becomes one of the best."""
-        metric = self._metric(state)
+        metric = metric_of(self.options, state)
         assert metric is not None
         folder = self.folder / folder_name(state.step)
         on_rank_zero(self._parallel, lambda: write_metric(folder, metric, self._files))
         self._ranking.add(Entry(state.step, metric.value))
-        on_rank_zero(self._parallel, self._tidy)
+        ranked = self._ranking.entries
+        on_rank_zero(self._parallel, lambda: self._retention.tidy(ranked, self._files, self._note))
 
     def _since_commit(self) -> float:
         return self._clock() - self._last_commit
 
-    def _may_wait(self, record: Record) -> bool:
-        num_bytes = sum(one.part.num_bytes for one in [*self._waiting.values(), record])
-        answers = self._parallel.gather((self._since_commit(), num_bytes))
-        return bool(answers[0][0] < DEFER_SECONDS and max(size for _, size in answers) < DEFER_BYTES)
+    def _ask(self, record: Record | None, state: TrainState) -> list[Answer]:
+        """The answers of all ranks, on every rank: what follows from them follows everywhere."""
+        new, fresh = [record] if record is not None else [], not state.stop_reason
+        num_bytes = sum(one.part.num_bytes for one in [*self._waiting.values(), *new])
+        has_room = all(self._snapshots.has_room(one.part.tensors, fresh) for one in new)
+        answer = Answer(self._since_commit(), num_bytes, has_room)
+        return [Answer(*one) for one in self._parallel.gather(tuple(answer))]
+
+    def _keep_best(self, parts: HasTree, state: TrainState) -> bool:
+        """Whether a new best was put among those that wait."""
+        record = self._record(parts, state, "best")
+        answers = self._ask(record, state)
+        if answers[0].since_commit >= DEFER_SECONDS or max(one.num_bytes for one in answers) >= DEFER_BYTES:
+            return False
+        self._waiting[state.step] = self._copied(record)
+        self._rank(record)
+        return True
+
+    def _save_state(self, record: Record, state: TrainState) -> None:
+        answers = self._ask(record, state)
+        background = self.options.async_save and all(one.has_room for one in answers)
+        if self.options.async_save and not background and not state.stop_reason and not self._told_no_room:
+            self._told_no_room = True
+            self._note(
+                f"memory has no room for a copy of the state ({record.part.num_bytes:,} bytes): "
+                "the training waits while checkpoints are written"
+            )
+        self._waiting.pop(state.step, None)
+        self._rank(record)
+        low = background and not state.stop_reason
+        kept = self._copied(record) if background else record
+        self._begin([kept], sum(one.num_bytes for one in answers), low)
+        self._saved_before, state.saved_step = state.saved_step, state.step
+        if not background:
+            self._settle(state)
+
+    def _copied(self, record: Record) -> Record:
+        copy = self._snapshots.take(record.part.tensors)
+        return replace(record, part=Part(record.part.text, copy.tensors, copy.events, is_copy=True))
+
+    def _forget(self, record: Record) -> None:
+        """Nobody reads it any more: the next copy is made in its memory."""
+        if record.part.is_copy:
+            self._snapshots.give_back(record.part.tensors)
 
     def _rank(self, record: Record) -> None:
         if record.facts.metric is not None:
             self._ranking.add(Entry(record.facts.step, record.facts.metric.value))
-        best = self._ranking.steps
-        self._waiting = {step: waiting for step, waiting in self._waiting.items() if step in best}
+        for step in self._waiting.keys() - self._ranking.steps:
+            self._forget(self._waiting.pop(step))
 
-    def _commit(self, record: Record | None) -> None:
-        """What waits, then `record`; then, and only then, `best.json` and the deletion of old ones."""
-        if record is not None:
-            self._waiting.pop(record.facts.step, None)
-            self._rank(record)
-        records = [*self._waiting.values(), *([record] if record else [])]
+    def _begin(self, new: list[Record], needed_bytes: int, low: bool) -> None:
+        """Has what waits committed, then `new`; then, and only then, `best.json` and the deletion of old ones."""
+        records = [*self._waiting.values(), *new]
         self._waiting = {}
+        ranked = self._ranking.entries
         if self._before_commit is not None:
             self._before_commit()
-        for done, one in enumerate(records):
-            try:
-                write_checkpoint(self.folder, one.facts, one.part, self._parallel, self._files)
-            except Exception:
-                self._ranking.drop({lost.facts.step for lost in records[done:]})
-                raise
+
+        def tidy(note: Note) -> None:
+            self._retention.tidy(ranked, self._files, note)
+
+        try:
+            self._saves.begin(records, needed_bytes, tidy, low)
+        except Exception:
+            self._ranking.drop({one.facts.step for one in records})
+            raise
         self._last_commit = self._clock()
-        on_rank_zero(self._parallel, self._tidy)
 
-    def _tidy(self) -> None:
-        steps = committed_steps(self.folder)
-        entries = [entry for entry in self._ranking.entries if entry.step in steps]
-        if self.options.monitor is not None and entries:
-            with file_faults(f"cannot write best.json in {self.folder}", self.folder):
-                write_best(self.folder, self.options.monitor, self.options.mode, entries, self._files)
-        newest = max(self.options.keep_last, 1) if self.options.save_last else 1
-        kept = {*steps[-newest:], *(entry.step for entry in entries)}
-        self._delete([self.folder / folder_name(step) for step in steps if step not in kept])
-
-    def _delete(self, old: list[Path]) -> None:
-        """By way of a name that nobody reads; a deletion that fails is only noted."""
-        trash: list[Path] = []
-        try:
-            for path in old:
-                target = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
-                self._files.rename(path, target)
-                trash.append(target)
-            if trash:
-                self._files.fsync_dir(self.folder)
-        except OSError as error:
-            self._note(f"an old checkpoint could not be deleted: {error}")
+    def _settle(self, state: TrainState | None) -> None:
+        """Waits for the save under way; of one that failed nothing is taken for saved."""
+        save, began = self._saves.under_way, time.monotonic()
+        if save is None:
             return
-        for path in trash:
-            self._remove(path)
-
-    def _remove(self, path: Path) -> None:
         try:
-            self._files.remove_tree(path)
-        except OSError as error:
-            self._note(f"{path} could not be removed: {error}")
+            self._saves.settle()
+        except Exception:
+            lost = {one.facts.step for one in save.records} - save.committed
+            self._ranking.drop(lost)
+            if state is not None and state.saved_step in lost:
+                state.saved_step = self._saved_before
+            raise
+        for record in save.records:
+            self._forget(record)
+        seconds, step = time.monotonic() - began, save.records[-1].facts.step
+        if seconds >= LONG_SECONDS and state is not None and step < state.step:
+            self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
 
     def _go_on_from(self, loaded: Loaded) -> None:
         """Forgets what lies beyond the step; the ranking is told from the manifests up to it."""
-        step = loaded.manifest.step
-        name, mode = self.options.monitor, self.options.mode
+        step, options = loaded.manifest.step, self.options
 
         def look() -> list[tuple[int, float]]:
-            if self.options.enabled:
+            if options.enabled:
                 set_newer_aside(self.folder, step, self._files, self._note)
-            metrics = committed_metrics(self.folder, up_to=step)
-            return [(one, metric.value) for one, metric in metrics.items() if metric.name == name]
+            return committed_values(self.folder, options.monitor, up_to=step)
 
         entries = [Entry(*one) for one in on_rank_zero(self._parallel, look)]
-        self._ranking = Ranking(mode, self.options.save_top_k, entries)
+        self._ranking = Ranking(options.mode, options.save_top_k, entries)
         self._waiting = {}

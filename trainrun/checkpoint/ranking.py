@@ -82,6 +82,12 @@ def committed_metrics(folder: Path, up_to: int | None = None) -> dict[int, Metri
     return found
 
 
+def committed_values(folder: Path, metric: str | None, up_to: int) -> list[tuple[int, float]]:
+    """Step and value of those that were measured by this metric."""
+    found = committed_metrics(folder, up_to)
+    return [(step, one.value) for step, one in found.items() if one.name == metric]
+
+
 def write_best(folder: Path, metric: str, mode: str, entries: list[Entry], files: FileLayer) -> None:
     """Replaces `best.json` as a whole. A lost one can be told from the manifests again."""
     value = {

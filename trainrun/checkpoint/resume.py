@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from trainrun.checkpoint.commit import set_aside
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import Loaded, read_checkpoint, set_aside
+from trainrun.checkpoint.format import Loaded, read_checkpoint
 from trainrun.checkpoint.manifest import MANIFEST, Incompatible, committed_steps, folder_name, step_of
 from trainrun.checkpoint.ranking import BEST, best_checkpoint
 from trainrun.checkpoint.together import file_faults, on_rank_zero

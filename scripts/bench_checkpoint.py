@@ -1,0 +1,233 @@
+"""What a checkpoint costs a training: stall of the loop, steps while it is written, seconds until it is durable.
+
+    python scripts/bench_checkpoint.py [--rounds 3] [--layers 8] [--width 1024] [--folder DIR]
+
+A model of about 100 M parameters with AdamW (weights and two averages: 1.2 GB) trains on all cores. Each
+way takes its turn in every round: some steps alone, one save, then steps until the save is durable and a
+few more. The ways:
+
+    trainrun            checkpoint.async_save=true, with SHA-256, manifest, fsync and rename
+    trainrun sync       checkpoint.async_save=false, the same files
+    torch.save          no checksum but a CRC32, no fsync: durable is when it returns
+    torch.save + fsync
+    safetensors         save_file, + fsync
+    dcp async           torch.distributed.checkpoint.async_save, by a thread
+
+Printed are medians over rounds: the stall in ms; the worst later step while the save was under way, in
+medians of the steps alone; seconds until durable; seconds of training that the save cost in all (stall and
+what the steps after it took longer). The first save is a row of its own: its memory is fresh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+
+from trainrun.checkpoint import background
+from trainrun.checkpoint.keep import Checkpoints
+from trainrun.checkpoint.reasons import KeepOptions
+from trainrun.data.memory import host_memory
+from trainrun.parallel.single import Single
+from trainrun.state import SAVE_NONE, SAVE_NOW, TrainState
+
+ALONE, AFTER = 6, 4  # steps before a save, and after it is durable
+
+
+class Turn(NamedTuple):
+    stall: float
+    durable: float
+    median: float
+    worst: float
+    lost: float
+
+
+class Training:
+    """A model and its steps; as much work as a small batch makes of it."""
+
+    def __init__(self, layers: int, width: int, batch: int) -> None:
+        self.model = nn.Sequential(
+            *[
+                m
+                for _ in range(layers)
+                for m in (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            ]
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = torch.randn(batch, width)
+
+    def step(self) -> float:
+        began = time.perf_counter()
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    def tree(self) -> dict[str, Any]:
+        state = {str(i): value for i, value in enumerate(self.optimizer.state.values())}
+        return {"model": self.model.state_dict(), "optimizer": state}
+
+    def flat(self) -> dict[str, Tensor]:
+        tree = self.tree()
+        flat = {f"optimizer.{i}.{k}": v for i, state in tree["optimizer"].items() for k, v in state.items()}
+        return {f"model.{name}": tensor for name, tensor in tree["model"].items()} | flat
+
+    def checkpoint_tree(self, state: TrainState) -> tuple[Any, Any]:
+        return self.tree() | {"step": state.step}, {}
+
+
+class Trainrun:
+    """The runner's own checkpoints; `begin` saves, `done` is asked after every step, as the loop does."""
+
+    def __init__(self, training: Training, folder: Path, async_save: bool) -> None:
+        options = KeepOptions(True, None, "min", 0, True, 1, None, None, async_save)
+        self.training, self.state = training, TrainState(step=1)
+        self.keep = Checkpoints(
+            folder / f"trainrun-{async_save}", "bench", options, Single(torch.device("cpu")), {}, print,
+            lambda: host_memory().free,
+        )  # fmt: skip
+        self.keep.start(training, TrainState())
+        self.keep.due(self.state)  # after the first step the memory for copies is made ready
+
+    def begin(self) -> None:
+        self.state.step += 1
+        self.state.save_request = SAVE_NOW
+        assert self.keep.due(self.state)
+        self.keep.save(self.training, self.state)
+
+    def done(self) -> bool:
+        self.state.step += 1
+        self.state.save_request = self.keep.time_request()
+        if self.state.save_request == SAVE_NONE and self.keep.due(self.state):
+            self.keep.save(self.training, self.state)
+        return self.state.save_request == SAVE_NONE
+
+
+class Blocking:
+    """A function that writes one file, and whether the disk is waited for."""
+
+    def __init__(self, write: Callable[[Path], None], folder: Path, sync: bool) -> None:
+        self.write, self.path, self.sync = write, folder / "file", sync
+
+    def begin(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.write(self.path)
+        if self.sync:
+            descriptor = os.open(self.path, os.O_RDWR)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    def done(self) -> bool:
+        return True
+
+
+class Dcp:
+    def __init__(self, training: Training, folder: Path) -> None:
+        self.training, self.folder, self.future = training, folder / "dcp", None
+
+    def begin(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.future: Any = dcp.async_save(self.training.tree(), checkpoint_id=self.folder, no_dist=True)
+
+    def done(self) -> bool:
+        return bool(self.future.done())
+
+
+def one_turn(training: Training, way: Any) -> Turn:
+    alone = [training.step() for _ in range(ALONE)]
+    median = statistics.median(alone)
+    began = time.perf_counter()
+    way.begin()
+    stall = time.perf_counter() - began
+    later: list[float] = []
+    while not way.done():
+        later.append(training.step())
+    durable = time.perf_counter() - began
+    if durable - stall < 1e-3:
+        durable = stall
+    lost = stall + sum(later) - median * len(later)
+    return Turn(stall, durable, median, max(later, default=median), lost)
+
+
+def ways(training: Training, folder: Path) -> dict[str, Any]:
+    def plain(path: Path) -> None:
+        torch.save(training.tree(), path)
+
+    def safe(path: Path) -> None:
+        save_file(training.flat(), path)
+
+    return {
+        "trainrun": Trainrun(training, folder, async_save=True),
+        "trainrun sync": Trainrun(training, folder, async_save=False),
+        "torch.save": Blocking(plain, folder, sync=False),
+        "torch.save + fsync": Blocking(plain, folder, sync=True),
+        "safetensors": Blocking(safe, folder, sync=True),
+        "dcp async": Dcp(training, folder),
+    }
+
+
+def show(name: str, turns: list[Turn]) -> None:
+    def middle(values: list[float]) -> float:
+        return statistics.median(values)
+
+    print(
+        f"{name:20} stall {1e3 * middle([t.stall for t in turns]):7.0f} ms   worst later step "
+        f"{middle([t.worst / t.median for t in turns]):5.2f} x {1e3 * middle([t.median for t in turns]):4.0f} ms   "
+        f"durable after {middle([t.durable for t in turns]):6.2f} s   "
+        f"lost {middle([t.lost for t in turns]):6.2f} s   ({len(turns)})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to be measured; a temporary folder by default"
+    )
+    parser.add_argument(
+        "--lower-by", type=int, default=background.LOWER_BY, help="of the writing thread, as of `nice`"
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="names of ways")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    background.LOWER_BY = given.lower_by
+    training = Training(given.layers, given.width, given.batch)
+    training.step()
+    size = sum(tensor.nbytes for tensor in training.flat().values())
+    with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
+        chosen = ways(training, Path(temporary))
+        chosen = {name: way for name, way in chosen.items() if not given.only or name in given.only}
+        print(
+            f"{size / 1e9:.2f} GB, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True
+        )
+        results: dict[str, list[Turn]] = {name: [] for name in chosen}
+        for number in range(given.rounds + 1):
+            for name, way in chosen.items():
+                turn = one_turn(training, way)
+                results[name] += [turn] if number else []
+                show(f"{number if number else 'first'}: {name}"[:20], [turn])
+        print(f"\nmedians of {given.rounds} rounds, load {os.getloadavg()[0]:.1f}")
+        for name, turns in results.items():
+            show(name, turns)
+
+
+if __name__ == "__main__":
+    main()

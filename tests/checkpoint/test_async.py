@@ -1,0 +1,320 @@
+"""Saves that are written while the training goes on: what is promised of them, one test a promise."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainrun.checkpoint.format import read_checkpoint
+from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
+from trainrun.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW
+
+MakeRun = Callable[..., Any]
+Ranks = Callable[[int, Callable[[Any], Any]], list[Any]]
+
+
+class SlowDisk:
+    """Holds every operation back until `go` is set; `reached` once one waits."""
+
+    def __init__(self, at: str = "open") -> None:
+        self.at = at
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, operation: str, path: Path) -> None:
+        if operation == self.at and threading.current_thread().name == "trainrun checkpoint":
+            self.reached.set()
+            assert self.go.wait(20)
+
+
+def disk_full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def weights(run: Any, step: int) -> Any:
+    return read_checkpoint(run.folder / f"step-{step:08d}").shared["model"]["w"]
+
+
+def test_the_training_goes_on_and_what_is_written_is_the_state_of_the_step(make_run: MakeRun) -> None:
+    disk = SlowDisk()
+    run = make_run(faults=disk, async_save=True, every_n_train_steps=2)
+    assert run.go(2)
+    assert run.state.saved_step == 2
+    assert disk.reached.wait(20)
+    run.parts.weight.fill_(99)  # as an optimizer does: in place
+    assert run.steps() == []
+    assert run.keep.time_request() == SAVE_BUSY
+    assert not run.go(3, save_request=SAVE_BUSY)
+    disk.go.set()
+    run.keep.close()
+    assert run.steps() == [2]
+    assert torch.equal(weights(run, 2), torch.full((2, 3), 2.0))
+
+
+def test_off_a_save_is_on_the_disk_when_it_returns(make_run: MakeRun) -> None:
+    run = make_run(async_save=False)
+    assert run.go(1, save_request=SAVE_NOW)
+    assert run.steps() == [1]
+    assert run.keep.time_request() == SAVE_NONE
+    assert run.keep._snapshots._unused == []  # nor was anything copied
+
+
+def test_both_ways_write_the_same_bytes(make_run: MakeRun, tmp_path: Path) -> None:
+    found = []
+    for async_save in (False, True):
+        run = make_run(folder=tmp_path / str(async_save), async_save=async_save, save_top_k=2)
+        for step, acc in enumerate([0.1, 0.5, 0.3, 0.4], start=1):
+            run.go(step, acc=acc, save_request=step % 2)
+        run.go(5, stop="done")
+        run.keep.close()
+        found.append(
+            {p.relative_to(run.folder): p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
+        )
+    assert found[0] == found[1]
+    assert len(found[0]) == 10
+
+
+def test_a_fault_of_the_thread_is_raised_at_the_next_step(make_run: MakeRun, faults: Any) -> None:
+    run = make_run(faults=faults(at=4, error=disk_full), async_save=True, every_n_train_steps=2)
+    run.go(2)
+    run.keep._saves.under_way.thread.wait()
+    assert run.keep.time_request() == SAVE_FAILED
+    with pytest.raises(
+        SaveError, match=r"step-00000002: No space left on device .*; free space, then"
+    ) as raised:
+        run.go(3, save_request=SAVE_FAILED)
+    assert raised.value.exit_code == EXIT_FAILED
+    assert run.state.saved_step == -1
+    assert run.hidden() == []
+    assert run.go(4)
+    run.keep.close()
+    assert run.steps() == [4]
+
+
+def test_a_fault_of_the_last_save_is_raised_by_close(make_run: MakeRun, faults: Any) -> None:
+    run = make_run(faults=faults(at=4, error=disk_full), async_save=True)
+    run.go(2, acc=0.5, stop="done")
+    with pytest.raises(SaveError, match="No space left on device"):
+        run.keep.close()
+    run.keep.close()  # once is enough
+    assert list(run.folder.iterdir()) == []
+
+
+def test_a_second_save_waits_for_the_first_and_says_so(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainrun.checkpoint.keep.LONG_SECONDS", 0.2)
+    disk = SlowDisk()
+    run = make_run(faults=disk, async_save=True, every_n_train_steps=1)
+    run.go(1)
+    threading.Timer(0.4, disk.go.set).start()
+    run.go(2)
+    assert run.steps()[0] == 1
+    assert len(run.notes) == 1
+    assert run.notes[0].startswith("waited 0.")
+    assert run.notes[0].endswith("until the checkpoint of step 1 was written")
+    run.keep.close()
+    assert run.steps() == [1, 2]
+
+
+def test_a_new_best_is_kept_in_memory_while_a_save_is_under_way(make_run: MakeRun) -> None:
+    disk = SlowDisk()
+    run = make_run(faults=disk, async_save=True, every_n_train_steps=2)
+    run.go(2)
+    assert run.go(3, acc=0.5, save_request=SAVE_BUSY)
+    assert not disk.go.is_set()
+    disk.go.set()
+    run.go(4)
+    run.keep.close()
+    assert run.steps() == [2, 3, 4] or run.steps() == [3, 4]
+    assert torch.equal(weights(run, 3), torch.full((2, 3), 3.0))
+
+
+def test_without_memory_for_a_copy_the_training_waits_and_it_is_said_once(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainrun.checkpoint.snapshot.LARGE_BYTES", 1)
+    run = make_run(async_save=True, every_n_train_steps=1)
+    run.free_bytes = 10
+    for step in (1, 2):
+        run.go(step)
+        assert run.steps()[-1] == step
+    assert len(run.notes) == 1
+    assert "memory has no room for a copy of the state" in run.notes[0]
+    run.free_bytes = 10**6
+    run.go(3)
+    assert run.keep._saves.under_way is not None
+    run.keep.close()
+
+
+def test_a_large_last_state_is_not_copied_into_fresh_memory(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainrun.checkpoint.snapshot.LARGE_BYTES", 1)
+    run = make_run(async_save=True)
+    run.go(1, stop="done")
+    assert run.keep._saves.under_way is None
+    assert (run.steps(), run.notes) == ([1], [])
+
+
+def test_the_memory_of_copies_is_used_again(make_run: MakeRun) -> None:
+    run = make_run(async_save=True, every_n_train_steps=1)
+    places = set()
+    for step in range(1, 6):
+        run.go(step)
+        records = run.keep._saves.under_way.records
+        places |= {t.data_ptr() for one in records for t in one.part.tensors.values()}
+    run.keep.close()
+    assert len(places) == 2  # of the two tensors of the tree
+    for step in range(6, 9):
+        run.go(step, acc=step / 10)
+        waiting = list(run.keep._waiting.values())
+        places |= {t.data_ptr() for one in waiting for t in one.part.tensors.values()}
+    assert len(places) <= 4
+
+
+def test_memory_for_a_large_state_is_made_ready_after_the_first_step(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("keep", "snapshot"):
+        monkeypatch.setattr(f"trainrun.checkpoint.{place}.LARGE_BYTES", 1)
+    run = make_run(async_save=True, every_n_train_steps=4)
+    run.keep.start(run.parts, run.state)
+    for step in (0, 1, 2, 3):
+        assert not run.go(step)
+        assert (run.keep._snapshots._touching is None) == (step == 0)
+    ready = run.keep._snapshots._touching.result()
+    run.go(4)
+    copies = run.keep._saves.under_way.records[0].part.tensors
+    assert {t.data_ptr() for t in copies.values()} == {t.data_ptr() for t in ready.values()}
+    run.keep.close()
+    assert torch.equal(weights(run, 4), torch.full((2, 3), 4.0))
+
+
+def test_after_a_failure_what_was_begun_is_finished(make_run: MakeRun) -> None:
+    run = make_run(async_save=True, every_n_train_steps=1)
+    run.go(1)
+    run.keep.leave()
+    assert (run.steps(), run.notes) == ([1], [])
+    run.keep.leave()
+
+
+def test_after_a_failure_a_second_one_is_said(make_run: MakeRun, faults: Any) -> None:
+    run = make_run(async_save=True, every_n_train_steps=1, faults=faults(at=4, error=disk_full))
+    run.go(1)
+    run.keep.leave()
+    assert len(run.notes) == 1
+    assert "the checkpoint of step 1 that was being written is lost: " in run.notes[0]
+    assert "No space left on device" in run.notes[0]
+
+
+class OnlyMainThread:
+    """Fails where a thread that writes speaks to the other ranks."""
+
+    def __init__(self, parallel: Any) -> None:
+        self._parallel, self._thread = parallel, threading.get_ident()
+        self.rank, self.world_size, self.asked = parallel.rank, parallel.world_size, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        assert threading.get_ident() == self._thread
+        self.asked += 1
+        return self._parallel.gather(value)
+
+
+def test_ranks_commit_without_another_word(make_run: MakeRun, ranks: Ranks, tmp_path: Path) -> None:
+    def work(parallel: Any) -> int:
+        speaking = OnlyMainThread(parallel)
+        run = make_run(parallel=speaking, async_save=True, every_n_train_steps=1)
+        run.go(1)
+        asked = speaking.asked
+        run.keep.leave()
+        assert run.notes == []
+        return speaking.asked - asked
+
+    assert ranks(2, work) == [0, 0]
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["best.json", "step-00000001"][1:]
+    assert read_checkpoint(folder / "step-00000001").manifest.world_size == 2
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_settle_when_the_last_of_them_is_done(make_run: MakeRun, ranks: Ranks, slow: int) -> None:
+    disk = SlowDisk()
+
+    def work(parallel: Any) -> Any:
+        run = make_run(
+            parallel=parallel,
+            async_save=True,
+            every_n_train_steps=4,
+            faults=disk if parallel.rank == slow else None,
+        )
+        run.go(4)
+        agreed = []
+        for step in (5, 6):
+            if step == 6:
+                disk.go.set()
+                run.keep._saves.under_way.thread.wait()
+            requests = parallel.gather(run.keep.time_request())
+            agreed.append((max(requests), run.go(step, save_request=max(requests))))
+        return agreed, run.keep._saves.under_way is None
+
+    first, second = ranks(2, work)
+    assert first == second == ([(SAVE_BUSY, False), (SAVE_NONE, True)], True)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_fault_of_one_ranks_thread_is_raised_by_all(
+    make_run: MakeRun, ranks: Ranks, faults: Any, tmp_path: Path, broken: int
+) -> None:
+    def work(parallel: Any) -> None:
+        # of rank 1 the first file, or what tells rank 0 that it is done: rank 0 waits for that in vain
+        at = {0: 6, 1: 7}[broken]
+        layer = faults(at=at, error=disk_full) if parallel.rank == broken else faults()
+        run = make_run(parallel=parallel, async_save=True, every_n_train_steps=4, faults=layer)
+        run.go(4)
+        while True:
+            agreed = max(parallel.gather(run.keep.time_request()))
+            run.go(5, save_request=agreed)
+
+    results = ranks(2, work)
+    assert [type(result) for result in results] == [SaveError, SaveError]
+    assert all("No space left on device" in str(result) for result in results)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_never_reports_is_not_waited_for_forever(
+    make_run: MakeRun, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("trainrun.checkpoint.saving.LEAVE_SECONDS", 0.2)
+    disk = SlowDisk()  # rank 1 hangs, as if it were dead
+
+    def work(parallel: Any) -> list[str]:
+        layer = disk if parallel.rank == 1 else None
+        run = make_run(parallel=parallel, async_save=True, every_n_train_steps=4, faults=layer)
+        run.go(4)
+        run.keep.leave()
+        return list(run.notes)
+
+    results = ranks(2, work)
+    disk.go.set()
+    assert all(
+        "step 4 that was being written is lost: it did not end in time" in notes[0] for notes in results
+    )
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_an_error_in_the_trainings_own_thread_leaves_no_half_save(make_run: MakeRun, faults: Any) -> None:
+    run = make_run(async_save=True, every_n_train_steps=1, faults=faults(at=2, error=disk_full))
+    with pytest.raises(CheckpointError):
+        run.go(1)  # the temporary folder is made before the training goes on
+    assert run.keep._saves.under_way is None
+    assert run.state.saved_step == -1
+    assert run.go(1)
+    run.keep.close()
+    assert run.steps() == [1]

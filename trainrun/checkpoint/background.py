@@ -1,0 +1,68 @@
+"""Work in a thread of its own, whose result or fault waits until somebody asks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+# A step of the scheduler's scale is a factor of 1.25: next to a training on all cores this one gets a fourth
+# of one core. At 19 it would get nothing, and a save would never come to its end.
+LOWER_BY = 5
+
+
+class Background(Generic[Result]):
+    """Starts at once. The thread dies with the process: who wants its result waits for it.
+
+    low: below the priority of the training, which goes on meanwhile.
+    """
+
+    def __init__(self, work: Callable[[], Result], name: str, low: bool = True) -> None:
+        self._work, self._low = work, low
+        self._results: list[Result] = []
+        self._fault: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    @property
+    def failed(self) -> bool:
+        return self._fault is not None
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it ended in time; a fault is not raised."""
+        return self._ended.wait(seconds)
+
+    def result(self) -> Result:
+        """Waits; raises what the work raised."""
+        self._ended.wait()
+        if self._fault is not None:
+            raise self._fault
+        return self._results[0]
+
+    def reason(self) -> str:
+        """Why there is no result, in words."""
+        return str(self._fault or "it did not end in time")
+
+    def _run(self) -> None:
+        try:
+            if self._low:
+                lower_priority()
+            self._results.append(self._work())
+        except BaseException as fault:  # raised again by `result`
+            self._fault = fault
+        finally:
+            self._ended.set()
+
+
+def lower_priority() -> None:
+    """Of this thread alone, and of those that it starts. Only Linux has such a thing."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LOWER_BY)
