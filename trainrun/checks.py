@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainrun.config import RunConfig
+from trainrun.memory_rules import memory_faults
 from trainrun.model.names import CHOICES
 
 _INTERVAL = re.compile(r"(\d+(?:\.\d*)?)\s*(step|epoch)s?\Z")
@@ -117,7 +118,8 @@ def check(config: RunConfig) -> list[str]:
         )
     for key in ("data.train", "model", "task", "optimizer"):
         faults += _node_faults(config, key)
-    return [*faults, *_rate_faults(config), *_kernel_faults(config), *_model_faults(config)]
+    faults += [*_rate_faults(config), *_kernel_faults(config), *_model_faults(config)]
+    return [*faults, *memory_faults(config)]
 
 
 def _model_faults(config: RunConfig) -> Iterator[str]:
