@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainrun.config import RunConfig
+from trainrun.host_memory import return_freed_memory
 from trainrun.interfaces import Parallel
 from trainrun.precision.amp import set_matmul
 
@@ -48,8 +49,10 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     set_deterministic(trainer.deterministic, warn_only=False)
     torch.backends.cudnn.benchmark = trainer.benchmark
-    note = set_matmul(config.precision.matmul, parallel.device)
-    return [note] if note else []
+    notes = [set_matmul(config.precision.matmul, parallel.device)]
+    if trainer.return_freed_memory:
+        notes.append(return_freed_memory())
+    return [note for note in notes if note]
 
 
 def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:

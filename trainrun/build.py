@@ -8,6 +8,7 @@ from typing import Any
 
 from trainrun.backends import set_backends, set_threads
 from trainrun.build_data import build_sources, build_transform, check_classes, open_split
+from trainrun.build_memory import build_update
 from trainrun.build_model import build_model, transform_model
 from trainrun.build_optimizer import SCHEDULE_KEYS, build_optimizer_of, build_schedule_of
 from trainrun.cadence import Cadence, Limits, Rhythm
@@ -19,7 +20,7 @@ from trainrun.data.memory import host_memory
 from trainrun.data.skips import report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build
-from trainrun.interfaces import Monitor, Parallel, RunFacts
+from trainrun.interfaces import ChecksModel, Monitor, Parallel, RunFacts
 from trainrun.ledger import Ledger
 from trainrun.monitor.board import Board
 from trainrun.optimizer.ema import Ema
@@ -93,11 +94,15 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     model = build_model(config, facts, site.parallel.device)
     set_threads(config, model, site.parallel.device, notes)
     task = build_task(config)
-    precision, more = build_precision(precision_options(config), model, site.parallel.device, site.ledger)
+    if isinstance(task, ChecksModel):
+        task.check_model(model)
+    guarded, more = build_precision(precision_options(config), model, site.parallel.device, site.ledger)
     notes += more
     transform_model(config, model, site.parallel.device, notes)
     wrapped = site.parallel.wrap(model)
-    optimizer = build_optimizer_of(config, model, site.parallel.world_size, notes)
+    optimizer, precision = build_update(
+        config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)
+    )
     rhythm = build_rhythm(config, train, val is not None)
     schedule = build_schedule_of(config, optimizer, rhythm)
     ema = Ema(
@@ -148,8 +153,9 @@ def unit_of(task: Any) -> str:
 def precision_options(config: RunConfig) -> PrecisionOptions:
     trainer = config.trainer
     return PrecisionOptions(
-        config.precision.mode, trainer.gradient_clip_val, trainer.gradient_clip_algorithm, trainer.nan_policy
-    )
+        config.precision.mode, trainer.gradient_clip_val, trainer.gradient_clip_algorithm, trainer.nan_policy,
+        trainer.cpu_offload != "none", config.precision.master_weights,
+    )  # fmt: skip
 
 
 def run_facts(parts: Parts, site: Site, rhythm: Rhythm, notes: list[str]) -> RunFacts:

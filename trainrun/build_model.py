@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from trainrun.build_memory import save_memory
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import build
@@ -48,6 +49,7 @@ def transform_model(config: RunConfig, model: nn.Module, device: torch.device, n
             raise ConfigError(str(error)) from error
     if config.trainer.channels_last:
         channels_last(model)
+    save_memory(config, model, device, notes)
     wanted = config.trainer.compile
     enabled = wanted.enabled
     if enabled == "auto":

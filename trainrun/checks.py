@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainrun.config import RunConfig
+from trainrun.memory_rules import memory_faults
 from trainrun.model.names import CHOICES
 
 _INTERVAL = re.compile(r"(\d+(?:\.\d*)?)\s*(step|epoch)s?\Z")
@@ -118,7 +119,8 @@ def check(config: RunConfig) -> list[str]:
     for key in ("data.train", "model", "task", "optimizer"):
         faults += _node_faults(config, key)
     return [
-        *faults, *_callable_faults(config), *_rate_faults(config), *_kernel_faults(config), *_model_faults(config)
+        *faults, *_callable_faults(config), *_rate_faults(config), *_kernel_faults(config), *_model_faults(config),
+        *memory_faults(config),
     ]  # fmt: skip
 
 

@@ -122,6 +122,11 @@ class TrainerConfig:
     nan_policy: str = one_of("stop", "skip", "ignore", default="stop")
     compile: CompileConfig = field(default_factory=CompileConfig)
     channels_last: bool = False
+    gradient_checkpointing: Any = "none"
+    activation_offload: bool = False
+    cpu_offload: str = one_of("none", "optimizer", "parameters", default="none")
+    optimizer_in_backward: bool = False
+    return_freed_memory: bool = False
     deterministic: bool = False
     benchmark: bool = False
     num_threads: Any = number("auto", at_least=1)
@@ -149,11 +154,15 @@ class CheckpointConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Number types. matmul: what float32 products may round to (TF32 on a GPU); fp8: linear layers in 8 bits."""
+    """Number types. matmul: what float32 products may round to (TF32 on a GPU); fp8: linear layers in 8 bits.
+
+    master_weights: of bf16-true, float32 copies that the optimizer updates.
+    """
 
     mode: str = one_of(*PRECISIONS, default="32-true")
     matmul: str = one_of("highest", "high", "medium", default="highest")
     fp8: bool = False
+    master_weights: bool = False
 
 
 @dataclass

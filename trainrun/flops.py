@@ -39,7 +39,12 @@ class Work(NamedTuple):
 
 
 def measured_work(parts: Parts) -> Work | None:
-    """None where it cannot be counted without touching the run; see `trainrun.stage.obstacle`."""
+    """None where it cannot be counted without touching the run; see `trainrun.stage.obstacle`.
+
+    Nor where blocks are computed again: torch's counter keeps all of them, which is what was to be avoided.
+    """
+    if parts.config.trainer.gradient_checkpointing != "none":
+        return None
     try:
         with kept_random_state():
             flops = flops_per_item(parts)

@@ -183,7 +183,10 @@ def memory_line(parts: Parts) -> str:
     """For the first lines of a run: what a step will take and what is free; "" where it is certainly enough."""
     device = parts.parallel.device
     free = free_bytes(device)
-    if rough_guess(parts) < NOT_SMALL * free or parts.config.trainer.compile.enabled is not False:
+    trainer = parts.config.trainer
+    if rough_guess(parts) < NOT_SMALL * free or trainer.compile.enabled is not False:
+        return ""
+    if trainer.optimizer_in_backward:  # a trial would update the weights
         return ""
     batches = parts.train.epoch(0)
     try:

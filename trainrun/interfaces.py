@@ -61,6 +61,14 @@ class Predicts(Protocol):
         """Named columns of B rows: `prediction`, and where there is one `target`, `confidence`."""
 
 
+@runtime_checkable
+class ChecksModel(Protocol):
+    """A task that knows before the first batch what it needs of a model."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ConfigError where the model does not have it."""
+
+
 class MicroBatch(NamedTuple):
     """One batch of a stream, on the device.
 

@@ -61,9 +61,7 @@ class Cnn(nn.Module):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return self.layers(x)  # type: ignore[no-any-return]
 
 
 def conv(channels: int, next_channels: int, norm: str) -> list[nn.Module]:

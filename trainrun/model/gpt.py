@@ -109,9 +109,16 @@ class Gpt(nn.Module):
         initialize(self, layers)
 
     def forward(
-        self, tokens: Tensor, segment_ids: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        tokens: Tensor,
+        segment_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        return_states: bool = False,
     ) -> Tensor:
-        """segment_ids, position_ids: (B, T), of several sequences in a row; 0 is a segment of padding."""
+        """segment_ids, position_ids: (B, T), of several sequences in a row; 0 is a segment of padding.
+
+        return_states: what `head` makes the logits of, (B, T, width).
+        """
         length = tokens.shape[1]
         if length > self.context:
             raise ValueError(f"a sequence of {length} tokens is longer than context={self.context}")
@@ -126,7 +133,8 @@ class Gpt(nn.Module):
         x = self.drop(x)
         for block in self.blocks:
             x = block(x, mask, turn)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        x = self.norm(x)
+        return x if return_states else self.head(x)  # type: ignore[no-any-return]
 
     def _turn(self, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines, (T, head width / 2) or (B, 1, T, head width / 2)."""

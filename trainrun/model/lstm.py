@@ -39,8 +39,10 @@ class Lstm(nn.Module):
         self.lstm = nn.LSTM(width, width, checked_count("layers", layers), batch_first=True, dropout=between)
         self.head = nn.Linear(width, num_classes)
 
-    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """attention_mask: (B, T) bool, False at padding."""
+    def forward(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, return_states: bool = False
+    ) -> Tensor:
+        """attention_mask: (B, T) bool, False at padding. return_states: what `head` makes the logits of."""
         states, _ = self.lstm(self.drop(self.tokens(tokens)))
         if self.outputs == "last":
             if attention_mask is None:
@@ -48,4 +50,5 @@ class Lstm(nn.Module):
             else:
                 ends = attention_mask.sum(1).clamp(min=1) - 1
                 states = states[torch.arange(len(states), device=states.device), ends]
-        return self.head(self.drop(states))  # type: ignore[no-any-return]
+        states = self.drop(states)
+        return states if return_states else self.head(states)  # type: ignore[no-any-return]

@@ -29,12 +29,17 @@ MATMUL_NOTES = {
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, ignore."""
+    """clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, ignore.
+
+    offloaded: the update happens on a device other than the model's, which cannot read a flag there.
+    """
 
     mode: str = "32-true"
     clip_value: float | None = None
     clip_algorithm: str = "norm"
     nan_policy: str = "stop"
+    offloaded: bool = False
+    master_weights: bool = False
 
 
 def build_precision(
@@ -48,10 +53,10 @@ def build_precision(
         options.clip_value,
         options.clip_algorithm,
         options.nan_policy,
-        lazy=device.type == "cuda",
+        lazy=device.type == "cuda" and not options.offloaded,
         ledger=ledger,
     )
-    return precision, type_notes(options.mode, device)
+    return precision, type_notes(options.mode, device, options.master_weights)
 
 
 def data_float_dtype(mode: str) -> torch.dtype:
@@ -101,7 +106,7 @@ def set_matmul(matmul: str, device: torch.device) -> str:
     return f"precision.matmul={matmul}: {MATMUL_NOTES[matmul]} where this {device.type} can"
 
 
-def type_notes(mode: str, device: torch.device) -> list[str]:
+def type_notes(mode: str, device: torch.device, master_weights: bool = False) -> list[str]:
     """What this device makes of the mode, where it is not what one would expect of it."""
     if mode == "64-true" and device.type == "mps":
         raise ConfigError(
@@ -111,10 +116,10 @@ def type_notes(mode: str, device: torch.device) -> list[str]:
     probes = {"cpu": _cpu_note, "cuda": _cuda_note}
     note = probes[device.type](mode, device) if device.type in probes else ""
     lines = [f"precision={mode}: {note}"] if note else []
-    if mode == "bf16-true":
+    if mode == "bf16-true" and not master_weights:
         lines.append(
             "precision=bf16-true: the weights are bfloat16 too, so an update below 1/256 of a weight "
-            "is lost; bf16-mixed keeps it"
+            "is lost; bf16-mixed keeps it, and so does precision.master_weights=true"
         )
     return lines
 

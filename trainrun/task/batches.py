@@ -63,15 +63,20 @@ def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
     )
 
 
-def run_model(model: nn.Module, inputs: Any, batch: Any) -> Any:
+def bare_model(model: nn.Module) -> nn.Module:
+    """Without what a backend wrapped around it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
     """The model's output for a batch, of which it also gets the `MODEL_KEYS` that it asks for.
 
     PluginError: rows hold several sequences, and the model does not ask for `segment_ids`.
     """
     given = [key for key in MODEL_KEYS if key in batch] if isinstance(batch, Mapping) else []
     if not given:
-        return model(inputs)
-    bare = model.module if isinstance(model, DistributedDataParallel) else model
+        return model(inputs, **more)
+    bare = bare_model(model)
     taken, takes_all = keywords_of(bare.__class__.forward)
     if "segment_ids" in given and "segment_ids" not in taken:
         raise PluginError(
@@ -79,7 +84,7 @@ def run_model(model: nn.Module, inputs: Any, batch: Any) -> Any:
             "argument segment_ids to keep them apart (see trainrun.data.sequences.segments.segment_mask); "
             "add one, or use data.padding=bucket"
         )
-    return model(inputs, **{key: batch[key] for key in given if takes_all or key in taken})
+    return model(inputs, **{key: batch[key] for key in given if takes_all or key in taken}, **more)
 
 
 @lru_cache(maxsize=16)

@@ -12,9 +12,14 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
-from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
-
-IGNORED = -100  # torch's ignore_index
+from trainrun.task.batches import (
+    bare_model,
+    inputs_and_maybe_target,
+    keywords_of,
+    output_tensor,
+    run_model,
+)
+from trainrun.task.chunked_loss import IGNORED, chunked_loss, chunked_right, head_of, num_chunks
 
 
 class LanguageModeling:
@@ -22,16 +27,31 @@ class LanguageModeling:
 
     A batch without targets is shifted here: the target of a token is the one after it, in the same
     segment, and none at padding. bytes_per_token: what `bpb` (bits per byte) divides by; 1 for bytes.
-    ConfigError: it is not above 0.
+    loss_chunks: pieces in which the logits are made and forgotten (see `chunked_loss`); `auto` is 1 while
+    they are small, or where the model cannot. ConfigError: values out of range.
     """
 
     unit = "tokens"  # useful ones: none at padding counts
 
-    def __init__(self, bytes_per_token: float = 1.0) -> None:
+    def __init__(self, bytes_per_token: float = 1.0, loss_chunks: int | str = "auto") -> None:
         if not bytes_per_token > 0:
             raise ConfigError(f"task.bytes_per_token={bytes_per_token}: must be above 0")
+        if loss_chunks != "auto" and (
+            isinstance(loss_chunks, (bool, str)) or not isinstance(loss_chunks, int) or loss_chunks < 1
+        ):
+            raise ConfigError(f"task.loss_chunks={loss_chunks}: must be auto, or a whole number, 1 or more")
         self.nats_to_bits = 1 / (math.log(2) * bytes_per_token)
+        self.loss_chunks = loss_chunks
         self.checked = False
+
+    def check_model(self, model: nn.Module) -> None:
+        """ConfigError: chunks are wanted, and the model cannot give what they need."""
+        if isinstance(self.loss_chunks, int) and self.loss_chunks > 1 and last_layer(model) is None:
+            raise ConfigError(
+                f"task.loss_chunks={self.loss_chunks}: needs a model whose forward takes return_states=True and then "
+                "gives (B, T, width), what its attribute `head`, a torch.nn.Linear, makes the logits of; "
+                f"{type(bare_model(model)).__name__} is none. Use task.loss_chunks=1"
+            )
 
     def count(self, batch: Any) -> int:
         """Target tokens that are not ignored; waits for the device."""
@@ -40,6 +60,11 @@ class LanguageModeling:
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError, DataError: outputs and targets do not fit each other, at the first batch."""
         tokens, target = tokens_and_target(batch)
+        layer = None if self.loss_chunks == 1 else last_layer(model)
+        if layer is not None:
+            chunks = num_chunks(self.loss_chunks, tokens.numel(), layer.out_features)
+            if chunks > 1:
+                return self.chunked(model, batch, layer, chunks)
         logits = output_tensor(run_model(model, tokens, batch))
         if not self.checked:
             check(logits, target)
@@ -48,6 +73,23 @@ class LanguageModeling:
         return StepOutput(
             loss,
             {"bpb": lambda: loss.detach() * self.nats_to_bits, "acc": lambda: num_right(logits, target)},
+        )
+
+    def chunked(self, model: nn.Module, batch: Any, layer: nn.Linear, chunks: int) -> StepOutput:
+        tokens, target = tokens_and_target(batch)
+        states = run_model(model, tokens, batch, return_states=True)
+        if not self.checked:
+            check_states(states, target, layer)
+            self.checked = True
+        states, target, head = states.flatten(0, 1), target.flatten(), head_of(layer, states)
+        loss = chunked_loss(states, target, head, chunks)
+        seen = states.detach()
+        return StepOutput(
+            loss,
+            {
+                "bpb": lambda: loss.detach() * self.nats_to_bits,
+                "acc": lambda: chunked_right(seen, target, head, chunks),
+            },
         )
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -81,6 +123,14 @@ def next_tokens(tokens: Tensor, segments: Tensor | None) -> Tensor:
     return target
 
 
+def last_layer(model: nn.Module) -> nn.Linear | None:
+    """Of a model that can be asked for what goes into it."""
+    bare = bare_model(model)
+    layer = getattr(bare, "head", None)
+    can = isinstance(layer, nn.Linear) and "return_states" in keywords_of(type(bare).forward)[0]
+    return layer if can else None
+
+
 def num_right(logits: Tensor, target: Tensor) -> Tensor:
     return ((logits.argmax(-1) == target) & (target != IGNORED)).sum()
 
@@ -92,9 +142,22 @@ def check(logits: Tensor, target: Tensor) -> None:
             f"model: the output has shape {tuple(logits.shape)}, but task=language_modeling needs "
             f"({target.shape[0]}, {target.shape[1]}, number of tokens)"
         )
+    check_range(target, logits.shape[2])
+
+
+def check_states(states: Any, target: Tensor, layer: nn.Linear) -> None:
+    """The same where the model gives the inputs of its last layer."""
+    shape = (*target.shape, layer.in_features)
+    if not isinstance(states, Tensor) or tuple(states.shape) != shape:
+        found = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__
+        raise PluginError(f"model: forward(..., return_states=True) gave {found}, but its head reads {shape}")
+    check_range(target, layer.out_features)
+
+
+def check_range(target: Tensor, vocabulary: int) -> None:
     real = target[target != IGNORED]
-    if real.numel() and not 0 <= int(real.min()) <= int(real.max()) < logits.shape[2]:
+    if real.numel() and not 0 <= int(real.min()) <= int(real.max()) < vocabulary:
         raise DataError(
             f"data: the tokens lie between {int(real.min())} and {int(real.max())}, but the model knows "
-            f"{logits.shape[2]}; give it the vocabulary of the data (model.vocab_size)"
+            f"{vocabulary}; give it the vocabulary of the data (model.vocab_size)"
         )

@@ -1,0 +1,161 @@
+"""What saves memory: off and on give the same run, a stopped run goes on bit for bit, illegal pairs are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainrun as package
+from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.resume import resolve
+from trainrun.compose import compose_run
+from trainrun.errors import ConfigError
+
+QUIET = (
+    "monitor.plots=false",
+    "monitor.progress_bar=false",
+    "monitor.hardware=false",
+    "checkpoint.keep_last=9",
+)
+CNN = (
+    "model=cnn",
+    "model.width=4",
+    "model.dropout=0.2",
+    "data.batch_size=16",
+    "trainer.num_threads=1",
+    *QUIET,
+)
+GPT = (
+    "data=text", "data.train.max_bytes=20000", "data.train.block_size=16", "data.train.cache_dir=cache",
+    "model=gpt", "model.layers=2", "model.width=16", "model.heads=2", "model.context=16", "model.dropout=0.1",
+    "task=language_modeling", "trainer.num_threads=1", "trainer.val_check_interval=4", "trainer.limit_val_batches=2",
+    *QUIET,
+)  # fmt: skip
+IN_BACKWARD = ("trainer.optimizer_in_backward=true", "trainer.ema.enabled=true")
+# words, those of the plain run where they differ, and the relative difference that is allowed
+TECHNIQUES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], float]] = {
+    "recompute cnn": (CNN, (), ("trainer.gradient_checkpointing=full",), 0),
+    "recompute gpt": (GPT, (), ("trainer.gradient_checkpointing=selective",), 0),
+    "a share, accumulation": (
+        (*GPT, "trainer.accumulate_grad_batches=2"), (), ("trainer.gradient_checkpointing=0.5",), 0,
+    ),
+    "in backward": (
+        (*GPT, "trainer.nan_policy=ignore", "trainer.out_of_memory=stop"), ("trainer.ema.enabled=true",), IN_BACKWARD, 0,
+    ),
+    "loss in chunks": (GPT, (), ("task.loss_chunks=5",), 1e-5),
+    "master weights": ((*GPT, "precision=bf16-true"), (), ("precision.master_weights=true",), 0.05),
+}  # fmt: skip
+
+
+def losses(folder: str) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row[key]) for row in rows for key in ("train/loss", "val/loss") if key in row]
+
+
+def weights(folder: str) -> dict[str, Any]:
+    loaded = read_checkpoint(resolve(Path(folder) / "checkpoints", "last"))
+    flat: dict[str, Any] = dict(loaded.shared["model"])
+    masters = loaded.shared["precision"].get("master", {})
+    return flat | {f"master {name}": value for name, value in masters.items()}
+
+
+def train(name: str, steps: int, *words: str) -> str:
+    limits = ("trainer.max_epochs=null", f"trainer.max_steps={steps}", "monitor.log_every_n_steps=1")
+    run = package.train(*words, *limits, f"hydra.run.dir={name}")
+    assert run.status["step"] == steps
+    return str(run.folder)
+
+
+@pytest.mark.parametrize("kind", TECHNIQUES)
+def test_on_equals_off_and_a_resumed_run_equals_one_that_never_stopped(workdir: Path, kind: str) -> None:
+    common, off, on, tolerance = TECHNIQUES[kind]
+    plain = train("plain", 6, *common, *off)
+    whole = train("whole", 6, *common, *on)
+    found, wanted = losses(whole), losses(plain)
+    assert len(found) == len(wanted) > 6
+    if tolerance:
+        assert found == [(step, pytest.approx(value, rel=tolerance)) for step, value in wanted]
+    else:
+        assert found == wanted
+    train("part", 3, *common, *on)
+    resumed = train("rest", 6, *common, *on, "ckpt_path=part")
+    assert [row for row in losses(resumed) if row[0] > 3] == [row for row in found if row[0] > 3]
+    left, right = weights(whole), weights(resumed)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(value, right[key]) for key, value in left.items())
+    assert any("master" in key for key in left) == (kind == "master weights")
+
+
+REFUSED = [
+    (["trainer.gradient_checkpointing=ful"], "must be one of none, auto, full, selective, or the share"),
+    (["trainer.gradient_checkpointing=1.5"], "above 0 and below 1"),
+    (["trainer.gradient_checkpointing=true"], "must be one of none"),
+    (["trainer.gradient_checkpointing=full", "trainer.compile.enabled=true"], "use one of the two"),
+    (["trainer.gradient_checkpointing=full", "parallel.sync_batchnorm=true"], "exchange the statistics"),
+    (["trainer.activation_offload=true", "parallel.accelerator=cpu"], "moves tensors from a GPU"),
+    (["trainer.activation_offload=true", "trainer.gradient_checkpointing=full"], "there are none to move"),
+    (["trainer.activation_offload=true", "trainer.cpu_offload=parameters"], "there are none to move"),
+    (["trainer.activation_offload=true", "trainer.compile.enabled=auto"], "trainer.compile.enabled=false"),
+    (["trainer.cpu_offload=weights"], "must be one of none, optimizer, parameters"),
+    (["trainer.cpu_offload=optimizer", "parallel.accelerator=cpu"], "moves tensors from a GPU"),
+    (["trainer.cpu_offload=optimizer", "precision=16-mixed"], "use precision=bf16-mixed"),
+    (["trainer.cpu_offload=parameters", "parallel=ddp"], "use parallel=single"),
+    (["trainer.cpu_offload=parameters", "trainer.compile.enabled=true"], "trainer.compile.enabled=false"),
+    (["trainer.cpu_offload=parameters", "trainer.gradient_checkpointing=selective"], "leave it out"),
+    (["precision.master_weights=true"], "use precision=bf16-true"),
+]
+BACKWARD_REFUSED = [
+    (["trainer.accumulate_grad_batches=2"], "use 1"),
+    (["data.global_batch_size=64"], "data.global_batch_size=64 with data.batch_size=32"),
+    (["trainer.gradient_clip_val=1.0"], "clips before the update"),
+    (["trainer.out_of_memory=split"], "runs a window again"),
+    (["trainer.nan_policy=stop"], "use trainer.nan_policy=ignore"),
+    (["parallel=ddp"], "use parallel=single"),
+    (["precision=16-mixed"], "scales the loss"),
+    (["trainer.cpu_offload=optimizer"], "updates copies of all weights"),
+    (["precision=bf16-true", "precision.master_weights=true"], "updates copies of all weights"),
+]
+IN_BACKWARD_ALONE = [
+    "trainer.optimizer_in_backward=true",
+    "trainer.nan_policy=ignore",
+    "trainer.out_of_memory=stop",
+]
+ALL_REFUSED = REFUSED + [([*IN_BACKWARD_ALONE, *words], reason) for words, reason in BACKWARD_REFUSED]
+
+
+@pytest.mark.parametrize(("words", "reason"), ALL_REFUSED, ids=[" ".join(words) for words, _ in ALL_REFUSED])
+def test_illegal_pairs_are_refused_before_anything_starts(
+    workdir: Path, words: list[str], reason: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        package.train(*words)
+    text = str(refused.value)
+    assert reason in text
+    assert text.count("trainer.gradient_checkpointing=true") <= 1
+    assert not list(workdir.iterdir())
+
+
+@pytest.mark.parametrize("words", [("trainer.activation_offload=true",), ("trainer.cpu_offload=optimizer",)])
+def test_without_a_gpu_offloading_is_refused_with_the_reason(
+    workdir: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="this run computes on the device cpu"):
+        package.train(*words, "trainer.max_steps=1", *QUIET)
+
+
+def test_a_model_without_blocks_is_told_and_auto_says_so(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="the model has no blocks to compute again"):
+        package.train("trainer.gradient_checkpointing=full", "trainer.max_steps=1", *QUIET)
+    package.train("trainer.gradient_checkpointing=auto", "trainer.max_steps=1", *QUIET)
+    assert "trainer.gradient_checkpointing: off, the model has no blocks (auto)" in capsys.readouterr().out
+
+
+def test_the_preset_uses_them() -> None:
+    assert compose_run(["preset=memory-limited"]).config.trainer.gradient_checkpointing == "auto"

@@ -1,0 +1,161 @@
+"""The sum, its gradients and the accuracy are the plain ones, piece by piece, and the logits are never whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainrun.errors import ConfigError, PluginError
+from trainrun.interfaces import StepOutput
+from trainrun.model.gpt import Gpt
+from trainrun.model.lstm import Lstm
+from trainrun.task.chunked_loss import num_chunks
+from trainrun.task.language_modeling import LanguageModeling
+
+VOCABULARY = 60
+
+
+def gpt(**keywords: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Gpt(VOCABULARY, 16, layers=1, width=16, heads=2, **keywords)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)
+    return model
+
+
+def lstm() -> nn.Module:
+    torch.manual_seed(0)
+    return Lstm(VOCABULARY, width=16)
+
+
+MODELS = {"tied": gpt, "untied": lambda: gpt(tied=False), "lstm with a bias": lstm}
+BATCH = torch.randint(VOCABULARY, (5, 16), generator=torch.Generator().manual_seed(3))
+IGNORED = torch.where(torch.arange(16) < 9, torch.roll(BATCH, -1, 1), -100)
+
+
+def trained(
+    model: nn.Module, chunks: int | str, mode: torch.dtype | None = None
+) -> tuple[StepOutput, nn.Module]:
+    task = LanguageModeling(loss_chunks=chunks)
+    task.check_model(model)
+    with torch.autocast("cpu", mode, enabled=mode is not None):
+        out = task.step(model, (BATCH, IGNORED))
+    out.loss_sum.backward(torch.tensor(0.125, dtype=out.loss_sum.dtype))
+    return out, model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("chunks", [2, 7, 1000])
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_plain_in_float64(name: str, chunks: int) -> None:
+    plain, on = MODELS[name]().double(), MODELS[name]().double()
+    wanted, _ = trained(plain, 1)
+    found, _ = trained(on, chunks)
+    torch.testing.assert_close(found.loss_sum, wanted.loss_sum, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients(on), gradients(plain), rtol=1e-10, atol=1e-12)
+    for key in ("acc", "bpb"):
+        torch.testing.assert_close(found.sums[key](), wanted.sums[key](), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_under_autocast_and_with_bf16_weights(name: str) -> None:
+    """Where the plain gradient of the last layer is rounded as a whole, this one is as close to the true one."""
+    true = gradients(trained(MODELS[name]().double(), 1)[1])
+    for half in (False, True):
+        pair = []
+        for chunks in (1, 4):
+            model = MODELS[name]().bfloat16() if half else MODELS[name]()
+            out, _ = trained(model, chunks, None if half else torch.bfloat16)
+            pair.append((out.loss_sum, gradients(model)))
+        torch.testing.assert_close(pair[1][0], pair[0][0], rtol=1e-5, atol=0)
+        for key, value in true.items():
+            assert pair[1][1][key].dtype is pair[0][1][key].dtype
+            errors = [(grads[key].double() - value).norm() for _, grads in pair]
+            assert errors[1] <= 1.3 * errors[0]
+
+
+def test_one_piece_is_the_plain_path() -> None:
+    a, b = gpt(), gpt()
+    assert torch.equal(trained(a, 1)[0].loss_sum, trained(b, "auto")[0].loss_sum)
+    for key, value in gradients(a).items():
+        assert torch.equal(value, gradients(b)[key])
+
+
+def test_auto_begins_where_logits_are_large() -> None:
+    assert num_chunks("auto", 4096, 50257) == 1
+    assert num_chunks("auto", 8192, 50257) == 25
+    assert num_chunks(8, 3, 50257) == 3
+
+
+def test_the_logits_are_not_kept() -> None:
+    def kept(chunks: int) -> int:
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            return tensor
+
+        model = gpt()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = LanguageModeling(loss_chunks=chunks).step(model, (BATCH, IGNORED))
+        assert out.loss_sum.requires_grad
+        return sum(sizes.values())
+
+    assert kept(1) - kept(4) >= 4 * BATCH.numel() * VOCABULARY
+
+
+def test_all_places_ignored_is_no_loss_and_no_gradient() -> None:
+    model = gpt()
+    out = LanguageModeling(loss_chunks=3).step(model, (BATCH, torch.full_like(BATCH, -100)))
+    out.loss_sum.backward()
+    assert out.loss_sum == 0
+    assert all((value == 0).all() for value in gradients(model).values())
+
+
+def test_a_frozen_last_layer_gets_no_gradient() -> None:
+    model = gpt(tied=False)
+    model.head.weight.requires_grad_(False)
+    other = copy.deepcopy(model)
+    trained(model, 4)
+    trained(other, 1)
+    assert model.head.weight.grad is None
+    torch.testing.assert_close(model.tokens.weight.grad, other.tokens.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+class Users(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(tokens[..., None].float().expand(-1, -1, 4))
+
+
+class Wrong(Users):
+    def forward(self, tokens: Tensor, return_states: bool = False) -> Tensor:
+        return self.head(tokens[..., None].float().expand(-1, -1, 4))
+
+
+def test_a_model_that_cannot_is_refused_and_auto_leaves_it_alone() -> None:
+    with pytest.raises(
+        ConfigError, match=r"task.loss_chunks=4: needs a model whose forward takes return_states"
+    ):
+        LanguageModeling(loss_chunks=4).check_model(Users())
+    LanguageModeling().check_model(Users())
+    assert LanguageModeling().step(Users(), (BATCH, IGNORED)).loss_sum > 0
+    with pytest.raises(PluginError, match=r"gave \(5, 16, 60\), but its head reads \(5, 16, 4\)"):
+        LanguageModeling(loss_chunks=4).step(Wrong(), (BATCH, IGNORED))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "many", True])
+def test_wrong_numbers_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="task.loss_chunks=.*must be auto, or a whole number, 1 or more"):
+        LanguageModeling(loss_chunks=value)

@@ -1,0 +1,216 @@
+"""Computed again is computed the same: bit for bit, with dropout, batch norm, autocast and pictures."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainrun.model.cnn import Cnn
+from trainrun.model.gpt import Gpt
+from trainrun.model.lstm import Lstm
+from trainrun.model.mlp import Mlp
+from trainrun.transform.blocks import blocks_of
+from trainrun.transform.gradient_checkpointing import gradient_checkpointing
+
+MODES = ["full", "selective", 0.5]
+
+
+class Own(nn.Module):
+    """As users write them: blocks that take more than one argument, and change a buffer of their own."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+            self.register_buffer("seen", torch.ones(()))
+
+        def forward(self, x: Tensor, *, scale: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+            x = x + self.drop(self.norm(self.linear(x))).tanh() * self.seen.clone() * scale[0] * scale[1]
+            self.seen.mul_(1.5)
+            return x, x.sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.parts = nn.ModuleList(self.Part() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for part in self.parts:
+            x, more = part(x, scale=(self.scale, 0.5))
+            total = total + more
+        return x + total
+
+
+def pictures() -> Tensor:
+    return torch.randn(6, 3, 16, 16)
+
+
+def tokens() -> Tensor:
+    return torch.randint(20, (3, 12))
+
+
+MODELS = {
+    "cnn": (lambda: Cnn([3, 16, 16], 5, width=4, dropout=0.2), pictures, 4),
+    "gpt": (lambda: Gpt(20, 12, layers=3, width=16, heads=2, dropout=0.3), tokens, 3),
+    "own": (Own, lambda: torch.randn(6, 8), 3),
+}
+
+
+def trained(model: nn.Module, kind: str, autocast: bool = False) -> list[Tensor]:
+    """All that there is after three steps of two micro-batches: weights, buffers, losses, random state."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(MODELS[kind][1]()).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*model.state_dict().values(), *losses, torch.get_rng_state()]
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[kind][0]()
+
+
+def kept_bytes(model: nn.Module, kind: str) -> int:
+    """What autograd holds after a forward, weights included."""
+    storages = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    torch.manual_seed(2)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(MODELS[kind][1]())
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_same_bits_as_plain(kind: str, mode: str | float, autocast: bool) -> None:
+    plain, on = model_of(kind), model_of(kind)
+    number = gradient_checkpointing(on, mode)
+    assert number == (MODELS[kind][2] if isinstance(mode, str) else -(-MODELS[kind][2] // 2))
+    before = [parameter.detach().clone() for parameter in on.parameters()]
+    for a, b in zip(trained(on, kind, autocast), trained(plain, kind, autocast), strict=True):
+        assert torch.equal(a, b)
+    assert list(on.state_dict()) == list(plain.state_dict())
+    assert all(not torch.equal(old, new) for old, new in zip(before, on.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_activations_are_not_kept(kind: str) -> None:
+    """The hooks of a block hide what it saves from those around the model; its inputs are what stays."""
+    plain, on = model_of(kind), model_of(kind)
+    gradient_checkpointing(on, "full")
+    assert kept_bytes(on, kind) < 0.5 * kept_bytes(plain, kind)
+
+
+def test_selective_computes_no_product_twice() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops(mode: str) -> int:
+        model = model_of("gpt")
+        if mode != "none":
+            gradient_checkpointing(model, mode)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens()).sum().backward()
+        return int(counter.get_total_flops())
+
+    plain = flops("none")
+    assert flops("selective") == plain
+    assert flops("full") > 1.2 * plain
+
+
+def test_a_copy_uses_its_own_weights() -> None:
+    model = model_of("gpt")
+    gradient_checkpointing(model, "full")
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.data.zero_()
+    copied(tokens()).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model(tokens()).abs().sum() > 0
+
+
+def test_a_second_backward_computes_again() -> None:
+    for mode in MODES:
+        model = model_of("own")
+        gradient_checkpointing(model, mode)
+        loss = model(torch.randn(6, 8)).sum()
+        first = torch.autograd.grad(loss, model.scale, retain_graph=True)
+        assert torch.equal(first[0], torch.autograd.grad(loss, model.scale)[0])
+
+
+def test_layers_that_would_save_nothing_are_left_alone() -> None:
+    assert gradient_checkpointing(Mlp([6], 3, hidden=[8, 8]), "full") == 0
+    assert gradient_checkpointing(Lstm(5), "full") == 0
+    runs = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2))
+    assert [block.layers for block in blocks_of(runs)] == [[runs[1], runs[2]]]
+
+
+def test_a_model_that_walks_through_its_layers_is_told() -> None:
+    model = Mlp([6], 3, hidden=[8, 8], norm="batch")
+    assert gradient_checkpointing(model, "full") == 2
+    with torch.no_grad():
+        model(torch.randn(4, 6))
+    with pytest.raises(RuntimeError, match="calls none of its blocks as a whole"):
+        model(torch.randn(4, 6))
+
+
+def test_inputs_changed_in_place_are_told_not_guessed() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.parts[0](x)
+            z = self.parts[1](y)
+            y += 1
+            return z + y
+
+    model = Outer()
+    gradient_checkpointing(model, "full")
+    with pytest.raises(RuntimeError, match=r"changed in place.*\n?.*trainer.gradient_checkpointing=none"):
+        model(torch.randn(3, 4)).sum().backward()
+
+
+def test_products_that_were_written_into_are_computed_again() -> None:
+    parts = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.GELU()) for _ in range(2)]
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    plain = nn.Sequential(*parts)
+    on = copy.deepcopy(plain)
+    assert gradient_checkpointing(on, "selective") == 2
+    for model in (plain, on):
+        model(x).square().sum().backward()
+    for a, b in zip(plain.parameters(), on.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_the_compiler_is_not_loaded() -> None:
+    code = (
+        "import sys, torch; from trainrun.model.gpt import Gpt\n"
+        "from trainrun.transform.gradient_checkpointing import gradient_checkpointing\n"
+        "for mode in ('full', 'selective'):\n"
+        "    model = Gpt(20, 12, layers=2, width=16, heads=2)\n"
+        "    gradient_checkpointing(model, mode)\n"
+        "    loss = model(torch.randint(20, (3, 12))).sum()\n"
+        "    torch.autograd.backward(loss)\n"
+        "assert 'torch._dynamo' not in sys.modules and 'sympy' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,118 @@
+"""Offloading moves tensors and changes nothing; on a CPU the same code runs with copies in the place of moves."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainrun.model.gpt import Gpt
+from trainrun.transform.activation_offload import LARGE_BYTES, activation_offload
+from trainrun.transform.blocks import blocks_of
+from trainrun.transform.parameter_offload import fetch_blocks, own_parameters
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return Gpt(50, 32, layers=2, width=32, heads=2, dropout=0.2)
+
+
+def tokens() -> Tensor:
+    return torch.randint(50, (8, 32))
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(tokens()).square().mean().backward()
+        optimizer.step()
+    return [*model.state_dict().values(), torch.get_rng_state()]
+
+
+def test_activations_on_the_host_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainrun.transform import activation_offload as module
+
+    moved: list[Tensor] = []
+    original = module.to_host
+    monkeypatch.setattr(module, "to_host", lambda *args: moved.append(args[0]) or original(*args))
+    plain, on = model_of(), model_of()
+    activation_offload(on)
+    for a, b in zip(trained(on), trained(plain), strict=True):
+        assert torch.equal(a, b)
+    assert moved
+    weights = {parameter.data_ptr() for parameter in on.parameters()}
+    assert all(tensor.data_ptr() not in weights for tensor in moved)
+    assert min(tensor.nbytes for tensor in moved) >= LARGE_BYTES
+    assert list(on.state_dict()) == list(plain.state_dict())
+
+
+def test_what_was_moved_is_not_kept_on_the_device() -> None:
+    class Squares(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            seen.append(weakref.ref(y.untyped_storage()))
+            return (y * y).sum()
+
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    model, x = Squares(), torch.randn(LARGE_BYTES, requires_grad=True)
+    activation_offload(model)
+    loss = model(x)
+    assert seen[0]() is None
+    loss.backward()
+    assert torch.equal(x.grad, 8 * x.detach())
+
+
+def test_nothing_is_moved_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainrun.transform import activation_offload as module
+
+    monkeypatch.setattr(module, "to_host", lambda *_: pytest.fail("moved"))
+    model = model_of()
+    activation_offload(model)
+    with torch.no_grad():
+        model(tokens())
+
+
+def test_fetched_weights_give_the_same_bits() -> None:
+    plain, on = model_of(), model_of()
+    blocks = list(blocks_of(on))
+    fetched: list[Tensor] = []
+    alive: list[int] = []
+    copies: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    def fetch(param: Tensor) -> Tensor:
+        alive.append(len(copies))
+        copy = param.clone()
+        copies.add(copy)
+        fetched.append(param)
+        return copy
+
+    fetch_blocks(on, blocks, fetch)
+    for a, b in zip(trained(on), trained(plain), strict=True):
+        assert torch.equal(a, b)
+    own = own_parameters(on, blocks)
+    assert len(own) == sum(1 for _ in on.blocks.parameters())
+    assert {id(param) for param in fetched} == {id(param) for param in own}
+    assert len(fetched) == 3 * 2 * len(own)  # steps, forward and backward
+    assert max(alive) < len(own)  # never those of both blocks
+    assert list(on.state_dict()) == list(plain.state_dict())
+    assert all(isinstance(param, nn.Parameter) for param in own)
+
+
+def test_what_is_shared_with_the_outside_stays() -> None:
+    model = model_of()
+    model.head.weight = model.blocks[0].narrow.weight  # nonsense, but shared
+    assert all(param is not model.head.weight for param in own_parameters(model, list(blocks_of(model))))
+
+
+def test_a_copy_fetches_its_own() -> None:
+    model = model_of()
+    fetch_blocks(model, list(blocks_of(model)), torch.clone)
+    copied = copy.deepcopy(model)
+    copied(tokens()).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert all(param.grad is not None for param in copied.blocks.parameters())
