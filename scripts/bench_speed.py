@@ -64,9 +64,15 @@ class Workload:
 
 
 FLASH = {"attention": "flash"}
-TEXT = ("data=text", "task=language_modeling", "data.train.max_bytes=4000000")
+TEXT = ("data=text", "task=language_modeling", "data.train.max_bytes=1000000")
 GPT_HANDS = {"fp32": HandSpec(model=FLASH), "bf16": HandSpec(torch.bfloat16, FLASH)}
-LINES = ("data=text", "task=language_modeling", "data.train.kind=lines", "data.batch_size=32")
+LINES = (
+    "data=text",
+    "task=language_modeling",
+    "data.train.kind=lines",
+    "data.train.max_bytes=2000000",
+    "data.batch_size=32",
+)
 WORKLOADS = {
     "cnn": Workload(
         ("data=fashion_mnist", "model=cnn", "scheduler=constant", "preset=fast", "data.batch_size=128"),

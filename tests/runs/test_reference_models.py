@@ -74,13 +74,13 @@ def test_a_resumed_run_ends_with_the_same_bits(workdir: Path, model: str, precis
 
 @pytest.mark.parametrize("precision", ["32", "bf16"])
 def test_they_learn(workdir: Path, precision: str) -> None:
-    quick = [*QUIET, f"precision={precision}", "data.batch_size=64", "trainer.max_epochs=3"]
-    resnet = package.train("model=resnet", "model.width=8", "model.blocks=[1,1]", *quick)
-    assert resnet.status["best"]["value"] > 0.8
-    vae = package.train("model=vae", "task=vae", *quick, "model.width=8")
+    quick = [*QUIET, f"precision={precision}", "model.width=8"]
+    resnet = package.train("model=resnet", "trainer.max_epochs=2", *quick)
+    assert resnet.status["value"] > 0.7
+    vae = package.train("model=vae", "task=vae", "task.beta=0.1", "trainer.max_epochs=5", *quick)
     rows = [row for row in vae.metrics if row["kind"] == "eval"]
-    assert rows[-1]["val/loss"] < 0.8 * rows[0]["val/loss"]
-    assert rows[-1]["val/kl"] > 0.5  # the code says something
+    assert rows[-1]["val/loss"] < 0.7 * rows[0]["val/loss"]
+    assert rows[-1]["val/kl"] > 3  # the code says something
 
 
 @pytest.mark.parametrize("model", MODELS)
