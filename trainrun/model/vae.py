@@ -65,7 +65,7 @@ class Vae(nn.Module):
             self.encoder, self.decoder = dense_layers(shape, code, sizes)
         initialize(self, init)
         with torch.no_grad():  # codes begin near their prior; at full size exp(log_var) explodes
-            self.encoder[-1].weight.mul_(FIRST_CODE)
+            self.encoder[-1].get_parameter("weight").mul_(FIRST_CODE)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as in the Cnn
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> VaeOutput:

@@ -23,7 +23,7 @@ class LatentNoise:
     def __init__(self, size: int | None) -> None:
         if size is None:
             raise ConfigError(
-                "size=null: the model has no latent_dim; say how many numbers it draws, as size=16"
+                "size=null: the model has no latent_dim; use model=vae, or say how many numbers it draws"
             )
         if size < 1:
             raise ConfigError(f"size={size}: must be 1 or more")
