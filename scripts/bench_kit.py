@@ -99,7 +99,8 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[s
     composition = compose_run([*words, f"seed={SEED}", f"output_dir={folder / 'run'}"])
     config = composition.config
     run = new_run(composition, words)
-    listeners = Listeners(run, config)
+    ledger = Ledger()
+    listeners = Listeners(run, config, ledger)
     monitors = list(listeners.monitors)
     site = Site(
         run,
