@@ -19,38 +19,28 @@ import os
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import bench_kit
 import torch
+from bench_kit import SEED, TakesTurns
 from torch import nn
 from torch.nn import functional
 
-from trainrun import loop
-from trainrun.build import Site, build_parts
-from trainrun.compose import compose_run
 from trainrun.data import digits
-from trainrun.listeners import Listeners
 from trainrun.model.mlp import Mlp
-from trainrun.parallel.single import Single
-from trainrun.randomness import derive_seed, seed_everything
-from trainrun.runner import new_run
-from trainrun.signals import StopFlag
-from trainrun.state import TrainState
-
-SEED = 42
+from trainrun.randomness import derive_seed
 
 
-def hand_written(epochs: int, hidden: list[int], folder: Path) -> Iterator[tuple[float, int]]:
-    """Validation loss and steps after each epoch, which runs when it is asked for; then writes its files."""
+def hand_written(epochs: int, hidden: list[int], folder: Path) -> bench_kit.Hand:
+    """Validation loss and steps of each epoch, which runs when it is asked for; then writes its files."""
     model = Mlp([1, 8, 8], 10, hidden)
     x, y = (tensor for tensor in tensors(digits.load("train")))
     x_val, y_val = (tensor for tensor in tensors(digits.load("val")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    best, losses, step = 0.0, [], 0
+    best, losses, step, before = 0.0, [], 0, 0
     kept: list[torch.Tensor] = []
     yield 0.0, 0
     with (folder / "log.jsonl").open("a") as log:
@@ -79,10 +69,11 @@ def hand_written(epochs: int, hidden: list[int], folder: Path) -> Iterator[tuple
                 best = accuracy
                 kept = state_of(model, optimizer, clone=True)
             if epoch < epochs - 1:
-                yield val_loss, step
+                yield val_loss, step - before
+                before = step
     torch.save(kept, folder / "best.pt")
     torch.save(state_of(model, optimizer, clone=False), folder / "last.pt")
-    yield val_loss, step
+    yield val_loss, step - before
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, clone: bool) -> list[torch.Tensor]:
@@ -96,68 +87,16 @@ def tensors(source: object) -> tuple[torch.Tensor, ...]:
     return tuple(torch.as_tensor(item) for item in found)
 
 
-class TakesTurns:
-    """A monitor: after each epoch of the runner, the same epoch of the hand-written loop."""
-
-    def __init__(self, hand: Iterator[tuple[float, int]]) -> None:
-        self.hand, self.last = hand, (0.0, 0)
-        self.ours: list[float] = []  # seconds of each epoch
-        self.theirs: list[float] = []
-        self.mark = 0.0
-
-    def on_start(self, facts: object, step: int) -> None:
-        next(self.hand)  # builds its model
-
-    def on_step(self, step: int, epoch: float, row: object) -> None: ...
-
-    def on_eval(self, step: int, epoch: float, row: object) -> None:
-        started = time.perf_counter()
-        self.ours.append(started - self.mark)
-        self.last = next(self.hand)
-        self.mark = time.perf_counter()
-        self.theirs.append(self.mark - started)
-
-    def on_note(self, text: str) -> None: ...
-
-    def on_end(self, summary: object) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def one_round(epochs: int, hidden: list[int], folder: Path, words: list[str]) -> TakesTurns:
     """The runner's `loop.fit` with all defaults on, and the hand-written loop in its pauses."""
-    words = [
-        f"trainer.max_epochs={epochs}",
-        f"model.hidden={hidden}".replace(" ", ""),
-        f"seed={SEED}",
-        *words,
-    ]
-    composition = compose_run([*words, f"output_dir={folder / 'run'}"])
-    config = composition.config
-    run = new_run(composition, words)
-    parallel, flag = Single(torch.device("cpu")), StopFlag()
-    turns = TakesTurns(hand_written(epochs, hidden, folder))
-    listeners = Listeners(run, config)
-    monitors = [*listeners.monitors, turns]
-    site = Site(run, "bench", parallel, flag, monitors, listeners.on_position, listeners.on_log)
-    try:
-        seed_everything(derive_seed(SEED))
-        parts, facts = build_parts(config, site)
-        state = TrainState()
-        listeners.attach(parts, state)
-        parts.cadence.start(state)
-        seed_everything(derive_seed(SEED))
-        parts.board.on_start(facts, state)
-        turns.mark = time.perf_counter()
-        loop.fit(parts, state)
-        parts.checkpoints.close()
-        turns.ours[-1] += time.perf_counter() - turns.mark  # the best and the last checkpoint
-        val_loss, steps = turns.last
-        assert steps == state.step
-        assert abs(val_loss - state.last_metrics["val/loss"]) < 1e-3 * max(1.0, val_loss)
-        return turns
-    finally:
-        listeners.close()
+    words = [f"trainer.max_epochs={epochs}", f"model.hidden={hidden}".replace(" ", ""), *words]
+    turns, _, state = bench_kit.one_round(
+        words, folder, lambda _: {"hand": hand_written(epochs, hidden, folder)}
+    )
+    last = turns.theirs["hand"][-1]
+    assert sum(turn.items for turn in turns.theirs["hand"]) == state.step
+    assert abs(last.loss - state.last_metrics["val/loss"]) < 1e-3 * max(1.0, last.loss)
+    return turns
 
 
 def interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
@@ -185,23 +124,21 @@ def main() -> None:
     torch.set_num_threads(1)
     ours: list[float] = []
     theirs: list[float] = []
-    null = os.open(os.devnull, os.O_WRONLY)
     for number in range(given.rounds + 1):
-        with tempfile.TemporaryDirectory() as temporary:
-            stdout = os.dup(1)
-            os.dup2(null, 1)
+        with tempfile.TemporaryDirectory() as temporary, bench_kit.silence():
             turns = one_round(given.epochs, hidden, Path(temporary), given.words)
-            os.dup2(stdout, 1)
-        runner, hand, micro = sum(turns.ours), sum(turns.theirs), 1e6 / turns.last[1]
+        one = [turn.seconds for turn in turns.ours]
+        other = [turn.seconds for turn in turns.theirs["hand"]]
+        micro = 1e6 / sum(turn.items for turn in turns.theirs["hand"])
         note = "  (warm-up, not counted)" if number == 0 else ""
         print(
-            f"round {number}: hand {hand * micro:7.1f} us/step  runner {runner * micro:7.1f} us/step  "
-            f"{runner / hand:.3f}x  load {os.getloadavg()[0]:.1f}{note}",
+            f"round {number}: hand {sum(other) * micro:7.1f} us/step  runner {sum(one) * micro:7.1f} us/step  "
+            f"{sum(one) / sum(other):.3f}x  load {os.getloadavg()[0]:.1f}{note}",
             flush=True,
         )
         if number:
-            ours += turns.ours
-            theirs += turns.theirs
+            ours += one
+            theirs += other
     low, high = interval(ours, theirs)
     epochs = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
     print(f"runner / hand {sum(ours) / sum(theirs):.3f} ({low:.3f} to {high:.3f}, {len(ours)} pairs of epochs); "

@@ -139,7 +139,7 @@ def _model_faults(config: RunConfig) -> Iterator[str]:
         return
     for name, choices in known.items():
         value = model.get(name, choices[0])
-        if value not in choices:
+        if str(value) not in choices:
             yield f"model.{name}={value}: must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
     dropout = model.get("dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainrun.model.attention import KERNELS, causal_attention
+from trainrun.model.attention import causal_attention
 from trainrun.model.gpt import SIZES, Gpt
 from trainrun.model.lstm import Lstm
+from trainrun.model.names import GPT_SIZES, KERNELS
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 24}
 
@@ -90,6 +91,7 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
 
 
 def test_the_sizes_are_what_they_are_called() -> None:
+    assert tuple(SIZES) == GPT_SIZES
     for name in list(SIZES)[:-1]:
         with torch.device("meta"):
             network = Gpt(256, size=name)

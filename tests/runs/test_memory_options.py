@@ -44,7 +44,8 @@ TECHNIQUES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], f
         (*GPT, "trainer.accumulate_grad_batches=2"), (), ("trainer.gradient_checkpointing=0.5",), 0,
     ),
     "in backward": (
-        (*GPT, "trainer.nan_policy=ignore", "trainer.out_of_memory=stop"), ("trainer.ema.enabled=true",), IN_BACKWARD, 0,
+        (*GPT, "trainer.nan_policy=ignore", "trainer.out_of_memory=stop"), ("trainer.ema.enabled=true",),
+        IN_BACKWARD, 0,
     ),
     "loss in chunks": (GPT, (), ("task.loss_chunks=5",), 1e-5),
     "master weights": ((*GPT, "precision=bf16-true"), (), ("precision.master_weights=true",), 0.05),

@@ -33,6 +33,7 @@ class Layouts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, 1, 1, 1))
         self.seen: list[bool] = []
 
     def forward(self, *inputs: Tensor) -> None:
@@ -84,3 +85,8 @@ def test_a_model_without_pictures_stays_as_it_is() -> None:
     plain = Mlp([6], 3, hidden=[4])
     x = torch.randn(5, 6)
     assert torch.equal(channels_last(copy.deepcopy(plain))(x), plain(x))
+
+
+def test_a_model_without_pictures_pays_nothing() -> None:
+    model = channels_last(Mlp([1, 8, 8], 10))
+    assert not model._forward_pre_hooks

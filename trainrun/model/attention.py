@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-KERNELS = ("auto", "flash", "fp32", "plain", "math")
 HALF_TYPES = (torch.float16, torch.bfloat16)
 NARROW_HEAD = 64
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from trainrun.model.attention import KERNELS, causal_attention
+from trainrun.model.attention import causal_attention
 from trainrun.model.layers import checked_count
+from trainrun.model.names import GPT_SIZES, KERNELS, POSITIONS
 
 # layers, width, heads; the numbers are parameters with 256 tokens, the last one's with 50,257
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -19,7 +20,6 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "25M": (8, 512, 8),
     "124M": (12, 768, 12),
 }
-POSITIONS = ("rotary", "learned")
 ROTARY_BASE = 10_000.0
 
 
@@ -86,7 +86,7 @@ class Gpt(nn.Module):
         attention: str = "auto",
     ) -> None:
         super().__init__()
-        check_known("size", size, tuple(SIZES))
+        check_known("size", size, GPT_SIZES)
         layers, width, heads = (
             given or usual for given, usual in zip((layers, width, heads), SIZES[size], strict=True)
         )

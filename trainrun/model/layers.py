@@ -17,14 +17,16 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class Residual(nn.Module):
-    """`x + branch(x)`."""
+    """`x + branch(x)`, or `shortcut(x) + branch(x)` where the branch changes the shape."""
 
-    def __init__(self, branch: nn.Sequential) -> None:
+    def __init__(self, branch: nn.Sequential, shortcut: nn.Module | None = None) -> None:
         super().__init__()
         self.branch = branch
+        self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x)  # type: ignore[no-any-return]
+        kept = x if self.shortcut is None else self.shortcut(x)
+        return kept + self.branch(x)  # type: ignore[no-any-return]
 
     def last_parameters(self) -> list[nn.Parameter]:
         """Of the last layer that has any: with all of them zero, the block is the identity."""

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.model.layers import checked_count, dropout_layers
-
-OUTPUTS = ("each", "last")
+from trainrun.model.names import OUTPUTS
 
 
 class Lstm(nn.Module):

@@ -5,7 +5,8 @@ A batch is a tuple or list `(inputs, target)`, or a dict with one key of each li
     target: target, targets, y, label, labels
 
 A dict of sequences may also have attention_mask (B, T), and of several in a row segment_ids and
-position_ids (B, T): the model gets those that its `forward` names, as keyword arguments.
+position_ids (B, T), and any batch noise (B, n): the model gets those that its `forward` names, as keyword
+arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from trainrun.errors import DataError, PluginError
 
 INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids")
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
-MODEL_KEYS = ("attention_mask", "segment_ids", "position_ids")
+MODEL_KEYS = ("attention_mask", "segment_ids", "position_ids", "noise")
 IGNORED = -100  # torch's ignore_index
 HALF_TYPES = (torch.float16, torch.bfloat16)
 

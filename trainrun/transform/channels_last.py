@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 
 def channels_last(model: nn.Module) -> nn.Module:
-    """Changes the model in place, before parameters are aliased anywhere (flat buffers, DDP)."""
+    """Changes the model in place, before parameters are aliased anywhere (flat buffers, DDP).
+
+    A model without 4-D weights stays as it is: no call of it pays for the look at its inputs.
+    """
+    if all(parameter.ndim != 4 for parameter in model.parameters()):
+        return model
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.register_forward_pre_hook(_convert_inputs)
     return model

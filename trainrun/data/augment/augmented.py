@@ -17,8 +17,8 @@ class Augmentation(Protocol):
     """`(batch, draws) -> batch`: the data of a micro-batch on the device, and its random numbers.
 
     It must leave the tensors that it gets as they are: they may belong to the data set. Randomness comes
-    from `draws` alone. An attribute `random = False` says that it draws nothing and belongs to evaluation
-    too; without it, it is applied in training only.
+    from `draws` alone. An attribute `random = False` says that it belongs to evaluation too, where its
+    draws are always those of epoch 0; without it, it is applied in training only.
     """
 
     def __call__(self, batch: Any, draws: Draws) -> Any: ...

@@ -1,0 +1,60 @@
+"""A tiny step with two busy processes beside it, and without: `bench_speed.py mlp_busy`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import bench_kit
+
+MUST = 2.5
+
+
+@contextmanager
+def neighbours(number: int = 2) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that compute without end, stopped until they are told to go on."""
+    found = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        wake(found, False)
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.wait()
+
+
+def wake(found: list[subprocess.Popen[bytes]], awake: bool) -> None:
+    for process in found:
+        os.kill(process.pid, signal.SIGCONT if awake else signal.SIGSTOP)
+
+
+def alternating(found: list[subprocess.Popen[bytes]]) -> bench_kit.Hand:
+    """In the place of a hand-written loop: quiet epochs and busy ones in turn, a quiet one first."""
+    yield 0.0, 0.0
+    awake = False
+    while True:
+        awake = not awake
+        wake(found, awake)
+        yield 0.0, 0.0
+
+
+def busy(rounds: int, words: list[str], epochs: int = 40) -> None:
+    """Threads are the runner's choice: that is what is measured."""
+    words = ["model.hidden=[128]", f"trainer.max_epochs={epochs}", "monitor.plots=false", *words]
+    ratios: list[float] = []
+    for number in range(rounds + 1):
+        with neighbours() as found, tempfile.TemporaryDirectory() as folder, bench_kit.silence():
+            turns = bench_kit.one_round(
+                words, Path(folder), lambda _, found=found: {"noise": alternating(found)}
+            ).turns
+        quiet, loud = ([turn.seconds for turn in turns.ours[first:-1:2]] for first in (2, 3))
+        if number:
+            ratios += [one / other for one, other in zip(loud, quiet, strict=False)]
+        print(f"round {number}: val/loss {turns.ours[-1].loss:.5f}; {bench_kit.machine()}", flush=True)
+    print(f"mlp_busy: busy / quiet, in time: {bench_kit.spread(ratios)}, must be {MUST} or less")

@@ -1,0 +1,183 @@
+"""What the benchmarks against hand-written loops share: turns in one process, and ratios with intervals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from trainrun import loop
+from trainrun.build import Site, build_parts
+from trainrun.compose import compose_run
+from trainrun.ledger import Ledger
+from trainrun.listeners import Listeners
+from trainrun.parallel.single import Single
+from trainrun.parts import Parts
+from trainrun.randomness import derive_seed, seed_everything
+from trainrun.rundir import RunDir
+from trainrun.runner import new_run
+from trainrun.signals import StopFlag
+from trainrun.state import TrainState
+
+SEED = 42
+
+
+class Turn(NamedTuple):
+    """What one side did until it was the other's turn. items: what the loss was averaged over."""
+
+    seconds: float
+    loss: float
+    items: float = 0.0
+
+
+Hand = Iterator[tuple[float, float]]  # loss and items since the last turn; the first `next` builds
+
+
+class TakesTurns:
+    """A monitor: whenever the runner has done its part, every hand-written loop does the same.
+
+    at: `eval`, where both validate, or `step`: log points, without the validation of either.
+    """
+
+    def __init__(self, hands: Mapping[str, Hand], state: TrainState, at: str, threads: int | None) -> None:
+        self.hands, self.state, self.at, self.threads = dict(hands), state, at, threads
+        self.ours: list[Turn] = []
+        self.theirs: dict[str, list[Turn]] = {name: [] for name in hands}
+        self.mark = self.items = 0.0
+
+    def on_start(self, facts: object, step: int) -> None:
+        for hand in self.hands.values():
+            next(hand)
+
+    def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        if self.at == "step":
+            self._turn(row["train/loss"])
+
+    def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        if self.at == "eval":
+            self._turn(row["val/loss"])
+        self.mark = time.perf_counter()
+
+    def _turn(self, loss: float) -> None:
+        self.ours.append(Turn(time.perf_counter() - self.mark, loss, self.state.items - self.items))
+        self.items = self.state.items
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads or threads)
+        for name, hand in self.hands.items():
+            started = time.perf_counter()
+            found = next(hand)
+            self.theirs[name].append(Turn(time.perf_counter() - started, *found))
+        torch.set_num_threads(threads)
+        self.mark = time.perf_counter()
+
+    def on_note(self, text: str) -> None: ...
+
+    def on_end(self, summary: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Round(NamedTuple):
+    turns: TakesTurns
+    parts: Parts
+    state: TrainState
+
+
+def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[str, Hand]], at: str = "eval",
+              threads: int | None = None) -> Round:  # fmt: skip
+    """The runner's `loop.fit` with all that its config switches on, and the hand-written loops in its pauses.
+
+    threads: of the hand-written loops; None: as many as the runner takes.
+    """
+    composition = compose_run([*words, f"seed={SEED}", f"output_dir={folder / 'run'}"])
+    config = composition.config
+    run = new_run(composition, words)
+    ledger = Ledger()
+    listeners = Listeners(run, config, ledger)
+    monitors = list(listeners.monitors)
+    site = Site(
+        run,
+        "bench",
+        Single(torch.device("cpu")),
+        StopFlag(),
+        monitors,
+        listeners.on_position,
+        listeners.on_log,
+        ledger=ledger,
+    )
+    before = torch.get_num_threads()
+    try:
+        seed_everything(derive_seed(SEED))
+        parts, facts = build_parts(config, site)
+        state = TrainState()
+        turns = TakesTurns(hands(parts), state, at, threads)
+        monitors.append(turns)
+        listeners.attach(parts, state)
+        parts.cadence.start(state)
+        seed_everything(derive_seed(SEED))
+        parts.board.on_start(facts, state)
+        turns.mark = time.perf_counter()
+        loop.fit(parts, state)
+        parts.checkpoints.close()  # what is still being written counts
+        if at == "eval":  # the best and the last checkpoint
+            last = turns.ours.pop()
+            turns.ours.append(last._replace(seconds=last.seconds + time.perf_counter() - turns.mark))
+        return Round(turns, parts, state)
+    finally:
+        listeners.close()
+        torch.set_num_threads(before)
+
+
+def built(words: list[str]) -> Parts:
+    """Parts for their data and model; nothing is trained or written with them."""
+    composition = compose_run([*words, f"seed={SEED}"])
+    site = Site(RunDir(Path("nowhere")), "bench", Single(torch.device("cpu")), StopFlag(), [])
+    return build_parts(composition.config, site)[0]
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing that is printed inside is seen, whoever prints it."""
+    stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(null)
+        os.close(stdout)
+
+
+def bootstrap(values: list[float]) -> tuple[float, float]:
+    """95 % of the median, by resampling."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(1000))
+    return medians[25], medians[974]
+
+
+def spread(values: list[float]) -> str:
+    low, high = bootstrap(values)
+    return f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f}, {len(values)} pairs)"
+
+
+def machine() -> str:
+    """One line for every table: without it a ratio says nothing."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+    kinds = [
+        kind for kind in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if any(kind in line for line in lines)
+    ]
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return f"{name} ({', '.join(kinds[:2])}), {os.cpu_count()} cores, torch {torch.__version__}, Python " \
+           f"{platform.python_version()}, load {load}"  # fmt: skip

@@ -1,0 +1,63 @@
+"""Noise beside the inputs: normal, and of the sample alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainrun.data.augment.augmented import NamedAugmentation, augmented
+from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.noise import LatentNoise
+from trainrun.errors import ConfigError, DataError
+
+
+def noise_of(indices: torch.Tensor, epoch: int = 0, seed: int = 1) -> torch.Tensor:
+    return LatentNoise(3)(torch.zeros(len(indices), 2), Draws(seed, epoch, indices))["noise"]
+
+
+def test_the_numbers_are_normal() -> None:
+    values = noise_of(torch.arange(1 << 15)).double().flatten()
+    n = values.numel()
+    assert abs(values.mean()) * math.sqrt(n) < 4
+    assert abs(values.var() - 1) * math.sqrt(n / 2) < 4
+    assert abs((values**4).mean() - 3) * math.sqrt(n / 96) < 4
+    assert torch.isfinite(values).all()
+    ordered = values.sort().values
+    expected = 0.5 * (1 + torch.erf(ordered / math.sqrt(2)))
+    distance = (expected - torch.arange(1, n + 1) / n).abs().max()
+    assert distance * math.sqrt(n) < 2  # Kolmogorov and Smirnov: 1.36 is 5 %
+
+
+def test_they_depend_on_seed_epoch_and_sample_alone() -> None:
+    whole, other = noise_of(torch.arange(10)), torch.tensor([7, 2])
+    assert torch.equal(noise_of(other), whole[other])
+    assert not torch.equal(noise_of(other, epoch=1), whole[other])
+    assert not torch.equal(noise_of(other, seed=2), whole[other])
+    assert len(whole.flatten().unique()) == 30
+
+
+def test_every_form_of_a_batch_keeps_its_parts() -> None:
+    x, y, draws = torch.zeros(2, 4), torch.ones(2), Draws(0, 0, torch.arange(2), float_dtype=torch.float64)
+    add = LatentNoise(3)
+    assert list(add(x, draws)) == ["input", "noise"]
+    assert list(add((x, y), draws)) == ["input", "target", "noise"]
+    given = {"image": x, "label": y}
+    assert list(add(given, draws)) == ["image", "label", "noise"]
+    assert list(given) == ["image", "label"]
+    assert add(x, draws)["noise"].dtype is torch.float64
+    with pytest.raises(DataError, match="this batch is a int"):
+        add(3, draws)
+
+
+def test_it_is_there_in_evaluation_too() -> None:
+    named = [NamedAugmentation("data.augment.noise", LatentNoise(3), LatentNoise.random)]
+    stream = object()
+    assert augmented(stream, named, 0, False, torch.float32) is not stream  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "size=0: must be 1"), (None, "has no latent_dim")])
+def test_wrong_sizes_are_refused(size: int | None, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LatentNoise(size)

@@ -1,0 +1,96 @@
+"""The reference models in whole runs: exact divisions of a batch, resume, 16 bits, and every preset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import trainrun as package
+from trainrun.cli import main
+from trainrun.compose import compose_run
+from trainrun.config import conf_dir, options
+
+QUIET = [
+    "monitor.plots=false",
+    "monitor.progress_bar=false",
+    "monitor.hardware=false",
+    "trainer.num_threads=1",
+]
+TEXT = ["data=text", "data.train.max_bytes=60000", "data.train.block_size=32", "task=language_modeling"]
+MODELS = {
+    "mlp": [],
+    "cnn": ["model.width=4"],
+    "resnet": ["model.width=4"],
+    "vae": ["task=vae", "model.width=4", "model.hidden=[16]"],
+    "gpt": [*TEXT, "model.layers=1", "model.width=32", "model.heads=2"],
+    "lstm": [*TEXT, "model.width=16"],
+}
+VAE = ["model=vae", *MODELS["vae"], "optimizer=sgd", "optimizer.lr=1e-3", *QUIET]
+
+
+def weights(folder: Path | str) -> torch.Tensor:
+    return torch.cat(
+        [p.detach().double().flatten() for p in package.load_model(folder, which="last").parameters()]
+    )
+
+
+def trained(*words: str) -> torch.Tensor:
+    return weights(package.train(*words).folder)
+
+
+def test_micro_batches_and_ranks_of_a_vae_equal_one_big_batch(workdir: Path) -> None:
+    words = [*VAE, "precision=64", "trainer.max_epochs=2", "trainer.limit_train_batches=1.0"]
+    whole = trained(*words, "data.batch_size=128")
+    tolerance = {"rtol": 0.0, "atol": 1e-12}
+    parts = trained(*words, "data.batch_size=32", "trainer.accumulate_grad_batches=4")
+    torch.testing.assert_close(parts, whole, **tolerance)
+    ranks = trained(*words, "data.batch_size=64", "parallel=ddp", "parallel.devices=2")
+    torch.testing.assert_close(ranks, whole, **tolerance)
+    other = trained(*words, "data.batch_size=128", "seed=43")
+    assert not torch.allclose(other, whole)
+
+
+def test_the_bound_of_a_vae_does_not_depend_on_how_it_is_validated(workdir: Path) -> None:
+    run = package.train(*VAE, "precision=64", "trainer.max_steps=3")
+    found = [row for row in run.metrics if row["kind"] == "eval"][-1]
+    again = package.train(*VAE, "precision=64", "trainer.max_steps=3", "data.val_batch_size=7")
+    row = [row for row in again.metrics if row["kind"] == "eval"][-1]
+    for name in ("val/loss", "val/kl", "val/reconstruction"):
+        assert row[name] == pytest.approx(found[name], rel=1e-12)
+    assert found["val/loss"] == pytest.approx(found["val/kl"] + found["val/reconstruction"])
+
+
+@pytest.mark.parametrize("model", ["resnet", "vae"])
+@pytest.mark.parametrize("precision", ["32", "bf16"])
+def test_a_resumed_run_ends_with_the_same_bits(workdir: Path, model: str, precision: str) -> None:
+    words = [f"model={model}", *MODELS[model], *QUIET, f"precision={precision}", "data.batch_size=64"]
+    assert main([*words, "trainer.max_steps=30", "output_dir=whole"]) == 0
+    assert main([*words, "trainer.max_steps=26", "output_dir=halves"]) == 0  # in the midst of an epoch
+    assert main(["resume", "halves", "trainer.max_steps=30"]) == 0
+    assert torch.equal(weights("whole"), weights("halves"))
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16"])
+def test_they_learn(workdir: Path, precision: str) -> None:
+    quick = [*QUIET, f"precision={precision}", "model.width=8"]
+    resnet = package.train("model=resnet", "trainer.max_epochs=2", *quick)
+    assert resnet.status["value"] > 0.7
+    vae = package.train("model=vae", "task=vae", "task.beta=0.1", "trainer.max_epochs=5", *quick)
+    rows = [row for row in vae.metrics if row["kind"] == "eval"]
+    assert rows[-1]["val/loss"] < 0.8 * rows[0]["val/loss"]
+    assert rows[-1]["val/kl"] > 1  # the code says something
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("preset", options("preset", [conf_dir()]))
+def test_every_preset_trains_every_model(workdir: Path, preset: str, model: str) -> None:
+    words = [f"preset={preset}", f"model={model}", *MODELS[model], *QUIET]
+    run = package.train(*words, "trainer.max_steps=1", "trainer.limit_val_batches=1")
+    assert (run.status["state"], run.status["step"]) == ("done", 1)
+    config = compose_run(words).config
+    fast = preset in ("fast", "max-perf")
+    assert (config.precision.mode, config.trainer.channels_last) == (
+        "bf16-mixed" if fast or preset == "memory-limited" else "32-true", fast,
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""Noise beside the inputs: what a model draws at random, as a function of seed, epoch and sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from trainrun.data.augment.draws import Draws
+from trainrun.errors import ConfigError, DataError
+
+
+class LatentNoise:
+    """The batch becomes a dict with `noise` (B, size), standard normal, for a `forward` that names it.
+
+    A model that draws from torch's generator itself draws other numbers when a batch is divided into
+    micro-batches or among ranks; these stay. In evaluation a sample has the same noise every time.
+    ConfigError: size not given (its default is the model's `latent_dim`), or below 1.
+    """
+
+    random = False  # a bound that is validated needs its noise too
+
+    def __init__(self, size: int | None) -> None:
+        if size is None:
+            raise ConfigError(
+                "size=null: the model has no latent_dim; use model=vae, or say how many numbers it draws"
+            )
+        if size < 1:
+            raise ConfigError(f"size={size}: must be 1 or more")
+        self.size = size
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        noise = draws.normal("noise", self.size)
+        if isinstance(batch, dict):
+            return batch | {"noise": noise}
+        if isinstance(batch, Tensor):
+            return {"input": batch, "noise": noise}
+        if isinstance(batch, tuple | list) and len(batch) in (1, 2):
+            return dict(zip(("input", "target"), batch, strict=False)) | {"noise": noise}
+        raise DataError(
+            f"needs inputs, (inputs, target) or a dict, and this batch is a {type(batch).__name__}"
+        )

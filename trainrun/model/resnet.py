@@ -1,0 +1,102 @@
+"""Residual networks for pictures of any size (He et al., 2015, arXiv:1512.03385)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.model.cnn import checked_picture
+from trainrun.model.init import initialize
+from trainrun.model.layers import Residual, checked_count, checked_sizes, dropout_layers, norm_layers
+from trainrun.model.names import RESNET_SIZES, STEMS
+
+# blocks of the four stages, and whether a block is a bottleneck
+SIZES: dict[str, tuple[tuple[int, ...], bool]] = {
+    "18": ((2, 2, 2, 2), False),
+    "34": ((3, 4, 6, 3), False),
+    "50": ((3, 4, 6, 3), True),
+}
+BOTTLENECK = 4  # how many times wider than its middle a bottleneck ends
+LARGE_SIDE = 96  # from here on `auto` takes the stem that leaves a sixteenth of the places
+
+
+class ResNet(nn.Module):
+    """Pictures (B, *in_shape) with in_shape (C, H, W) become logits (B, num_classes).
+
+    size: 18, 34 or 50. blocks: how many in each stage, in place of those of the size; every stage after the
+        first halves the picture and doubles the channels. width: channels of the first stage.
+    stem: `small` keeps the size (3 x 3, for CIFAR); `large` leaves a quarter of each side (7 x 7 and
+        pooling, for ImageNet); `auto` is large from 96 x 96 on. Bottlenecks stride in their 3 x 3.
+    zero_init_residual: every block begins as its shortcut (Goyal et al., 2017, arXiv:1706.02677).
+    ValueError: unknown names, sizes below 1.
+    """
+
+    def __init__(
+        self,
+        in_shape: Sequence[int],
+        num_classes: int,
+        size: int | str = 18,
+        blocks: Sequence[int] | None = None,
+        width: int = 64,
+        stem: str = "auto",
+        norm: str = "batch",
+        dropout: float = 0.0,
+        zero_init_residual: bool = True,
+        init: str = "he",
+    ) -> None:
+        channels, rows, columns = checked_picture(in_shape)
+        if str(size) not in SIZES:
+            raise ValueError(f"size={size} is not known; choose {', '.join(RESNET_SIZES)}")
+        if stem not in STEMS:
+            raise ValueError(f"stem={stem} is not known; choose {', '.join(STEMS)}")
+        usual, bottleneck = SIZES[str(size)]
+        stages = usual if blocks is None else checked_sizes("blocks", blocks)
+        inside = checked_count("width", width)
+        large = stem == "large" or (stem == "auto" and min(rows, columns) >= LARGE_SIDE)
+        super().__init__()
+        layers = stem_layers(channels, inside, norm, large)
+        outside = inside
+        for stage, count in enumerate(stages):
+            for number in range(count):
+                stride = 2 if stage and not number else 1
+                layers += block(outside, inside << stage, stride, norm, bottleneck)
+                outside = (inside << stage) * (BOTTLENECK if bottleneck else 1)
+        self.layers = nn.Sequential(*layers)
+        self.drop = nn.Sequential(*dropout_layers(dropout))
+        self.head = nn.Linear(outside, checked_count("num_classes", num_classes))
+        initialize(self, init, zero_init_residual)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as in the Cnn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.layers(x).mean((2, 3))))  # type: ignore[no-any-return]
+
+
+def stem_layers(channels: int, width: int, norm: str, large: bool) -> list[nn.Module]:
+    layers = [*conv(channels, width, 7 if large else 3, 2 if large else 1, norm), nn.ReLU(inplace=True)]
+    return [*layers, nn.MaxPool2d(3, stride=2, padding=1)] if large else layers
+
+
+def block(channels: int, width: int, stride: int, norm: str, bottleneck: bool) -> list[nn.Module]:
+    """Two convolutions, or three of which the outer ones are 1 x 1, beside a shortcut."""
+    wide = width * BOTTLENECK if bottleneck else width
+    if bottleneck:
+        branch = [*conv(channels, width, 1, 1, norm), nn.ReLU(inplace=True)]
+        branch += [
+            *conv(width, width, 3, stride, norm),
+            nn.ReLU(inplace=True),
+            *conv(width, wide, 1, 1, norm),
+        ]
+    else:
+        branch = [*conv(channels, width, 3, stride, norm), nn.ReLU(inplace=True)]
+        branch += conv(width, wide, 3, 1, norm)
+    same = stride == 1 and channels == wide
+    shortcut = None if same else nn.Sequential(*conv(channels, wide, 1, stride, norm))
+    return [Residual(nn.Sequential(*branch), shortcut), nn.ReLU(inplace=True)]
+
+
+def conv(channels: int, next_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
+    """A convolution and its norm; a bias only where there is no norm."""
+    layer = nn.Conv2d(channels, next_channels, kernel, stride, kernel // 2, bias=norm == "none")
+    return [layer, *norm_layers(norm, next_channels, images=True)]

@@ -1,0 +1,115 @@
+"""A variational autoencoder (Kingma and Welling, 2013, arXiv:1312.6114), of convolutions or dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.model.init import initialize
+from trainrun.model.layers import checked_count, checked_sizes
+from trainrun.model.names import BODIES
+
+SMALLEST_SIDE = 8  # of pictures for which `auto` takes convolutions
+FIRST_CODE = 0.1  # how large the code is at the start, against what `init` makes of it
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class VaeOutput(NamedTuple):
+    """What the task `vae` reads; a network of one's own may return a plain tuple of the same three.
+
+    reconstruction: as the inputs. mean, log_var: of the code of each sample, (B, latent_dim).
+    """
+
+    reconstruction: Tensor
+    mean: Tensor
+    log_var: Tensor
+
+
+class Vae(nn.Module):
+    """Inputs (B, *in_shape) become their reconstruction, through a random code of `latent_dim` numbers.
+
+    body: `conv` halves pictures (C, H, W) twice, `mlp` takes any shape, `auto` is conv for pictures from
+        8 x 8 on. width: channels of the first convolution. hidden: of the dense layers, from the data to
+        the code; the decoder mirrors them.
+    ValueError: unknown names, sizes below 1, convolutions over what is no picture.
+    """
+
+    def __init__(
+        self,
+        in_shape: Sequence[int],
+        latent_dim: int = 16,
+        body: str = "auto",
+        width: int = 32,
+        hidden: Sequence[int] = (256,),
+        init: str = "he",
+    ) -> None:
+        shape = checked_sizes("in_shape", in_shape)
+        if body not in BODIES:
+            raise ValueError(f"body={body} is not known; choose {', '.join(BODIES)}")
+        if body == "conv" and (len(shape) != 3 or min(shape[1:]) < 4):
+            raise ValueError(
+                f"body=conv: in_shape={list(shape)} is no picture of 4 x 4 or more; use body=mlp"
+            )
+        convolves = body == "conv" or (body == "auto" and len(shape) == 3 and min(shape[1:]) >= SMALLEST_SIDE)
+        code = checked_count("latent_dim", latent_dim)
+        sizes = checked_sizes("hidden", hidden)
+        super().__init__()
+        if convolves:
+            self.encoder, self.decoder = conv_layers(shape, code, checked_count("width", width), sizes)
+        else:
+            self.encoder, self.decoder = dense_layers(shape, code, sizes)
+        initialize(self, init)
+        with torch.no_grad():  # codes begin near their prior; at full size exp(log_var) explodes
+            self.encoder[-1].get_parameter("weight").mul_(FIRST_CODE)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as in the Cnn
+
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> VaeOutput:
+        """noise: (B, latent_dim), standard normal. Without it, training draws from torch's generator, and
+        evaluation decodes the mean."""
+        code = self.encoder(x)
+        if code.dtype in HALF_TYPES:
+            code = code.float()  # the variance is an exponential
+        mean, log_var = code.chunk(2, dim=1)
+        if noise is None and self.training:
+            noise = torch.randn_like(mean)
+        drawn = mean if noise is None else mean + (0.5 * log_var).exp() * noise
+        return VaeOutput(self.decoder(drawn), mean, log_var)
+
+
+def dense_layers(
+    shape: tuple[int, ...], code: int, hidden: tuple[int, ...]
+) -> tuple[nn.Sequential, nn.Sequential]:
+    encoder = [nn.Flatten(), *stack([prod(shape), *hidden]), nn.Linear(hidden[-1], 2 * code)]
+    decoder = [*stack([code, *hidden[::-1]]), nn.Linear(hidden[0], prod(shape)), nn.Unflatten(1, shape)]
+    return nn.Sequential(*encoder), nn.Sequential(*decoder)
+
+
+def conv_layers(
+    shape: tuple[int, ...], code: int, width: int, hidden: tuple[int, ...]
+) -> tuple[nn.Sequential, nn.Sequential]:
+    """The decoder enlarges by repetition before each convolution: no pattern of transposed ones, any size."""
+    channels, rows, columns = shape
+    half = ((rows + 1) // 2, (columns + 1) // 2)
+    middle = (2 * width, (half[0] + 1) // 2, (half[1] + 1) // 2)
+    encoder = [
+        nn.Conv2d(channels, width, 3, stride=2, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.ReLU(inplace=True),
+        nn.Flatten(), *stack([prod(middle), *hidden]), nn.Linear(hidden[-1], 2 * code),
+    ]  # fmt: skip
+    decoder = [
+        *stack([code, *hidden[::-1], prod(middle)]), nn.Unflatten(1, middle),
+        nn.Upsample(half), nn.Conv2d(2 * width, width, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Upsample((rows, columns)), nn.Conv2d(width, channels, 3, padding=1),
+    ]  # fmt: skip
+    return nn.Sequential(*encoder), nn.Sequential(*decoder)
+
+
+def stack(sizes: Sequence[int]) -> list[nn.Module]:
+    return [
+        layer for now, after in pairwise(sizes) for layer in (nn.Linear(now, after), nn.ReLU(inplace=True))
+    ]
