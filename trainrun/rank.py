@@ -19,6 +19,7 @@ from trainrun.audition import choose_engine
 from trainrun.backends import kept_backends
 from trainrun.build import Site, build_parts
 from trainrun.checkpoint.resume import resolve
+from trainrun.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.compose import load_config
 from trainrun.config import RunConfig
 from trainrun.eager import unloaded_compiler
@@ -72,6 +73,7 @@ def train(
         if listeners is not None:
             closing.callback(listeners.close)
         closing.enter_context(kept_backends())
+        closing.enter_context(kept_collector())
         if config.trainer.compile.enabled is False:
             closing.enter_context(unloaded_compiler())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
@@ -100,6 +102,9 @@ def train(
             run.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on
             note_data(run, parts)
             listeners.attach(parts, state)
+        collect_as_usual()
+        if config.trainer.python_gc == "between_steps":
+            collect_between_steps()
         parts.cadence.start(state)
         parts.board.on_start(facts, state)
         state = run_loop(parts, state)

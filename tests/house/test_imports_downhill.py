@@ -26,7 +26,7 @@ FLOORS = {
     2: ["config", "checks", "words", "explain", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
     1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment",
         "optimizer/", "scheduler/"],
-    0: ["errors", "usercode", "eager", "model/", "transform/"],
+    0: ["errors", "usercode", "eager", "collector", "model/", "transform/"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli", "commands": "cli", "help": "cli"}  # the verbs and their help are part of cli
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it
