@@ -30,8 +30,11 @@ class Mark:
     def on_note(self, text): ...
 """
 RUN = [
-    "monitor=none", "monitor.log_every_n_steps=1", "monitor.listeners.mark._target_=mark.Mark", "checkpoint.enabled=false",
-]  # fmt: skip
+    "monitor=none",
+    "monitor.log_every_n_steps=1",
+    "monitor.listeners.mark._target_=mark.Mark",
+    "checkpoint.enabled=false",
+]
 COMMANDS = {
     "import torch": ["-c", "import torch"],
     "first step": ["-m", "trainrun", *RUN],
@@ -54,7 +57,9 @@ def seconds(command: list[str], folder: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as name:
@@ -69,7 +74,9 @@ def main() -> None:
     torch_alone = times["import torch"]
     for key, found in times.items():
         ratio = statistics.median(one / base for one, base in zip(found, torch_alone, strict=True))
-        print(f"{key:14} {statistics.median(found):.3f} s   {ratio:.2f}x import torch   (fastest {min(found):.3f} s)")
+        print(
+            f"{key:14} {statistics.median(found):.3f} s   {ratio:.2f}x import torch   (fastest {min(found):.3f} s)"
+        )
 
 
 if __name__ == "__main__":

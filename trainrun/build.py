@@ -111,7 +111,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     default_metric = default_monitor(task, val is not None)
     checkpoints = Checkpoints(
         site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
-        fingerprint(config, site.parallel), board.note, before_commit=site.before_commit,
+        lambda: fingerprint(config, site.parallel), board.note, before_commit=site.before_commit,
     )  # fmt: skip
     cadence = Cadence(
         Limits(config.trainer.max_steps, config.trainer.max_epochs, parse_seconds(config.trainer.max_time)),

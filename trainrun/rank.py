@@ -49,6 +49,7 @@ from trainrun.showcase import show
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
 from trainrun.status import write_status
+from trainrun.threads import choose_threads
 
 # of torch's linear and convolution layers
 WHOLE_INPUTS = re.compile(
@@ -90,9 +91,9 @@ def train(
             if stream is not None:
                 closing.callback(stream.close)
         check_monitors(parts)
-        choice = choose_engine(parts)
-        lines = [line for line in (choice, memory_line(parts)) if line]
-        facts = replace(facts, choices=(*facts.choices, *lines))
+        recorded = read_identity(run).get("num_threads", torch.get_num_threads() if resume else None)
+        lines = [choose_threads(parts, recorded), choose_engine(parts), memory_line(parts)]
+        facts = replace(facts, choices=(*facts.choices, *filter(None, lines)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt
@@ -100,7 +101,7 @@ def train(
         state = first_state(parts, run, config, resume)
         if listeners is not None:
             run.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on
-            note_data(run, parts)
+            note_choices(run, parts)
             listeners.attach(parts, state)
         collect_as_usual()
         if config.trainer.python_gc == "between_steps":
@@ -111,11 +112,12 @@ def train(
         return finish(parts, state, run, listeners, facts)
 
 
-def note_data(run: RunDir, parts: Parts) -> None:
-    """What the data said of itself, for `load_model`, which builds the model without the data."""
+def note_choices(run: RunDir, parts: Parts) -> None:
+    """The number of threads, for a resume; what the data said of itself, for `load_model`, which builds without it."""
     facts = parts.data_facts
     told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
-    write_json(run.identity, read_identity(run) | {"data": told})
+    threads = {"num_threads": torch.get_num_threads()} if parts.config.trainer.num_threads == "auto" else {}
+    write_json(run.identity, read_identity(run) | {"data": told} | threads)
 
 
 def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:

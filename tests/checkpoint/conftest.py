@@ -113,7 +113,7 @@ class Run:
             "run-1",
             KeepOptions(**defaults | options),
             self.parallel,
-            {"torch": torch.__version__},
+            lambda: {"torch": torch.__version__},
             self.notes.append,
             files=FileLayer(faults) if faults else None,
             clock=lambda: self.now,

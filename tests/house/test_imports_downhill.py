@@ -21,7 +21,7 @@ FLOORS = {
     6: ["runner", "rank", "restore", "external_run", "sweep/"],
     5: ["build", "plan", "backends", "listeners"],
     4: ["loop", "build_data", "build_model", "build_optimizer", "showcase", "rehearsal", "audition", "stage", "flops",
-        "forecast"],
+        "forecast", "threads"],
     3: ["parts", "retry", "window_start", "cadence", "compose", "status", "plots/"],
     2: ["config", "checks", "words", "explain", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
     1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment",

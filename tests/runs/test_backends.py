@@ -84,8 +84,5 @@ def test_flushed_runs_resume_bit_for_bit(workdir: object):
     whole = package.train(*words, "trainer.max_steps=60")
     half = package.train(*words, "trainer.max_steps=30")
     assert resume_run(half.files, ["trainer.max_steps=60"], []) == 0
-    pairs = zip(
-        whole.load_model("last").parameters(), half.load_model("last").parameters(), strict=True
-    )
+    pairs = zip(whole.load_model("last").parameters(), half.load_model("last").parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-

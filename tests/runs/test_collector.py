@@ -82,7 +82,11 @@ def test_a_failed_run_gives_the_collector_back(workdir: object, monkeypatch: pyt
 
 def test_cycles_of_a_users_model_do_not_pile_up(workdir: object):
     """Between validations, which collect whatever there is, log points do once there is enough."""
-    words = ("trainer.val_check_interval=10", "monitor.log_every_n_steps=10", f"trainer.max_steps={10 * STEPS}")
+    words = (
+        "trainer.val_check_interval=10",
+        "monitor.log_every_n_steps=10",
+        f"trainer.max_steps={10 * STEPS}",
+    )
     package.train(*SHORT, *words)
     assert EVERY <= max(most) < 10 * EVERY
 
@@ -125,5 +129,7 @@ def test_the_same_bits_either_way_and_after_a_resume(workdir: object):
 
 
 def test_another_word_is_refused():
-    with pytest.raises(package.TrainrunError, match=r"trainer\.python_gc=off: must be one of between_steps, automatic"):
+    with pytest.raises(
+        package.TrainrunError, match=r"trainer\.python_gc=off: must be one of between_steps, automatic"
+    ):
         package.train("trainer.python_gc=off")

@@ -73,7 +73,7 @@ class Checkpoints:
         run_id: str,
         options: KeepOptions,
         parallel: Parallel,
-        fingerprint: Mapping[str, Any],
+        fingerprint: Callable[[], Mapping[str, Any]],
         note: Callable[[str], None],
         files: FileLayer | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -197,7 +197,7 @@ class Checkpoints:
             world_size=self._parallel.world_size,
             kind=kind,
             metric=self._metric(state),
-            fingerprint=self._fingerprint,
+            fingerprint=self._fingerprint(),
             files={},
         )
         return Record(facts, build_part(self._parallel.rank, shared_tree, rank_tree))
