@@ -1,16 +1,33 @@
 """`python -m trainrun`, and what the installed command calls."""
 
+import os
 import sys
 
+from trainrun.collector import rest_while_starting
 from trainrun.signals import leave_at_interrupt
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def entry() -> None:
-    """Sees to an early Ctrl-C before the rest is imported."""
+    """Sees to an early Ctrl-C before the rest is imported, and to what is read when torch is."""
     leave_at_interrupt()
+    rest_while_starting()
+    wait_asleep()
     from trainrun.cli import main
 
     sys.exit(main())
+
+
+def wait_asleep() -> None:
+    """Threads that wait for each other sleep, unless the user set how they wait.
+
+    OpenMP's usual way is to spin, and where another process has taken the core of the one that is waited for,
+    this takes the core from it too: with two threads beside busy processes a step of 0.16 ms took 166 ms, and
+    0.3 ms asleep. Read when OpenMP is loaded, so set here, ahead of torch; ranks and workers inherit it.
+    """
+    if not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 if __name__ == "__main__":

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from trainrun.config import RunConfig
+from trainrun.errors import ConfigError
 from trainrun.host_memory import return_freed_memory
 from trainrun.interfaces import Parallel
 from trainrun.precision.amp import set_matmul
 
 SMALL_STEP_FLOP = 1e8  # forward and backward of one micro-batch: about half a millisecond on one core
+SMALLEST = 1e-40  # below the smallest float32 with all its bits
+ROUNDING = (
+    "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision",
+    "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision",
+)  # fmt: skip
 DENSE = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)
 
 
@@ -23,16 +30,58 @@ def kept_backends() -> Iterator[None]:
     """What `set_backends` and `set_threads` change is as before at the end: a notebook lives on."""
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, matmul = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
-    tf32 = torch.backends.cudnn.allow_tf32
+    benchmark, flush = torch.backends.cudnn.benchmark, flushes_denormal()
+    restore_rounding = kept_rounding()
     try:
         yield
     finally:
         set_deterministic(deterministic, warn_only)
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = tf32
+        if flush != flushes_denormal():
+            torch.set_flush_denormal(flush)
+        restore_rounding()
+
+
+def kept_rounding() -> Callable[[], None]:
+    """Puts back what float32 products may round to, in torch's two ways to say it (the newer since 2.9).
+
+    Torch refuses to read the older one where a user has set both.
+    """
+    older: str | None = None
+    tf32: bool | None = None
+    with suppress(RuntimeError):
+        older, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    newer = {name: attrgetter(name)(torch.backends) for name in ROUNDING if has_attribute(name)}
+
+    def restore() -> None:
+        if older is not None and tf32 is not None:
+            torch.set_float32_matmul_precision(older)
+            torch.backends.cudnn.allow_tf32 = tf32
+        for name, value in newer.items():
+            owner, _, attribute = name.rpartition(".")
+            if attrgetter(name)(torch.backends) != value:
+                setattr(attrgetter(owner)(torch.backends), attribute, value)
+
+    return restore
+
+
+def has_attribute(name: str) -> bool:
+    try:
+        attrgetter(name)(torch.backends)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def flushes_denormal() -> bool:
+    """Torch has a switch for it, and nothing that tells how it is set."""
+    return bool((torch.tensor(SMALLEST) * 1.0).view(torch.int32) == 0)
+
+
+def set_flush_denormal(wanted: bool) -> None:
+    if wanted and not torch.set_flush_denormal(True):
+        raise ConfigError("trainer.flush_denormal=true: this CPU cannot; leave it out")
 
 
 def set_deterministic(wanted: bool, warn_only: bool) -> None:
@@ -49,6 +98,7 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     set_deterministic(trainer.deterministic, warn_only=False)
     torch.backends.cudnn.benchmark = trainer.benchmark
+    set_flush_denormal(trainer.flush_denormal)
     notes = [set_matmul(config.precision.matmul, parallel.device)]
     if trainer.return_freed_memory:
         notes.append(return_freed_memory())

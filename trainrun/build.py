@@ -14,6 +14,7 @@ from trainrun.build_optimizer import SCHEDULE_KEYS, build_optimizer_of, build_sc
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
+from trainrun.collector import tidy
 from trainrun.config import RunConfig
 from trainrun.data.facts import facts_of
 from trainrun.data.memory import host_memory
@@ -108,14 +109,15 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     ema = Ema(
         model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps
     )
+    between = config.trainer.python_gc == "between_steps"
     board = Board(
         site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
-        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task),
+        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), tidy if between else None,
     )  # fmt: skip
     default_metric = default_monitor(task, val is not None)
     checkpoints = Checkpoints(
         site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
-        fingerprint(config, site.parallel), board.note, lambda: host_memory().free,
+        lambda: fingerprint(config, site.parallel), board.note, lambda: host_memory().free,
         before_commit=site.before_commit,
     )  # fmt: skip
     cadence = Cadence(

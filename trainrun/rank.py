@@ -14,11 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainrun import loop
 from trainrun.audition import choose_engine
 from trainrun.backends import kept_backends
 from trainrun.build import Site, build_parts
 from trainrun.checkpoint.resume import resolve
+from trainrun.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.compose import load_config
 from trainrun.config import RunConfig
 from trainrun.eager import unloaded_compiler
@@ -48,6 +51,7 @@ from trainrun.showcase import show
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
 from trainrun.status import write_status
+from trainrun.threads import choose_threads
 
 # of torch's linear and convolution layers
 WHOLE_INPUTS = re.compile(
@@ -72,6 +76,7 @@ def train(
         if listeners is not None:
             closing.callback(listeners.close)
         closing.enter_context(kept_backends())
+        closing.enter_context(kept_collector())
         if config.trainer.compile.enabled is False:
             closing.enter_context(unloaded_compiler())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
@@ -89,9 +94,9 @@ def train(
             if stream is not None:
                 closing.callback(stream.close)
         check_monitors(parts)
-        choice = choose_engine(parts)
-        lines = [line for line in (choice, memory_line(parts)) if line]
-        facts = replace(facts, choices=(*facts.choices, *lines))
+        recorded = read_identity(run).get("num_threads", torch.get_num_threads() if resume else None)
+        lines = [choose_threads(parts, recorded), choose_engine(parts), memory_line(parts)]
+        facts = replace(facts, choices=(*facts.choices, *filter(None, lines)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt
@@ -99,8 +104,11 @@ def train(
         state = first_state(parts, run, config, resume)
         if listeners is not None:
             run.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on
-            note_data(run, parts)
+            note_choices(run, parts)
             listeners.attach(parts, state)
+        collect_as_usual()
+        if config.trainer.python_gc == "between_steps":
+            collect_between_steps()
         parts.cadence.start(state)
         parts.checkpoints.start(parts, state)
         parts.board.on_start(facts, state)
@@ -115,11 +123,12 @@ def end_save(parts: Parts, kind: type[BaseException] | None) -> bool:
     return False  # the exception goes on
 
 
-def note_data(run: RunDir, parts: Parts) -> None:
-    """What the data said of itself, for `load_model`, which builds the model without the data."""
+def note_choices(run: RunDir, parts: Parts) -> None:
+    """The number of threads, for a resume; what the data said of itself, for `load_model`, which builds without it."""
     facts = parts.data_facts
     told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
-    write_json(run.identity, read_identity(run) | {"data": told})
+    threads = {"num_threads": torch.get_num_threads()} if parts.config.trainer.num_threads == "auto" else {}
+    write_json(run.identity, read_identity(run) | {"data": told} | threads)
 
 
 def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:

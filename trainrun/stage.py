@@ -98,6 +98,13 @@ class Stage:
             self._stream.close()
         return same_bits(batch.data, self._first)
 
+    def step_seconds(self) -> float:
+        """One more step, on the first batch of the first look."""
+        data = map_leaves(self._first, _cloned)
+        begin = self._clock()
+        self._step(data)
+        return self._since(begin)
+
     def _alone(self, candidate: Candidate) -> Alone:
         stream = self._stream.stream(candidate.name)
         batches = self._batches(stream)

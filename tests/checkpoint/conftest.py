@@ -116,7 +116,7 @@ class Run:
             "run-1",
             KeepOptions(**defaults | options),
             self.parallel,
-            {"torch": torch.__version__},
+            lambda: {"torch": torch.__version__},
             self.notes.append,
             lambda: self.free_bytes,
             files=FileLayer(faults) if faults else None,

@@ -21,13 +21,13 @@ FLOORS = {
     6: ["runner", "rank", "restore", "external_run", "sweep/"],
     5: ["build", "plan", "backends", "listeners"],
     4: ["loop", "build_data", "build_memory", "build_model", "build_optimizer", "showcase", "rehearsal", "audition",
-        "stage", "flops", "forecast"],
+        "stage", "flops", "forecast", "threads"],
     3: ["parts", "retry", "window_start", "cadence", "compose", "status", "plots/"],
     2: ["config", "checks", "memory_rules", "words", "explain", "data/", "task/", "precision/", "parallel/", "monitor/",
         "checkpoint/"],
     1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment",
         "optimizer/", "scheduler/"],
-    0: ["errors", "host_memory", "usercode", "eager", "model/", "transform/"],
+    0: ["errors", "host_memory", "usercode", "eager", "collector", "model/", "transform/"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli", "commands": "cli", "help": "cli"}  # the verbs and their help are part of cli
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it

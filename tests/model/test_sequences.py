@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainrun.model.attention import causal_attention
+from trainrun.model.attention import causal_attention, fastest_kernel, has_tiles
 from trainrun.model.gpt import SIZES, Gpt
 from trainrun.model.lstm import Lstm
 from trainrun.model.names import GPT_SIZES, KERNELS
@@ -77,6 +77,39 @@ def test_all_kernels_agree(dtype: torch.dtype, width: int) -> None:
         found = causal_attention(query.to(dtype), key.to(dtype), value.to(dtype), None, 0.0, kernel)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), exact, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "length", "tiles", "kernel"),
+    [
+        (torch.float32, 16, 64, False, "flash"),
+        (torch.float32, 16, 64, True, "flash"),
+        (torch.bfloat16, 32, 256, True, "plain"),
+        (torch.bfloat16, 64, 256, True, "flash"),
+        (torch.bfloat16, 64, 256, False, "plain"),
+        (torch.bfloat16, 64, 1024, False, "flash"),
+        (torch.float16, 16, 4096, False, "flash"),
+    ],
+)
+def test_auto_is_a_rule(dtype: torch.dtype, width: int, length: int, tiles: bool, kernel: str) -> None:
+    query = torch.randn(1, 1, length, width, dtype=dtype)
+    assert fastest_kernel(query, tiles) == kernel
+    assert fastest_kernel(query.to("meta"), tiles) == "flash"
+    found = causal_attention(query, query, query, None, 0.0, "auto", tiles)
+    assert torch.equal(found, causal_attention(query, query, query, None, 0.0, kernel))
+
+
+def test_a_network_asks_the_cpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: asked.append(1) or {"amx_tile": True}, raising=False
+    )
+    network = gpt()
+    built = len(asked)
+    assert built > 0
+    assert has_tiles()
+    network(tokens(1, 8))
+    assert len(asked) == built + 1
 
 
 def test_rotary_scores_depend_on_the_distance_alone() -> None:

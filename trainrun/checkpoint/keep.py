@@ -66,7 +66,7 @@ class Checkpoints:
         run_id: str,
         options: KeepOptions,
         parallel: Parallel,
-        fingerprint: Mapping[str, Any],
+        fingerprint: Callable[[], Mapping[str, Any]],
         note: Note,
         free_bytes: Callable[[], int],
         files: FileLayer | None = None,
@@ -172,7 +172,7 @@ class Checkpoints:
     def _record(self, parts: HasTree, state: TrainState, kind: str) -> Record:
         facts = Manifest(
             self._run_id, state.step, state.epoch, self._parallel.world_size, kind,
-            metric_of(self.options, state), self._fingerprint, files={},
+            metric_of(self.options, state), self._fingerprint(), files={},
         )  # fmt: skip
         return Record(facts, self._part(parts, state))
 

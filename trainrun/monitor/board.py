@@ -21,6 +21,7 @@ class Board:
     on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
     on_log: called at each log point after the row was handed on (plots drawn while the run goes on).
     unit: what an item is, `samples` or `tokens`.
+    tidy: called at the end of each log point (False) and of each validation (True), on every rank.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class Board:
         on_position: Callable[[int], None] | None = None,
         on_log: Callable[[int], None] | None = None,
         unit: str = "samples",
+        tidy: Callable[[bool], None] | None = None,
     ) -> None:
         self._parallel, self._monitors, self._learning_rate = parallel, monitors, learning_rate
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
-        self._on_position, self._on_log = on_position, on_log
+        self._on_position, self._on_log, self._tidy = on_position, on_log, tidy
         self.speed_name = f"{unit}_per_second"
         self._mark = perf_counter()
         self._marked_step = 0
@@ -80,6 +82,8 @@ class Board:
             monitor.on_step(state.step, self.epoch_of(state), row)
         if self._on_log is not None:
             self._on_log(state.step)
+        if self._tidy is not None:
+            self._tidy(False)
 
     def _speed(self, state: TrainState) -> dict[str, float]:
         now = perf_counter()
@@ -93,6 +97,8 @@ class Board:
         self._elsewhere += sum(value for name, value in metrics.items() if name.endswith("/seconds"))
         for monitor in self._monitors:
             monitor.on_eval(state.step, self.epoch_of(state), metrics)
+        if self._tidy is not None:
+            self._tidy(True)
 
     def note(self, text: str) -> None:
         for monitor in self._monitors:

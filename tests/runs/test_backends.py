@@ -1,0 +1,88 @@
+"""Switches of the whole process: what they do, and that a run leaves them as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import trainrun as package
+from trainrun.backends import SMALLEST, flushes_denormal, kept_backends, set_backends
+from trainrun.compose import compose_run
+from trainrun.config import RunConfig
+from trainrun.errors import ConfigError
+from trainrun.parallel.single import Single
+from trainrun.runner import resume_run
+
+SHORT = ("trainer.max_steps=2", "monitor.plots=false", "trainer.num_threads=1")
+Words = Callable[..., RunConfig]
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    with kept_backends():
+        yield
+
+
+def switched(*words: str) -> RunConfig:
+    config = compose_run(["model=mlp", *words]).config
+    set_backends(config, Single(torch.device("cpu")))
+    return config
+
+
+def test_small_numbers_stay_unless_they_are_flushed():
+    switched()
+    assert not flushes_denormal()
+    switched("trainer.flush_denormal=true")
+    assert flushes_denormal()
+    assert float(torch.tensor(SMALLEST) * 1.0) == 0.0
+
+
+def test_a_cpu_that_cannot_flush_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda wanted: False)
+    with pytest.raises(ConfigError, match=r"trainer\.flush_denormal=true: this CPU cannot"):
+        switched("trainer.flush_denormal=true")
+
+
+def state() -> list[object]:
+    backends = torch.backends
+    names = [getattr(part, "fp32_precision", None) for part in (backends.mkldnn.matmul, backends.cuda.matmul)]
+    return [*names, torch.get_float32_matmul_precision(), flushes_denormal(), torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled()]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [(), ("precision.matmul=medium", "trainer.flush_denormal=true")])
+def test_a_run_leaves_the_process_as_it_was(words: tuple[str, ...], workdir: object):
+    torch.set_num_threads(2)
+    before = state()
+    package.train(*SHORT, *words)
+    assert state() == before
+
+
+def test_a_failed_run_too(workdir: object):
+    before = state()
+    with pytest.raises(package.TrainrunError):
+        package.train(*SHORT, "precision.matmul=high", "trainer.flush_denormal=true", "ckpt_path=nowhere")
+    assert state() == before
+
+
+def test_a_process_that_speaks_the_newer_words_can_train(workdir: object):
+    """Torch refuses to read its older setting where the newer one was made."""
+    if not hasattr(torch.backends.mkldnn.matmul, "fp32_precision"):
+        pytest.skip("torch before 2.9")
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    package.train(*SHORT)
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def test_flushed_runs_resume_bit_for_bit(workdir: object):
+    words = ("trainer.flush_denormal=true", "seed=3", "trainer.num_threads=1", "monitor.plots=false")
+    whole = package.train(*words, "trainer.max_steps=60")
+    half = package.train(*words, "trainer.max_steps=30")
+    assert resume_run(half.files, ["trainer.max_steps=60"], []) == 0
+    pairs = zip(whole.load_model("last").parameters(), half.load_model("last").parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

@@ -1,0 +1,135 @@
+"""Python's collector during a run: frozen, run between steps, and afterwards as it was."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from knotted import Knot, Knotted, most, seen
+from torch import Tensor
+
+import trainrun as package
+from trainrun.collector import BETWEEN, STARTING, kept_collector, rest_while_starting, tidy
+from trainrun.runner import resume_run
+
+SHORT = ("model=knotted.Knotted", "trainer.max_epochs=100", "monitor.plots=false", "trainer.num_threads=1")
+STEPS, EVERY = 60, 10
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    gc.collect()
+    most.clear()
+    seen.clear()
+    with kept_collector():
+        yield
+
+
+def test_a_run_freezes_what_was_built_and_ends_as_it_began(workdir: object):
+    before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    package.train(*SHORT, f"trainer.max_steps={STEPS}")
+    threshold, frozen = seen[STEPS // 2]
+    assert threshold == BETWEEN
+    assert frozen > 10_000
+    assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+def test_automatic_is_pythons_own(workdir: object):
+    before = gc.get_threshold()
+    package.train(*SHORT, f"trainer.max_steps={STEPS}", "trainer.python_gc=automatic")
+    assert set(seen) == {(before[0], 0)}
+
+
+def test_a_collector_that_was_off_stays_off(workdir: object):
+    gc.disable()
+    try:
+        package.train(*SHORT, f"trainer.max_steps={STEPS}")
+        assert not gc.isenabled()
+        assert {frozen for _, frozen in seen} == {0}
+    finally:
+        gc.enable()
+
+
+def test_what_the_user_froze_stays_frozen(workdir: object):
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        package.train(*SHORT, f"trainer.max_steps={STEPS}")
+        assert 0 < gc.get_freeze_count() <= frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_a_failed_run_gives_the_collector_back(workdir: object, monkeypatch: pytest.MonkeyPatch):
+    before = gc.get_threshold()
+
+    def broken(model: Any, x: Tensor) -> Tensor:
+        if len(seen) > 20:
+            raise ValueError("broken")
+        seen.append((0, 0))
+        return model.layers(x)
+
+    monkeypatch.setattr(Knotted, "forward", broken)
+    with pytest.raises(ValueError, match="broken"):
+        package.train(*SHORT, f"trainer.max_steps={STEPS}")
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+
+
+def test_cycles_of_a_users_model_do_not_pile_up(workdir: object):
+    """Between validations, which collect whatever there is, log points do once there is enough."""
+    words = (
+        "trainer.val_check_interval=10",
+        "monitor.log_every_n_steps=10",
+        f"trainer.max_steps={10 * STEPS}",
+    )
+    package.train(*SHORT, *words)
+    assert EVERY <= max(most) < 10 * EVERY
+
+
+def test_log_points_collect_what_is_young_and_enough():
+    gc.freeze()
+    gc.set_threshold(BETWEEN, 10, 10)
+    knots = [weakref.ref(Knot(torch.zeros(1))) for _ in range(10)]
+    tidy(False)
+    assert any(knot() is not None for knot in knots)
+    knots += [weakref.ref(Knot(torch.zeros(1))) for _ in range(1000)]
+    tidy(False)
+    assert all(knot() is None for knot in knots)
+
+
+def test_validations_collect_everything():
+    gc.freeze()
+    gc.set_threshold(BETWEEN, 10, 10)
+    knot = weakref.ref(Knot(torch.zeros(1)))
+    tidy(True)
+    assert knot() is None
+
+
+def test_imports_are_not_interrupted_and_the_run_ends_that(workdir: object):
+    usual = gc.get_threshold()
+    rest_while_starting()
+    assert gc.get_threshold() == STARTING
+    package.train(*SHORT, f"trainer.max_steps={STEPS}", "trainer.python_gc=automatic")
+    assert {threshold for threshold, _ in seen} == {usual[0]}
+
+
+def test_the_same_bits_either_way_and_after_a_resume(workdir: object):
+    words = (*SHORT, "seed=5", f"trainer.max_steps={STEPS}")
+    runs = [package.train(*words, f"trainer.python_gc={mode}") for mode in ("automatic", "between_steps")]
+    runs.append(package.train(*words[:-1], "trainer.max_steps=20"))
+    assert resume_run(runs[2].files, [f"trainer.max_steps={STEPS}"], []) == 0
+    weights = [run.load_model("last").layers[1].weight for run in runs]  # type: ignore[operator,index,union-attr]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+def test_another_word_is_refused():
+    with pytest.raises(
+        package.TrainrunError, match=r"trainer\.python_gc=off: must be one of between_steps, automatic"
+    ):
+        package.train("trainer.python_gc=off")
