@@ -33,6 +33,7 @@ from trainrun import loop
 from trainrun.build import Site, build_parts
 from trainrun.compose import compose_run
 from trainrun.data import digits
+from trainrun.ledger import Ledger
 from trainrun.listeners import Listeners
 from trainrun.model.mlp import Mlp
 from trainrun.parallel.single import Single
@@ -137,9 +138,12 @@ def one_round(epochs: int, hidden: list[int], folder: Path, words: list[str]) ->
     run = new_run(composition, words)
     parallel, flag = Single(torch.device("cpu")), StopFlag()
     turns = TakesTurns(hand_written(epochs, hidden, folder))
-    listeners = Listeners(run, config)
+    ledger = Ledger()
+    listeners = Listeners(run, config, ledger)
     monitors = [*listeners.monitors, turns]
-    site = Site(run, "bench", parallel, flag, monitors, listeners.on_position, listeners.on_log)
+    site = Site(
+        run, "bench", parallel, flag, monitors, listeners.on_position, listeners.on_log, ledger=ledger
+    )
     try:
         seed_everything(derive_seed(SEED))
         parts, facts = build_parts(config, site)
