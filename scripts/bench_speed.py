@@ -287,7 +287,7 @@ def main() -> None:
         elif given.workload == "mlp_step":
             mlp(
                 given.rounds,
-                ["trainer.compile.enabled=true", "trainer.compile.scope=step", *words],
+                ["trainer.compile=step", *words],
                 0.55,
                 skipped=5,
             )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -93,6 +94,15 @@ class Board:
         self._elsewhere += sum(value for name, value in metrics.items() if name.endswith("/seconds"))
         for monitor in self._monitors:
             monitor.on_eval(state.step, self.epoch_of(state), metrics)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no training, and its time does not count as such."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self._elsewhere += perf_counter() - started
 
     def note(self, text: str) -> None:
         for monitor in self._monitors:
