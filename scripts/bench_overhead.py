@@ -1,6 +1,6 @@
 """The runner against the best hand-written loop for the same work, interleaved in one process.
 
-    python scripts/bench_overhead.py [--rounds 7] [--epochs 60] [--wide]
+    python scripts/bench_overhead.py [--rounds 7] [--epochs 60] [--skip 0] [--wide] [word ...]
 
 Work: scikit-learn's digits, batch 32, AdamW, one validation an epoch, a log line every 50 steps. The
 hand-written loop keeps the data in memory, uses the fused AdamW, never waits for the device inside a
@@ -118,6 +118,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--wide", action="store_true", help="a network whose step takes about 2 ms")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="epochs of each round that do not count (compiling)"
+    )
     parser.add_argument("words", nargs="*", help="further overrides of the runner's side")
     given = parser.parse_args()
     hidden = [1024, 512] if given.wide else [128]
@@ -127,9 +130,9 @@ def main() -> None:
     for number in range(given.rounds + 1):
         with tempfile.TemporaryDirectory() as temporary, bench_kit.silence():
             turns = one_round(given.epochs, hidden, Path(temporary), given.words)
-        one = [turn.seconds for turn in turns.ours]
-        other = [turn.seconds for turn in turns.theirs["hand"]]
-        micro = 1e6 / sum(turn.items for turn in turns.theirs["hand"])
+        one = [turn.seconds for turn in turns.ours[given.skip :]]
+        other = [turn.seconds for turn in turns.theirs["hand"][given.skip :]]
+        micro = 1e6 / sum(turn.items for turn in turns.theirs["hand"][given.skip :])
         note = "  (warm-up, not counted)" if number == 0 else ""
         print(
             f"round {number}: hand {sum(other) * micro:7.1f} us/step  runner {sum(one) * micro:7.1f} us/step  "

@@ -227,12 +227,8 @@ def mlp(rounds: int, words: list[str], must: float, epochs: int = 60, skipped: i
 
 def memory(words: list[str]) -> None:
     """Three steps of whole processes with one model, one sequence length and one batch size a step."""
-    synthetic = [
-        "data=synthetic",
-        "data.shape=[3,64,64]",
-        "data.train.num_samples=768",
-        "data.val.num_samples=32",
-    ]
+    synthetic = ["data=synthetic", "data.shape=[3,64,64]"]
+    synthetic += ["data.train.num_samples=768", "data.val.num_samples=32"]
     models = {
         "gpt": (32, [*TEXT, "model=gpt", "model.size=11M"]),
         "cnn": (256, [*synthetic, "model=cnn", "model.width=64"]),
@@ -287,7 +283,7 @@ def main() -> None:
         elif given.workload == "mlp_step":
             mlp(
                 given.rounds,
-                ["trainer.compile.enabled=true", "trainer.compile.scope=step", *words],
+                ["trainer.compile=step", *words],
                 0.55,
                 skipped=5,
             )

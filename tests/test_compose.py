@@ -58,7 +58,7 @@ def test_presets_do_what_their_names_say() -> None:
     assert (debug.trainer.deterministic, debug.monitor.log_every_n_steps, debug.trainer.limit_train_batches) == (
         True, 1, 10,
     )  # fmt: skip
-    assert (most.trainer.compile.enabled, most.precision.matmul, most.data.batch_size) == (
+    assert (most.trainer.compile.scope, most.precision.matmul, most.data.batch_size) == (
         "auto",
         "high",
         256,

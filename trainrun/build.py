@@ -11,10 +11,12 @@ from trainrun.build_data import build_sources, build_transform, check_classes, o
 from trainrun.build_memory import build_update
 from trainrun.build_model import build_model, transform_model
 from trainrun.build_optimizer import SCHEDULE_KEYS, build_optimizer_of, build_schedule_of
+from trainrun.build_step import build_log, build_stepper
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
 from trainrun.collector import tidy
+from trainrun.compile_auto import with_scope
 from trainrun.config import RunConfig
 from trainrun.data.facts import facts_of
 from trainrun.data.memory import host_memory
@@ -93,6 +95,9 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     assert train is not None
     check_classes(config, facts, sources)
     model = build_model(config, facts, site.parallel.device)
+    rhythm = build_rhythm(config, train, val is not None)
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    config = with_scope(config, num_weights, rhythm.total_steps, site.parallel.device, notes)
     set_threads(config, model, site.parallel.device, notes)
     task = build_task(config)
     if isinstance(task, ChecksModel):
@@ -104,7 +109,6 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     optimizer, precision = build_update(
         config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)
     )
-    rhythm = build_rhythm(config, train, val is not None)
     schedule = build_schedule_of(config, optimizer, rhythm)
     ema = Ema(
         model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps
@@ -114,6 +118,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
         rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), tidy if between else None,
     )  # fmt: skip
+    compile_log = build_log(board, site.ledger)
     default_metric = default_monitor(task, val is not None)
     checkpoints = Checkpoints(
         site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
@@ -129,6 +134,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     parts = Parts(
         config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema, retry,
         train, val, test, cadence, checkpoints, board, facts, site.ledger,
+        build_stepper(config, guarded, site.parallel.device, compile_log), compile_log,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)
 

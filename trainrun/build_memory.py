@@ -35,7 +35,7 @@ def save_memory(config: RunConfig, model: nn.Module, device: torch.device, notes
                 f"trainer.cpu_offload=parameters: {NO_BLOCKS}; use trainer.cpu_offload=optimizer"
             )
         notes.append(f"trainer.cpu_offload: the weights of {number} blocks lie in the host's memory")
-    elif mode == "auto" and (trainer.compile.enabled is not False or config.parallel.sync_batchnorm):
+    elif mode == "auto" and (trainer.compile.scope != "off" or config.parallel.sync_batchnorm):
         notes.append(
             "trainer.gradient_checkpointing: off, with compiled code or synchronised batch norm (auto)"
         )

@@ -12,7 +12,7 @@ from trainrun.instantiate import build
 from trainrun.interfaces import DataFacts
 from trainrun.precision.amp import prepare_model
 from trainrun.transform.channels_last import channels_last
-from trainrun.transform.compile import compile_model
+from trainrun.transform.compile import CompileOptions, compile_model
 from trainrun.transform.fp8 import fp8_linear
 
 
@@ -51,12 +51,10 @@ def transform_model(config: RunConfig, model: nn.Module, device: torch.device, n
         channels_last(model)
     save_memory(config, model, device, notes)
     wanted = config.trainer.compile
-    enabled = wanted.enabled
-    if enabled == "auto":
-        enabled = device.type == "cuda"
-        notes.append(f"compile: {'on' if enabled else 'off, it rarely pays on a CPU'} (auto, {device.type})")
-    if enabled:
+    if wanted.scope in ("model", "regional"):
+        sizes = {config.data.batch_size, config.data.val_batch_size or config.data.batch_size}
+        options = CompileOptions(wanted.mode, wanted.backend, wanted.fullgraph, wanted.dynamic)
         try:
-            compile_model(model, wanted.mode, wanted.backend, wanted.fullgraph, wanted.dynamic)
+            compile_model(model, options, sizes, regional=wanted.scope == "regional")
         except RuntimeError as error:  # no compiler, no such backend: said in words already
             raise ConfigError(str(error)) from error

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trainrun.check_compile import compile_faults
 from trainrun.config import RunConfig
 from trainrun.memory_rules import memory_faults
 from trainrun.model.names import CHOICES
@@ -91,8 +92,6 @@ def check(config: RunConfig) -> list[str]:
             faults.append(f"{key}={value}: {error}")
     if trainer.max_epochs is None and trainer.max_steps is None and trainer.max_time is None:
         faults.append("trainer.max_epochs=null: give a limit: trainer.max_epochs, max_steps or max_time")
-    if trainer.compile.enabled not in (True, False, "auto"):
-        faults.append(f"trainer.compile.enabled={trainer.compile.enabled}: must be true, false or auto")
     if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch != 1:
         faults.append(
             f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch}: does not go with "
@@ -111,6 +110,7 @@ def check(config: RunConfig) -> list[str]:
         faults.append(
             "trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out"
         )
+    faults += compile_faults(config)
     if config.precision.fp8 and config.precision.mode not in ("bf16-mixed", "bf16-true"):
         faults.append(
             f"precision.fp8=true: rounds products of bfloat16 further, and precision.mode={config.precision.mode} is "

@@ -95,13 +95,16 @@ class EarlyStoppingConfig:
 
 @dataclass
 class CompileConfig:
-    """torch.compile, with torch's own arguments. enabled: `auto` is on for CUDA and off for a CPU."""
+    """What becomes generated code, with torch's own arguments; auto: what pays before the run ends."""
 
-    enabled: Any = False
+    scope: str = one_of("off", "model", "regional", "step", "auto", default="off")
     mode: str | None = None
     backend: str = "inductor"
     fullgraph: bool = False
     dynamic: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.scope = {"False": "off", "True": "model"}.get(str(self.scope), self.scope)  # YAML's off and on
 
 
 @dataclass
@@ -121,6 +124,7 @@ class TrainerConfig:
     out_of_memory: str = one_of("split", "split-batchnorm", "stop", default="split")
     nan_policy: str = one_of("stop", "skip", "ignore", default="stop")
     compile: CompileConfig = field(default_factory=CompileConfig)
+    cuda_graphs: bool = False
     channels_last: bool = False
     gradient_checkpointing: Any = "none"
     activation_offload: bool = False

@@ -184,7 +184,7 @@ def memory_line(parts: Parts) -> str:
     device = parts.parallel.device
     free = free_bytes(device)
     trainer = parts.config.trainer
-    if rough_guess(parts) < NOT_SMALL * free or trainer.compile.enabled is not False:
+    if rough_guess(parts) < NOT_SMALL * free or trainer.compile.scope != "off":
         return ""
     if trainer.optimizer_in_backward:  # a trial would update the weights
         return ""

@@ -59,7 +59,7 @@ def fit(parts: Parts, state: TrainState) -> TrainState:
         window = next(windows)
         book(RUNNER)
         log = parts.cadence.log_due(state.step + 1)
-        report = train_step(parts, window, log)
+        report = parts.stepper(parts, window, log)  # `train_step`, or one that equals it
         state.advance(window, report)
         parts.board.on_batch(state, report)  # counts on the host; the device is not waited for
         if log:

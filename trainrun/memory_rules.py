@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from trainrun.config import RunConfig
 
@@ -47,9 +46,9 @@ def _recompute_faults(config: RunConfig) -> Iterator[str]:
     if mode in ("none", "auto"):
         return
     key = f"trainer.gradient_checkpointing={mode}"
-    if trainer.compile.enabled is not False:
+    if trainer.compile.scope != "off":
         yield (
-            f"{key}: does not go with trainer.compile.enabled={_word(trainer.compile.enabled)}, because compiled code "
+            f"{key}: does not go with trainer.compile.scope={trainer.compile.scope}, because compiled code "
             "decides itself what it computes again; use one of the two"
         )
     if config.parallel.sync_batchnorm:
@@ -72,8 +71,8 @@ def _offload_faults(config: RunConfig) -> Iterator[str]:
                     f"trainer.activation_offload=true: {key}={value} computes the activations of blocks again, so that "
                     "there are none to move; use one of the two"
                 )
-        if trainer.compile.enabled is not False:
-            yield _compiled("trainer.activation_offload=true", trainer.compile.enabled)
+        if trainer.compile.scope != "off":
+            yield _compiled("trainer.activation_offload=true", trainer.compile.scope)
     if trainer.cpu_offload == "none":
         return
     key = f"trainer.cpu_offload={trainer.cpu_offload}"
@@ -81,8 +80,8 @@ def _offload_faults(config: RunConfig) -> Iterator[str]:
         yield f"{key}: the loss scaling of precision=16-mixed reads gradients on a GPU only; use precision=bf16-mixed"
     if trainer.cpu_offload == "optimizer":
         return
-    if trainer.compile.enabled is not False:
-        yield _compiled(key, trainer.compile.enabled)
+    if trainer.compile.scope != "off":
+        yield _compiled(key, trainer.compile.scope)
     if config.parallel.mode != "single":
         yield f"{key}: parallel={config.parallel.mode} wants all weights on one device; use parallel=single"
     if trainer.gradient_checkpointing not in ("none", "auto", "full"):
@@ -124,12 +123,8 @@ def _in_backward_faults(config: RunConfig) -> Iterator[str]:
             yield f"trainer.optimizer_in_backward=true updates each parameter in the backward: {reason}"
 
 
-def _compiled(key: str, enabled: Any) -> str:
+def _compiled(key: str, scope: str) -> str:
     return (
-        f"{key}: does not go with trainer.compile.enabled={_word(enabled)}, which cannot look into what it moves; "
-        "use trainer.compile.enabled=false"
+        f"{key}: does not go with trainer.compile.scope={scope}, which cannot look into what it moves; "
+        "use trainer.compile.scope=off"
     )
-
-
-def _word(value: Any) -> str:
-    return str(value).lower()

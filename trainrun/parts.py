@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.config import RunConfig
 from trainrun.errors import CheckpointError
-from trainrun.interfaces import Batches, DataFacts, Parallel, Precision, Task
+from trainrun.interfaces import Batches, DataFacts, MicroBatch, Parallel, Precision, StepReport, Task
 from trainrun.ledger import Ledger
 from trainrun.monitor.board import Board
 from trainrun.optimizer.ema import Ema
@@ -22,11 +23,15 @@ from trainrun.randomness import random_state, set_random_state
 from trainrun.retry import Retry
 from trainrun.scheduler.schedule import Schedule
 from trainrun.state import TrainState
+from trainrun.transform.compile_log import CompileLog
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that is assembled once. `wrapped` is the model as the backend wants it called."""
+    """Everything that is assembled once.
+
+    wrapped: the model as the backend wants it called. stepper: what makes a step, in place of `train_step`.
+    """
 
     config: RunConfig
     model: nn.Module
@@ -46,6 +51,8 @@ class Parts:
     board: Board
     data_facts: DataFacts
     ledger: Ledger
+    stepper: Callable[[Parts, list[MicroBatch], bool], StepReport]
+    compile_log: CompileLog
 
     def splits(self) -> dict[str, Batches]:
         """The streams that can be evaluated, by name."""

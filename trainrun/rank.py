@@ -77,7 +77,7 @@ def train(
             closing.callback(listeners.close)
         closing.enter_context(kept_backends())
         closing.enter_context(kept_collector())
-        if config.trainer.compile.enabled is False:
+        if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
             closing.enter_context(unloaded_compiler())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         site = Site(
@@ -90,6 +90,8 @@ def train(
         )  # fmt: skip
         parts, facts = build_parts(config, site)
         closing.push(lambda kind, error, trace: end_save(parts, kind))
+        if parts.config.trainer.compile.scope in ("model", "regional"):
+            closing.callback(parts.compile_log.listen())
         for stream in (parts.train, parts.val, parts.test):
             if stream is not None:
                 closing.callback(stream.close)
@@ -233,6 +235,7 @@ def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | 
         "skipped_steps": state.skipped_steps,
         **compute_facts(work, state.items / seconds),
         "num_parameters": facts.num_parameters,
+        **parts.compile_log.summary(),
         "metrics": {
             name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")
         },

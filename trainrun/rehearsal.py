@@ -23,7 +23,7 @@ def check_monitors(parts: Parts) -> None:
         "checkpoint.monitor": config.checkpoint.monitor,
         "trainer.early_stopping.monitor": stopping.monitor if stopping.enabled else None,
     }
-    if parts.val is None or not any(named.values()) or config.trainer.compile.enabled is not False:
+    if parts.val is None or not any(named.values()) or config.trainer.compile.scope in ("model", "regional"):
         return
     known = _metrics(parts)
     for key, metric in named.items():

@@ -50,6 +50,8 @@ KEY_ALIASES = {
     "lr_scheduler_type": "scheduler",
     "optim": "optimizer",
     "output_dir": "hydra.run.dir",
+    "trainer.compile.enabled": "trainer.compile",
+    "compile.enabled": "trainer.compile",
     "seed_everything": "seed",
 }
 SECTION_ALIASES = {
@@ -57,7 +59,7 @@ SECTION_ALIASES = {
     "early_stopping": "trainer.early_stopping",
     "compile": "trainer.compile",
 }
-SWITCHES = ("trainer.ema", "trainer.early_stopping", "trainer.compile", "checkpoint")
+SWITCHES = ("trainer.ema", "trainer.early_stopping", "checkpoint")
 SWITCH_WORDS = {
     "true": "true",
     "on": "true",
@@ -66,6 +68,11 @@ SWITCH_WORDS = {
     "off": "false",
     "no": "false",
     "auto": "auto",
+}
+SCOPES = {"trainer.compile": "trainer.compile.scope"}  # sections that are chosen by one word
+SCOPE_WORDS = {
+    **dict.fromkeys(("true", "on", "yes"), "model"),
+    **dict.fromkeys(("false", "off", "no", "none", "null"), "off"),
 }
 OPTION_ALIASES = {
     "precision": {
@@ -165,6 +172,8 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
             out += [sign + part for part in _group_words(key, value, is_option)]
         elif key in SWITCHES and equals and value.lower() in SWITCH_WORDS:
             out.append(f"{key}.enabled={SWITCH_WORDS[value.lower()]}")
+        elif key in SCOPES and equals:
+            out.append(f"{SCOPES[key]}={SCOPE_WORDS.get(value.lower(), value)}")
         elif key in OWN_KEYS:
             words.twice += _said_twice(f"{key}={value}", word, typed)
             words.own[key] = value

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.model.mlp import Mlp
-from trainrun.transform.compile import compile_model
+from trainrun.transform.compile import CompileOptions, compile_model
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _forget_compiled_code() -> None:
 def two_models(backend: str = "aot_eager") -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = Mlp([6], 3, hidden=[8]).double()
-    return plain, compile_model(copy.deepcopy(plain), backend=backend)
+    return plain, compile_model(copy.deepcopy(plain), CompileOptions(backend=backend))
 
 
 def trained(model: nn.Module, num_steps: int = 3) -> list[Tensor]:
@@ -53,7 +53,7 @@ def test_the_model_is_compiled_in_place_and_its_names_stay(model: nn.Module) -> 
 
     name = f"counted_{type(model).__name__}".lower()
     torch._dynamo.register_backend(counted, name=name)
-    plain, on = model, compile_model(copy.deepcopy(model), backend=name)
+    plain, on = model, compile_model(copy.deepcopy(model), CompileOptions(backend=name))
     x = torch.randn(4, 6, dtype=torch.float64)
     torch.testing.assert_close(on(x), plain(x))
     assert len(calls) == 1  # off is plain: only the marked model was compiled
@@ -86,7 +86,7 @@ def test_states_load_both_ways() -> None:
 )
 def test_wrong_options_are_refused_with_the_right_ones(mode: str | None, backend: str, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
-        compile_model(nn.Linear(2, 2), mode=mode, backend=backend)
+        compile_model(nn.Linear(2, 2), CompileOptions(mode, backend))
 
 
 def test_without_a_compiler_the_message_says_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,73 @@ def test_without_a_compiler_the_message_says_the_way_out(monkeypatch: pytest.Mon
     monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     cpp_builder.cpp_compiler_search.cache_clear()
     try:
-        with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*trainer\.compile\.enabled=false"):
-            compile_model(nn.Linear(2, 2))
+        with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*trainer\.compile\.scope=off"):
+            compile_model(nn.Linear(2, 2), CompileOptions())
     finally:
         cpp_builder.cpp_compiler_search.cache_clear()
+
+
+def counting(name: str) -> list[torch.fx.GraphModule]:
+    """Registers a backend of that name; the list gets every graph that it is given."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.register_backend(backend, name=name)
+    return graphs
+
+
+def test_ragged_batches_are_no_reason_to_compile_again() -> None:
+    graphs = counting("counting_sizes")
+    model = compile_model(Mlp([6], 3, hidden=[8]), CompileOptions(backend="counting_sizes"), sizes={4, 7})
+    plain = copy.deepcopy(model)
+    for rows in (4, 3, 2, 4, 1, 3, 4):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(model(x), plain(x))
+    assert len(graphs) == 1
+    model.eval()
+    with torch.no_grad():
+        for rows in (7, 2, 7):
+            model(torch.randn(rows, 6))
+    assert len(graphs) == 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(5)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_regional_compiles_one_block_for_all_of_its_class() -> None:
+    graphs = counting("counting_blocks")
+    plain = Deep().double()
+    on = compile_model(copy.deepcopy(plain), CompileOptions(backend="counting_blocks"), {16}, regional=True)
+    torch.testing.assert_close(trained(on), trained(plain), rtol=1e-9, atol=1e-12)
+    assert len(graphs) <= 2  # the first block's input wants no gradient, the others' do
+    before = len(graphs)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(on(x), plain(x), rtol=1, atol=1)
+    assert len(graphs) == before
+
+
+def test_regional_needs_blocks() -> None:
+    with pytest.raises(RuntimeError, match="no repeated block.*scope=model"):
+        compile_model(Mlp([6], 3, hidden=[8]), CompileOptions(backend="eager"), regional=True)

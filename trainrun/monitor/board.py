@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -99,6 +100,15 @@ class Board:
             monitor.on_eval(state.step, self.epoch_of(state), metrics)
         if self._tidy is not None:
             self._tidy(True)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no training, and its time does not count as such."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            self._elsewhere += perf_counter() - started
 
     def note(self, text: str) -> None:
         for monitor in self._monitors:

@@ -26,6 +26,7 @@ from trainrun.precision.gradients import (
     Groups,
     clip_norm_,
     clip_value_,
+    fused_norm,
     gradient_groups,
     is_uniform,
     mark_nonfinite,
@@ -171,6 +172,44 @@ class Guarded:
         elif self._device.type != "cpu" or not norm.item() + 1e-6 <= self._limit:  # else it multiplies by 1
             clip_norm_(groups, norm, self._limit)
 
+    @property
+    def found(self) -> Tensor:
+        """The flag that `guard` writes: an input of the graph that calls it."""
+        return self._found
+
+    def guard(self, groups: Groups, found: Tensor) -> Tensor:
+        """Check and clipping of `optimizer_step` as tensors alone, for a step that is one graph.
+
+        Returns the norm; sets `found` where the update must be left out. One pass over the gradients
+        for both, so finite ones whose norm overflows count as not finite.
+        """
+        norm = fused_norm(groups, self._device)
+        if self._checks:
+            bad = (~norm.isfinite()).to(found.dtype)
+            found.copy_(torch.maximum(found, bad) if self._nan_policy == "stop" else bad)
+        if self._limit is not None and self._clips_norm:
+            clip_norm_(groups, norm, self._limit)
+        elif self._limit is not None:
+            clip_value_(groups, self._limit)
+        return norm
+
+    @property
+    def checks(self) -> bool:
+        """Whether `guard` sets its flag at all."""
+        return self._checks
+
+    def accept(self) -> bool:
+        """After such a graph ran: whether its update was made, as far as the host knows without waiting."""
+        if not self._checks or (self._lazy and self._updated_once):
+            return True
+        usable = self._found.item() == 0
+        self._stopped = self._nan_policy == "stop" and not usable
+        if not usable and not self._stopped:
+            self._found.zero_()
+        self._skipped_in_a_row = 0 if usable else self._skipped_in_a_row + 1
+        self._updated_once = self._updated_once or usable
+        return usable
+
     def failure(self, wait: bool) -> str:
         if wait:
             self._look()
@@ -193,7 +232,7 @@ class Guarded:
 
     def _look(self) -> None:
         """Takes the flag from the device to the host, which waits for it."""
-        if self._flag_on_device and not self._stopped:
+        if self._lazy and not self._stopped:
             self._stopped = self._found.item() != 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) 
     trainer.accumulate_grad_batches, trainer.max_steps, trainer.max_epochs = accumulate, steps, None
     trainer.limit_train_batches = 1.0
     config.data.val, config.checkpoint.monitor = None, None
-    trainer.compile.enabled = False
+    trainer.compile.scope, trainer.cuda_graphs = "off", False
     trainer.channels_last = False
     config.scheduler = following_steps(config.scheduler)
     config.loop = {"_target_": "trainrun.verify.trials.fit_in_evaluation_mode"}

@@ -1,0 +1,216 @@
+"""The step as one graph equals the plain one, saves and resumes like it, and refuses what no graph can hold."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from exact_parts import CLASSES, FEATURES, Net, Recorder, fitted, parts_of
+from torch import Tensor, nn
+
+from trainrun.errors import ConfigError, PluginError, TrainingError
+from trainrun.parts import Parts
+from trainrun.state import TrainState
+from trainrun.step.captured import captured
+
+STEP = ("trainer.compile=step", "trainer.compile.backend=eager")  # traced like any other, and run as traced
+DOUBLE = ("precision=64-true", "trainer.max_epochs=4")
+
+
+def adamw(params: Any, lr: float, momentum: float, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=lr / 30, betas=(momentum, 0.999), fused=fused)
+
+
+def adam(params: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=lr / 30, betas=(momentum, 0.999), amsgrad=True, weight_decay=0.1)
+
+
+def nadam(params: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(params, lr=lr / 30, betas=(momentum, 0.99))
+
+
+def optimizer(name: str) -> tuple[str, ...]:
+    return ("optimizer=custom", f"optimizer._target_=test_whole_step.{name}")
+
+
+ADAMW = optimizer("adamw")
+
+
+def run(*words: str, **data: Any) -> tuple[Parts, TrainState, Recorder]:
+    recorder = Recorder()
+    parts = parts_of(words, recorder, **data)
+    return parts, fitted(parts), recorder
+
+
+def weights_of(parts: Parts) -> list[Tensor]:
+    return [*parts.model.parameters(), *parts.model.buffers(), *parts.averaged.parameters()]
+
+
+def compare(
+    words: tuple[str, ...], backend: tuple[str, ...] = STEP, tolerance: float = 1e-12, **data: Any
+) -> None:
+    plain, state, rows = run(*DOUBLE, *words, **data)
+    whole, same, others = run(*DOUBLE, *words, *backend, **data)
+    assert whole.compile_log.graphs == (2 if data.get("accumulate", 1) > 1 else 1)  # whatever came between
+    for one, other in zip(weights_of(whole), weights_of(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    assert (same.step, same.items, same.skipped_steps) == (state.step, state.items, state.skipped_steps)
+    assert [row.keys() for row in others.train] == [row.keys() for row in rows.train]
+    for mine, his in zip(others.train, rows.train, strict=True):
+        assert mine == pytest.approx(his, rel=1e-10, abs=1e-10, nan_ok=True)
+
+
+class Normed(Net):
+    """With a buffer that is written into, one that is replaced, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.register_buffer("seen", torch.zeros(()))
+        self.unused = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(FEATURES), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + x.mean().detach()
+        return super().forward(self.norm(x) * self.frozen)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("optimizer.momentum=0",),
+        ADAMW,
+        (*optimizer("adam"), "scheduler=warmup_cosine", "scheduler.warmup_steps=3"),
+        optimizer("nadam"),
+        ("optimizer=custom", "optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.01"),
+        ("trainer.gradient_clip_val=0.05",),
+        ("trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value", "trainer.ema=true"),
+        ("trainer.nan_policy=ignore",),
+        ("model=test_whole_step.Normed", *ADAMW),
+    ],
+)
+def test_one_graph_equals_the_plain_step(words: tuple[str, ...]) -> None:
+    tolerance = 1e-9 if words == optimizer("nadam") else 1e-12  # it keeps a product in float32
+    compare(words, tolerance=tolerance, batch_size=5)  # 13 samples: the last batch of each epoch is ragged
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_windows_equal_the_plain_ones(accumulate: int) -> None:
+    compare((*ADAMW, "trainer.gradient_clip_val=0.5"), batch_size=2, accumulate=accumulate)
+
+
+def test_a_step_that_is_not_finite_is_left_out() -> None:
+    compare(("trainer.nan_policy=skip", "data.shuffle=false"), batch_size=4, bad=5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own
+@pytest.mark.slow
+def test_compiled_code_equals_the_plain_step() -> None:
+    compare((*ADAMW, "trainer.gradient_clip_val=0.5"), ("trainer.compile=step",), 1e-12, batch_size=4)
+    plain, _, _ = run(*ADAMW, batch_size=4)
+    whole, _, _ = run(*ADAMW, "trainer.compile=step", batch_size=4)
+    for one, other in zip(weights_of(whole), weights_of(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_off_is_the_plain_step() -> None:
+    from trainrun import loop
+
+    assert parts_of((), batch_size=4).stepper is loop.train_step
+
+
+def test_it_stops_where_the_plain_step_stops() -> None:
+    errors = []
+    for words in ((), STEP):
+        with pytest.raises(TrainingError, match="not finite") as caught:
+            run(*DOUBLE, "data.shuffle=false", *words, batch_size=4, bad=5)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+
+
+class Counts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x) * self.calls
+
+
+class Draws(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+class Asks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("Counts", "changes its Python attribute calls"),
+        ("Draws", "draws from Python's"),
+        ("Asks", "do not become one graph"),
+    ],
+)
+def test_what_no_graph_can_hold_is_refused(model: str, text: str) -> None:
+    with pytest.raises(PluginError, match=f"{text}.*trainer.compile.scope=model"):
+        run(*STEP, f"model=test_whole_step.{model}", batch_size=4)
+
+
+def ragged(count: int = 40) -> Any:
+    """Sequences of ten lengths, one length a batch of four."""
+    return [(torch.randn(1 + i // 4, FEATURES), torch.randint(CLASSES, (1 + i // 4,))) for i in range(count)]
+
+
+def test_more_shapes_than_graphs_are_refused() -> None:
+    words = ("data.train._target_=test_whole_step.ragged", "data.shuffle=false")
+    with pytest.raises(TrainingError, match="more than 8 shapes"):
+        run(*STEP, *words, batch_size=4, count=40)
+
+
+def test_two_graphs_for_windows_however_many_steps() -> None:
+    parts, _, _ = run(*DOUBLE, *STEP, batch_size=2, accumulate=3)
+    assert parts.compile_log.graphs == 2
+    assert parts.compile_log.summary()["compiled_graphs"] == 2
+
+
+def on_cpu(run_step: Any) -> Any:
+    """A stand-in for a CUDA graph: warms up, and a replay writes into the outputs of the recording."""
+    for _ in range(3):
+        run_step()
+    outputs = [output.clone() for output in run_step()]
+
+    def replay() -> None:
+        for output, new in zip(outputs, run_step(), strict=True):
+            output.copy_(new)
+
+    return replay, outputs
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_recorded_step_equals_the_plain_one(accumulate: int) -> None:
+    words = (*DOUBLE, *ADAMW, "scheduler=cosine", "trainer.gradient_clip_val=0.5")
+    plain, _, rows = run(*words, batch_size=4, accumulate=accumulate)
+    recorder = Recorder()
+    parts = parts_of((*words, *STEP), recorder, batch_size=4, accumulate=accumulate)
+    recorded: list[int] = []
+
+    def engine(function: Any, inputs: list[Tensor], num_held: int) -> Any:
+        recorded.append(num_held)
+        return captured(function, inputs, num_held, on_cpu)
+
+    parts.stepper._engine, parts.stepper._fixed = engine, True  # type: ignore[attr-defined]
+    fitted(parts)
+    for one, other in zip(weights_of(parts), weights_of(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for mine, his in zip(recorder.train, rows.train, strict=True):
+        assert mine == pytest.approx(his, rel=1e-10)
+    assert len(recorded) == accumulate  # one graph for each place in a window; ragged batches run plain
+
+
+def test_a_cpu_has_no_cuda_graphs() -> None:
+    with pytest.raises(ConfigError, match="this run is on cpu; leave it out"):
+        parts_of(("trainer.cuda_graphs=true",), batch_size=4)

@@ -1,0 +1,72 @@
+"""What a graph would not notice: forward passes that change Python's own state.
+
+A trace keeps the path of the one forward pass it saw. A counter in an attribute, or a choice drawn from
+Python's or NumPy's random numbers, would be frozen without a word, so two passes are compared before.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainrun.errors import PluginError
+from trainrun.parts import Parts
+from trainrun.randomness import kept_random_state
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def rehearse(parts: Parts, batch: Any) -> None:
+    """Forward and loss twice, leaving no trace: buffers and random numbers are as before.
+
+    The first pass also runs the checks that a task makes on its first batch. Raises PluginError.
+    """
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in parts.model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    with torch.no_grad(), kept_random_state():
+        try:
+            _forward(parts, batch)
+            before = (_attributes(parts.model), _python_draws())
+            _forward(parts, batch)
+            after = (_attributes(parts.model), _python_draws())
+        finally:
+            for module, name, buffer, kept in buffers:  # the pass may also have replaced it
+                module._buffers[name] = buffer.copy_(kept)
+    fault = "draws from Python's or NumPy's random numbers" if before[1] != after[1] else ""
+    for name, value in after[0].items():
+        if before[0].get(name, value) != value:
+            fault = f"changes its Python attribute {name}"
+    if fault:
+        raise PluginError(
+            f"trainer.compile.scope=step: {type(parts.model).__name__} {fault} as it runs, which a graph would "
+            "freeze; keep it in a tensor (register_buffer), or use trainer.compile.scope=model"
+        )
+
+
+def _forward(parts: Parts, batch: Any) -> None:
+    with parts.precision.autocast():
+        parts.task.step(parts.model, batch)
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, PLAIN)
+    }
+
+
+def _python_draws() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy.random.get_state()
+    return random.getstate(), name, keys.tobytes(), *rest

@@ -1,0 +1,62 @@
+"""What compiling cost: seconds, graphs, and how many were made again for another shape or mode."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from time import perf_counter
+from typing import Any
+
+
+class CompileLog:
+    """tell: gets one line for each graph as it is ready. booked: surrounds the time it takes."""
+
+    def __init__(
+        self, tell: Callable[[str], None], booked: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._tell, self._booked = tell, booked
+        self._open = ExitStack()
+        self._started = 0.0
+        self.seconds = 0.0
+        self.graphs = 0
+        self.again = 0
+
+    def begin(self) -> None:
+        self._open.enter_context(self._booked())
+        self._started = perf_counter()
+
+    def end(self, what: str, again: bool) -> None:
+        seconds = perf_counter() - self._started
+        self._open.close()
+        self.seconds += seconds
+        self.graphs += 1
+        self.again += again
+        self._tell(f"compile: {what} in {seconds:.1f} s{', once more' if again else ''}")
+
+    def listen(self) -> Callable[[], None]:
+        """Hears of every graph that `torch.compile` makes in this process; returns what ends it."""
+        from torch._dynamo.callback import callback_handler
+
+        def start(*_: Any) -> None:
+            self.begin()
+
+        def end(*args: Any) -> None:
+            # its id is frame/number, and the number counts what was compiled of the same code before
+            number = re.search(r"/(\d+)", str(args[0].compile_id)) if args else None
+            self.end(f"graph {self.graphs + 1} of the model", again=bool(number and int(number[1])))
+
+        callback_handler.register_start_callback(start)
+        callback_handler.register_end_callback(end)
+
+        def stop() -> None:
+            callback_handler.remove_start_callback(start)
+            callback_handler.remove_end_callback(end)
+
+        return stop
+
+    def summary(self) -> dict[str, Any]:
+        """For the summary of a run; empty where nothing was compiled."""
+        if not self.graphs:
+            return {}
+        return {"compile_seconds": self.seconds, "compiled_graphs": self.graphs, "recompiles": self.again}
