@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainrun import loop
 from trainrun.audition import choose_engine
 from trainrun.backends import kept_backends
