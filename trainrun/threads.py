@@ -40,9 +40,7 @@ def choose_threads(parts: Parts, recorded: int | None, clock: Clock = perf_count
         return (
             "" if recorded == usual else f"trainer.num_threads: {torch.get_num_threads()}, as the run began"
         )
-    fixed = (
-        trainer.deterministic or trainer.compile.scope != "off" or parts.parallel.device.type != "cpu"
-    )
+    fixed = trainer.deterministic or trainer.compile.scope != "off" or parts.parallel.device.type != "cpu"
     if fixed or not isinstance(parts.train, Undecided) or total_batches(parts) < FEW_BATCHES:
         return ""
     if min(parts.parallel.gather(usual)) == 1:
