@@ -16,6 +16,7 @@ import torch
 
 from trainrun import loop
 from trainrun.build import Site, build_parts
+from trainrun.collector import collect_between_steps, kept_collector
 from trainrun.compose import compose_run
 from trainrun.ledger import Ledger
 from trainrun.listeners import Listeners
@@ -114,6 +115,8 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[s
         ledger=ledger,
     )
     before = torch.get_num_threads()
+    closing = contextlib.ExitStack()
+    closing.enter_context(kept_collector())
     try:
         seed_everything(derive_seed(SEED))
         parts, facts = build_parts(config, site)
@@ -121,6 +124,8 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[s
         turns = TakesTurns(hands(parts), state, at, threads)
         monitors.append(turns)
         listeners.attach(parts, state)
+        if config.trainer.python_gc == "between_steps":
+            collect_between_steps()
         parts.cadence.start(state)
         seed_everything(derive_seed(SEED))
         parts.board.on_start(facts, state)
@@ -132,6 +137,7 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[s
             turns.ours.append(last._replace(seconds=last.seconds + time.perf_counter() - turns.mark))
         return Round(turns, parts, state)
     finally:
+        closing.close()
         listeners.close()
         torch.set_num_threads(before)
 

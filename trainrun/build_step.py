@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainrun import loop
+from trainrun.collector import freeze_more
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import MicroBatch, StepReport
@@ -28,6 +29,7 @@ def build_log(board: Board, ledger: Ledger) -> CompileLog:
     def booked() -> Iterator[None]:
         with ledger.on(COMPILE), board.paused():
             yield
+            freeze_more()  # or each validation would look at the compiler's 200,000 objects, 0.1 s and more
 
     return CompileLog(board.note, booked)
 

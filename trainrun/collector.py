@@ -51,6 +51,13 @@ def collect_between_steps() -> None:
         gc.set_threshold(BETWEEN, *_usual[1:])
 
 
+def freeze_more() -> None:
+    """What was built after `collect_between_steps`, as a compiler with all its modules, is frozen too."""
+    if gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+
+
 def tidy(thorough: bool) -> None:
     """At a log point the youngest objects, at a validation all that were not frozen."""
     if not gc.isenabled():
