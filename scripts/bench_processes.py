@@ -1,4 +1,4 @@
-"""What needs other processes: `bench_speed.py mlp_busy`, a step beside two busy ones, and `memory`, peaks of whole runs."""
+"""What needs other processes: `bench_speed.py mlp_busy` (a step beside two busy ones) and `memory` (peaks of runs)."""
 
 from __future__ import annotations
 
