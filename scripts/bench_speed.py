@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,9 +25,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bench_busy
 import bench_kit
 import bench_overhead
+import bench_processes
 import torch
 from bench_kit import Hand, TakesTurns, spread
 from torch import Tensor, nn
@@ -225,42 +224,6 @@ def mlp(rounds: int, words: list[str], must: float, epochs: int = 60, skipped: i
     print(f"mlp {' '.join(words)}: runner / hand, in time: {spread(ratios)}, must be {must} or less")
 
 
-def memory(words: list[str]) -> None:
-    """Three steps of whole processes with one model, one sequence length and one batch size a step."""
-    synthetic = ["data=synthetic", "data.shape=[3,64,64]"]
-    synthetic += ["data.train.num_samples=768", "data.val.num_samples=32"]
-    models = {
-        "gpt": (32, [*TEXT, "model=gpt", "model.size=11M"]),
-        "cnn": (256, [*synthetic, "model=cnn", "model.width=64"]),
-    }
-    print(bench_kit.machine())
-    for name, (batch, model) in models.items():
-        common = [*model, "trainer.max_steps=3", "trainer.limit_val_batches=1", "monitor.plots=false", *words]
-        accumulate = f"trainer.accumulate_grad_batches={batch // 8}"
-        limited = peak([*common, "preset=memory-limited", "data.batch_size=8", accumulate])
-        plain = peak([*common, f"data.batch_size={batch}", "data.val_batch_size=32"])
-        print(
-            f"memory {name}: limited {limited:.0f} MiB, default {plain:.0f} MiB; "
-            f"ratio {limited / plain:.2f}, must be 0.6 or less",
-            flush=True,
-        )
-
-
-def peak(words: list[str]) -> float:
-    """MiB resident at most, of one run through the command."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "trainrun", *words]
-        paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        with open(f"{folder}/output", "w+") as output:
-            process = subprocess.Popen(
-                command, cwd=folder, stdout=output, stderr=output, env=os.environ | {"PYTHONPATH": paths}
-            )
-            _, status, usage = os.wait4(process.pid, 0)
-            output.seek(0)
-            assert status == 0, output.read()[-2000:]
-    return usage.ru_maxrss / 1024
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -277,9 +240,9 @@ def main() -> None:
         if given.workload in WORKLOADS:
             compare(given.workload, given.rounds, words, given)
         elif given.workload == "memory":
-            memory(words)
+            bench_processes.memory([*TEXT, "model=gpt", "model.size=11M"], words)
         elif given.workload == "mlp_busy":
-            bench_busy.busy(given.rounds, words)
+            bench_processes.busy(given.rounds, words)
         elif given.workload == "mlp_step":
             mlp(
                 given.rounds,

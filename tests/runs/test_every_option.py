@@ -130,6 +130,8 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
     """What an option cannot do without."""
     if (group, option) == ("task", "regression"):
         return ["data=synthetic", "data.num_classes=null", "data.shape=[8]", "model.num_classes=1"]
+    if option == "vae":
+        return ["task=vae" if group == "model" else "model=vae", "model.hidden=[16]"]
     if option in ("gpt", "lstm", "language_modeling"):
         text = ["data=text", "data.train.max_bytes=100000", "data.train.block_size=32"]
         own = {"gpt": ["task=language_modeling"], "lstm": ["task=language_modeling"]}

@@ -1,4 +1,4 @@
-"""A tiny step with two busy processes beside it, and without: `bench_speed.py mlp_busy`."""
+"""What needs other processes: `bench_speed.py mlp_busy` (a step beside two busy ones) and `memory` (peaks of runs)."""
 
 from __future__ import annotations
 
@@ -58,3 +58,43 @@ def busy(rounds: int, words: list[str], epochs: int = 40) -> None:
             ratios += [one / other for one, other in zip(loud, quiet, strict=False)]
         print(f"round {number}: val/loss {turns.ours[-1].loss:.5f}; {bench_kit.machine()}", flush=True)
     print(f"mlp_busy: busy / quiet, in time: {bench_kit.spread(ratios)}, must be {MUST} or less")
+
+
+def memory(gpt: list[str], words: list[str]) -> None:
+    """Two steps of whole processes with one model, one sequence length and one batch size a step."""
+    synthetic = [
+        "data=synthetic",
+        "data.shape=[3,48,48]",
+        "data.train.num_samples=768",
+        "data.val.num_samples=32",
+    ]
+    models = {
+        "gpt": (32, gpt),
+        "cnn": (256, [*synthetic, "model=cnn", "model.width=64"]),
+    }
+    print(bench_kit.machine())
+    for name, (batch, model) in models.items():
+        common = [*model, "trainer.max_steps=2", "trainer.limit_val_batches=1", "monitor.plots=false", *words]
+        accumulate = f"trainer.accumulate_grad_batches={batch // 8}"
+        limited = peak([*common, "preset=memory-limited", "data.batch_size=8", accumulate])
+        plain = peak([*common, f"data.batch_size={batch}", "data.val_batch_size=32"])
+        print(
+            f"memory {name}: limited {limited:.0f} MiB, default {plain:.0f} MiB; "
+            f"ratio {limited / plain:.2f}, must be 0.6 or less",
+            flush=True,
+        )
+
+
+def peak(words: list[str]) -> float:
+    """MiB resident at most, of one run through the command."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "trainrun", *words]
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        with open(f"{folder}/output", "w+") as output:
+            process = subprocess.Popen(
+                command, cwd=folder, stdout=output, stderr=output, env=os.environ | {"PYTHONPATH": paths}
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+            output.seek(0)
+            assert status == 0, output.read()[-2000:]
+    return usage.ru_maxrss / 1024
