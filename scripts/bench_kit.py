@@ -27,6 +27,7 @@ from trainrun.rundir import RunDir
 from trainrun.runner import new_run
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
+from trainrun.threads import choose_threads
 
 SEED = 42
 
@@ -120,6 +121,7 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[s
     try:
         seed_everything(derive_seed(SEED))
         parts, facts = build_parts(config, site)
+        choose_threads(parts, None)
         state = TrainState()
         turns = TakesTurns(hands(parts), state, at, threads)
         monitors.append(turns)
