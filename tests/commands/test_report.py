@@ -44,7 +44,7 @@ def test_several_are_put_beside_the_first(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "outputs/compare.html").is_file()
     assert (tmp_path / "b/report.html").is_file()
     out = capsys.readouterr().out
-    assert "\nrun        best  step  time  samples/s\noutputs/a  -" in out
+    assert "\nrun        best  step  time  speed\noutputs/a  -" in out
     assert out.endswith(f"{tmp_path}/outputs/compare.html\n")
 
 

@@ -30,5 +30,5 @@ class Knotted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         alive.add(Knot(x))
         most.append(len(alive))
-        seen.append((gc.get_threshold()[0], gc.get_freeze_count()))
+    XX
         return self.layers(x)
