@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from trainrun.fused_adam import FusedAdam, suits
+
 # What `Tensor.backward` ends in (2.4 to 2.13); None where a version has it no more.
 RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
@@ -79,7 +81,7 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
         with torch.no_grad():
             plain(optimizer)
 
-    return step
+    return FusedAdam(optimizer, step) if suits(optimizer) else step
 
 
 def backward(loss: Tensor, gradient: Tensor) -> None:
