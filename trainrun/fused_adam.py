@@ -57,6 +57,11 @@ class FusedAdam:
         self._groups: list[Prepared] = []
 
     def __call__(self) -> None:
+        if (
+            getattr(self._optimizer, "found_inf", None) is not None
+        ):  # a loss scaler's flag, read by the kernel
+            self._plain()
+            return
         state = self._optimizer.state
         if (
             not self._groups
