@@ -7,7 +7,8 @@ when: small steps: what is left out takes 30 us of a 230 us step (digits MLP, ba
 when not: tensors as rates, amsgrad, complex numbers, GPUs: then torch's own `step` is called, and also in a step
     where a parameter has no gradient.
 source: torch/optim/adam.py, `_fused_adam` (2.8 to 2.13)
-gain: scripts/bench_overhead.py: 1.12 -> see the README, of the hand-written loop with torch's `step`.
+gain: the runner's time over that of a hand-written loop with torch's `step` (scripts/bench_overhead.py): 1.12 (1.09 to
+    1.16) -> 0.96 (0.93 to 0.99) on a step of 0.3 ms, 1.04 (1.03 to 1.05) -> 1.00 (0.98 to 1.01) on one of 3 ms.
 """
 
 from __future__ import annotations
