@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import default_collate
 
-from trainrun.data.formats.image_folder import load
+from trainrun.data.batch import Preparation
+from trainrun.data.formats.image_folder import READ_BYTES, content_of, load
 from trainrun.data.formats.pictures import Form, least_size, pixels_of
 from trainrun.data.formats.plain_pictures import plain
+from trainrun.data.reader import BatchReader, Key, Recipe
 from trainrun.errors import DataError
 
 COLOURS = {"cat": (200, 30, 60), "dog": (10, 220, 90)}
@@ -217,6 +223,44 @@ def test_many_pictures_at_once_are_those_read_one_by_one(tmp_path, arguments):
         assert torch.equal(target, source[row][1])
     with pytest.raises(IndexError):
         source.__getitems__([0, 10])
+
+
+@pytest.mark.parametrize("shape", [[3, 8, 12], [1, 5, 5]])
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_a_whole_batch_has_the_bits_of_collated_samples(tmp_path, shape, dtype):
+    source = load(str(written(tmp_path)), "train", shape=shape, dtype=dtype, val_fraction=0.0)
+    recipe = Recipe(Preparation(), seed=0, key="data.train")
+    key = Key(0, [3, 0, 7, 3], True, False)
+    whole = BatchReader(source, recipe).read(key)
+    one_by_one = BatchReader(source, replace(recipe, collate=default_collate)).read(key)
+    assert source.whole_batch(key.indices) is not None
+    assert type(whole.data) is tuple
+    for a, b in zip(whole.data, one_by_one.data, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+        assert a.is_contiguous()
+    assert whole[1:] == one_by_one[1:]
+
+
+def test_a_damaged_picture_of_a_whole_batch_is_named_and_can_be_skipped(tmp_path):
+    source = load(str(written(tmp_path)), "train", shape=[3, 8, 12], val_fraction=0.0)
+    bad = source.describe(4)
+    Path(bad).write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    recipe, key = Recipe(Preparation(), seed=0, key="data.train"), Key(0, [3, 4, 5], True, False)
+    with pytest.raises(DataError, match=re.escape(bad)):
+        BatchReader(source, recipe).read(key)
+    found = BatchReader(source, replace(recipe, skips=True)).read(key)
+    assert found.indices == [3, 5]
+    assert len(found.data[0]) == 2
+    assert bad in found.faults[0]
+
+
+def test_large_files_are_read_to_their_end(tmp_path):
+    content = bytes(range(256)) * (READ_BYTES // 100)
+    (tmp_path / "x").write_bytes(content)
+    assert content_of(str(tmp_path / "x")) == content
+    (tmp_path / "y").write_bytes(content[: 2 * READ_BYTES])
+    assert content_of(str(tmp_path / "y")) == content[: 2 * READ_BYTES]
 
 
 @pytest.mark.parametrize("fit", ["crop", "stretch"])

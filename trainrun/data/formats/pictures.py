@@ -32,6 +32,7 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 MODES = {1: "L", 3: "RGB"}
+Array = np.ndarray[Any, Any]
 FITS = ("crop", "stretch")
 DTYPES = ("uint8", "float32")
 FAULTS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
@@ -57,9 +58,9 @@ class Form:
         """The tensor (C, H, W). One of FAULTS: the picture is damaged."""
         return self.scaled(self.pixels(content))
 
-    def pixels(self, content: bytes) -> Tensor:
-        """As `decode`, but uint8 for now."""
-        return pixels_of(self._plain(content) or self._any(content))
+    def pixels(self, content: bytes, into: Array | None = None) -> Tensor:
+        """As `decode`, but uint8 for now; written to `into`, an array of the wanted shape, where there is one."""
+        return pixels_of(self._plain(content) or self._any(content), into)
 
     def scaled(self, pixels: Tensor) -> Tensor:
         """Pixels of one picture, or of many, in the type that is wanted."""
@@ -139,13 +140,18 @@ def in_mode(picture: Image.Image, mode: str) -> Image.Image:
     return picture
 
 
-def pixels_of(picture: Image.Image) -> Tensor:
+def pixels_of(picture: Image.Image, into: Array | None = None) -> Tensor:
     """(C, H, W) uint8, of a picture in mode "L" or "RGB"."""
     width, height = picture.size
-    if picture.mode == "L":
-        return torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(1, height, width)
-    lines = np.frombuffer(picture.tobytes("raw", "RGB;L"), np.uint8)  # red, green and blue of every line
-    return torch.from_numpy(lines.reshape(height, 3, width).transpose(1, 0, 2).copy())
+    channels = 1 if picture.mode == "L" else 3
+    lines = np.frombuffer(picture.tobytes("raw", "L" if channels == 1 else "RGB;L"), np.uint8)
+    pixels = lines.reshape(height, channels, width).transpose(
+        1, 0, 2
+    )  # RGB;L: red, green and blue of every line
+    if into is None:
+        return torch.from_numpy(pixels.copy())
+    into[...] = pixels
+    return torch.from_numpy(into)
 
 
 def middle(size: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float, float, float]:
@@ -180,9 +186,9 @@ def decoded(content: bytes, form: Form, where: Any) -> Tensor:
     return form.scaled(pixels_in(content, form, where))
 
 
-def pixels_in(content: bytes, form: Form, where: Any) -> Tensor:
+def pixels_in(content: bytes, form: Form, where: Any, into: Array | None = None) -> Tensor:
     """As `decoded`, but uint8 for now."""
     try:
-        return form.pixels(content)
+        return form.pixels(content, into)
     except FAULTS as error:
         raise DataError(f"{where()}: {fault_of(error)}") from error
