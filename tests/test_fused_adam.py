@@ -46,12 +46,14 @@ def test_the_bits_are_those_of_torch(kind: type, maximize: bool, dtype: torch.dt
         for model, optimizer in zip(models, optimizers, strict=True):
             torch.manual_seed(number)
             model(torch.randn(4, 5, dtype=dtype)).square().sum().backward()
-            for group in optimizer.param_groups:
-                group["lr"] = 0.02 / (1 + number)  # a schedule
             if number == 5:
                 model[0].bias.grad = None  # a layer that a step does not use
+            if number == 3:  # torch keeps the tensors, and makes new groups
+                optimizer.load_state_dict(optimizer.state_dict())
             if number == 8:  # a resume
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 / (1 + number)  # a schedule
         optimizers[0].step()
         step()
         for optimizer in optimizers:
@@ -100,3 +102,17 @@ def test_a_parameter_that_never_has_a_gradient_prevents_nothing_else() -> None:
     assert not torch.equal(before, model[0].weight)
     assert torch.equal(spare, torch.ones(2))
     assert optimizer.state[model[0].weight]["step"] == 3
+
+
+def test_a_group_that_is_added_later_takes_part() -> None:
+    models = [network(), network()]
+    optimizers = [AdamW(model[0].parameters(), lr=0.02, fused=True) for model in models]
+    steps = [optimizers[0].step, plain_step(optimizers[1])]
+    for number in range(6):
+        for model, optimizer, step in zip(models, optimizers, steps, strict=True):
+            if number == 3:
+                optimizer.add_param_group({"params": list(model[2].parameters())})
+            model(torch.ones(2, 5)).square().sum().backward()
+            step()
+            optimizer.zero_grad()
+    assert trees_equal(models[0].state_dict(), models[1].state_dict())

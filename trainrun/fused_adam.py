@@ -58,16 +58,10 @@ class FusedAdam:
         self._groups: list[Prepared] = []
 
     def __call__(self) -> None:
-        if (
-            getattr(self._optimizer, "found_inf", None) is not None
-        ):  # a loss scaler's flag, read by the kernel
-            self._plain()
+        if getattr(self._optimizer, "found_inf", None) is not None:
+            self._plain()  # the kernel reads a loss scaler's flag
             return
-        state = self._optimizer.state
-        if (
-            not self._groups
-            or state[self._groups[0].params[0]].get("step") is not self._groups[0].counters[0]
-        ):
+        if not self._is_prepared():
             self._plain()  # the first update, or the first after another state was loaded: torch makes it
             self._groups = prepared(self._optimizer)
             return
@@ -81,6 +75,14 @@ class FusedAdam:
         with torch.no_grad():
             for group, grads in zip(self._groups, found, strict=True):
                 group.update(grads)
+
+    def _is_prepared(self) -> bool:
+        """False before the first update, and after another state or other groups were put into the optimizer."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        if len(groups) != len(self._groups) or groups[0] is not self._groups[0].group:
+            return False
+        first = self._groups[0]
+        return state[first.params[0]].get("step") is first.counters[0]
 
 
 def suits(optimizer: Optimizer) -> bool:

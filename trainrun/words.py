@@ -172,6 +172,8 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
             out += [sign + part for part in _group_words(key, value, is_option)]
         elif key in SWITCHES and equals and value.lower() in SWITCH_WORDS:
             out.append(f"{key}.enabled={SWITCH_WORDS[value.lower()]}")
+        elif key == "loop" and "." in value:
+            out.append(f"+loop._target_={value}")
         elif key in SCOPES and equals:
             out.append(f"{SCOPES[key]}={SCOPE_WORDS.get(value.lower(), value)}")
         elif key in OWN_KEYS:

@@ -97,6 +97,14 @@ class MeanTask:
         return StepOutput(cross_entropy(model(batch[0]), batch[1]), {})
 
 
+class MeanInTraining(MeanTask):
+    """A sum in evaluation alone."""
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        reduction = "mean" if model.training else "sum"
+        return StepOutput(cross_entropy(model(batch[0]), batch[1], reduction=reduction), {})
+
+
 class OwnNoise:
     """A transform with random numbers of its own, in the order of its calls."""
 

@@ -69,6 +69,10 @@ def test_a_mean_in_place_of_a_sum(tmp_path):
     assert verdict(tmp_path, "sum of losses", "task._target_=subjects.MeanTask") == FAIL
 
 
+def test_a_mean_that_is_taken_in_training_alone(tmp_path):
+    assert verdict(tmp_path, "sum of losses", "task._target_=subjects.MeanInTraining") == FAIL
+
+
 def test_clipping_before_the_window_is_complete(tmp_path, monkeypatch):
     def clipped(real):
         def backward(self, loss, share):

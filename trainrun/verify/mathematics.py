@@ -96,21 +96,32 @@ def _outcome(
 
 
 def sums(parts: Parts, batch: Any) -> Certificate:
-    """The task's loss and count over a batch are those over its halves, added."""
-    total, items = _step(parts, batch)
+    """The task's loss and count over a batch are those over its halves, added; also in training, where it can be."""
     size = _size(batch)
     if size < 2:
         raise NotApplicable("the batch has one sample")
     halves = [
         map_leaves(batch, partial(_rows, size, slice(a, b))) for a, b in ((0, size // 2), (size // 2, size))
     ]
-    parts_of_it = [_step(parts, half) for half in halves]
-    if items != sum(count for _, count in parts_of_it):
-        return Certificate(
-            "sum of losses", FAIL, f"{items}", "task.count of a batch is not that of its halves"
-        )
-    difference = abs(total - sum(loss for loss, _ in parts_of_it)) / max(abs(total), 1e-12)
-    return compared("sum of losses", difference, 1e-9, "task.step is a sum over samples, not a mean")
+    modes = [False, True] if _is_additive_in_training(parts, batch) else [False]
+    differences = []
+    for training in modes:
+        total, items = _step(parts, batch, training)
+        found = [_step(parts, half, training) for half in halves]
+        if items != sum(count for _, count in found):
+            text = "task.count of a batch is not that of its halves"
+            return Certificate("sum of losses", FAIL, f"{items}", text)
+        differences.append(abs(total - sum(loss for loss, _ in found)) / max(abs(total), 1e-12))
+    return compared("sum of losses", max(differences), 1e-9, "task.step is a sum over samples, not a mean")
+
+
+def _is_additive_in_training(parts: Parts, batch: Any) -> bool:
+    """Whether nothing but the samples decides over the loss there: no random draw, no statistics of the batch."""
+    if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in parts.model.modules()):
+        return False
+    before = torch.get_rng_state()
+    _step(parts, batch, training=True)
+    return torch.equal(before, torch.get_rng_state())
 
 
 def padding(parts: Parts, batch: Any) -> Certificate:
@@ -138,8 +149,8 @@ def padding(parts: Parts, batch: Any) -> Certificate:
     return compared("padding", difference, 1e-10, "the values at padding do not reach the loss")
 
 
-def _step(parts: Parts, batch: Any) -> tuple[float, int]:
-    parts.wrapped.eval()
+def _step(parts: Parts, batch: Any, training: bool = False) -> tuple[float, int]:
+    parts.wrapped.train(training)
     with torch.no_grad(), parts.precision.autocast():
         return float(parts.task.step(parts.wrapped, batch).loss_sum), parts.task.count(batch)
 
