@@ -17,6 +17,7 @@ from trainrun.model.names import CHOICES
 
 _INTERVAL = re.compile(r"(\d+(?:\.\d*)?)\s*(step|epoch)s?\Z")
 _DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|sec|second|m|min|minute|h|hour|d|day)s?\Z")
+VAE, VAE_TASK = "trainrun.model.vae.Vae", "trainrun.task.vae.Vae"
 LR_SCALINGS = ("none", "linear", "sqrt")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -120,7 +121,7 @@ def check(config: RunConfig) -> list[str]:
         faults += _node_faults(config, key)
     return [
         *faults, *_callable_faults(config), *_rate_faults(config), *_kernel_faults(config), *_model_faults(config),
-        *memory_faults(config),
+        *_pair_faults(config), *memory_faults(config),
     ]  # fmt: skip
 
 
@@ -129,6 +130,14 @@ def _callable_faults(config: RunConfig) -> Iterator[str]:
     for key, value in nodes.items():
         if value is not None and not (isinstance(value, dict) and "_target_" in value):
             yield f"{key}={value}: must name a class or function of yours, as {key}._target_=my_file.MyClass"
+
+
+def _pair_faults(config: RunConfig) -> Iterator[str]:
+    """A network that only its own task can train."""
+    model, task = ((node or {}).get("_target_") for node in (config.model, config.task))
+    ours = isinstance(task, str) and task.startswith("trainrun.task.")
+    if model == VAE and ours and task != VAE_TASK:
+        yield "model=vae: gives a reconstruction, not classes; its task is task=vae"
 
 
 def _model_faults(config: RunConfig) -> Iterator[str]:

@@ -23,6 +23,7 @@ from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 
 MIN_SECONDS = 10.0  # of training
+MIN_STEPS = 50  # counting takes about one
 PEAK_SECONDS = 0.2  # of matrix products, after one that warms up
 LEAST_PRODUCTS = 5  # the fastest of them counts: other processes take turns with this one
 PEAK_SIZES = {"cpu": 1024, "cuda": 8192}

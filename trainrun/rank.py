@@ -34,7 +34,7 @@ from trainrun.errors import (
     PluginError,
     TrainingError,
 )
-from trainrun.flops import MIN_SECONDS, Work, measured_work
+from trainrun.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
 from trainrun.forecast import memory_line
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel, RunFacts
@@ -57,6 +57,8 @@ from trainrun.threads import choose_threads
 WHOLE_INPUTS = re.compile(
     r"got (Byte|Char|Short|Int|Long) and |Input type \((unsigned char|torch.*ByteTensor)\)"
 )
+# of torch's embeddings
+FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scalar types: Long, Int; but got")
 
 
 def train_here(run: RunDir, config: RunConfig, resume: bool, flag: StopFlag, began: float) -> int:
@@ -178,6 +180,11 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
     except (MemoryError, RuntimeError) as error:
         if told := no_memory(error):
             raise TrainingError(advice(parts, told)) from error
+        if FRACTIONS.search(str(error)):
+            raise DataError(
+                f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "
+                "data=text task=language_modeling"
+            ) from error
         if WHOLE_INPUTS.search(str(error)):
             raise DataError(
                 f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "
@@ -221,7 +228,8 @@ def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | 
         return code
     seconds = max(state.seconds, 1e-9)
     with parts.ledger.on(RUNNER):
-        work = measured_work(parts) if code == EXIT_DONE and seconds >= MIN_SECONDS else None
+        long = seconds >= MIN_SECONDS and state.step >= MIN_STEPS
+        work = measured_work(parts) if code == EXIT_DONE and long else None
     summary: dict[str, Any] = {
         "reason": state.stop_reason,
         "monitor": parts.cadence.best.metric,

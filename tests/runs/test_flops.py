@@ -68,6 +68,7 @@ def test_the_peak_is_that_of_the_type():
 def test_the_summary_of_a_long_run_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rank, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(rank, "MIN_STEPS", 0)
     monkeypatch.setattr(flops, "PEAK_SECONDS", 0.0)
     run = train("trainer.max_epochs=1", "monitor.hardware=false", "monitor.plots=false")
     summary = run.metrics[-1]["summary"]

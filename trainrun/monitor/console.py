@@ -210,11 +210,18 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
 
 def compute_line(summary: Mapping[str, Any]) -> str:
     """`35 GFLOP/s, 41 % of the 85 GFLOP/s that this device does in its best matrix product`"""
-    line = f"{quantity(summary['flops_per_second'])}FLOP/s"
+    line = flop_rate(summary["flops_per_second"])
     if not summary.get("mfu"):
         return line
-    peak = f"{quantity(summary['peak_flops_per_second'])}FLOP/s"
+    peak = flop_rate(summary["peak_flops_per_second"])
     return f"{line}, {100 * summary['mfu']:.1f} % of the {peak} of the best matrix product here"
+
+
+def flop_rate(rate: float) -> str:
+    """`35 GFLOP/s`"""
+    number = quantity(rate)
+    digits = number.rstrip("kMGT")
+    return f"{digits} {number[len(digits) :]}FLOP/s"
 
 
 def spent_line(seconds: Mapping[str, float]) -> str:

@@ -39,7 +39,7 @@ def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
         "lr.png": lr_picture(history),
         "throughput.png": throughput_picture(history, window),
         "memory.png": memory_picture(history),
-        "time.png": ledger_picture(history, _title("Where the time went", history)),
+        "time.png": ledger_picture(history, _title("Time", history)),
         "confusion.png": confusion_picture(history),
         "predictions.png": predictions_picture(run),
     }

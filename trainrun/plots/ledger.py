@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_BLOCKS = 150
-LEAST_SHARE = 0.002  # smaller accounts are drawn, and not named
+LEAST_SHARE = 0.0005  # smaller accounts are drawn, and not named
 COLORS = {
     "start-up": "#BBBBBB", "data": "#D55E00", "forward": "#0072B2", "backward": "#56B4E9",
     "check": "#004466", "clip": "#7FB2D0", "optimizer": "#009E73", "ranks": "#8C6BB1",
