@@ -2,7 +2,8 @@
 
 Fashion-MNIST (noise, where it is not installed), scaled to 48x48 in colour; every second file is a PNG, the
 others JPEG. Reading alone, no training: an epoch from its first to its last batch, the start of workers
-included, listing the folder and composing the config not. All files lie in the page cache. `cached` has data.cache=memory, and is opened anew for every epoch.
+included, listing the folder and composing the config not. All files lie in the page cache. `cached` has
+data.cache=memory, and is opened anew for every epoch.
 
 From the second epoch on: steps of a CNN on the pictures of a full cache, against the same pictures given as one
 tensor.

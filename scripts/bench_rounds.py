@@ -39,9 +39,9 @@ def turns(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[fl
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items():
-            began = perf_counter()
+            began = time.perf_counter()
             told = work()
-            once = told if isinstance(told, float) else perf_counter() - began
+            once = told if isinstance(told, float) else time.perf_counter() - began
             if number:
                 seconds[name].append(once)
     return seconds
