@@ -76,7 +76,7 @@ class Cadence:
         failure: Callable[[bool], str],
         save_request: Callable[[], int],
     ) -> None:
-        self._limits, self._rhythm, self._watch, self.best = limits, rhythm, watch, best
+        self._limits, self.rhythm, self._watch, self.best = limits, rhythm, watch, best
         self._schedule, self._stop, self._failure = schedule, stop, failure
         self.save_request = save_request
         self._started = time.monotonic()
@@ -98,9 +98,7 @@ class Cadence:
     def look(self, state: TrainState) -> None:
         """Sets `stop_reason` where the run ends here. Raises TrainingError where it cannot go on."""
         state.seconds = self._seconds_before + time.monotonic() - self._started
-        failure = self._failure(self.validation_due(state) or state.save_request == SAVE_NOW)
-        if failure:
-            raise TrainingError(f"step {state.step}: {failure}")
+        self.check(state, wait=self.validation_due(state) or state.save_request == SAVE_NOW)
         limits = self._limits
         if state.stop_request == STOP_INTERRUPT:
             state.stop_reason = "interrupted by Ctrl-C"
@@ -115,6 +113,12 @@ class Cadence:
         elif state.early_stop:
             state.stop_reason = state.early_stop
 
+    def check(self, state: TrainState, wait: bool) -> None:
+        """Raises TrainingError where training cannot go on. `wait` allows a wait for the device."""
+        failure = self._failure(wait)
+        if failure:
+            raise TrainingError(f"step {state.step}: {failure}")
+
     def stop_request(self) -> int:
         """What this rank asks for: nothing, the end of its time, or what a signal asked for."""
         if self._stop.request:
@@ -126,8 +130,8 @@ class Cadence:
         return self._stop.request > 0
 
     def log_due(self, step: int) -> bool:
-        every = self._rhythm.log_every
-        return every is not None and (step % every == 0 or step == self._rhythm.total_steps)
+        every = self.rhythm.log_every
+        return every is not None and (step % every == 0 or step == self.rhythm.total_steps)
 
     def validation_due(self, state: TrainState) -> bool:
         """At its distance, and once more where the run ends by itself; never for a signal."""
@@ -136,10 +140,10 @@ class Cadence:
         return self._scheduled(state) or (bool(state.stop_reason) and self._has_validation())
 
     def _has_validation(self) -> bool:
-        return self._rhythm.val_steps is not None or self._rhythm.val_epochs is not None
+        return self.rhythm.val_steps is not None or self.rhythm.val_epochs is not None
 
     def _scheduled(self, state: TrainState) -> bool:
-        rhythm = self._rhythm
+        rhythm = self.rhythm
         if state.step == 0:
             return False
         if rhythm.val_steps is not None:

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "trainrun"
 # A name with a slash is a group room (a folder); the files of one room may import each other.
 FLOORS = {
     8: ["cli", "record"],
-    7: ["verify/"],
+    7: ["lab/", "verify/"],
     6: ["runner", "rank", "restore", "external_run", "sweep/"],
     5: ["build", "build_step", "compile_auto", "plan", "backends", "listeners"],
     4: ["loop", "build_data", "build_memory", "build_model", "build_optimizer", "showcase", "rehearsal", "audition",

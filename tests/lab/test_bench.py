@@ -1,0 +1,132 @@
+"""Runs under test: the real loop, a few steps at each order, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from trainrun.compose import compose_run
+from trainrun.errors import ConfigError
+from trainrun.lab.bench import Bench, Subject, SubjectFailed
+from trainrun.lab.duel import Rules, duel, rounds, steps_for
+from trainrun.lab.orders import Turn
+from trainrun.lab.removals import REMOVALS
+from trainrun.verify.trials import Trials, quiet
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")
+WORDS = ["seed=3", "trainer.max_epochs=2", "data.num_threads=1", "data.engine=threads"]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with Bench() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def subject(bench: Bench) -> Subject:
+    return bench.start(compose_run(WORDS).config)
+
+
+def test_the_first_steps_are_those_of_the_run(bench: Bench, tmp_path: Path) -> None:
+    traced = bench.start(compose_run(WORDS).config)
+    path = traced.trace(4)
+    update = load_file(path.update)
+
+    def four_steps(config) -> None:
+        config.trainer.max_steps, config.data.val, config.checkpoint.monitor = 4, None, None
+
+    outcome = Trials(quiet(compose_run(WORDS).config), tmp_path, lambda about: None).run("plain", four_steps)
+    assert list(path.losses) == pytest.approx([row["train/loss"] for row in outcome.rows], rel=1e-6)
+    assert set(update) == set(outcome.shared["model"])
+    assert all(bool(change.any()) for change in update.values())
+    traced.close()
+
+
+def test_turns_count_their_steps_and_items(subject: Subject) -> None:
+    turn = subject.train(7, warm=1)
+    assert (turn.steps, turn.items) == (7, 7 * 32)
+    assert 0 < turn.seconds < 60
+    assert turn.peak_bytes > 1e6
+    assert sum(turn.accounts.values()) == pytest.approx(turn.seconds, rel=0.05, abs=0.01)
+
+
+def test_a_run_does_not_end_while_it_is_tested(subject: Subject) -> None:
+    assert subject.train(3 * 45 * 2).steps == 270  # two epochs of 45 steps is what was asked for
+    assert subject.load(50).items > 49 * 21
+    assert subject.validate().seconds > 0
+    assert subject.save().seconds > 0
+
+
+@pytest.mark.parametrize("name", REMOVALS)
+def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> None:
+    assert subject.train(5, variant=name).items == 5 * 32
+    assert subject.train(2).steps == 2
+
+
+def test_between_two_orders_nothing_moves(subject: Subject) -> None:
+    subject.train(1)
+    family = list(subject._family())
+    time.sleep(0.05)
+    assert {process.status() for process in family} == {psutil.STATUS_STOPPED}
+
+
+def test_a_run_that_cannot_start_says_why(bench: Bench) -> None:
+    with pytest.raises(SubjectFailed, match="TypeError"):
+        bench.start(compose_run(["model.hidden=-3", "seed=1"]).config)
+    with pytest.raises(ConfigError, match="loop"):
+        bench.start(compose_run(["loop._target_=my.fit", "seed=1"]).config)
+
+
+def test_a_run_that_dies_says_so_and_others_go_on(bench: Bench, subject: Subject) -> None:
+    dying = bench.start(compose_run(WORDS).config)
+    dying._process.kill()
+    with pytest.raises(SubjectFailed):
+        dying.train(1)
+    assert subject.train(1).steps == 1
+
+
+def test_nothing_is_left_behind() -> None:
+    with Bench() as bench:
+        subject = bench.start(compose_run([*WORDS, "data.engine=workers", "data.num_workers=1"]).config)
+        subject.train(1)
+        family = list(subject._family())
+        assert len(family) > 1
+    assert not bench.folder.exists()
+    assert not [process for process in family if process.is_running()]
+
+
+def side(speed: float, said: list[str], name: str):
+    def take() -> Turn:
+        said.append(name)
+        return Turn(seconds=1.0, steps=1, items=speed)
+
+    return take
+
+
+def test_a_duel_takes_turns_and_ends_when_it_is_clear() -> None:
+    said: list[str] = []
+    found = duel(side(10, said, "a"), side(20, said, "b"), Rules())
+    assert "".join(said[:6]) == "abbaab"
+    assert found.ratio().value == pytest.approx(2.0)
+    assert len(found.pairs) == 5
+
+
+def test_rounds_share_the_turns_of_the_base() -> None:
+    said: list[str] = []
+    sides = {name: side(speed, said, name) for name, speed in (("b", 20), ("c", 5))}
+    found = rounds(side(10, said, "a"), sides, 6)
+    assert "".join(said).startswith("abacacab")
+    assert found["b"].ratio().value == pytest.approx(2.0)
+    assert found["c"].ratio().value == pytest.approx(0.5)
+
+
+def test_steps_for_some_seconds() -> None:
+    assert steps_for(lambda steps: Turn(0.01 * steps, steps, steps), 0.3) == 30
+    assert steps_for(lambda steps: Turn(2.0 * steps, steps, steps), 0.3) == 1

@@ -1,0 +1,51 @@
+"""Ratios of pairs: right on average, wide where little is known, and never surer than the pairs are."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from trainrun.lab.statistics import Ratio, paired_ratio, settled
+
+
+def noisy_pairs(
+    draw: random.Random, ratio: float, count: int, spread: float = 0.1
+) -> list[tuple[float, float]]:
+    pairs = []
+    for _ in range(count):
+        drift = math.exp(draw.gauss(0, 0.3))  # of the machine: both sides meet it
+        first, second = (math.exp(draw.gauss(0, spread)) for _ in range(2))
+        pairs.append((1000 * drift * first, 1000 * ratio * drift * second))
+    return pairs
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.03, 3.0])
+def test_the_drift_that_both_sides_meet_does_not_matter(ratio: float) -> None:
+    found = paired_ratio(noisy_pairs(random.Random(1), ratio, 60, spread=0.01))
+    assert found.value == pytest.approx(ratio, rel=0.01)
+    assert found.low < found.value < found.high
+
+
+@pytest.mark.parametrize("count", [6, 9, 10, 20, 40])
+def test_the_interval_holds_the_truth_as_often_as_it_says(count: int) -> None:
+    draw, held, worlds = random.Random(count), 0, 300
+    for _ in range(worlds):
+        found = paired_ratio(noisy_pairs(draw, 1.1, count))
+        held += found.low <= 1.1 <= found.high
+    assert held / worlds > 0.9
+
+
+def test_few_pairs_reach_as_far_as_they_lie() -> None:
+    assert paired_ratio([(1, 2)]) == Ratio(2.0, 2.0, 2.0, 1)
+    found = paired_ratio([(1, 1.0), (1, 1.5), (1, 2.0)])
+    assert (found.low, found.high) == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_what_is_settled() -> None:
+    assert settled(Ratio(1.1, 1.05, 1.2, 9), 0.02)
+    assert settled(Ratio(0.9, 0.85, 0.95, 9), 0.02)
+    assert settled(Ratio(1.0, 0.99, 1.01, 9), 0.02)
+    assert not settled(Ratio(1.05, 0.97, 1.1, 9), 0.02)
+    assert not settled(Ratio(1.03, 1.01, 1.05, 9), 0.02)

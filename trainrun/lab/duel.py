@@ -1,0 +1,96 @@
+"""Two or more runs under test, in turns, until it is clear which is faster, or the time is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from trainrun.lab.orders import Turn
+from trainrun.lab.statistics import EARLY, Ratio, paired_ratio, settled
+
+TURN_SECONDS: Final = (
+    0.3  # of one turn: shorter ones are mostly noise, longer ones meet the drift of the machine
+)
+LEAST_PAIRS: Final = 5
+MOST_STEPS: Final = 100_000
+Taken = Callable[[int], Turn]  # some steps, of one side
+
+
+def steps_for(take: Taken, seconds: float = TURN_SECONDS) -> int:
+    """How many steps take about so long; found by doubling, so that it costs about twice that."""
+    steps = 1
+    while True:
+        turn = take(steps)
+        if turn.seconds >= seconds / 2 or steps >= MOST_STEPS:
+            return max(1, round(steps * seconds / max(turn.seconds, 1e-9)))
+        steps = min(MOST_STEPS, max(2 * steps, round(0.7 * steps * seconds / max(turn.seconds, 1e-9))))
+
+
+@dataclass
+class Duel:
+    """Pairs of turns of one side against another. fault: why there will be no more of them."""
+
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+    peak_bytes: int = 0
+    fault: str = ""
+
+    def ratio(self, confidence: float = 0.95) -> Ratio:
+        return paired_ratio(self.pairs, confidence)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When to stop. smallest: an effect below it does not matter. deadline: by `time.monotonic()`."""
+
+    smallest: float = 0.02
+    most_pairs: int = 30
+    deadline: float = float("inf")
+    least_pairs: int = LEAST_PAIRS
+
+
+def duel(first: Callable[[], Turn], second: Callable[[], Turn], rules: Rules) -> Duel:
+    """The second against the first: A B, B A, A B and so on."""
+    found = Duel()
+    while not over(found, rules):
+        take_pair(found, first, second)
+    return found
+
+
+def over(found: Duel, rules: Rules) -> bool:
+    count = len(found.pairs)
+    if count >= rules.most_pairs or (count and time.monotonic() >= rules.deadline):
+        return True
+    return count >= rules.least_pairs and settled(found.ratio(EARLY), rules.smallest)
+
+
+def take_pair(found: Duel, first: Callable[[], Turn], second: Callable[[], Turn]) -> None:
+    if len(found.pairs) % 2:
+        b, a = second(), first()
+    else:
+        a, b = first(), second()
+    found.pairs.append((a.speed, b.speed))
+    found.peak_bytes = max(found.peak_bytes, b.peak_bytes)
+
+
+def rounds(base: Callable[[], Turn], others: Mapping[str, Callable[[], Turn]], number: int,
+           deadline: float = float("inf")) -> dict[str, Duel]:  # fmt: skip
+    """Every other thing against the same turns of the base: one turn of it between each two of them.
+
+    Half the cost of as many duels. A round that the deadline cuts is not counted.
+    """
+    found = {name: Duel() for name in others}
+    names = list(others)
+    before = base()
+    for turn in range(number):
+        order = names if turn % 2 == 0 else names[::-1]
+        for name in order:
+            if time.monotonic() >= deadline:
+                return found
+            other, after = others[name](), base()
+            speed = (before.speed * after.speed) ** 0.5  # the drift between them, halved
+            found[name].pairs.append((speed, other.speed))
+            found[name].peak_bytes = max(found[name].peak_bytes, other.peak_bytes)
+            before = after
+    return found

@@ -1,0 +1,97 @@
+"""What the lab and a run under test say to each other. Plain values: they go through a socket, and to all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Train:
+    """Some steps of the run, after `warm` steps that are not timed. variant: with something taken away; see
+    `trainrun.lab.removals`."""
+
+    steps: int
+    warm: int = 2
+    variant: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Steps from the very beginning, whose losses and update are written down. To be asked first, and once."""
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Batches of the training stream, with nobody to train on them."""
+
+    batches: int
+    warm: int = 2
+
+
+@dataclass(frozen=True)
+class Validate:
+    """One validation, as the run does it."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """One checkpoint, written to its end."""
+
+
+Order = Train | Trace | Load | Validate | Save
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a run says of itself before its first step.
+
+    unit: what items are (`samples`, `tokens`). engine, number: how the data is read, and by how many threads
+    or workers. total_steps: None without an end. val_every: steps between validations; None without any.
+    """
+
+    unit: str
+    engine: str
+    number: int
+    num_threads: int
+    num_parameters: int
+    device: str
+    world_size: int
+    steps_per_epoch: int | None
+    total_steps: int | None
+    choices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one order took. seconds: of the clock, the device's work included. items: of all ranks.
+
+    accounts: seconds by name, of rank 0 (see `trainrun.ledger`). cpu_seconds: of all threads of rank 0's
+    process. peak_bytes: the most memory so far, of the device, or of the process on a CPU.
+    """
+
+    seconds: float
+    steps: int
+    items: float
+    cpu_seconds: float = 0.0
+    peak_bytes: int = 0
+    accounts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float:
+        """Items a second."""
+        return self.items / self.seconds
+
+
+@dataclass(frozen=True)
+class Path:
+    """The first steps of a run. losses: means, one a step. items: of each step, over all ranks. update: the name
+    of a file with the change of every parameter since the beginning, as safetensors."""
+
+    losses: tuple[float, ...]
+    items: tuple[float, ...]
+    update: str
+
+
+Answer = Turn | Path

@@ -1,0 +1,111 @@
+"""A run with one thing taken away: what it then gains is the most that mending this thing could give.
+
+Each takes the parts of a run and returns other parts for a few steps whose outcome is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from trainrun import loop
+from trainrun.interfaces import GradReport, MicroBatch, StepReport
+from trainrun.ledger import OPTIMIZER, RUNNER
+from trainrun.parts import Parts
+
+RING: Final = 12  # batches that are kept and given again and again
+
+
+class Ring:
+    """Fills `Batches`: a few batches that lie on the device already, for ever."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._batches: list[MicroBatch] = []
+        self._train = parts.train
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._train.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return self._train.num_samples
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        if not self._batches:
+            self._fill(epoch, start)
+        while True:
+            yield from self._batches
+
+    def _fill(self, epoch: int, start: int) -> None:
+        batches = self._train.epoch(epoch, start)
+        for batch in batches:
+            if batch.real and not (batch.last and self._batches):  # the last of an epoch may be smaller
+                self._batches.append(batch._replace(last=False))
+            if batch.last or len(self._batches) == RING:
+                break
+
+    def close(self) -> None:
+        self._batches.clear()
+
+
+class Silence:
+    """In place of the cadence: nothing is ever logged."""
+
+    def __init__(self, cadence: Any) -> None:
+        self._cadence = cadence
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cadence, name)
+
+    def log_due(self, step: int) -> bool:
+        return False
+
+
+def cached(parts: Parts) -> Parts:
+    """No loading, no copying: batches that are there already."""
+    return replace(parts, train=Ring(parts))
+
+
+def silent(parts: Parts) -> Parts:
+    """No log points."""
+    return replace(parts, cadence=Silence(parts.cadence))  # type: ignore[arg-type]
+
+
+def without_update(parts: Parts) -> Parts:
+    """Forward and backward, and the gradients thrown away."""
+    return replace(parts, train=Ring(parts), stepper=_without_update)
+
+
+def forward_only(parts: Parts) -> Parts:
+    """Forward and loss, with the graph that a backward would need."""
+    return replace(parts, train=Ring(parts), stepper=_forward_only)
+
+
+def _without_update(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
+    found = loop.add_gradients(parts, window, log)
+    parts.ledger.open(OPTIMIZER)
+    for group in parts.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    parts.ledger.open(RUNNER)
+    return StepReport(*found, GradReport(None, False))
+
+
+def _forward_only(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
+    items = sum(parts.task.count(batch.data) for batch in window)
+    agreed = parts.parallel.agree(items, 0, 0)
+    losses = []
+    for batch in window:
+        with parts.parallel.sync_gradients(last=False), parts.precision.autocast():
+            losses.append(parts.task.step(parts.wrapped, batch.data).loss_sum.detach())
+    return StepReport(losses, items, agreed, {}, GradReport(None, False))
+
+
+REMOVALS: Final[dict[str, Callable[[Parts], Parts]]] = {
+    "cached": cached,
+    "silent": silent,
+    "without_update": without_update,
+    "forward_only": forward_only,
+}

@@ -1,0 +1,72 @@
+"""What pairs of turns say: a ratio, and how sure it is.
+
+Two things are compared turn by turn, so that what the machine does in between meets both. One pair gives the
+logarithm of one ratio; their median is the answer, and its interval comes from the pairs themselves. Source:
+Bulej and others, Duet Benchmarking (2020, arXiv:2001.05811); Kalibera and Jones, Rigorous Benchmarking in
+Reasonable Time (2013).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+RESAMPLES = 2000
+FEW_PAIRS = 10  # below that resampling is too sure of itself: the order of the pairs decides
+EARLY = 0.99  # the confidence of a look that may end the comparison, since there are many of them
+
+
+class Ratio(NamedTuple):
+    """How many times as fast the second thing is as the first. low, high: its interval, at the confidence asked for."""
+
+    value: float
+    low: float
+    high: float
+    pairs: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}x ({self.low:.2f} to {self.high:.2f})"
+
+    def above(self, bound: float) -> bool:
+        return self.low > bound
+
+    def below(self, bound: float) -> bool:
+        return self.high < bound
+
+
+def paired_ratio(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
+    """Of the speeds (units a second) of two things, in turns; the second's over the first's."""
+    logs = sorted(math.log(second / first) for first, second in pairs)
+    low, high = _ranked(logs, confidence) if len(logs) < FEW_PAIRS else _resampled(logs, confidence)
+    return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs))
+
+
+def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:
+    """The interval of a sign test. With fewer than six pairs even the outermost are not sure to 95 %."""
+    count, cut, left_out = len(ordered), 0, 0.0
+    while cut < (count - 1) // 2:
+        left_out += 2 * math.comb(count, cut) / 2**count
+        if left_out > 1 - confidence:
+            break
+        cut += 1
+    cut = max(cut - 1, 0)
+    return ordered[cut], ordered[-1 - cut]
+
+
+def _resampled(values: list[float], confidence: float) -> tuple[float, float]:
+    draw = random.Random(0)  # the same pairs always say the same
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    outside = (1 - confidence) / 2
+    return medians[int(outside * RESAMPLES)], medians[
+        min(math.ceil((1 - outside) * RESAMPLES), RESAMPLES) - 1
+    ]
+
+
+def settled(ratio: Ratio, smallest: float) -> bool:
+    """Whether more pairs would tell nothing new: the interval lies on one side of, or inside, 1 +- smallest."""
+    return ratio.low > 1 + smallest or ratio.high < 1 - smallest or (
+        1 - smallest <= ratio.low and ratio.high <= 1 + smallest
+    )  # fmt: skip

@@ -1,0 +1,283 @@
+"""A run under test, from the inside: the real loop on the real parts, a few steps at each order."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Client
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trainrun import loop
+from trainrun.data.undecided import Undecided
+from trainrun.interfaces import Batches, MicroBatch, StepReport
+from trainrun.lab.orders import Answer, Load, Order, Path, Ready, Save, Trace, Train, Turn, Validate
+from trainrun.lab.removals import REMOVALS
+from trainrun.parts import Parts
+from trainrun.state import TrainState
+
+
+class Driven:
+    """The node `loop` of a run under test: it trains when it is told to. address, key: where the lab listens.
+    folder: for files that are handed over."""
+
+    def __init__(self, address: str, key: str, folder: str) -> None:
+        self._address, self._key, self._folder = address, key, FilePath(folder)
+
+    def __call__(self, parts: Parts, state: TrainState) -> TrainState:
+        leads = parts.parallel.rank == 0
+        gate = Client(self._address, authkey=bytes.fromhex(self._key)) if leads else None
+        subject = Subject(parts, state, self._folder)
+        try:
+            if gate is not None:
+                gate.send(subject.ready())
+            while True:
+                order = parts.parallel.gather(_heard(gate))[0]
+                if order is None:
+                    state.stop_reason = "the test is over"
+                    return state
+                answer = subject.obey(order)
+                if gate is not None:
+                    gate.send(answer)
+        finally:
+            subject.close()
+
+
+def _heard(gate: Any) -> Order | None:
+    """None where the lab is gone, and on the ranks that do not listen."""
+    if gate is None:
+        return None
+    try:
+        order: Order | None = gate.recv()
+    except EOFError:
+        return None
+    return order
+
+
+class Paced:
+    """In place of the cadence: so many steps, and nothing else ends or interrupts them."""
+
+    def __init__(self, cadence: Any, state: TrainState, steps: int) -> None:
+        self._cadence, self._end = cadence, state.step + steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cadence, name)
+
+    def look(self, state: TrainState) -> None:
+        self._cadence.check(state, wait=False)
+        state.stop_reason = "all steps done" if state.step >= self._end else ""
+
+    def validation_due(self, state: TrainState) -> bool:
+        return False
+
+
+class NeverDue:
+    """In place of the checkpoints."""
+
+    def due(self, state: TrainState) -> bool:
+        return False
+
+
+class GoesOn:
+    """Fills `Batches`: a stream that stays open between two orders, so that nothing is read again."""
+
+    def __init__(self, train: Batches) -> None:
+        self._train = train
+        self._open: Iterator[MicroBatch] | None = None
+        self._epoch, self._at = -1, 0
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._train.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return self._train.num_samples
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        if self._open is None or (self._epoch, self._at) != (epoch, start):
+            self._end()
+            self._open, self._epoch, self._at = self._train.epoch(epoch, start), epoch, start
+        return self._handed(self._open)
+
+    def _handed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            self._at += 1
+            yield batch
+
+    def _end(self) -> None:
+        getattr(self._open, "close", lambda: None)()
+        self._open = None
+
+    def close(self) -> None:
+        self._end()
+        self._train.close()
+
+
+class Subject:
+    """One rank of a run under test."""
+
+    def __init__(self, parts: Parts, state: TrainState, folder: FilePath) -> None:
+        self._own, self._folder = parts, folder
+        self._parts = replace(parts, train=GoesOn(parts.train))
+        self._state = state
+        self._variants: dict[str, tuple[Parts, TrainState]] = {}
+        self._schedule = copy.deepcopy(parts.schedule.state_dict())
+
+    def ready(self) -> Ready:
+        parts, train = self._own, self._own.train
+        chosen = train.chosen if isinstance(train, Undecided) else None
+        rhythm = parts.cadence.rhythm
+        return Ready(
+            unit=str(getattr(parts.task, "unit", "samples")),
+            engine=chosen.engine if chosen is not None else "",
+            number=chosen.number if chosen is not None else 0,
+            num_threads=torch.get_num_threads(),
+            num_parameters=sum(parameter.numel() for parameter in parts.model.parameters()),
+            device=str(parts.parallel.device),
+            world_size=parts.parallel.world_size,
+            steps_per_epoch=rhythm.steps_per_epoch,
+            total_steps=rhythm.total_steps,
+            choices=(),
+        )
+
+    def obey(self, order: Order) -> Answer:
+        match order:
+            case Train():
+                return self._train(order)
+            case Trace():
+                return self._trace(order.steps)
+            case Load():
+                return self._load(order)
+            case Validate():
+                return self._timed(lambda: loop.evaluate(self._own, "val"))
+            case Save():
+                return self._timed(self._save)
+
+    def close(self) -> None:
+        for parts, _ in self._variants.values():
+            parts.train.close()
+        self._parts.train.close()
+
+    def _train(self, order: Train) -> Turn:
+        parts, state = self._variant(order.variant)
+        self._rewind(parts, state)
+        self._run(parts, state, order.warm)
+        items, cpu, spent = state.items, time.process_time(), parts.ledger.read()
+        self._wait()
+        began = time.perf_counter()
+        self._run(parts, state, order.steps)
+        self._wait()
+        seconds = time.perf_counter() - began
+        now = parts.ledger.read()
+        return Turn(
+            seconds=seconds,
+            steps=order.steps,
+            items=(state.items - items) * parts.parallel.world_size,
+            cpu_seconds=time.process_time() - cpu,
+            peak_bytes=self._peak_bytes(),
+            accounts={name: value - spent.get(name, 0.0) for name, value in now.items()},
+        )
+
+    def _variant(self, name: str) -> tuple[Parts, TrainState]:
+        """Removals have a state of their own, so that the run goes on where it was."""
+        if not name:
+            return self._parts, self._state
+        if name not in self._variants:
+            state = copy.copy(self._state)
+            state.losses = []
+            self._variants[name] = REMOVALS[name](self._parts), state
+        return self._variants[name]
+
+    def _run(self, parts: Parts, state: TrainState, steps: int) -> None:
+        if not steps:
+            return
+        paced = Paced(parts.cadence, state, steps)
+        loop.fit(replace(parts, cadence=paced, checkpoints=NeverDue()), state)  # type: ignore[arg-type]
+
+    def _rewind(self, parts: Parts, state: TrainState) -> None:
+        """A run that would be over goes on, with the learning rates of its beginning."""
+        total = self._own.cadence.rhythm.total_steps
+        if total is not None and state.step >= total:
+            state.step = 0
+            parts.schedule.load_state_dict(copy.deepcopy(self._schedule))
+
+    def _trace(self, steps: int) -> Path:
+        parts, state = self._parts, self._state
+        before = {name: value.detach().clone() for name, value in parts.model.named_parameters()}
+        losses: list[float] = []
+        items: list[float] = []
+
+        def seen(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
+            report = self._own.stepper(parts, window, log)
+            total, count = parts.parallel.sum_over_ranks(
+                [float(torch.stack(report.losses).sum()), float(report.items)]
+            )
+            losses.append(total / count if count else 0.0)
+            items.append(count)
+            return report
+
+        self._run(replace(parts, stepper=seen), state, steps)
+        changed = {
+            name: (value.detach() - before[name]).float().cpu().contiguous()
+            for name, value in parts.model.named_parameters()
+        }
+        file = self._folder / "update.safetensors"
+        if parts.parallel.rank == 0:
+            save_file(changed, file)
+        return Path(tuple(losses), tuple(items), str(file))
+
+    def _load(self, order: Load) -> Turn:
+        """Reads on where the training is; what is read here is not trained on."""
+        state = self._state
+        batches = loop.windows_from(self._parts, state)
+        items = 0
+
+        def read(number: int) -> None:
+            nonlocal items
+            for _ in range(number):
+                window = next(batches)
+                items += sum(self._own.task.count(batch.data) for batch in window if batch.real)
+                state.batches += len(window)
+                if window[-1].last:
+                    state.epoch, state.batches = state.epoch + 1, 0
+
+        read(order.warm)
+        items = 0
+        self._wait()
+        began, cpu = time.perf_counter(), time.process_time()
+        read(order.batches)
+        self._wait()
+        seconds = time.perf_counter() - began
+        return Turn(seconds, order.batches, items * self._own.parallel.world_size, time.process_time() - cpu)
+
+    def _save(self) -> None:
+        self._own.checkpoints.save(self._own, self._state)
+        self._own.checkpoints.close()
+
+    def _timed(self, work: Callable[[], object]) -> Turn:
+        self._wait()
+        began, cpu = time.perf_counter(), time.process_time()
+        work()
+        self._wait()
+        return Turn(time.perf_counter() - began, 0, 0.0, time.process_time() - cpu, self._peak_bytes())
+
+    def _wait(self) -> None:
+        device = self._own.parallel.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif device.type == "mps":
+            torch.mps.synchronize()
+
+    def _peak_bytes(self) -> int:
+        device = self._own.parallel.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
