@@ -19,6 +19,7 @@ COMMANDS = {
     "resume": "go on with a run from its newest checkpoint",
     "evaluate": "loss and metrics of a saved run",
     "predict": "predictions of a saved run as CSV or Parquet",
+    "diagnose": "measure what a training of these words waits for, and what it would gain without",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
     "report": "draw the plots of a run again, or compare several",
     "convert": "data in another format: .npy, Parquet, LMDB, TFRecord or tar shards",

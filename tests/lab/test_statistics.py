@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from trainrun.lab import statistics
 from trainrun.lab.statistics import Ratio, paired_ratio, settled
 
 
@@ -28,9 +29,12 @@ def test_the_drift_that_both_sides_meet_does_not_matter(ratio: float) -> None:
     assert found.low < found.value < found.high
 
 
-@pytest.mark.parametrize("count", [6, 9, 10, 20, 40])
-def test_the_interval_holds_the_truth_as_often_as_it_says(count: int) -> None:
-    draw, held, worlds = random.Random(count), 0, 300
+@pytest.mark.parametrize("count", [6, 9, 10, 20])
+def test_the_interval_holds_the_truth_as_often_as_it_says(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics, "RESAMPLES", 200)
+    draw, held, worlds = random.Random(count), 0, 200
     for _ in range(worlds):
         found = paired_ratio(noisy_pairs(draw, 1.1, count))
         held += found.low <= 1.1 <= found.high

@@ -28,6 +28,19 @@ def steps_for(take: Taken, seconds: float = TURN_SECONDS) -> int:
         steps = min(MOST_STEPS, max(2 * steps, round(0.7 * steps * seconds / max(turn.seconds, 1e-9))))
 
 
+class Side:
+    """One thing whose turns take about TURN_SECONDS, however fast it is: each follows the pace of the one before."""
+
+    def __init__(self, take: Taken, steps: int) -> None:
+        self._take, self._steps = take, max(1, steps // 8)  # of what may be far slower than the base
+
+    def __call__(self) -> Turn:
+        turn = self._take(self._steps)
+        wanted = turn.steps * TURN_SECONDS / max(turn.seconds, 1e-9)
+        self._steps = max(1, round(min(wanted, 8 * self._steps)))
+        return turn
+
+
 @dataclass
 class Duel:
     """Pairs of turns of one side against another. fault: why there will be no more of them."""

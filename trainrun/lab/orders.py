@@ -37,10 +37,15 @@ class Validate:
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint, written to its end."""
+    """One checkpoint: how long the training waits for it. Nothing where none are saved."""
 
 
-Order = Train | Trace | Load | Validate | Save
+@dataclass(frozen=True)
+class Measure:
+    """What the machine could do with this work; see `trainrun.lab.limits`."""
+
+
+Order = Train | Trace | Load | Validate | Save | Measure
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Ready:
     world_size: int
     steps_per_epoch: int | None
     total_steps: int | None
-    choices: tuple[str, ...]
+    val_every: float | None
 
 
 @dataclass(frozen=True)
@@ -94,4 +99,16 @@ class Path:
     update: str
 
 
-Answer = Turn | Path
+@dataclass(frozen=True)
+class Limits:
+    """The most items a second of all ranks that each part of the machine allows, by its name, and how that is known.
+
+    padding: the share of positions that are padding, in batches of sequences; 0 in others.
+    """
+
+    items_per_second: dict[str, float]
+    reasons: dict[str, str]
+    padding: float = 0.0
+
+
+Answer = Turn | Path | Limits

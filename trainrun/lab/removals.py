@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
+
+import torch
 
 from trainrun import loop
 from trainrun.interfaces import GradReport, MicroBatch, StepReport
@@ -18,7 +21,7 @@ RING: Final = 12  # batches that are kept and given again and again
 
 
 class Ring:
-    """Fills `Batches`: a few batches that lie on the device already, for ever."""
+    """Fills `Batches`: a few batches that lie on the device already, for ever. A model must not write into them."""
 
     def __init__(self, parts: Parts) -> None:
         self._batches: list[MicroBatch] = []
@@ -75,12 +78,65 @@ def silent(parts: Parts) -> Parts:
 
 def without_update(parts: Parts) -> Parts:
     """Forward and backward, and the gradients thrown away."""
-    return replace(parts, train=Ring(parts), stepper=_without_update)
+    return replace(parts, stepper=_without_update)
 
 
 def forward_only(parts: Parts) -> Parts:
     """Forward and loss, with the graph that a backward would need."""
-    return replace(parts, train=Ring(parts), stepper=_forward_only)
+    return replace(parts, stepper=_forward_only)
+
+
+def unsynced(parts: Parts) -> Parts:
+    """The ranks keep their gradients to themselves."""
+    return replace(parts, parallel=Unsynced(parts.parallel))
+
+
+class Unsynced:
+    """In place of the backend: every micro-batch is one that another follows."""
+
+    def __init__(self, parallel: Any) -> None:
+        self._parallel = parallel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parallel, name)
+
+    def sync_gradients(self, last: bool) -> Any:
+        return self._parallel.sync_gradients(last=False)
+
+
+def one_type(parts: Parts) -> Parts:
+    """Autocast everywhere, also where the model switches it off."""
+    return replace(parts, stepper=partial(_one_type, parts.stepper))
+
+
+def _one_type(stepper: Any, parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
+    own: Any = torch.autocast.__enter__
+
+    def entered(self: Any) -> Any:
+        self._enabled = True
+        return own(self)
+
+    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        report: StepReport = stepper(parts, window, log)
+    finally:
+        torch.autocast.__enter__ = own  # type: ignore[method-assign]
+    return report
+
+
+def threads(number: int, parts: Parts) -> Parts:
+    """Another number of threads for each operation."""
+    return replace(parts, stepper=partial(_threads, number, parts.stepper))
+
+
+def _threads(number: int, stepper: Any, parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        report: StepReport = stepper(parts, window, log)
+    finally:
+        torch.set_num_threads(before)
+    return report
 
 
 def _without_update(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
@@ -108,4 +164,15 @@ REMOVALS: Final[dict[str, Callable[[Parts], Parts]]] = {
     "silent": silent,
     "without_update": without_update,
     "forward_only": forward_only,
+    "unsynced": unsynced,
+    "one_type": one_type,
 }
+THREADS: Final = "threads="
+
+
+def removed(name: str, parts: Parts) -> Parts:
+    """`cached`, or several joined by `+`, and `threads=2` among them."""
+    for one in name.split("+"):
+        number = one.removeprefix(THREADS)
+        parts = threads(int(number), parts) if number != one else REMOVALS[one](parts)
+    return parts

@@ -6,7 +6,7 @@ import copy
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path as FilePath
@@ -16,12 +16,15 @@ import torch
 from safetensors.torch import save_file
 
 from trainrun import loop
+from trainrun.cadence import Rhythm
 from trainrun.data.undecided import Undecided
-from trainrun.interfaces import Batches, MicroBatch, StepReport
-from trainrun.lab.orders import Answer, Load, Order, Path, Ready, Save, Trace, Train, Turn, Validate
-from trainrun.lab.removals import REMOVALS
+from trainrun.interfaces import MicroBatch, StepReport
+from trainrun.lab.limits import limits_of
+from trainrun.lab.orders import Answer, Load, Measure, Order, Path, Ready, Save, Trace, Train, Turn, Validate
+from trainrun.lab.pacing import GoesOn, NeverDue, Paced
+from trainrun.lab.removals import removed
 from trainrun.parts import Parts
-from trainrun.state import TrainState
+from trainrun.state import SAVE_NOW, TrainState
 
 
 class Driven:
@@ -61,66 +64,6 @@ def _heard(gate: Any) -> Order | None:
     return order
 
 
-class Paced:
-    """In place of the cadence: so many steps, and nothing else ends or interrupts them."""
-
-    def __init__(self, cadence: Any, state: TrainState, steps: int) -> None:
-        self._cadence, self._end = cadence, state.step + steps
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cadence, name)
-
-    def look(self, state: TrainState) -> None:
-        self._cadence.check(state, wait=False)
-        state.stop_reason = "all steps done" if state.step >= self._end else ""
-
-    def validation_due(self, state: TrainState) -> bool:
-        return False
-
-
-class NeverDue:
-    """In place of the checkpoints."""
-
-    def due(self, state: TrainState) -> bool:
-        return False
-
-
-class GoesOn:
-    """Fills `Batches`: a stream that stays open between two orders, so that nothing is read again."""
-
-    def __init__(self, train: Batches) -> None:
-        self._train = train
-        self._open: Iterator[MicroBatch] | None = None
-        self._epoch, self._at = -1, 0
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._train.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._train.num_samples
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        if self._open is None or (self._epoch, self._at) != (epoch, start):
-            self._end()
-            self._open, self._epoch, self._at = self._train.epoch(epoch, start), epoch, start
-        return self._handed(self._open)
-
-    def _handed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        for batch in batches:
-            self._at += 1
-            yield batch
-
-    def _end(self) -> None:
-        getattr(self._open, "close", lambda: None)()
-        self._open = None
-
-    def close(self) -> None:
-        self._end()
-        self._train.close()
-
-
 class Subject:
     """One rank of a run under test."""
 
@@ -145,7 +88,7 @@ class Subject:
             world_size=parts.parallel.world_size,
             steps_per_epoch=rhythm.steps_per_epoch,
             total_steps=rhythm.total_steps,
-            choices=(),
+            val_every=val_every(rhythm),
         )
 
     def obey(self, order: Order) -> Answer:
@@ -159,7 +102,9 @@ class Subject:
             case Validate():
                 return self._timed(lambda: loop.evaluate(self._own, "val"))
             case Save():
-                return self._timed(self._save)
+                return self._save()
+            case Measure():
+                return limits_of(self._own, self._parts.train)
 
     def close(self) -> None:
         for parts, _ in self._variants.values():
@@ -193,7 +138,7 @@ class Subject:
         if name not in self._variants:
             state = copy.copy(self._state)
             state.losses = []
-            self._variants[name] = REMOVALS[name](self._parts), state
+            self._variants[name] = removed(name, self._parts), state
         return self._variants[name]
 
     def _run(self, parts: Parts, state: TrainState, steps: int) -> None:
@@ -258,9 +203,12 @@ class Subject:
         seconds = time.perf_counter() - began
         return Turn(seconds, order.batches, items * self._own.parallel.world_size, time.process_time() - cpu)
 
-    def _save(self) -> None:
-        self._own.checkpoints.save(self._own, self._state)
-        self._own.checkpoints.close()
+    def _save(self) -> Turn:
+        checkpoints, state = self._own.checkpoints, copy.copy(self._state)
+        state.save_request, state.saved_step = SAVE_NOW, -1
+        turn = self._timed(lambda: checkpoints.save(self._own, state))
+        checkpoints.close()  # what goes on in the background is not waited for in a run
+        return turn
 
     def _timed(self, work: Callable[[], object]) -> Turn:
         self._wait()
@@ -281,3 +229,14 @@ class Subject:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def val_every(rhythm: Rhythm) -> float | None:
+    """Steps between two validations, on average."""
+    if rhythm.val_steps is not None:
+        return float(rhythm.val_steps)
+    if rhythm.val_epochs is None or rhythm.steps_per_epoch is None:
+        return None
+    return rhythm.steps_per_epoch * max(
+        rhythm.val_epochs, rhythm.every_n_epoch if rhythm.val_epochs >= 1 else 0
+    )

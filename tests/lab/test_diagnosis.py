@@ -1,0 +1,131 @@
+"""What a training waits for: named from the measurements alone, and found in a real run with a planted fault."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli import main
+from trainrun.commands.budget import take_seconds
+from trainrun.errors import ConfigError
+from trainrun.lab import diagnosis, duel
+from trainrun.lab.diagnosis import Diagnosis, WhatIf
+from trainrun.lab.orders import Limits, Ready
+from trainrun.lab.report import lines_of
+from trainrun.lab.statistics import Ratio
+from trainrun.lab.verdict import CAUSES, WORDS, verdict
+
+READY = Ready("samples", "resident", 0, 1, 1000, "cpu", 1, 45, 900, 45.0)
+
+
+def found(fused: bool = True, load_busy: float = 0.1, **gains: float | tuple[float, float]) -> Diagnosis:
+    what_ifs = []
+    for name, gain in gains.items():
+        value, low = gain if isinstance(gain, tuple) else (gain, 0.98 * gain)
+        what_ifs.append(WhatIf(name, Ratio(value, low, 2 * value - low, 9), "trainer.num_threads=1"))
+    limits = Limits({"compute": 3000.0, "memory": 9000.0, "data": 1e6}, {"compute": "", "memory": ""}, 0.7)
+    return Diagnosis(READY, 1500.0, 0.02, what_ifs, limits, {}, load_busy, fused)
+
+
+def test_a_training_that_waits_for_nothing_is_healthy() -> None:
+    told = verdict(found(data=1.05, logging=1.0, threads=0.8, update=1.4, dispatch=1.3))
+    assert told.first == "healthy"
+    assert "computing, of which 50 %" in told.text
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_each_cause_can_be_the_first(name: str) -> None:
+    told = verdict(found(fused=False, **{name: 1.8}))
+    assert told.first == name
+    assert "80 %" in told.text
+
+
+def test_at_most_two_causes_the_larger_first() -> None:
+    told = verdict(found(data=1.3, logging=2.0, validation=1.2))
+    assert [cause.what_if.name for cause in told.causes] == ["logging", "data"]
+
+
+def test_what_noise_could_be_is_not_a_cause() -> None:
+    assert verdict(found(data=(1.5, 0.9))).first == "healthy"
+
+
+def test_a_large_batch_explains_what_nothing_else_does() -> None:
+    assert verdict(found(dispatch=1.9)).first == "dispatch"
+    assert verdict(found(dispatch=1.9, logging=1.4)).first == "logging"
+
+
+def test_a_fused_update_is_no_cause() -> None:
+    assert verdict(found(fused=True, update=1.5)).first == "healthy"
+    assert verdict(found(fused=False, update=1.5)).causes[0].words == ("optimizer.fused=true",)
+
+
+def test_loading_that_waits_and_loading_that_computes_get_other_words() -> None:
+    waits, computes = (verdict(found(data=3.0, load_busy=busy)).causes[0].words for busy in (0.1, 1.0))
+    assert waits != computes
+    assert "threads" in waits[0]
+
+
+def test_every_word_to_try_is_one_that_a_run_takes() -> None:
+    from trainrun.compose import compose_run
+
+    words = sorted({word for several in WORDS.values() for each in several for word in each.split()})
+    apart = ["monitor=fast", "data.engine=workers", "data.num_workers=auto", "trainer.compile=step"]
+    compose_run([word for word in words if word not in apart])
+    compose_run(apart)
+
+
+def test_the_lines_hold_every_what_if() -> None:
+    text = "\n".join(lines_of(found(data=1.3, logging=2.0)))
+    assert re.search(r"logging +\+100 % +\+96 to \+104 %", text)
+    assert "try: monitor.log_every_n_steps=500" in text
+
+
+@pytest.mark.parametrize("words", [["--budget", "30"], ["--budget=30"], ["--budget", "0.5min"]])
+def test_the_budget(words: list[str]) -> None:
+    assert take_seconds(["model=cnn", *words, "seed=1"], 40.0, "diagnose") == (["model=cnn", "seed=1"], 30.0)
+
+
+@pytest.mark.parametrize("words", [["--budget"], ["--budget", "soon"], ["--budget=1"]])
+def test_a_wrong_budget(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="diagnose: --budget"):
+        take_seconds(words, 40.0, "diagnose")
+
+
+OWN = """
+import time, torch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2000
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return torch.full((16,), index / 2000), index % 3
+"""
+WORDS_OF_SLOW = ["data=custom", "data.train._target_=slow_data.Slow", "data.num_classes=3", "data.engine=workers",
+                 "data.num_workers=0", "data.batch_size=16"]  # fmt: skip
+
+
+def test_a_slow_data_set_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "slow_data.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(duel, "TURN_SECONDS", 0.1)
+    monkeypatch.setattr(diagnosis, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(diagnosis, "MOST_ROUNDS", 3)
+    monkeypatch.setattr(diagnosis, "steps_for", lambda take: max(1, take(5).steps))
+    began = time.monotonic()
+    assert main(["diagnose", *WORDS_OF_SLOW, "--budget", "10"]) == 0
+    assert time.monotonic() - began < 120
+    assert "mostly waits" in capsys.readouterr().out
+    (folder,) = (tmp_path / "outputs").glob("*/*-diagnose")
+    data = json.loads((folder / "diagnosis.json").read_text())
+    assert data["verdict"]["first"] == "data"
+    assert {row["name"] for row in data["what_ifs"]} >= {"data", "logging", "update", "dispatch"}
+    assert all((folder / name).stat().st_size > 5000 for name in ("whatif.png", "roofs.png"))
+    assert {path.name for path in tmp_path.iterdir()} <= {"slow_data.py", "outputs", "__pycache__"}

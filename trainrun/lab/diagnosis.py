@@ -1,0 +1,253 @@
+"""What a training waits for: it runs with one thing after the other taken away, in turns with itself.
+
+What: the real loop on the real parts. What a removal gains is the most that mending this thing can give; nothing
+is read off a profile. When: before anything is tuned. Cost: 20 to 60 seconds. Source: the phases of DS-Analyzer
+(Mohan and others, 2021, arXiv:2007.06775), for everything and not only for data.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from trainrun.checks import parse_seconds
+from trainrun.compose import compose_run
+from trainrun.config import RunConfig
+from trainrun.errors import TrainrunError
+from trainrun.lab.bench import Bench, Subject
+from trainrun.lab.duel import TURN_SECONDS, Duel, Side, rounds, steps_for
+from trainrun.lab.orders import Limits, Measure, Ready, Turn
+from trainrun.lab.statistics import Ratio
+
+LIMITS_SECONDS: Final = 3.0  # for the roofs, validation and checkpoints, which come last
+FEW_ROUNDS: Final = 3
+LEAST_ROUNDS: Final = 5
+MOST_ROUNDS: Final = 12
+FORWARD: Final = "cached+forward_only"
+BARE: Final = "cached+silent"  # what is left when nothing around the step takes time
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """How much faster the whole run would be with one thing free. name: one of `trainrun.lab.verdict.CAUSES`."""
+
+    name: str
+    gain: Ratio
+    about: str
+
+
+@dataclass
+class Diagnosis:
+    """All that was measured. speed: items a second of the loop; step_seconds: with its share of validation and
+    checkpoints. phases: seconds of forward, backward and update, from removals. load_busy: how much of the time of
+    loading is computed, in cores, and not waited for; None where nothing is loaded. fused: of the optimizer."""
+
+    ready: Ready
+    speed: float
+    step_seconds: float
+    what_ifs: list[WhatIf]
+    limits: Limits
+    phases: dict[str, float] = field(default_factory=dict)
+    load_busy: float | None = None
+    fused: bool = True
+    tried: dict[str, Ratio | str] = field(default_factory=dict)
+
+
+def diagnose(words: Sequence[str], config: RunConfig, deadline: float, progress: Progress) -> Diagnosis:
+    """Ends about the deadline, by `time.monotonic()`. Raises what a run of these words would raise before its
+    first step."""
+    with Bench() as bench:
+        progress("starting the run")
+        base = bench.start(config)
+        examined = Examination(bench, base, words, config)
+        return examined.diagnosis(deadline - LIMITS_SECONDS, progress)
+
+
+class Examination:
+    """One base run, and the others that stand beside it."""
+
+    def __init__(self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig) -> None:
+        self._bench, self._base, self._words, self._config = bench, base, list(words), config
+        self._steps = 1
+        self._other_words: dict[str, Subject] = {}
+
+    def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
+        progress("finding its pace")
+        self._steps = steps_for(lambda steps: self._base.train(steps))
+        load = self._base.load(max(2, min(self._steps, 50)))
+        variants = {name: self._variant(name) for name in self._removals()}
+        beside = dict(self._beside(progress))
+        duels = self._measured(variants | beside, deadline, progress)
+        progress("measuring what the machine allows")
+        limits: Limits = self._base.ask(Measure())
+        limits.items_per_second["data"] = load.speed
+        limits.reasons["data"] = "loading with nobody to train"
+        return self._put_together(duels, limits, load)
+
+    def _removals(self) -> list[str]:
+        """Every one that can tell something of this run."""
+        names = ["cached", "silent", BARE]
+        if not self._config.trainer.optimizer_in_backward and self._config.trainer.compile.scope != "step":
+            names += ["without_update", FORWARD]
+        if "mixed" in self._config.precision.mode:
+            names.append("one_type")
+        if self._base.facts.world_size > 1:
+            names.append("unsynced")
+        elif self._base.facts.device == "cpu":
+            names += [f"threads={number}" for number in self._thread_numbers()]
+        return names
+
+    def _thread_numbers(self) -> list[int]:
+        own, cores = self._base.facts.num_threads, os.cpu_count() or 1
+        return sorted({1, max(1, cores // 2), min(cores, 2 * own)} - {own})
+
+    def _variant(self, name: str) -> Callable[[], Turn]:
+        return Side(lambda steps: self._base.train(steps, variant=name), self._steps)
+
+    def _beside(self, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
+        """Other words for the same run: twice the batch, and sequences of like length together."""
+        batch_size = self._config.data.batch_size
+        wishes = {"double": [f"data.batch_size={2 * batch_size}"]}
+        if self._config.data.padding in ("longest", "max"):
+            wishes["bucket"] = ["data.padding=bucket"]
+        for name, words in wishes.items():
+            progress(f"starting it with {' '.join(words)}")
+            try:
+                subject = self._bench.start(self.with_words(words))
+            except (
+                TrainrunError
+            ):  # too few samples for twice the batch, no sequences to sort: it tells nothing then
+                continue
+            variant = BARE if name == "double" else ""
+            yield name, self._turns_of(subject, variant)
+
+    def _turns_of(self, subject: Subject, variant: str) -> Callable[[], Turn]:
+        return Side(lambda steps: subject.train(steps, variant=variant), self._steps)
+
+    def with_words(self, words: Sequence[str]) -> RunConfig:
+        """The run with other words, and with what the base chose for itself, so that nothing else differs."""
+        config = compose_run([*self._words, *words]).config
+        config.seed = self._config.seed
+        ready, named = self._base.facts, {word.partition("=")[0] for word in words}
+        if "trainer.num_threads" not in named:
+            config.trainer.num_threads = ready.num_threads
+        data = config.data
+        if ready.engine and not named & {
+            "data.engine",
+            "data.num_workers",
+            "data.num_threads",
+            "data.padding",
+        }:
+            data.engine = ready.engine
+            data.num_workers = ready.number if ready.engine == "workers" else "auto"
+            data.num_threads = ready.number if ready.engine == "threads" else "auto"
+        return config
+
+    def _measured(
+        self, sides: dict[str, Callable[[], Turn]], deadline: float, progress: Progress
+    ) -> dict[str, Duel]:
+        """Rounds until the time is over, and a few in any case. What is clearly slower is not asked again."""
+        for side in sides.values():
+            side()  # to find its pace; the first steps of anything are its slowest
+        found = {name: Duel() for name in sides}
+        for number in range(MOST_ROUNDS):
+            left = deadline - time.monotonic()
+            asked = {
+                name: side for name, side in sides.items() if number < FEW_ROUNDS or not slower(found[name])
+            }
+            if number >= LEAST_ROUNDS and left < 2 * TURN_SECONDS * len(asked):
+                break
+            progress(f"round {number + 1}, {max(left, 0):.0f} s left")
+            for name, duel in rounds(lambda: self._base.train(self._steps), asked, 1).items():
+                found[name].pairs += duel.pairs
+        return found
+
+    def _put_together(self, duels: dict[str, Duel], limits: Limits, load: Turn) -> Diagnosis:
+        base = [first for duel in duels.values() for first, _ in duel.pairs]
+        speed = sorted(base)[len(base) // 2]
+        one = self._base.train(self._steps)
+        loop_seconds = one.items / one.steps / speed
+        fixed = dict(self._fixed_costs(loop_seconds))
+        step_seconds = loop_seconds + sum(fixed.values())
+        ratios = {name: duel.ratio() for name, duel in duels.items()}
+
+        def freed(ratio: Ratio) -> Ratio:
+            """Of the whole run, where `ratio` is that of the loop alone."""
+            bounds = [step_seconds / (step_seconds - loop_seconds * (1 - 1 / value)) for value in ratio[:3]]
+            return Ratio(bounds[0], bounds[1], bounds[2], ratio.pairs)
+
+        what_ifs = [
+            WhatIf(name, freed(ratios[removal]), about) for name, removal, about in self._named(ratios)
+        ]
+        compiling = one.accounts.get("compile", 0.0) / one.steps
+        for name, seconds in (fixed | {"compile": compiling}).items():
+            if seconds > 0:
+                value = step_seconds / max(step_seconds - seconds, 1e-9)
+                what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), f"{1e3 * seconds:.3g} ms a step"))
+        if "double" in ratios and BARE in ratios:
+            both = zip(duels[BARE].pairs, duels["double"].pairs, strict=False)  # turns of the same rounds
+            pairs = [(bare, twice) for (_, bare), (_, twice) in both]
+            what_ifs.append(WhatIf("dispatch", freed(Duel(pairs).ratio()), "a batch of twice the size"))
+        return Diagnosis(
+            self._base.facts, speed, step_seconds, what_ifs, limits, self._phases(ratios, loop_seconds),
+            load.cpu_seconds / load.seconds, self._fused(),
+        )  # fmt: skip
+
+    def _named(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
+        abouts = {"cached": ("data", "batches that are there already"), "silent": ("logging", "no log points"),
+                  "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
+                  "unsynced": ("ranks", "no exchange of gradients"),
+                  "bucket": ("padding", "data.padding=bucket")}  # fmt: skip
+        for removal, (name, about) in abouts.items():
+            if removal in ratios:
+                yield name, removal, about
+        counts = [name for name in ratios if name.startswith("threads=")]
+        if counts:
+            best = max(counts, key=lambda name: ratios[name].value)
+            yield "threads", best, f"trainer.num_{best}"
+
+    def _fixed_costs(self, loop_seconds: float) -> Iterator[tuple[str, float]]:
+        """Seconds a step of what happens now and then, at the pace of this config."""
+        every = self._base.facts.val_every
+        if every:
+            times = sorted(self._base.validate().seconds for _ in range(3))
+            yield "validation", times[1] / every
+        keep = self._config.checkpoint
+        if not keep.enabled:
+            return
+        rate = 1 / keep.every_n_train_steps if keep.every_n_train_steps else 0.0
+        interval = parse_seconds(keep.train_time_interval)
+        if keep.save_last and interval:
+            rate += loop_seconds / interval
+        if rate:
+            times = sorted(self._base.save().seconds for _ in range(3))
+            yield "checkpoint", times[1] * rate
+
+    def _phases(self, ratios: dict[str, Ratio], loop_seconds: float) -> dict[str, float]:
+        if FORWARD not in ratios:
+            return {}
+        forward, bare = (loop_seconds / ratios[name].value for name in (FORWARD, BARE))
+        update = max(loop_seconds - loop_seconds / ratios["without_update"].value, 0.0)
+        return {"forward": forward, "backward": max(bare - forward - update, 0.0), "update": update}
+
+    def _fused(self) -> bool:
+        optimizer: Any = self._config.optimizer or {}
+        return optimizer.get("fused", True) is not False and optimizer.get("foreach") is not True
+
+
+def slower(duel: Duel) -> bool:
+    """Not once as fast as the base."""
+    return all(other < 0.9 * base for base, other in duel.pairs)
+
+
+def settings(config: RunConfig) -> RunConfig:
+    """With a seed: all runs under test begin alike."""
+    config = copy.deepcopy(config)
+    if config.seed is None:
+        config.seed = 42
+    return config

@@ -1,0 +1,163 @@
+"""The roofs over a training: how many items a second each part of the machine would allow by itself.
+
+what: operations against the fastest matrix product, bytes against the fastest copy, calls against the shortest
+    call, each measured here and now. The lowest roof says what to make smaller.
+when: `trainrun diagnose`. source: Williams and others, Roofline (2009); for the bytes of an update see `bytes_moved`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainrun.data.batch import map_leaves
+from trainrun.flops import dtype_of, flops_per_item, peak_flops
+from trainrun.interfaces import Batches
+from trainrun.lab.orders import Limits
+from trainrun.parts import Parts
+from trainrun.randomness import kept_random_state
+from trainrun.stage import stand_ins
+
+FEW_BATCHES: Final = 8
+COPY_BYTES: Final = {"cpu": 1 << 27, "cuda": 1 << 30}  # far more than any cache holds
+REPEATS: Final = 5  # the fastest counts: other processes take turns with this one
+CALLS: Final = 2000
+
+
+def limits_of(parts: Parts, train: Batches) -> Limits:
+    """Of one rank, times the ranks. A limit that cannot be measured is left out, and its reason is not."""
+    batches = list(islice(train.epoch(0), FEW_BATCHES))
+    found: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    first = map_leaves(batches[0].data, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    items = max(parts.task.count(first), 1)
+    measures = {"compute": _compute, "memory": _memory, "dispatch": _dispatch}
+    with kept_random_state():
+        for name, measure in measures.items():
+            try:
+                seconds_per_item, reason = measure(parts, first, items)
+            # What a user's model does in its copy is not known; a diagnosis without this line is one all the same.
+            except Exception as error:
+                reasons[name] = f"not measured: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            else:
+                found[name] = parts.parallel.world_size / seconds_per_item
+                reasons[name] = reason
+    return Limits(found, reasons, padding_share([batch.data for batch in batches]))
+
+
+def _compute(parts: Parts, batch: Any, items: int) -> tuple[float, str]:
+    flops, dtype = flops_per_item(parts), dtype_of(parts)
+    peak = peak_flops(parts.parallel.device, dtype)
+    kind = str(dtype).removeprefix("torch.")
+    return flops / peak, f"{flops:.3g} operations an item, {peak / 1e9:.4g} GFLOP/s in {kind}"
+
+
+def _memory(parts: Parts, batch: Any, items: int) -> tuple[float, str]:
+    moved, speed = bytes_moved(parts, batch), copy_speed(parts.parallel.device)
+    return moved / speed / items, f"{moved / 1e6:.3g} MB a step, {speed / 1e9:.3g} GB/s"
+
+
+def _dispatch(parts: Parts, batch: Any, items: int) -> tuple[float, str]:
+    calls, seconds = num_calls(parts, batch), call_seconds(parts.parallel.device)
+    return calls * seconds / items, f"{calls} operations a step, {1e6 * seconds:.2g} us each"
+
+
+def bytes_moved(parts: Parts, batch: Any) -> float:
+    """At least, for one micro-batch and one update: weights are read in forward and backward, gradients written and
+    read, the update reads and writes weights and its state, and what the backward needs is written and read."""
+    weights = sum(p.numel() * p.element_size() for p in parts.model.parameters() if p.requires_grad)
+    state = sum(
+        value.numel() * value.element_size()
+        for entry in parts.optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, Tensor)
+    )
+    return 2 * weights + 2 * weights + 2 * weights + 2 * state + 2 * saved_bytes(parts, batch)
+
+
+def saved_bytes(parts: Parts, batch: Any) -> int:
+    """Of what forward keeps for backward, weights left out."""
+    model, task = stand_ins(parts)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def packed(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = max(sizes.get(storage.data_ptr(), 0), storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor), parts.precision.autocast():
+        task.step(model, batch)
+    return sum(sizes.values())
+
+
+def copy_speed(device: torch.device) -> float:
+    """Bytes a second, read and written."""
+    source = torch.ones(COPY_BYTES.get(device.type, 1 << 27) // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / _fastest(lambda: target.copy_(source), device)
+
+
+def call_seconds(device: torch.device) -> float:
+    """Of the shortest operation, one after the other."""
+    a = torch.zeros(8, device=device)
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            a.add_(1)
+
+    return _fastest(calls, device) / CALLS
+
+
+def _fastest(work: Any, device: torch.device) -> float:
+    times = []
+    for _ in range(REPEATS):
+        began = perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(perf_counter() - began)
+    return min(times)
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class is not typed
+    """Counts what is called below autograd; views and questions about shapes are calls too."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def num_calls(parts: Parts, batch: Any) -> int:
+    """In forward and backward of one micro-batch; the update is one more, where it is fused."""
+    model, task = stand_ins(parts)
+    with torch.compiler.set_stance("force_eager"), Calls() as calls:
+        with parts.precision.autocast():
+            out = task.step(model, batch)
+        out.loss_sum.backward()
+    return int(calls.number) + 1
+
+
+def padding_share(batches: list[Any]) -> float:
+    """Of the positions of padded batches; 0 where there is no padding, or no sequence."""
+    real = total = 0
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            continue
+        mask = batch.get("attention_mask")
+        if mask is None and batch.get("segment_ids") is not None:
+            mask = batch["segment_ids"] > 0
+        if isinstance(mask, Tensor):
+            real, total = real + int(mask.sum()), total + mask.numel()
+    return 1 - real / total if total else 0.0

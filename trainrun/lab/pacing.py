@@ -1,0 +1,69 @@
+"""What lets a run be moved a few steps at a time: an end that comes when it is told, and a stream that stays open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainrun.interfaces import Batches, MicroBatch
+from trainrun.state import TrainState
+
+
+class Paced:
+    """In place of the cadence: so many steps, and nothing else ends or interrupts them."""
+
+    def __init__(self, cadence: Any, state: TrainState, steps: int) -> None:
+        self._cadence, self._end = cadence, state.step + steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cadence, name)
+
+    def look(self, state: TrainState) -> None:
+        self._cadence.check(state, wait=False)
+        state.stop_reason = "all steps done" if state.step >= self._end else ""
+
+    def validation_due(self, state: TrainState) -> bool:
+        return False
+
+
+class NeverDue:
+    """In place of the checkpoints."""
+
+    def due(self, state: TrainState) -> bool:
+        return False
+
+
+class GoesOn:
+    """Fills `Batches`: a stream that stays open between two orders, so that nothing is read again."""
+
+    def __init__(self, train: Batches) -> None:
+        self._train = train
+        self._open: Iterator[MicroBatch] | None = None
+        self._epoch, self._at = -1, 0
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._train.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return self._train.num_samples
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        if self._open is None or (self._epoch, self._at) != (epoch, start):
+            self._end()
+            self._open, self._epoch, self._at = self._train.epoch(epoch, start), epoch, start
+        return self._handed(self._open)
+
+    def _handed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            self._at += 1
+            yield batch
+
+    def _end(self) -> None:
+        getattr(self._open, "close", lambda: None)()
+        self._open = None
+
+    def close(self) -> None:
+        self._end()
+        self._train.close()

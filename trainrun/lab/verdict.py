@@ -1,0 +1,118 @@
+"""From what was measured to at most two causes in words, each with its ceiling and what to try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from trainrun.lab.diagnosis import Diagnosis, WhatIf
+
+CLEAR: Final = 1.10  # a gain below that is not worth a word
+CLEAR_FOR_DISPATCH: Final = 1.5  # of twice the batch: below, the step is mostly computing
+MOST_CAUSES: Final = 2
+BUSY: Final = 0.7  # cores: loading that computes; below, it waits
+ROOF: Final = 0.6  # of the fastest matrix product: there is little left to take
+
+# of equal gains the first is named; what a smaller batch, more threads or fewer validations also explain comes last
+CAUSES: Final = {
+    "data": "loading",
+    "compile": "compiling again and again",
+    "logging": "logging",
+    "checkpoint": "checkpoints",
+    "validation": "validation",
+    "threads": "the number of threads",
+    "padding": "padding",
+    "islands": "parts of the model outside of mixed precision",
+    "ranks": "the exchange of gradients",
+    "update": "the optimizer's update",
+    "dispatch": "calls that are too small: the batch is tiny for this machine",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """name: of CAUSES. words: what to try, of the run's own words."""
+
+    what_if: WhatIf
+    text: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    causes: tuple[Cause, ...]
+    text: str
+
+    @property
+    def first(self) -> str:
+        return self.causes[0].what_if.name if self.causes else "healthy"
+
+
+def verdict(found: Diagnosis) -> Verdict:
+    causes = [cause_of(found, what_if) for what_if in worth_naming(found)][:MOST_CAUSES]
+    if not causes:
+        return Verdict((), f"healthy: nothing around the step costs a tenth of the time. {bound_by(found)}")
+    lines = [f"{cause.text}: up to {gain_text(cause.what_if)} faster without" for cause in causes]
+    together = (
+        " (the two are not added up: together at most what is measured together)" if len(causes) > 1 else ""
+    )
+    return Verdict(tuple(causes), "; ".join(lines) + together)
+
+
+def worth_naming(found: Diagnosis) -> list[WhatIf]:
+    """What would clearly gain, the most first. The update only where there is a faster one; a larger batch only
+    where nothing else explains the time."""
+    clear = [
+        each for each in found.what_ifs if each.gain.low > 1.0 and each.gain.value >= bound_for(each.name)
+    ]
+    if found.fused:
+        clear = [each for each in clear if each.name != "update"]
+    return sorted(clear, key=lambda each: (each.name == "dispatch", -each.gain.value))
+
+
+def bound_for(name: str) -> float:
+    return CLEAR_FOR_DISPATCH if name == "dispatch" else CLEAR
+
+
+def gain_text(what_if: WhatIf) -> str:
+    return f"{100 * (what_if.gain.value - 1):.0f} %"
+
+
+def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
+    text, words = CAUSES[what_if.name], WORDS.get(what_if.name, ())
+    match what_if.name:
+        case "data" if found.load_busy is not None and found.load_busy < BUSY:
+            text, words = "loading, which mostly waits (a disk, a network, a sleep)", (
+                "data.engine=threads data.num_threads=4", "data.cache=memory")  # fmt: skip
+        case "data":
+            text = "loading, which mostly computes (decoding, transforms, Python)"
+        case "threads":
+            words = (what_if.about,)
+        case "padding":
+            text = f"padding ({100 * found.limits.padding:.0f} % of all positions)"
+    return Cause(what_if, text, words)
+
+
+WORDS: Final[dict[str, tuple[str, ...]]] = {
+    "data": ("data.cache=memory", "data.engine=workers data.num_workers=auto"),
+    "compile": ("data.padding=bucket data.pad_multiple=64", "trainer.compile.dynamic=true"),
+    "logging": ("monitor.log_every_n_steps=500", "monitor=fast"),
+    "checkpoint": ("checkpoint.async_save=true", "checkpoint.train_time_interval=10min"),
+    "validation": ("trainer.check_val_every_n_epoch=5", "trainer.limit_val_batches=0.2"),
+    "padding": ("data.padding=bucket",),
+    "ranks": ("trainer.accumulate_grad_batches=4", "parallel.static_graph=true"),
+    "update": ("optimizer.fused=true",),
+    "dispatch": ("trainer.compile=step", "data.batch_size=256"),
+}
+
+
+def bound_by(found: Diagnosis) -> str:
+    """What the step itself is limited by, from the lowest roof."""
+    roofs = {name: value for name, value in found.limits.items_per_second.items() if name != "data"}
+    if not roofs:
+        return ""
+    name = min(roofs, key=lambda each: roofs[each])
+    share = found.speed / roofs[name]
+    close = ": at the roof, only other mathematics would be faster" if share >= ROOF else ""
+    names = {"compute": "computing", "memory": "memory", "dispatch": "the calls of operations"}
+    return f"The lowest roof is {names[name]}, of which {100 * share:.0f} % is reached{close}"
