@@ -64,7 +64,7 @@ def test_a_run_does_not_end_while_it_is_tested(subject: Subject) -> None:
     assert subject.save().seconds > 0
 
 
-@pytest.mark.parametrize("name", REMOVALS)
+@pytest.mark.parametrize("name", [*REMOVALS, "cached", "cached+silent", "threads=1", "whole"])
 def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> None:
     assert subject.train(5, variant=name).items == 5 * 32
     assert subject.train(2).steps == 2

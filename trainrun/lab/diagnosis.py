@@ -19,7 +19,7 @@ from trainrun.compose import compose_run
 from trainrun.config import RunConfig
 from trainrun.errors import TrainrunError
 from trainrun.lab.bench import Bench, Subject
-from trainrun.lab.duel import TURN_SECONDS, Duel, Side, rounds, steps_for
+from trainrun.lab.duel import TURN_SECONDS, Duel, Side, rounds, steps_for, warm_for
 from trainrun.lab.orders import Limits, Measure, Ready, Turn
 from trainrun.lab.statistics import Ratio
 
@@ -107,7 +107,7 @@ class Examination:
         return sorted({1, max(1, cores // 2), min(cores, 2 * own)} - {own})
 
     def _variant(self, name: str) -> Callable[[], Turn]:
-        return Side(lambda steps: self._base.train(steps, variant=name), self._steps)
+        return Side(lambda steps: self._base.train(steps, warm_for(steps), name), self._steps)
 
     def _beside(self, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
         """Other words for the same run: twice the batch, and sequences of like length together."""
@@ -127,7 +127,7 @@ class Examination:
             yield name, self._turns_of(subject, variant)
 
     def _turns_of(self, subject: Subject, variant: str) -> Callable[[], Turn]:
-        return Side(lambda steps: subject.train(steps, variant=variant), self._steps)
+        return Side(lambda steps: subject.train(steps, warm_for(steps), variant), self._steps)
 
     def with_words(self, words: Sequence[str]) -> RunConfig:
         """The run with other words, and with what the base chose for itself, so that nothing else differs."""
@@ -163,7 +163,9 @@ class Examination:
             if number >= LEAST_ROUNDS and left < 2 * TURN_SECONDS * len(asked):
                 break
             progress(f"round {number + 1}, {max(left, 0):.0f} s left")
-            for name, duel in rounds(lambda: self._base.train(self._steps), asked, 1).items():
+            for name, duel in rounds(
+                lambda: self._base.train(self._steps, warm_for(self._steps)), asked, 1
+            ).items():
                 found[name].pairs += duel.pairs
         return found
 

@@ -28,6 +28,11 @@ def steps_for(take: Taken, seconds: float = TURN_SECONDS) -> int:
         steps = min(MOST_STEPS, max(2 * steps, round(0.7 * steps * seconds / max(turn.seconds, 1e-9))))
 
 
+def warm_for(steps: int) -> int:
+    """Steps ahead of a turn that are not timed: fewer where they are long."""
+    return 1 if steps < 4 else 2
+
+
 class Side:
     """One thing whose turns take about TURN_SECONDS, however fast it is: each follows the pace of the one before."""
 

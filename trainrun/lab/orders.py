@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Train:
     """Some steps of the run, after `warm` steps that are not timed. variant: with something taken away; see
-    `trainrun.lab.removals`."""
+    `trainrun.lab.removals`; or `whole`, with validations and checkpoints where they are due."""
 
     steps: int
     warm: int = 2

@@ -19,8 +19,12 @@ class Paced:
         return getattr(self._cadence, name)
 
     def look(self, state: TrainState) -> None:
-        self._cadence.check(state, wait=False)
+        self._cadence.check(state, wait=self._cadence.validation_due(state))
         state.stop_reason = "all steps done" if state.step >= self._end else ""
+
+
+class OnlySteps(Paced):
+    """And no validation."""
 
     def validation_due(self, state: TrainState) -> bool:
         return False

@@ -66,11 +66,6 @@ class Silence:
         return False
 
 
-def cached(parts: Parts) -> Parts:
-    """No loading, no copying: batches that are there already."""
-    return replace(parts, train=Ring(parts))
-
-
 def silent(parts: Parts) -> Parts:
     """No log points."""
     return replace(parts, cadence=Silence(parts.cadence))  # type: ignore[arg-type]
@@ -160,19 +155,24 @@ def _forward_only(parts: Parts, window: list[MicroBatch], log: bool) -> StepRepo
 
 
 REMOVALS: Final[dict[str, Callable[[Parts], Parts]]] = {
-    "cached": cached,
     "silent": silent,
     "without_update": without_update,
     "forward_only": forward_only,
     "unsynced": unsynced,
     "one_type": one_type,
 }
+CACHED: Final = "cached"  # no loading, no copying
 THREADS: Final = "threads="
 
 
-def removed(name: str, parts: Parts) -> Parts:
-    """`cached`, or several joined by `+`, and `threads=2` among them."""
+def removed(name: str, parts: Parts, ring: Ring) -> Parts:
+    """`cached`, or several joined by `+`, and `threads=2` among them. ring: the batches that `cached` gives."""
     for one in name.split("+"):
         number = one.removeprefix(THREADS)
-        parts = threads(int(number), parts) if number != one else REMOVALS[one](parts)
+        if number != one:
+            parts = threads(int(number), parts)
+        elif one == CACHED:
+            parts = replace(parts, train=ring)
+        else:
+            parts = REMOVALS[one](parts)
     return parts

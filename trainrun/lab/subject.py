@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
@@ -21,10 +21,12 @@ from trainrun.data.undecided import Undecided
 from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.lab.limits import limits_of
 from trainrun.lab.orders import Answer, Load, Measure, Order, Path, Ready, Save, Trace, Train, Turn, Validate
-from trainrun.lab.pacing import GoesOn, NeverDue, Paced
-from trainrun.lab.removals import removed
+from trainrun.lab.pacing import GoesOn, NeverDue, OnlySteps, Paced
+from trainrun.lab.removals import Ring, removed
 from trainrun.parts import Parts
 from trainrun.state import SAVE_NOW, TrainState
+
+WHOLE: Final = "whole"  # in place of a removal: validations and checkpoints come as in the run
 
 
 class Driven:
@@ -70,6 +72,7 @@ class Subject:
     def __init__(self, parts: Parts, state: TrainState, folder: FilePath) -> None:
         self._own, self._folder = parts, folder
         self._parts = replace(parts, train=GoesOn(parts.train))
+        self._ring = Ring(self._parts)
         self._state = state
         self._variants: dict[str, tuple[Parts, TrainState]] = {}
         self._schedule = copy.deepcopy(parts.schedule.state_dict())
@@ -107,18 +110,18 @@ class Subject:
                 return limits_of(self._own, self._parts.train)
 
     def close(self) -> None:
-        for parts, _ in self._variants.values():
-            parts.train.close()
+        self._ring.close()
         self._parts.train.close()
 
     def _train(self, order: Train) -> Turn:
         parts, state = self._variant(order.variant)
         self._rewind(parts, state)
-        self._run(parts, state, order.warm)
+        whole = order.variant == WHOLE
+        self._run(parts, state, order.warm, whole)
         items, cpu, spent = state.items, time.process_time(), parts.ledger.read()
         self._wait()
         began = time.perf_counter()
-        self._run(parts, state, order.steps)
+        self._run(parts, state, order.steps, whole)
         self._wait()
         seconds = time.perf_counter() - began
         now = parts.ledger.read()
@@ -133,19 +136,21 @@ class Subject:
 
     def _variant(self, name: str) -> tuple[Parts, TrainState]:
         """Removals have a state of their own, so that the run goes on where it was."""
-        if not name:
+        if name in ("", WHOLE):
             return self._parts, self._state
         if name not in self._variants:
             state = copy.copy(self._state)
             state.losses = []
-            self._variants[name] = removed(name, self._parts), state
+            self._variants[name] = removed(name, self._parts, self._ring), state
         return self._variants[name]
 
-    def _run(self, parts: Parts, state: TrainState, steps: int) -> None:
+    def _run(self, parts: Parts, state: TrainState, steps: int, whole: bool = False) -> None:
+        """whole: with validations and checkpoints where they are due."""
         if not steps:
             return
-        paced = Paced(parts.cadence, state, steps)
-        loop.fit(replace(parts, cadence=paced, checkpoints=NeverDue()), state)  # type: ignore[arg-type]
+        paced: Any = (Paced if whole else OnlySteps)(parts.cadence, state, steps)
+        checkpoints: Any = parts.checkpoints if whole else NeverDue()
+        loop.fit(replace(parts, cadence=paced, checkpoints=checkpoints), state)
 
     def _rewind(self, parts: Parts, state: TrainState) -> None:
         """A run that would be over goes on, with the learning rates of its beginning."""

@@ -1,0 +1,140 @@
+"""Does `trainrun diagnose` name what is wrong, and say how much it costs? Faults are planted and taken away again.
+
+    python scripts/bench_diagnose.py [WORKLOAD ...] [--repeats 1] [--budget 20]
+
+For each fault of each workload: the first verdict, the gain it promises, and the gain when the fault is really taken
+away, measured in turns. The clean workloads must be healthy. The exit code is 0 whatever is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from bench_kit import machine  # noqa: E402
+
+import trainrun.rank  # noqa: E402,F401  # once, for all runs under test
+from trainrun.compose import compose_run  # noqa: E402
+from trainrun.lab.bench import Bench  # noqa: E402
+from trainrun.lab.diagnosis import diagnose, settings  # noqa: E402
+from trainrun.lab.duel import Rules, Side, duel, steps_for  # noqa: E402
+from trainrun.lab.verdict import verdict  # noqa: E402
+
+READ = ["data.engine=workers", "data.num_workers=0"]
+COMMON = ["seed=1", "data=custom", "data.num_classes=10", "trainer.max_epochs=200", "monitor.hardware=false"]
+WORKLOADS = {
+    "mlp": [*COMMON, "data.train._target_=faulty_parts.Table", "model=custom", "model._target_=faulty_parts.Wide",
+            "data.batch_size=256", "trainer.num_threads=1", *READ],
+    "cnn": [*COMMON, "data.train._target_=faulty_parts.Pictures", "model=cnn", "data.batch_size=64",
+            "trainer.num_threads=1", *READ],
+    "gpt": ["seed=1", "data=custom", "data.train._target_=faulty_parts.Sequences", "model=gpt",
+            "task=language_modeling", "model.vocab_size=256", "model.layers=2", "model.width=128", "model.heads=2",
+            "data.batch_size=16", "trainer.max_epochs=200", "trainer.num_threads=1", "monitor.hardware=false",
+            "data.padding=bucket", *READ],
+}  # fmt: skip
+
+
+class Fault(NamedTuple):
+    """expected: the first word of the verdict. words: what plants it. without: what takes its place, if anything."""
+
+    name: str
+    expected: str
+    words: list[str]
+    without: list[str]
+    only: tuple[str, ...] = tuple(WORKLOADS)
+
+
+LISTENER = "+monitor.listeners.slow._target_=faulty_parts.SlowListener"
+FAULTS = [
+    Fault("clean", "healthy", [], []),
+    Fault("slow item", "data", ["data.train.wait=0.001"], []),
+    Fault("item holds the GIL", "data", ["data.train.compute=0.001"], []),
+    Fault("slow disk", "data", ["data.train.file=0.05"], []),
+    Fault("slow logger", "logging", [LISTENER, "monitor.log_every_n_steps=2"], ["monitor.log_every_n_steps=2"]),
+    Fault("synchronous checkpoints", "checkpoint",
+          ["checkpoint.async_save=false", "checkpoint.every_n_train_steps=2"], ["checkpoint.enabled=false"]),
+    Fault("island in fp32", "islands", ["precision=bf16-mixed", "model.island=true"],
+          ["precision=bf16-mixed"], ("mlp",)),
+    Fault("tiny batch", "dispatch", ["data.batch_size=1"], ["data.batch_size=2"]),
+    Fault("too many threads", "threads", ["trainer.num_threads=16"], []),
+    Fault("padding", "padding", ["data.padding=longest", "data.train.usual=32", "data.train.longest=512"],
+          ["data.padding=bucket", "data.train.usual=32", "data.train.longest=512"], ("gpt",)),
+    Fault("recompiling shapes", "compile",
+          ["data.padding=longest", "trainer.compile=model", "trainer.compile.dynamic=false"],
+          ["data.padding=max", "trainer.compile=model", "trainer.compile.dynamic=false"], ("gpt",)),
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], default=[])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds of one diagnosis")
+    parser.add_argument("--fault", help="only this one")
+    chosen = parser.parse_args()
+    print(machine())
+    print(
+        f"{'workload':<6} {'fault':<26} {'verdict':<12} {'right':<6} {'promised':>9} {'real':>22}  within 20 %"
+    )
+    right: list[bool] = []
+    close: list[bool] = []
+    for workload in chosen.workloads or WORKLOADS:
+        for fault in FAULTS:
+            if workload not in fault.only or chosen.fault not in (None, fault.name):
+                continue
+            for _ in range(chosen.repeats):
+                found, near = judged(workload, fault, chosen.budget)
+                right.append(found)
+                close += [near] if near is not None else []
+    print(
+        f"right first verdict: {sum(right)} of {len(right)}; promised gain within 20 %: {sum(close)} of {len(close)}"
+    )
+
+
+def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, bool | None]:
+    base = WORKLOADS[workload]
+    words = [*base, *fault.words]
+    config = settings(compose_run(without_twice(words)).config)
+    found = diagnose(without_twice(words), config, time.monotonic() + budget, lambda about: None)
+    told = verdict(found)
+    good = told.first == fault.expected
+    line = f"{workload:<6} {fault.name:<26} {told.first:<12} {'yes' if good else 'NO':<6}"
+    if fault.expected == "healthy":
+        print(line, *("" if good else [told.text]), flush=True)
+        return good, None
+    promised = next((each.gain.value for each in found.what_ifs if each.name == fault.expected), float("nan"))
+    real = realised(words, [*base, *fault.without], found.step_seconds)
+    near = abs(promised / real.value - 1) <= 0.2
+    print(f"{line} {promised:>8.2f}x {real!s:>22}  {'yes' if near else 'NO'}", flush=True)
+    return good, near
+
+
+def realised(faulty: list[str], clean: list[str], step_seconds: float):
+    """How much faster the run is without the fault, validation and checkpoints as they come."""
+    with Bench() as bench:
+        first, second = (
+            bench.start(settings(compose_run(without_twice(words)).config)) for words in (faulty, clean)
+        )
+        steps = steps_for(lambda steps: first.train(steps, variant="whole"))
+        sides = [
+            Side(lambda steps, each=each: each.train(steps, variant="whole"), steps)
+            for each in (first, second)
+        ]
+        for side in sides:
+            side()
+        return duel(*sides, Rules(most_pairs=12, least_pairs=6)).ratio()
+
+
+def without_twice(words: list[str]) -> list[str]:
+    """The last of several words for one key."""
+    return list({word.partition("=")[0]: word for word in words}.values())
+
+
+if __name__ == "__main__":
+    main()
