@@ -51,7 +51,7 @@ def test_presets_do_what_their_names_say() -> None:
     debug = compose_run(["preset=debug"]).config
     most = compose_run(["preset=max-perf"]).config
     assert (fast.precision.mode, fast.trainer.channels_last, fast.data.batch_size) == (
-        "bf16-mixed",
+        "auto",
         True,
         128,
     )

@@ -3,7 +3,7 @@
 What: forward and backward of a *copy* of the model, on the real batches, with each engine in turn. The
 model, its buffers, the task, gradients, the loss scale and all random states stay as they are, because
 none of them takes part. When: `data.engine` or `data.num_workers` is auto and the run is long enough.
-Cost: at most two seconds and a twentieth of the run.
+Cost: at most a second and 2 % of the run (`budget`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from statistics import median
 from time import perf_counter
 
+from trainrun.budget import ENGINE, FEW_BATCHES
 from trainrun.checks import parse_seconds
 from trainrun.data.choice import usable_cores
 from trainrun.data.contest import Alone, Outcome, contest, winner
@@ -21,9 +22,6 @@ from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 from trainrun.stage import Clock, Stage
 
-MOST_SECONDS = 1.5  # with the half second of `threads`, two
-MOST_SHARE = 0.05  # of the run
-FEW_BATCHES = 200  # a shorter run is not worth the first look, which takes about ten
 CONTEST_SHARE = 0.8  # of that time; the rest is for a last look at the winner, and for what takes longer
 NEGLIGIBLE = 0.03  # of a step: loading that cannot matter
 
@@ -68,7 +66,7 @@ def _heard(parts: Parts, stream: Undecided, stage: Stage, candidates: list[Candi
         share = f"loading takes {100 * alone.load / alone.step:.2g} % of a step"
         return first, f"{quantity(speed / alone.both)} samples/s ({share})"
     run_seconds = run_seconds_of(parts, alone)
-    limit = min(MOST_SECONDS, MOST_SHARE * run_seconds)
+    limit = ENGINE.of(run_seconds)
     left = CONTEST_SHARE * limit - max(heard.elapsed for heard in told)
     measure = stage.measure(started, CONTEST_SHARE * limit)
     cores = max(1, usable_cores() // parts.parallel.world_size)
@@ -76,7 +74,7 @@ def _heard(parts: Parts, stream: Undecided, stage: Stage, candidates: list[Candi
     if first in outcome.unheard or (outcome.unheard and set(outcome.scores) <= {first}):
         short = f"a short run, about {duration(run_seconds)}"
         slow = f"a batch takes {duration(alone.both)}, too long to compare engines in {duration(limit)}"
-        return default, f"not measured: {short if limit < MOST_SECONDS else slow}"
+        return default, f"not measured: {short if limit < ENGINE.seconds else slow}"
     name = winner(candidates, outcome.scores)
     if name is None:
         return default, "not measured: no engine gave its batches in time"

@@ -14,15 +14,14 @@ from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.host_memory import return_freed_memory
 from trainrun.interfaces import Parallel
+from trainrun.number_type import is_tiny
 from trainrun.precision.amp import set_matmul
 
-SMALL_STEP_FLOP = 1e8  # forward and backward of one micro-batch: about half a millisecond on one core
 SMALLEST = 1e-40  # below the smallest float32 with all its bits
 ROUNDING = (
     "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision",
     "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision",
 )  # fmt: skip
-DENSE = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)
 
 
 @contextmanager
@@ -117,13 +116,6 @@ def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes
         return
     if device.type != "cpu" or torch.get_num_threads() == 1:
         return
-    small = (
-        6 * sum(parameter.numel() for parameter in model.parameters()) * config.data.batch_size
-        < SMALL_STEP_FLOP
-    )
-    dense = all(
-        isinstance(module, DENSE) or not list(module.parameters(recurse=False)) for module in model.modules()
-    )
-    if small and dense:
+    if is_tiny(model, config.data.batch_size):
         torch.set_num_threads(1)
         notes.append("trainer.num_threads: 1, a step this small does not gain from more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,12 +44,16 @@ from trainrun.precision.amp import (
 )
 from trainrun.retry import Retry
 from trainrun.rundir import RunDir
+from trainrun.settle import Chosen, settled
 from trainrun.signals import StopFlag
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run is built: its folder, its ranks, who may stop it, and who listens on rank 0."""
+    """Where a run is built: its folder, its ranks, who may stop it, and who listens on rank 0.
+
+    chosen: what the run began with, and after the build what was chosen for it. measures: whether by a clock.
+    """
 
     run: RunDir
     run_id: str
@@ -59,6 +64,8 @@ class Site:
     on_log: Callable[[int], None] | None = None
     before_commit: Callable[[], None] | None = None
     ledger: Ledger = field(default_factory=Ledger)
+    chosen: Chosen = field(default_factory=dict)
+    measures: bool = False
 
 
 def check_targets(config: RunConfig) -> None:
@@ -102,9 +109,13 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     task = build_task(config)
     if isinstance(task, ChecksModel):
         task.check_model(model)
+    transform_model(config, model, site.parallel.device, notes)
+    num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
+    config = settled(
+        config, model, task, train, site.parallel, site.chosen, site.measures, num_batches, notes
+    )
     guarded, more = build_precision(precision_options(config), model, site.parallel.device, site.ledger)
     notes += more
-    transform_model(config, model, site.parallel.device, notes)
     wrapped = site.parallel.wrap(model)
     optimizer, precision = build_update(
         config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainrun.errors import ConfigError
 
-PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
 PARALLELS = ("single", "ddp")
 OPEN_NODES = (
     "model", "task", "optimizer", "scheduler", "data.train", "data.val", "data.test", "data.collate_fn",
@@ -160,7 +160,8 @@ class CheckpointConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Number types. matmul: what float32 products may round to (TF32 on a GPU); fp8: linear layers in 8 bits.
+    """Number types; mode `auto` is 32-true or bf16-mixed, whichever is measured to be faster. matmul: what float32
+    products may round to (TF32 on a GPU); fp8: linear layers in 8 bits.
 
     master_weights: of bf16-true, float32 copies that the optimizer updates.
     """

@@ -58,10 +58,10 @@ def measured_work(parts: Parts) -> Work | None:
 
 def flops_per_item(parts: Parts) -> float:
     """Of the first batch of the first epoch. Raises what the model raises."""
-    from trainrun.stage import stand_ins
+    from trainrun.trial import stand_ins
 
     batch = _first_batch(parts)
-    model, task = stand_ins(parts)
+    model, task = stand_ins(parts.model, parts.task)
     items = task.count(batch)
     with torch.compiler.set_stance("force_eager"), counter() as counted:
         with parts.precision.autocast():

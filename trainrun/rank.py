@@ -47,6 +47,7 @@ from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
 from trainrun.retry import ONE_SAMPLE, no_memory
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
+from trainrun.settle import Chosen, chosen_before
 from trainrun.showcase import show
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
@@ -82,13 +83,14 @@ def train(
         if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
             closing.enter_context(unloaded_compiler())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
+        identity = read_identity(run)
         site = Site(
-            run, read_identity(run)["run_id"], parallel, flag,
+            run, identity["run_id"], parallel, flag,
             listeners.monitors if listeners is not None else [],
             listeners.on_position if listeners is not None else None,
             listeners.on_log if listeners is not None else None,
             listeners.flush if listeners is not None else None,
-            ledger,
+            ledger, chosen_before(identity), measures=not resume,
         )  # fmt: skip
         parts, facts = build_parts(config, site)
         closing.push(lambda kind, error, trace: end_save(parts, kind))
@@ -98,7 +100,7 @@ def train(
             if stream is not None:
                 closing.callback(stream.close)
         check_monitors(parts)
-        recorded = read_identity(run).get("num_threads", torch.get_num_threads() if resume else None)
+        recorded = identity.get("num_threads", torch.get_num_threads() if resume else None)
         lines = [choose_threads(parts, recorded), choose_engine(parts), memory_line(parts)]
         facts = replace(facts, choices=(*facts.choices, *filter(None, lines)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
@@ -108,7 +110,7 @@ def train(
         state = first_state(parts, run, config, resume)
         if listeners is not None:
             run.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on
-            note_choices(run, parts)
+            note_choices(run, parts, site.chosen)
             listeners.attach(parts, state)
         collect_as_usual()
         if config.trainer.python_gc == "between_steps":
@@ -127,12 +129,13 @@ def end_save(parts: Parts, kind: type[BaseException] | None) -> bool:
     return False  # the exception goes on
 
 
-def note_choices(run: RunDir, parts: Parts) -> None:
-    """The number of threads, for a resume; what the data said of itself, for `load_model`, which builds without it."""
+def note_choices(run: RunDir, parts: Parts, chosen: Chosen) -> None:
+    """What was chosen by a clock, for a resume; what the data said of itself, for `load_model`, which builds without
+    it."""
     facts = parts.data_facts
     told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if parts.config.trainer.num_threads == "auto" else {}
-    write_json(run.identity, read_identity(run) | {"data": told} | threads)
+    write_json(run.identity, read_identity(run) | {"data": told} | threads | chosen)
 
 
 def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:

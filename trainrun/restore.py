@@ -19,6 +19,7 @@ from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.rundir import RunDir, read_identity
+from trainrun.settle import chosen_before
 from trainrun.signals import StopFlag
 
 
@@ -52,7 +53,8 @@ def parts_of(run: RunDir, which: str, overrides: list[str]) -> tuple[Parts, RunC
     config = load_config(run.config, overrides)
     config.trainer.ema.enabled = False  # the averaged weights are loaded into the model itself
     device = choose_device(config.parallel.accelerator, local_rank=0)
-    site = Site(run, read_identity(run)["run_id"], Single(device), StopFlag(), [])
+    identity = read_identity(run)
+    site = Site(run, identity["run_id"], Single(device), StopFlag(), [], chosen=chosen_before(identity))
     parts, _ = build_parts(config, site)
     folder = resolve(run.checkpoints, which)
     load_weights(parts.model, read_checkpoint(folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Generator, Iterator
 from time import perf_counter, process_time
@@ -13,18 +12,17 @@ import torch
 from torch import nn
 
 from trainrun.data.batch import map_leaves
-from trainrun.data.choice import free_bytes
 from trainrun.data.contest import Alone, Reading
 from trainrun.data.own_random import own_generator
 from trainrun.data.undecided import Candidate, Undecided
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.parts import Parts
+from trainrun.trial import copy_obstacle, stand_ins
 
 LOOKS = 4  # batches of the first look
 LOOK_SECONDS = 0.1  # for loading, and the same for the steps
 LEAST_STEPS = 3  # however long: the first is far slower than the others, since kernels are chosen and built
 LONGEST_STEPS = 0.5  # seconds, however few
-LARGE_MODEL = 2**31  # bytes; a host takes half a second to copy them
 
 Clock = Callable[[], float]
 
@@ -62,7 +60,7 @@ class Stage:
         fault, alone = obstacle(self._parts, self._stream), Alone(0.0, 0.0)
         if not fault:
             try:
-                self._model, self._task = stand_ins(self._parts)
+                self._model, self._task = stand_ins(self._parts.model, self._parts.task)
                 alone = self._alone(candidate)
             # A fault of the user's own, in any of their code: the run meets it again and reports it.
             except Exception as error:
@@ -199,22 +197,7 @@ def obstacle(parts: Parts, stream: Undecided) -> str:
     where = own_generator(stream.source)
     if where is not None:
         return f"data.train{where} draws random numbers of its own"
-    tensors = [*parts.model.parameters(), *parts.model.buffers()]
-    if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
-        return "the model has layers whose shape is not known yet"
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    if size > LARGE_MODEL and parts.parallel.device.type == "cpu":
-        return "copying the model would take too long"
-    return "the model fills the memory" if 4 * size > free_bytes(parts.parallel.device) else ""
-
-
-def stand_ins(parts: Parts) -> tuple[nn.Module, Any]:
-    """Copies of model and task, sharing what those share. A compiled model's copy is not compiled."""
-    model, task = copy.deepcopy((parts.model, parts.task))
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            module.eval()  # or it would wait for the other ranks in every forward
-    return model, task
+    return copy_obstacle(parts.model, parts.parallel.device)
 
 
 def same_bits(left: Any, right: Any) -> bool:

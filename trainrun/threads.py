@@ -15,14 +15,14 @@ from time import perf_counter
 
 import torch
 
-from trainrun.audition import FEW_BATCHES, MOST_SHARE, run_seconds_of, shared_candidates, total_batches
+from trainrun.audition import run_seconds_of, shared_candidates, total_batches
+from trainrun.budget import FEW_BATCHES, THREADS
 from trainrun.data.undecided import Undecided
 from trainrun.monitor.readable import duration
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 from trainrun.stage import Clock, Stage
 
-MOST_SECONDS = 0.5
 ROUNDS = 3  # at least, or there is no time to measure
 MARGIN = 1.2
 
@@ -75,7 +75,7 @@ def _heard(parts: Parts, stage: Stage, clock: Clock) -> dict[int, float]:
     step = max(heard.alone.step for heard in told)
     alone = told[0].alone._replace(step=step)
     numbers = numbers_up_to(torch.get_num_threads())
-    limit = min(MOST_SECONDS, MOST_SHARE * run_seconds_of(parts, alone))
+    limit = THREADS.of(run_seconds_of(parts, alone))
     if 2 * ROUNDS * len(numbers) * step > limit:
         return {}
     found: dict[int, list[float]] = {number: [] for number in numbers}

@@ -21,11 +21,11 @@ FLOORS = {
     6: ["runner", "rank", "restore", "external_run", "sweep/"],
     5: ["build", "build_step", "compile_auto", "plan", "backends", "listeners"],
     4: ["loop", "build_data", "build_memory", "build_model", "build_optimizer", "showcase", "rehearsal", "audition",
-        "stage", "flops", "forecast", "threads", "step/"],
+        "stage", "flops", "forecast", "threads", "trial", "attention_kernel", "number_type", "settle", "step/"],
     3: ["parts", "retry", "window_start", "cadence", "compose", "status", "plots/"],
     2: ["config", "checks", "check_compile", "memory_rules", "words", "explain", "data/", "task/", "precision/",
         "parallel/", "monitor/", "checkpoint/"],
-    1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment",
+    1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment", "budget",
         "optimizer/", "scheduler/"],
     0: ["errors", "host_memory", "usercode", "eager", "fused_adam", "collector", "model/", "transform/"],
 }  # fmt: skip

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import trainrun as package
 from trainrun import audition
 from trainrun.audition import choose_engine
+from trainrun.budget import Budget
 from trainrun.data.undecided import Undecided, Way
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches, MicroBatch
@@ -352,7 +353,8 @@ def test_real_engines_compete_and_the_weights_are_those_of_no_workers(
 ) -> None:
     (workdir / "slow_data.py").write_text(SLOW_DATA)
     (workdir / "net.py").write_text(NET)
-    monkeypatch.setattr(audition, "MOST_SHARE", 10.0)  # else 240 batches were not worth two seconds
+    monkeypatch.setattr(audition, "FEW_BATCHES", 200)
+    monkeypatch.setattr(audition, "ENGINE", Budget(1.5, 10.0))  # else 240 batches were not worth it
     weights, told = [], []
     for number in ("auto", "0"):
         run = package.train(
@@ -379,7 +381,7 @@ def test_the_command_says_its_choice_and_trains_the_same(trainrun, workdir: Path
     (workdir / "net.py").write_text(NET)
     words = [
         "model=net.net", "data.train._target_=slow_data.Slow", "data.batch_size=8", "monitor.plots=false",
-        "monitor.hardware=false", "monitor.progress_bar=false", "trainer.max_steps=240", "trainer.max_epochs=null",
+        "monitor.hardware=false", "monitor.progress_bar=false", "trainer.max_steps=520", "trainer.max_epochs=null",
     ]  # fmt: skip
     words += ["parallel=ddp", "parallel.devices=2", "parallel.accelerator=cpu"] if ranks == 2 else []
     losses = {}

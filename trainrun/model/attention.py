@@ -2,8 +2,9 @@
 
 what: `flash` is torch's scaled_dot_product_attention; `fp32` the same on float32 copies; `plain` two matrix
     products around a softmax; `math` torch's own reference.
-when: `auto` is a rule and not a clock, so that a resume and all ranks take the same: `flash`, but on a CPU in 16 bits
-    `plain` where heads are narrower than 64, or where it multiplies without AMX and a sequence is shorter than 1024.
+when: `auto` is what a runner measured (`trainrun.attention_kernel`) and put in its place; until then, and without one,
+    a rule: `flash`, but on a CPU in 16 bits `plain` where heads are narrower than 64, or where it multiplies without
+    AMX and a sequence is shorter than 1024.
 when not: longer sequences in `plain`, whose table of all pairs costs memory by the square of the length.
 gain: bfloat16 without AMX (AMD EPYC, 1 thread, torch 2.13; `python scripts/bench_attention.py`, on a machine that was
     not quiet): of 20 shapes from 16x64 to 128x1024 `plain` was the best on 14 and took at most 1.53x, `flash` took
@@ -30,7 +31,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     """(B, heads, T, head width) each, and so the result. mask: which key a query may see, (B, 1, T, T) bool,
     causal itself; None lets every position see all before it. tiles: what `has_tiles` says, asked once."""
     if kernel == "auto":
-        kernel = fastest_kernel(query, tiles)
+        length, width = query.shape[-2:]
+        kernel = fastest_kernel(query.device.type, query.dtype, length, width, tiles)
     if kernel == "plain":
         return plain(query, key, value, mask, drop)
     causal = mask is None
@@ -51,10 +53,10 @@ def has_tiles() -> bool:
     return bool(capabilities.get("amx_tile") or probe())
 
 
-def fastest_kernel(query: Tensor, tiles: bool) -> str:
-    if query.device.type != "cpu" or query.dtype not in HALF_TYPES:
+def fastest_kernel(device: str, dtype: torch.dtype, length: int, width: int, tiles: bool) -> str:
+    """The rule. length, width: of sequences and heads."""
+    if device != "cpu" or dtype not in HALF_TYPES:
         return "flash"
-    length, width = query.shape[-2:]
     if tiles:
         return "plain" if width < NARROW_HEAD else "flash"
     return "plain" if length < LONG else "flash"

@@ -127,7 +127,7 @@ def type_notes(mode: str, device: torch.device, master_weights: bool = False) ->
 def _cpu_note(mode: str, _device: torch.device) -> str:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ""  # nothing known, nothing claimed
-    bf16, fp16 = _cpu_has("avx512_bf16", "amx_tile"), _cpu_has("avx512_fp16", "amx_fp16")
+    bf16, fp16 = cpu_has("avx512_bf16", "amx_tile"), cpu_has("avx512_fp16", "amx_fp16")
     emulated = "so it is emulated and slower than 32-true"
     if mode == "16-mixed" and not fp16:
         better = "; bf16-mixed is native here" if bf16 else ""
@@ -137,7 +137,7 @@ def _cpu_note(mode: str, _device: torch.device) -> str:
     return ""
 
 
-def _cpu_has(*features: str) -> bool:
+def cpu_has(*features: str) -> bool:
     """Whether the CPU has one of them; torch 2.8 has a probe for some, later versions one table for all."""
     table: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     probes = [getattr(torch.cpu, f"_is_{feature}_supported", bool) for feature in features]

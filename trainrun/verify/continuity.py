@@ -150,6 +150,7 @@ def evaluation(build: Callable[[int], Parts]) -> Certificate:
 def drift(trials: Trials) -> Certificate:
     """The losses of the first steps in the user's precision, against float32."""
     mode = trials.config.precision.mode
+    mode = "bf16-mixed" if mode == "auto" else mode  # what it may come to
     if mode in ("32-true", "64-true"):
         raise NotApplicable(f"precision={mode} is no mixed precision")
 

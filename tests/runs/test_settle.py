@@ -1,0 +1,254 @@
+"""Number type and attention kernel by a clock: the choice, that the run does not feel it, and that it lasts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact_parts import parts_of
+from torch import nn
+
+import trainrun as package
+from trainrun import settle
+from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.resume import resolve
+from trainrun.cli import main
+from trainrun.compose import compose_run
+from trainrun.config import RunConfig
+from trainrun.errors import ConfigError
+from trainrun.interfaces import MicroBatch
+from trainrun.model import gpt
+from trainrun.model.attention import causal_attention
+from trainrun.model.gpt import Gpt
+from trainrun.parallel.single import Single
+from trainrun.parts import Parts
+from trainrun.randomness import random_state
+from trainrun.restore import parts_of as restored
+from trainrun.rundir import RunDir
+from trainrun.settle import settled
+from trainrun.task.language_modeling import LanguageModeling
+from trainrun.trial import agreed_times, best_of
+
+QUIET = (
+    "monitor.plots=false",
+    "monitor.progress_bar=false",
+    "monitor.hardware=false",
+    "trainer.num_threads=1",
+)
+GPT = (
+    "model._target_=trainrun.model.gpt.Gpt", "model.vocab_size=11", "model.layers=2", "model.width=16", "model.heads=2",
+    "model.context=8", "data.train._target_=test_settle.few_tokens", "data.val._target_=test_settle.few_tokens",
+    "task=language_modeling", "trainer.limit_val_batches=1",
+)  # fmt: skip
+CPU = Single(torch.device("cpu"))
+BFLOAT = torch.bfloat16
+Seconds = Callable[[], float]
+
+
+class Time:
+    """A clock that only steps move on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedTask:
+    """The task, whose step takes as long as `seconds` says."""
+
+    def __init__(self, inner: Any, time: Time, seconds: Seconds) -> None:
+        self.inner, self.time, self.seconds = inner, time, seconds
+
+    def __deepcopy__(self, memo: Any) -> TimedTask:
+        return TimedTask(copy.deepcopy(self.inner, memo), self.time, self.seconds)
+
+    def step(self, model: nn.Module, batch: Any) -> Any:
+        self.time.now += self.seconds()
+        return self.inner.step(model, batch)
+
+
+def in_bfloat16() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+def told(parts: Parts, seconds: Seconds, *words: str, batches: float = math.inf, measure: bool = True,
+         chosen: dict[str, str] | None = None) -> tuple[RunConfig, dict[str, str], list[str], float]:  # fmt: skip
+    """What `settled` makes of a config and of a model, by a clock of its own."""
+    time, notes = Time(), []
+    chosen = {} if chosen is None else chosen
+    config = copy.deepcopy(parts.config)
+    config.precision.mode = "auto"
+    for word in words:
+        key, _, value = word.partition("=")
+        setattr(config.trainer, key, json.loads(value))
+    task = TimedTask(parts.task, time, seconds)
+    config = settled(config, parts.model, task, parts.train, CPU, chosen, measure, batches, notes, time)
+    return config, chosen, notes, time.now
+
+
+@pytest.mark.parametrize(
+    ("full", "mixed", "mode"),
+    [(0.004, 0.002, "bf16-mixed"), (0.002, 0.004, "32-true"), (0.002, 0.0019, "32-true")],
+)
+def test_the_faster_type_is_taken_and_float32_where_they_are_alike(
+    full: float, mixed: float, mode: str
+) -> None:
+    config, chosen, notes, spent = told(parts_of((), count=64), lambda: mixed if in_bfloat16() else full)
+    assert config.precision.mode == chosen["precision"] == mode
+    assert notes == [
+        f"precision: {mode}, " + (f"{1e3 * mixed:.3g} ms a step (32-true: {1e3 * full:.3g} ms)" if mode != "32-true"
+                                  else f"{1e3 * full:.3g} ms a step (bf16-mixed: {1e3 * mixed:.3g} ms)")
+    ]  # fmt: skip
+    assert spent < 0.6
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        ((), {"batches": 400}),
+        (("deterministic=true",), {}),
+        (('gradient_checkpointing="full"',), {}),
+        ((), {"measure": False}),
+        ((), {"chosen": {"precision": "32-true"}}),
+    ],
+)
+def test_not_measured_where_it_may_not_or_need_not_be(words: tuple[str, ...], more: dict[str, Any]) -> None:
+    config, chosen, notes, spent = told(
+        parts_of((), count=64), lambda: 0.001 if in_bfloat16() else 0.002, *words, **more
+    )
+    assert spent == 0
+    assert config.precision.mode == chosen["precision"] == "32-true"  # what suits a network so small
+    assert bool(notes) == ("chosen" not in more)
+
+
+def test_a_step_that_takes_long_is_heard_on_few_samples_or_not_at_all() -> None:
+    parts = parts_of((), count=4000, batch_size=64)
+    config, _, notes, spent = told(parts, lambda: 0.05 if in_bfloat16() else 0.07)
+    assert notes == ["precision: bf16-mixed, 50 ms a step of 1 sample (32-true: 70 ms)"]
+    assert spent < 1.0
+    config, _, notes, spent = told(parts, lambda: 0.3)
+    assert "not measured" in notes[0]
+    assert config.precision.mode == "32-true"
+    assert spent < 1.0
+
+
+def test_the_run_does_not_feel_it() -> None:
+    parts = parts_of((), count=64)
+    weights = [parameter.clone() for parameter in parts.model.parameters()]
+    before = random_state()["torch"]
+    told(parts, lambda: 0.001)
+    assert torch.equal(before, random_state()["torch"])
+    assert all(torch.equal(a, b) for a, b in zip(weights, parts.model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in parts.model.parameters())
+
+
+def test_what_breaks_in_a_trial_ends_no_run() -> None:
+    def broken() -> float:
+        raise RuntimeError("not with two samples")
+
+    config, _, notes, _ = told(parts_of((), count=64), broken)
+    assert config.precision.mode == "32-true"
+    assert "not measured" in notes[0]
+
+
+def test_the_slowest_rank_counts_and_one_without_a_time_decides() -> None:
+    times = {"flash": 1.0, "plain": 2.0}
+    assert agreed_times(times, lambda own: [own, {"flash": 3.0, "plain": 1.0}]) == {
+        "flash": 3.0,
+        "plain": 2.0,
+    }
+    assert agreed_times(times, lambda own: [own, {}]) == {}
+    assert best_of({"flash": 1.0, "plain": 1.05}, usual="plain") == "plain"
+    assert best_of({"flash": 1.0, "plain": 1.5}, usual="plain") == "flash"
+
+
+def few_tokens(count: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.arange(count * 8).view(count, 8) % 11
+    return tokens, (tokens + 1) % 11
+
+
+class OneBatch:
+    """A stream of tokens."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        yield MicroBatch(few_tokens(4))
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("half", "seconds", "kernel"),
+    [
+        (False, {"flash": 3, "plain": 2, "math": 1}, "math"),
+        (False, {"flash": 1.05, "plain": 3, "math": 1}, "flash"),  # the rule's, nearly as fast
+        (True, {"flash": 9, "fp32": 1, "plain": 2, "math": 3}, "fp32"),
+    ],
+)
+def test_the_fastest_kernel_of_the_type_is_set(
+    half: bool, seconds: dict[str, float], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, time, notes, chosen = copy.deepcopy(parts_of((), count=64).config), Time(), [], {}
+    model = Gpt(11, context=8, layers=2, width=16, heads=2)
+
+    def timed(*given: Any) -> torch.Tensor:
+        time.now += 1e-4 * seconds.get(given[5], 1)
+        return causal_attention(*given)
+
+    monkeypatch.setattr(gpt, "causal_attention", timed)
+    config.precision.mode = "bf16-mixed" if half else "32-true"
+    found = settled(config, model, LanguageModeling(), OneBatch(), CPU, chosen, True, math.inf, notes, time)
+    assert found is config
+    assert chosen == {"attention": kernel}
+    assert {block.attention.kernel for block in model.blocks} == {kernel}
+    kind = " in bfloat16" if half else ""
+    assert notes[0].startswith(f"model.attention: {kernel}, {0.1 * seconds[kernel]:.3g} ms a layer{kind} (flash: " if
+                               kernel != "flash" else "model.attention: flash, 0.105 ms a layer (plain: ")  # fmt: skip
+    assert ("fp32" in notes[0]) == half
+
+
+def weights(folder: str) -> torch.Tensor:
+    shared = read_checkpoint(resolve(RunDir(Path(folder)).checkpoints, "last")).shared["model"]
+    return torch.cat([value.flatten() for value in shared.values()])
+
+
+def test_a_choice_is_written_down_and_lasts_through_resume_and_evaluation(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*GPT, *QUIET, "seed=1", "trainer.ema.enabled=true"]
+    named = ["precision=bf16", "model.attention=math"]
+    assert main([*words, *named, "trainer.max_steps=6", "output_dir=named"]) == 0
+    monkeypatch.setattr(settle.Settling, "decide", lambda self, chosen, *_: chosen.update(
+        precision="bf16-mixed", attention="math"))  # fmt: skip
+    assert main([*words, "precision=auto", "trainer.max_steps=3", "output_dir=open"]) == 0
+    monkeypatch.setattr(settle.Settling, "decide", lambda *_: pytest.fail("measured again"))
+    told = json.loads(Path("open/RUN.json").read_text())
+    assert (told["precision"], told["attention"]) == ("bf16-mixed", "math")
+    assert main(["resume", "open", "trainer.max_steps=6"]) == 0
+    assert torch.equal(weights("open"), weights("named"))
+    parts, _, _ = restored(RunDir(Path("open").absolute()), "last", [])
+    assert parts.config.precision.mode == "bf16-mixed"
+    assert {block.attention.kernel for block in parts.model.blocks} == {"math"}
+    assert package.load_run("open").load_model("last").blocks[0].attention.kernel == "auto"
+
+
+def test_a_run_too_short_for_it_stays_with_the_rule_when_it_goes_on(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([*GPT, *QUIET, "trainer.max_steps=2", "output_dir=short"]) == 0
+    assert json.loads(Path("short/RUN.json").read_text())["attention"] == "auto"
+    monkeypatch.setattr(settle.Settling, "decide", lambda *_: pytest.fail("measured"))
+    assert main(["resume", "short", "trainer.max_steps=1000", "trainer.max_time=0.2s"]) == 0
+
+
+@pytest.mark.parametrize("word", ["precision.fp8=true", "precision.master_weights=true"])
+def test_what_needs_a_type_by_name_is_refused_beside_auto(word: str) -> None:
+    with pytest.raises(ConfigError, match=word.partition("=")[0]):
+        compose_run(["precision=auto", word])
