@@ -3,7 +3,7 @@
 What: forward and backward of a *copy* of the model, on the real batches, with each engine in turn. The
 model, its buffers, the task, gradients, the loss scale and all random states stay as they are, because
 none of them takes part. When: `data.engine` or `data.num_workers` is auto and the run is long enough.
-Cost: at most a second and 2 % of the run (`budget`).
+Cost: at most 0.8 s and 2 % of the run (`budget`).
 """
 
 from __future__ import annotations

@@ -19,5 +19,5 @@ class Budget(NamedTuple):
 
 ATTENTION = Budget(0.3, 0.005)
 PRECISION = Budget(0.5, 0.01)
-THREADS = Budget(0.3, 0.01)
-ENGINE = Budget(0.9, 0.02)
+THREADS = Budget(0.4, 0.01)
+ENGINE = Budget(0.8, 0.02)
