@@ -29,6 +29,8 @@ def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
         words.append(f"{target}=my_module.Mine")
     if option == "vae":  # a network and a task that only go together
         words = ["model=vae", "task=vae"]
+    if (group, option) in (("model", "gpt"), ("model", "lstm")):
+        words.append("task=language_modeling")
     composition = compose_run(words)
     assert isinstance(composition.config, RunConfig)
     assert composition.choices[group] == option

@@ -42,7 +42,7 @@ def open_split(
         StreamOptions(
             key=f"data.{name}",
             training=training,
-            batch_size=data.batch_size if training else data.val_batch_size or 2 * data.batch_size,
+            batch_size=data.batch_size if training else data.val_batch_size or data.batch_size,
             seed=config.seed,
             shuffle=data.shuffle and training,
             drop_last=data.drop_last and training,

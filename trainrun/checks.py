@@ -18,6 +18,8 @@ from trainrun.model.names import CHOICES
 _INTERVAL = re.compile(r"(\d+(?:\.\d*)?)\s*(step|epoch)s?\Z")
 _DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|sec|second|m|min|minute|h|hour|d|day)s?\Z")
 VAE, VAE_TASK = "trainrun.model.vae.Vae", "trainrun.task.vae.Vae"
+GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
+CLASSIFICATION = "trainrun.task.classification.Classification"
 LR_SCALINGS = ("none", "linear", "sqrt")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -138,6 +140,20 @@ def _pair_faults(config: RunConfig) -> Iterator[str]:
     ours = isinstance(task, str) and task.startswith("trainrun.task.")
     if model == VAE and ours and task != VAE_TASK:
         yield "model=vae: gives a reconstruction, not classes; its task is task=vae"
+    class_dim = (config.task or {}).get("class_dim", 1)
+    if task == CLASSIFICATION and class_dim in (0, 1) and (name := _classes_last(config)):
+        yield (
+            f"model={name}: reads tokens and gives classes for each of them, in the last dimension, where "
+            f"task.class_dim={class_dim} does not look; for text: data=text task=language_modeling; for a class of "
+            "every token: task.class_dim=-1"
+        )
+
+
+def _classes_last(config: RunConfig) -> str:
+    """Which of our networks gives (B, T, classes); "" where it is none of those."""
+    model = config.model or {}
+    each = model.get("_target_") == LSTM and model.get("outputs", "each") == "each"
+    return "gpt" if model.get("_target_") == GPT else "lstm" if each else ""
 
 
 def _model_faults(config: RunConfig) -> Iterator[str]:
