@@ -1,6 +1,6 @@
 """Forecast against measured peak of memory on the CPU, for reference models; see README, "Speed".
 
-    python scripts/bench_memory.py [name ...]
+    python scripts/bench_memory.py [--more | name ...]
 
 Each model trains in a process of its own, whose allocator gives memory back at once, so that the
 resident set is what lives. The base is the resident set after a step of two samples, which loads code.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +24,26 @@ CASES = {
     "lstm": ["model=lstm", *TOKENS, "data.train.block_size=128", "model.width=256", "data.batch_size=96"],
     "vae": ["model._target_=bench_memory.vae", "model.width=16384", "task._target_=bench_memory.Evidence",
             "data.batch_size=1024"],
+}  # fmt: skip
+LSTM = ["model=lstm", *TOKENS]
+GPT = ["model=gpt", *TOKENS]
+MORE = {  # other lengths, sizes, types and updates
+    "mlp sgd": ["model.hidden=[2048,2048]", "data.batch_size=512", "optimizer=sgd", "optimizer.momentum=0"],
+    "cnn bf16": ["model=cnn", "data=synthetic", "data.shape=[3,48,48]", "data.batch_size=128", "precision=bf16"],
+    "gpt long": [*GPT, "model.context=1024", "data.train.block_size=1024", "data.batch_size=4"],
+    "gpt plain": [*GPT, "model.attention=plain", "data.batch_size=8"],
+    "gpt bf16": [*GPT, "precision=bf16", "data.batch_size=16"],
+    "gpt vocabulary": ["model=gpt", "model.vocab_size=20000", *TOKENS, "data.train.block_size=128",
+                       "model.context=128", "task.loss_chunks=1", "data.batch_size=8"],
+    "gpt chunks": ["model=gpt", "model.vocab_size=20000", *TOKENS, "data.train.block_size=128",
+                   "model.context=128", "task.loss_chunks=8", "data.batch_size=16"],
+    "gpt accumulate": [*GPT, "trainer.accumulate_grad_batches=3", "data.batch_size=8"],
+    "gpt recomputed": [*GPT, "trainer.gradient_checkpointing=full", "data.batch_size=16"],
+    "lstm long": [*LSTM, "data.train.block_size=768", "model.width=128", "data.batch_size=16"],
+    "lstm wide": [*LSTM, "data.train.block_size=64", "model.width=768", "data.batch_size=32", "optimizer=sgd"],
+    "lstm deep": [*LSTM, "data.train.block_size=128", "model.layers=3", "model.dropout=0.1", "data.batch_size=32"],
+    "lstm bf16": [*LSTM, "data.train.block_size=128", "data.batch_size=96", "precision=bf16"],
+    "lstm accumulate": [*LSTM, "data.train.block_size=128", "trainer.accumulate_grad_batches=2", "data.batch_size=48"],
 }  # fmt: skip
 
 
@@ -63,9 +82,15 @@ class Evidence:
 
 
 def resident_bytes(peak: bool) -> int:
-    if peak:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    """peak: since it was forgotten."""
+    field = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field))) * 1024
+
+
+def forget_peak() -> None:
+    """Or making the data would count, before the first step."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def child(words: list[str]) -> dict[str, Any]:
@@ -92,9 +117,11 @@ def child(words: list[str]) -> dict[str, Any]:
         parts.precision.backward(out.loss_sum, 1.0)
 
     count = num_rows(window[0].data)
-    found = forecast(parts.model, step, window[0].data, parts.optimizer, False)
+    accumulates = config.trainer.accumulate_grad_batches > 1
+    found = forecast(parts.model, step, window[0].data, parts.optimizer, accumulates)
     few = [window[0]._replace(data=rows_of(window[0].data, 0, 2, count))]
     base = resident_bytes(peak=False)
+    forget_peak()
     loop.train_step(parts, few, False)
     code = resident_bytes(peak=False) - base - found.state  # code and workspaces, loaded by a first step
     for _ in range(2):
@@ -108,8 +135,10 @@ def main() -> None:
         print(json.dumps(child(sys.argv[2:])))
         return
     trim = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    for name in sys.argv[1:] or CASES:
-        command = [sys.executable, __file__, "--child", *CASES[name]]
+    cases = CASES | MORE
+    names = {"--more": list(MORE)}.get(" ".join(sys.argv[1:]), sys.argv[1:] or list(CASES))
+    for name in names:
+        command = [sys.executable, __file__, "--child", *cases[name]]
         env = os.environ | trim | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -117,7 +146,7 @@ def main() -> None:
         row = json.loads(done.stdout.splitlines()[-1])
         ratio = row["forecast"] / row["measured"]
         print(
-            f"{name:6} forecast {row['forecast'] / 1e6:8.1f} MB  measured {row['measured'] / 1e6:8.1f} MB  {ratio:.3f}"
+            f"{name:15} forecast {row['forecast'] / 1e6:8.1f} MB  measured {row['measured'] / 1e6:8.1f} MB  {ratio:.3f}"
         )
 
 

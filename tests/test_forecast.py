@@ -43,6 +43,23 @@ def step_of(model: nn.Module) -> Callable[[Any], None]:
     return step
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN's LSTM")
+@pytest.mark.parametrize("half", [False, True])
+def test_of_an_lstm_only_what_its_kernel_writes_is_counted_and_what_it_takes_inside(half: bool) -> None:
+    model, x = nn.LSTM(64, 64, batch_first=True), torch.randn(16, 40, 64)
+    unit = 16 * 40 * 64 * 4  # bytes of one float32 number for each position and unit
+    with Live() as live, torch.autocast("cpu", torch.bfloat16, enabled=half):
+        out, _ = model(x)
+        kept = live.moments[-1] / unit
+        out.float().sum().backward()
+    grads = sum(parameter.numel() * 4 for parameter in model.parameters()) / unit
+    # numbers for each position and unit that stay: gates, cells and results; a copy of the inputs
+    assert kept == pytest.approx(4.7 if half else 7.2, abs=0.9)
+    assert max(live.moments) / unit - grads == pytest.approx(11.3 if half else 17.2, abs=2.5)
+    del out, _
+    model.zero_grad(set_to_none=True)
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_small_batches_tell_what_a_large_one_takes(name: str, accumulate: bool) -> None:
@@ -53,7 +70,7 @@ def test_two_small_batches_tell_what_a_large_one_takes(name: str, accumulate: bo
     with Live() as live:
         for _ in range(1 + accumulate):
             step_of(model)(data)
-    tolerance = 0.1 if name == "lstm" else 0.01  # its kernel rounds its own buffers up
+    tolerance = 0.05 if name == "lstm" else 0.01  # its kernel rounds its own buffers up
     assert found.gradients + found.activations == pytest.approx(max(live.moments), rel=tolerance)
     num_params = sum(param.numel() for param in model.parameters())
     assert found.state == pytest.approx(8 * num_params, rel=0.01)
@@ -179,5 +196,4 @@ def test_the_resident_set_grows_as_forecast() -> None:
     done = subprocess.run(script, capture_output=True, text=True, timeout=600)
     ratios = re.findall(r"^(\w+) .* ([\d.]+)$", done.stdout, re.MULTILINE)
     assert len(ratios) == 5, done.stdout + done.stderr
-    for name, ratio in ratios:  # the kernel of the LSTM asks for memory that it never touches
-        assert 0.9 < float(ratio) < (1.2 if name == "lstm" else 1.1), done.stdout
+    assert all(0.9 < float(ratio) < 1.1 for _, ratio in ratios), done.stdout

@@ -5,7 +5,7 @@ what: forward and backward of one and of two samples (or two and four), with eve
     lines at the batch that the run will have. The optimizer's state is counted on a tensor of 67 numbers.
 when: whatever could fill an eighth of the free memory by a rough rule; smaller runs are not looked at.
 when not: a compiled model; a model that works otherwise on fewer samples. What a kernel takes for itself
-    (a convolution's workspace) is no tensor, and missing.
+    (a convolution's workspace) is no tensor, and missing, but for the LSTM's (`forecast_kernels`).
 source: torch.distributed._tools.mem_tracker counts storages in the same way.
 gain: none in speed. Predicted against measured peaks: scripts/bench_memory.py.
 """
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainrun.data.choice import free_bytes
 from trainrun.data.pieces import num_rows, rows_of, tensors_in
 from trainrun.eager import plain_step
+from trainrun.forecast_kernels import inside
 from trainrun.interfaces import StepOutput, Task
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
@@ -68,29 +69,42 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moments: list[int] = []
         self._now = 0
         self._known: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         given = {id(tensor.untyped_storage()) for tensor in tensors_in(list(args))} if _views(func) else set()
-        for tensor in tensors_in(found if isinstance(found, (list, tuple)) else [found]):
+        results = found if isinstance(found, (list, tuple)) else [found]
+        for tensor in tensors_in(results):
             self._count(tensor.untyped_storage(), given)
-        self.moments.append(self._now)
+        kernel = inside(func, args, results)
+        if kernel is not None:
+            self._resize(kernel.workspace.untyped_storage(), kernel.written)
+        self.moments.append(self._now + (kernel.beside if kernel is not None else 0))
         return found
 
     def _count(self, storage: Any, given: set[int]) -> None:
         key = id(storage)
         if key in given or key in self._known:
             return
-        size = storage.nbytes()
 
         def gone(_: Any) -> None:
-            self._now -= size
+            self._now -= self._sizes.pop(key)
             self._known.pop(key, None)
 
         self._known[key] = weakref.ref(storage, gone)
-        self._now += size
+        self._sizes[key] = storage.nbytes()
+        self._now += storage.nbytes()
+
+    def _resize(self, storage: Any, size: int) -> None:
+        """Counts so much of it, and not all; nothing of what was there before."""
+        key = id(storage)
+        if key in self._sizes:
+            size = min(size, storage.nbytes())
+            self._now += size - self._sizes[key]
+            self._sizes[key] = size
 
 
 def _views(func: Any) -> bool:

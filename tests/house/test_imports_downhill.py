@@ -27,7 +27,8 @@ FLOORS = {
         "parallel/", "monitor/", "checkpoint/"],
     1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment", "budget",
         "optimizer/", "scheduler/"],
-    0: ["errors", "host_memory", "usercode", "eager", "fused_adam", "collector", "model/", "transform/"],
+    0: ["errors", "host_memory", "usercode", "eager", "fused_adam", "forecast_kernels", "collector",
+        "model/", "transform/"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli", "commands": "cli", "help": "cli"}  # the verbs and their help are part of cli
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it
