@@ -1,7 +1,9 @@
-"""What needs other processes: `bench_speed.py mlp_busy` (a step beside two busy ones) and `memory` (peaks of runs)."""
+"""What needs other processes: `bench_speed.py mlp_busy` (a step beside two busy ones), `memory` (peaks of runs), and
+`waiting` (what threads cost that wait asleep, the way of waiting being read once, when a process starts)."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -83,6 +85,45 @@ def memory(gpt: list[str], words: list[str]) -> None:
             f"ratio {limited / plain:.2f}, must be 0.6 or less",
             flush=True,
         )
+
+
+SLEEPY = {  # small steps, which wait the most, and one that fills its threads
+    "mlp": ["model.hidden=[128]", "data.batch_size=32", "trainer.max_steps=4000"],
+    "wide mlp": ["model.hidden=[1024,1024]", "data.batch_size=128", "trainer.max_steps=400"],
+    "cnn": [
+        "model=cnn",
+        "data=synthetic",
+        "data.shape=[1,28,28]",
+        "data.batch_size=64",
+        "trainer.max_steps=60",
+    ],
+}
+
+
+def waiting(rounds: int, words: list[str]) -> None:
+    """Runs with two threads that wait spinning (OpenMP's way) and asleep (`trainrun.__main__`), in turns."""
+    common = ["trainer.num_threads=2", "monitor.plots=false", "monitor.hardware=false", "trainer.limit_val_batches=1",
+              "checkpoint.enabled=false", "data.engine=resident", "trainer.max_epochs=null", *words]  # fmt: skip
+    print(bench_kit.machine())
+    for name, model in SLEEPY.items():
+        seconds: dict[str, list[float]] = {"ACTIVE": [], "PASSIVE": []}
+        for _ in range(rounds):
+            for policy, found in seconds.items():
+                found.append(seconds_of([*model, *common], OMP_WAIT_POLICY=policy, OMP_NUM_THREADS="2"))
+        pairs = zip(seconds["PASSIVE"], seconds["ACTIVE"], strict=True)
+        ratios = [asleep / spinning for asleep, spinning in pairs]
+        print(f"waiting, {name}: asleep / spinning, in time: {bench_kit.spread(ratios)}", flush=True)
+
+
+def seconds_of(words: list[str], **environment: str) -> float:
+    """Of training, of one run through the command."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "trainrun", *words, "hydra.run.dir=run"]
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False,
+                              env=os.environ | {"PYTHONPATH": paths} | environment)  # fmt: skip
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-1000:]
+        return float(json.loads(Path(folder, "run", "status.json").read_text())["seconds"])
 
 
 def peak(words: list[str]) -> float:

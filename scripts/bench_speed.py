@@ -228,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("workload", choices=[*WORKLOADS, "mlp", "mlp_step", "mlp_busy", "memory"])
+    parser.add_argument("workload", choices=[*WORKLOADS, "mlp", "mlp_step", "mlp_busy", "memory", "waiting"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--text", help="for lstm: a file of lines")
     parser.add_argument(
@@ -241,6 +241,8 @@ def main() -> None:
             compare(given.workload, given.rounds, words, given)
         elif given.workload == "memory":
             bench_processes.memory([*TEXT, "model=gpt", "model.size=11M"], words)
+        elif given.workload == "waiting":
+            bench_processes.waiting(given.rounds, words)
         elif given.workload == "mlp_busy":
             bench_processes.busy(given.rounds, words)
         elif given.workload == "mlp_step":

@@ -24,7 +24,7 @@ def wait_asleep() -> None:
 
     OpenMP's usual way is to spin, and where another process has taken the core of the one that is waited for,
     this takes the core from it too: beside busy processes (load 3 on 2 cores, AMD EPYC) a step of 0.16 ms with one
-    thread took 166 ms with two, and 0.3 ms asleep. On a quiet machine: not measured.
+    thread took 166 ms with two, and 0.3 ms asleep. On a quiet machine: `python scripts/bench_speed.py waiting`.
 
     Read when OpenMP is loaded, so set here, ahead of torch; ranks and workers inherit it.
     """
