@@ -22,7 +22,7 @@ from trainrun.interfaces import Batches
 from trainrun.lab.orders import Limits
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
-from trainrun.stage import stand_ins
+from trainrun.trial import stand_ins
 
 FEW_BATCHES: Final = 8
 COPY_BYTES: Final = {"cpu": 1 << 27, "cuda": 1 << 30}  # far more than any cache holds
@@ -83,7 +83,7 @@ def bytes_moved(parts: Parts, batch: Any) -> float:
 
 def saved_bytes(parts: Parts, batch: Any) -> int:
     """Of what forward keeps for backward, weights left out."""
-    model, task = stand_ins(parts)
+    model, task = stand_ins(parts.model, parts.task)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     sizes: dict[int, int] = {}
 
@@ -141,7 +141,7 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
 
 def num_calls(parts: Parts, batch: Any) -> int:
     """In forward and backward of one micro-batch; the update is one more, where it is fused."""
-    model, task = stand_ins(parts)
+    model, task = stand_ins(parts.model, parts.task)
     with torch.compiler.set_stance("force_eager"), Calls() as calls:
         with parts.precision.autocast():
             out = task.step(model, batch)
