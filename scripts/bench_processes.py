@@ -88,28 +88,28 @@ def memory(gpt: list[str], words: list[str]) -> None:
 
 
 SLEEPY = {  # small steps, which wait the most, and one that fills its threads
-    "mlp": ["model.hidden=[128]", "data.batch_size=32", "trainer.max_steps=4000"],
-    "wide mlp": ["model.hidden=[1024,1024]", "data.batch_size=128", "trainer.max_steps=400"],
-    "cnn": [
-        "model=cnn",
-        "data=synthetic",
-        "data.shape=[1,28,28]",
-        "data.batch_size=64",
-        "trainer.max_steps=60",
-    ],
+    "mlp": ["model.hidden=[128]", "data.batch_size=32"],
+    "wide mlp": ["model.hidden=[1024,1024]", "data.batch_size=128"],
+    "cnn": ["model=cnn", "data=synthetic", "data.shape=[1,28,28]", "data.batch_size=64"],
 }
 
 
-def waiting(rounds: int, words: list[str]) -> None:
+SLEEPY_STEPS = {"mlp": 4000, "wide mlp": 400, "cnn": 60}
+
+
+def waiting(rounds: int, words: list[str], steps: int | None) -> None:
     """Runs with two threads that wait spinning (OpenMP's way) and asleep (`trainrun.__main__`), in turns."""
     common = ["trainer.num_threads=2", "monitor.plots=false", "monitor.hardware=false", "trainer.limit_val_batches=1",
               "checkpoint.enabled=false", "data.engine=resident", "trainer.max_epochs=null", *words]  # fmt: skip
     print(bench_kit.machine())
     for name, model in SLEEPY.items():
+        limit = f"trainer.max_steps={steps or SLEEPY_STEPS[name]}"
         seconds: dict[str, list[float]] = {"ACTIVE": [], "PASSIVE": []}
         for _ in range(rounds):
             for policy, found in seconds.items():
-                found.append(seconds_of([*model, *common], OMP_WAIT_POLICY=policy, OMP_NUM_THREADS="2"))
+                found.append(
+                    seconds_of([*model, *common, limit], OMP_WAIT_POLICY=policy, OMP_NUM_THREADS="2")
+                )
         pairs = zip(seconds["PASSIVE"], seconds["ACTIVE"], strict=True)
         ratios = [asleep / spinning for asleep, spinning in pairs]
         print(f"waiting, {name}: asleep / spinning, in time: {bench_kit.spread(ratios)}", flush=True)

@@ -242,7 +242,7 @@ def main() -> None:
         elif given.workload == "memory":
             bench_processes.memory([*TEXT, "model=gpt", "model.size=11M"], words)
         elif given.workload == "waiting":
-            bench_processes.waiting(given.rounds, words)
+            bench_processes.waiting(given.rounds, words, given.steps)
         elif given.workload == "mlp_busy":
             bench_processes.busy(given.rounds, words)
         elif given.workload == "mlp_step":
