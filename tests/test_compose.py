@@ -293,6 +293,7 @@ def test_names_that_our_networks_do_not_know_are_found_before_anything_starts(mo
         ("checkpoint=2", "checkpoint=2: must be true or false"),
         ("ema=maybe", "ema=maybe: must be true or false"),
         ("trainer.num_threads=100000", "trainer.num_threads=100000: this machine has"),
+        ("model.hidden=abc", "model.hidden=abc: must be a list of whole numbers"),
     ],
 )
 def test_a_wrong_value_is_told_in_the_word_that_was_typed(word: str, fault: str) -> None:

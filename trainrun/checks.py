@@ -186,7 +186,7 @@ def _model_faults(config: RunConfig) -> Iterator[str]:
         value = model.get(name, choices[0])
         if str(value) not in choices:
             yield f"model.{name}={value}: must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
-    hidden = model.get("hidden", [])
+    hidden = model.get("hidden") or []
     if not isinstance(hidden, list) or not all(type(width) is int and width > 0 for width in hidden):
         yield f"model.hidden={hidden}: must be a list of whole numbers above 0, as [256,128]"
     dropout = model.get("dropout", 0.0)
