@@ -94,7 +94,7 @@ class Trainrun:
         options = KeepOptions(True, None, "min", 0, True, 1, None, None, async_save)
         self.training, self.state = training, TrainState(step=1)
         self.keep = Checkpoints(
-            folder / f"trainrun-{async_save}", "bench", options, Single(torch.device("cpu")), {}, print,
+            folder / f"trainrun-{async_save}", "bench", options, Single(torch.device("cpu")), dict, print,
             lambda: host_memory().free,
         )  # fmt: skip
         self.keep.start(training, TrainState())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,86 @@ def test_names_that_our_networks_do_not_know_are_found_before_anything_starts(mo
     assert faults[1].startswith("model.init=zero: must be one of default, he, xavier.")
     assert faults[2] == "model.dropout=1: must be a number, 0 or more and below 1"
     assert compose_run(["model=own.Net", "+model.norm=rms"]).config.model["norm"] == "rms"
+
+
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("trainer.compile=foo", "trainer.compile=foo: must be one of off, model"),
+        ("epochs=abc", "epochs=abc: must be a whole number"),
+        ("trainer.channels_last=maybe", "trainer.channels_last=maybe: must be true or false"),
+        ("trainer.flush_denormal=2", "trainer.flush_denormal=2: must be true or false"),
+        ("checkpoint=2", "checkpoint=2: must be true or false"),
+        ("ema=maybe", "ema=maybe: must be true or false"),
+        ("trainer.num_threads=100000", "trainer.num_threads=100000: this machine has"),
+        ("model.hidden=abc", "model.hidden=abc: must be a list of whole numbers"),
+    ],
+)
+def test_a_wrong_value_is_told_in_the_word_that_was_typed(word: str, fault: str) -> None:
+    (found,) = faults_of(word)
+    assert found.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("on", True), ("No", False), ("1", True), ("0", False), ("TRUE", True)],
+)
+def test_every_word_for_true_and_false(word: str, value: bool) -> None:
+    assert compose_run([f"trainer.channels_last={word}"]).config.trainer.channels_last is value
+
+
+@pytest.mark.parametrize(("old", "scope"), [("true", "model"), ("false", "off"), ("auto", "auto")])
+def test_a_run_from_before_the_scopes_is_read(
+    old: str, scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    saved = save_config(compose_run(["model=mlp"]).config)
+    assert "    scope: 'off'\n" in saved
+    path.write_text(saved.replace("    scope: 'off'\n", f"    enabled: {old}\n"))
+    for _ in range(2):
+        assert load_config(path, []).trainer.compile.scope == scope
+    assert load_config(path, ["trainer.compile=step"]).trainer.compile.scope == "step"
+    assert capsys.readouterr().err.count("trainer.compile.enabled") == 1
+
+
+def test_a_wrong_word_for_a_saved_run_is_told_as_typed(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run([]).config))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["compile=foo", "trainer.channels_last=2", "lr=-1"])
+    assert [fault.partition(":")[0] for fault in caught.value.faults] == [
+        "trainer.channels_last=2",
+        "compile=foo",
+        "lr=-1",
+    ]
+
+
+def test_help_of_a_section_an_option_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        assert main(["--help", *words]) == 0
+        return capsys.readouterr().out
+
+    assert "trainer.nan_policy=stop " in said("trainer")
+    assert "(off, model, regional, step, auto)" in said("trainer.compile")
+    assert "data.batch_size=32 " in said("data")
+    assert "  model.size=0.8M\n" in said("model=gpt")
+    everything = said("all")
+    assert "  task.loss_chunks=auto " in everything
+    assert "checkpoint.async_save=true" in everything
+    assert "  data.train.block_size=256\n" in everything
+    assert main(["--help", "model=gtp"]) == 2
+    assert "Did you mean model=gpt?" in capsys.readouterr().err
+
+
+def test_every_setting_has_its_few_words() -> None:
+    from trainrun.settings import SETTINGS
+
+    def keys(section: object, prefix: str) -> set[str]:
+        found = set()
+        for item in dataclasses.fields(section):  # type: ignore[arg-type]
+            value = getattr(section, item.name)
+            whole = dataclasses.is_dataclass(value)
+            found |= keys(value, f"{prefix}{item.name}.") if whole else {prefix + item.name}
+        return found
+
+    assert keys(RunConfig(), "") == set(SETTINGS)

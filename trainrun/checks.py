@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ VAE, VAE_TASK = "trainrun.model.vae.Vae", "trainrun.task.vae.Vae"
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
 CLASSIFICATION = "trainrun.task.classification.Classification"
 LR_SCALINGS = ("none", "linear", "sqrt")
+BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -123,8 +125,33 @@ def check(config: RunConfig) -> list[str]:
         faults += _node_faults(config, key)
     return [
         *faults, *_callable_faults(config), *_rate_faults(config), *_kernel_faults(config), *_model_faults(config),
-        *_pair_faults(config), *memory_faults(config),
+        *_task_faults(config), *_pair_faults(config), *memory_faults(config),
     ]  # fmt: skip
+
+
+def word_fault(word: str) -> str:
+    """What is wrong with one word as typed, before its value is turned into another type; empty if nothing is."""
+    key, equals, value = word.lstrip("+").partition("=")
+    if not equals or set(value) & set("{(,$"):  # a reference, or several values of a sweep
+        return ""
+    if key in _switches(RunConfig(), "") and value.lower() not in BOOLEANS:
+        return f"{key}={value}: must be true or false"
+    cores = os.cpu_count() or 1
+    if key == "trainer.num_threads" and value.isdigit() and int(value) > cores:
+        return f"{key}={value}: this machine has {cores} cores; use at most {cores}, or auto"
+    return ""
+
+
+def _switches(section: Any, prefix: str) -> set[str]:
+    """The keys that are true or false."""
+    found = set()
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if dataclasses.is_dataclass(value):
+            found |= _switches(value, f"{prefix}{item.name}.")
+        elif item.type == "bool":
+            found.add(prefix + item.name)
+    return found
 
 
 def _callable_faults(config: RunConfig) -> Iterator[str]:
@@ -156,6 +183,15 @@ def _classes_last(config: RunConfig) -> str:
     return "gpt" if model.get("_target_") == GPT else "lstm" if each else ""
 
 
+def _task_faults(config: RunConfig) -> Iterator[str]:
+    """Said by the task too, but seconds later, once torch is there."""
+    task = config.task if isinstance(config.task, dict) else {}
+    chunks = task.get("loss_chunks", "auto")
+    ours = str(task.get("_target_")).startswith("trainrun.task.")
+    if ours and chunks != "auto" and not (type(chunks) is int and chunks >= 1):
+        yield f"task.loss_chunks={chunks}: must be auto, or a whole number, 1 or more"
+
+
 def _model_faults(config: RunConfig) -> Iterator[str]:
     """Of our own networks, which would say the same once they are built; a user's are the user's."""
     model = config.model if isinstance(config.model, dict) else {}
@@ -166,6 +202,9 @@ def _model_faults(config: RunConfig) -> Iterator[str]:
         value = model.get(name, choices[0])
         if str(value) not in choices:
             yield f"model.{name}={value}: must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
+    hidden = model.get("hidden") or []
+    if not isinstance(hidden, list) or not all(type(width) is int and width > 0 for width in hidden):
+        yield f"model.hidden={hidden}: must be a list of whole numbers above 0, as [256,128]"
     dropout = model.get("dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         yield f"model.dropout={dropout}: must be a number, 0 or more and below 1"
@@ -248,13 +287,17 @@ def _number_faults(key: str, value: Any, item: dataclasses.Field[Any]) -> Iterat
         or (limits["below"] is not None and value >= limits["below"])
     )
     if wrong:
-        words = {
-            "at_least": "{} or more",
-            "above": "more than {}",
-            "at_most": "at most {}",
-            "below": "below {}",
-        }
-        rule = " and ".join(
-            text.format(limits[name]) for name, text in words.items() if limits[name] is not None
-        )
-        yield f"{key}={value}: must be {rule or 'a finite number'}"
+        yield f"{key}={value}: must be {rule_of(limits) or 'a finite number'}"
+
+
+def rule_of(limits: Mapping[str, Any]) -> str:
+    """The limits of `config.number` in words; empty where there are none."""
+    words = {
+        "at_least": "{} or more",
+        "above": "more than {}",
+        "at_most": "at most {}",
+        "below": "below {}",
+    }
+    return " and ".join(
+        text.format(limits[name]) for name, text in words.items() if limits.get(name) is not None
+    )

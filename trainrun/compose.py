@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
@@ -25,12 +26,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.checks import check
+from trainrun.checks import check, word_fault
 from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options, user_conf_dirs
 from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.explain import explain, explain_value, first_line
-from trainrun.words import Words, split_words, translate, with_one_warmup
+from trainrun.words import SCOPE_WORDS, Words, split_words, translate, with_one_warmup
 
 _user_dirs: list[Path] = []
 
@@ -66,8 +67,17 @@ def prepare(argv: list[str], working_dir: Path) -> tuple[Words, list[Path]]:
 def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition:
     """The config that the words ask for. Raises ConfigError with every fault of it."""
     words, folders = prepare(argv, working_dir or Path.cwd())
-    faults: list[str] = []
-    composed = _compose_without_faults(with_one_warmup(words.overrides), folders, faults)
+    try:
+        return _composition(words, folders)
+    except ConfigError as error:
+        raise ConfigError(*[words.as_typed(fault) for fault in error.faults]) from error
+
+
+def _composition(words: Words, folders: list[Path]) -> Composition:
+    wrong = {word: fault for word in words.overrides if (fault := word_fault(word))}
+    faults = list(wrong.values())
+    overrides = [word for word in words.overrides if word not in wrong]
+    composed = _compose_without_faults(with_one_warmup(overrides), folders, faults)
     if composed is None:
         raise ConfigError(*faults)
     cfg, kept = composed
@@ -116,7 +126,7 @@ def save_config(config: RunConfig) -> str:
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
     """A saved config with single values changed. Raises ConfigError; group choices are fixed by now."""
     try:
-        cfg = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
+        cfg = OmegaConf.merge(OmegaConf.structured(RunConfig), _in_words_of_today(OmegaConf.load(path), path))
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not a config of a run ({first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
@@ -133,6 +143,9 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
                 f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"
             )
             continue
+        if fault := word_fault(word):
+            faults.append(fault)
+            continue
         try:
             open_node = any(key.startswith(node + ".") for node in OPEN_NODES)
             OmegaConf.update(cfg, key, yaml.safe_load(value), force_add=open_node)
@@ -142,8 +155,25 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     assert isinstance(config, RunConfig)
     faults += faults_of(config)
     if faults:
-        raise ConfigError(*faults)
+        raise ConfigError(*[words.as_typed(fault) for fault in faults])
     return config
+
+
+def _in_words_of_today(saved: Any, path: Path) -> Any:
+    """A saved config in which keys that were renamed since have their new names."""
+    options = OmegaConf.select(saved, "trainer.compile") if isinstance(saved, DictConfig) else None
+    if isinstance(options, DictConfig) and "enabled" in options:
+        value = str(options.pop("enabled")).lower()
+        scope = SCOPE_WORDS.get(value, value)
+        options.setdefault("scope", scope)
+        _note_renamed(path, f"trainer.compile.enabled={value} is read as trainer.compile.scope={scope}")
+    return saved
+
+
+@cache
+def _note_renamed(path: Path, text: str) -> None:
+    """Once, though a run reads its config several times."""
+    print(f"note: {path}: {text}", file=sys.stderr)
 
 
 def _compose_without_faults(

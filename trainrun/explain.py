@@ -75,6 +75,8 @@ def explain_value(error: Exception, key: str, value: str, folders: list[Path] | 
         ):
             if f"converted to {kind}" in text:
                 return f"{key}={value}: must be {word}"
+        if "is not a valid bool" in text:
+            return f"{key}={value}: must be true or false"
     return f"{key}={value}: {first_line(error)}"
 
 

@@ -103,7 +103,8 @@ class Words:
     """A command line taken apart.
 
     notes: one line for each name that was translated. twice: one for each key with two values; the last
-    one wins, which a program that adds to its own words may want, and a person may not have seen.
+    one wins, which a program that adds to its own words may want, and a person may not have seen. typed: what was
+    typed, by what it was translated to.
     """
 
     flags: list[str] = field(default_factory=list)
@@ -112,6 +113,14 @@ class Words:
     own: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
+    typed: dict[str, str] = field(default_factory=dict)
+
+    def as_typed(self, fault: str) -> str:
+        """A line on a translated word, which names the one that was typed."""
+        for meant, word in self.typed.items():
+            if fault.startswith(f"{meant}:"):
+                return word + fault[len(meant) :]
+        return fault
 
 
 def split_words(argv: list[str]) -> Words:
@@ -172,6 +181,8 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
             out += [sign + part for part in _group_words(key, value, is_option)]
         elif key in SWITCHES and equals and value.lower() in SWITCH_WORDS:
             out.append(f"{key}.enabled={SWITCH_WORDS[value.lower()]}")
+        elif key in SWITCHES and equals and not set(value) & set("{(,$"):
+            out.append(f"{key}.enabled={value}")  # a fault, which names what is allowed
         elif key == "loop" and "." in value:
             out.append(f"+loop._target_={value}")
         elif key in SCOPES and equals:
@@ -187,6 +198,8 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
         if out[-1].replace('"', "") != word:
             words.notes.append(f"{word} is read as {out[-1]}")
         for meant in out[before:]:
+            if meant != word:
+                words.typed[meant.lstrip("+")] = word
             words.twice += _said_twice(meant, word, typed)
     words.overrides = _with_custom_groups(out, is_group)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
 from pathlib import Path
@@ -22,6 +24,18 @@ def test_chunks_of_any_size_are_written_hashed_and_synced(
     assert written == (len(data), hashlib.sha256(data).hexdigest())
     assert len(synced) == 1
     assert seen.seen[-1] == ("fsync", "file")
+
+
+def test_where_the_file_system_refuses_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, "no such flag here")
+        return 0
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    data = os.urandom(2 * BLOCK_BYTES + 7)
+    FileLayer().write(tmp_path / "file", [data[:4096], data[4096:]])
+    assert (tmp_path / "file").read_bytes() == data
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:

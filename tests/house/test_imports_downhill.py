@@ -30,7 +30,7 @@ FLOORS = {
     0: ["errors", "host_memory", "usercode", "eager", "fused_adam", "forecast_kernels", "collector",
         "model/", "transform/"],
 }  # fmt: skip
-ONE_ROOM = {"__main__": "cli", "commands": "cli", "help": "cli"}  # the verbs and their help are part of cli
+ONE_ROOM = {"__main__": "cli", "commands": "cli", "help": "cli", "settings": "cli"}  # parts of it
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it
 
 FLOOR_OF = {name.rstrip("/"): floor for floor, names in FLOORS.items() for name in names}

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
-# A step of the scheduler's scale is a factor of 1.25: next to a training on all cores this one gets a fourth
-# of one core. At 19 it would get nothing, and a save would never come to its end.
-LOWER_BY = 5
+# A step of the scheduler's scale is a factor of 1.25: next to a training on all cores this one gets a third of
+# one core, so a step takes 1.5 times as long while a save is under way. At 19 it would get nothing, and a save
+# would never come to its end.
+LOWER_BY = 3
 
 
 class Background(Generic[Result]):

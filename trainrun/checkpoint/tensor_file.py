@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from trainrun.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_DIMENSIONS = 64
+LONG_BYTES = 4 * 2**20
+ALIGNED_BYTES = 4096  # where the tensors of a long file begin: O_DIRECT writes from a page to a page
 
 NAMES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -62,12 +64,31 @@ def file_size(tensors: dict[str, Tensor]) -> int:
 
 
 def stream(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of the file; a tensor on a device is copied to the host when its turn comes."""
+    """The bytes of the file; a tensor on a device is copied to the host when its turn comes.
+
+    Tensors that lie in memory as they will in the file come as one.
+    """
     yield _header(tensors)
-    for name in _order(tensors):
+    before: Tensor | None = None
+    for name in file_order(tensors):
         tensor = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
-        if tensor.numel():
-            yield _bytes(tensor.reshape(-1).view(torch.uint8))
+        if not tensor.numel():
+            continue
+        data = tensor.reshape(-1).view(torch.uint8)
+        joined = None if before is None else _joined(before, data)
+        if before is not None and joined is None:
+            yield _bytes(before)
+        before = data if joined is None else joined
+    if before is not None:
+        yield _bytes(before)
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor | None:
+    """Both as one, where the second begins in the memory of the first where that ends."""
+    end, memory = first.storage_offset() + len(first), first.untyped_storage()
+    if second.storage_offset() != end or second.untyped_storage().data_ptr() != memory.data_ptr():
+        return None
+    return first.as_strided((len(first) + len(second),), (1,))
 
 
 def _bytes(data: Tensor) -> memoryview:
@@ -75,15 +96,20 @@ def _bytes(data: Tensor) -> memoryview:
     return memoryview(data.numpy())  # type: ignore[arg-type]
 
 
-def _order(tensors: dict[str, Tensor]) -> list[str]:
-    """Wide elements first, so that each tensor is aligned in the file."""
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Wide elements first, so that each tensor is aligned in the file; among those the long ones, which a
+    tensor of a few bytes before them would set off the cache lines."""
+
+    def key(name: str) -> tuple[int, int, str]:
+        return -tensors[name].element_size(), -tensors[name].numel(), name
+
+    return sorted(tensors, key=key)
 
 
 def _header(tensors: dict[str, Tensor]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name in _order(tensors):
+    for name in file_order(tensors):
         tensor = tensors[name]
         stop = offset + tensor.numel() * tensor.element_size()
         entries[name] = {
@@ -93,7 +119,7 @@ def _header(tensors: dict[str, Tensor]) -> bytes:
         }
         offset = stop
     text = strict_json.dumps(entries)
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % (ALIGNED_BYTES if offset >= LONG_BYTES else 8))
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(f"{len(tensors)} tensors are too many for one checkpoint file")
     return len(text).to_bytes(8, "little") + text

@@ -40,7 +40,7 @@ def compiled(function: Function, inputs: list[Tensor], backend: str, mode: str |
 
 
 def keep_scalars(graph: torch.fx.GraphModule) -> None:
-    """Makes numbers that come from numbers alone (Adam's bias corrections) outputs, after the others.
+    """Makes numbers that come from numbers alone (Adam's bias corrections) outputs, where others read them.
 
     Inductor writes an output down once. Otherwise, on a CPU, it computes them anew for every vector of
     weights: two powers in float64, which took 200 us in a step of 50,000 weights (torch 2.13).
@@ -53,8 +53,15 @@ def keep_scalars(graph: torch.fx.GraphModule) -> None:
         if small and values and (node.op == "placeholder" or set(node.all_input_nodes) <= scalars):
             scalars.add(node)
     output = graph.graph.output_node()
-    made = [n for n in graph.graph.nodes if n in scalars and n.op != "placeholder"]
-    single = [node for node in made if isinstance(node.meta["val"], Tensor) and node.users]
+    made = {n for n in graph.graph.nodes if n in scalars and n.op != "placeholder"}
+    single = [
+        node
+        for node in graph.graph.nodes
+        if node in made
+        and isinstance(node.meta["val"], Tensor)
+        and not made.isdisjoint(node.all_input_nodes)  # else it is one operation, done anew for nothing
+        and not scalars.issuperset(node.users)  # each output is a tensor made and freed in every step
+    ]
     before: Any = output.args[0]
     output.args = ([*before, *single],)
     graph.recompile()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import io
+import mmap
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from trainrun.checkpoint import blocks, snapshot, tensor_file
+from trainrun.checkpoint.blocks import in_blocks
+from trainrun.checkpoint.files import FileLayer
+from trainrun.checkpoint.snapshot import Snapshots
+from trainrun.checkpoint.tensor_file import read_tensors, stream
+
+
+def state() -> dict[str, Tensor]:
+    return {
+        "step": torch.tensor(3.0),
+        "short": torch.arange(5, dtype=torch.int64),
+        "long": torch.randn(300, 1000),
+        "picture": torch.randn(8, 64, 30, 30).to(memory_format=torch.channels_last),
+        "half": torch.randn(999).bfloat16(),
+        "empty": torch.empty(0, 3),
+    }
+
+
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the state above counts as a large one."""
+    monkeypatch.setattr(snapshot, "LARGE_BYTES", 2**16)
+    monkeypatch.setattr(snapshot, "PIECE_BYTES", 2**16)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**18)
+    monkeypatch.setattr(tensor_file, "LONG_BYTES", 2**18)
+
+
+@pytest.mark.usefixtures("small_sizes")
+def test_a_copy_holds_the_values_of_now() -> None:
+    tensors, keep = state(), Snapshots(lambda: 2**40)
+    wanted = {name: tensor.clone() for name, tensor in tensors.items()}
+    taken = keep.take(tensors).tensors
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert all(torch.equal(taken[name], tensor) for name, tensor in wanted.items())
+    keep.give_back(taken)
+    assert all(not tensor.any() for tensor in keep.take(tensors).tensors.values())
+
+
+@pytest.mark.usefixtures("small_sizes")
+def test_a_large_copy_is_written_from_where_it_lies(tmp_path: Path) -> None:
+    tensors = state()
+    taken = Snapshots(lambda: 2**40).take(tensors).tensors
+    header, data = stream(taken)
+    assert len(header) % tensor_file.ALIGNED_BYTES == 0
+    memory = numpy.frombuffer(data, numpy.uint8)
+    pieces = [numpy.frombuffer(block, numpy.uint8) for block in in_blocks([header, data])]
+    inside = [numpy.shares_memory(piece, memory) for piece in pieces]
+    assert inside == [False, *[True] * (len(pieces) - 2), False]  # header, full blocks, the rest
+    assert len(pieces) > 4
+    assert all(len(piece) % mmap.PAGESIZE == 0 for piece in pieces[:-1])
+
+    written = FileLayer().write(tmp_path / "copy", stream(taken))
+    assert written == FileLayer().write(tmp_path / "state", stream(tensors))
+    content = (tmp_path / "copy").read_bytes()
+    assert content == (tmp_path / "state").read_bytes()
+    assert len(content) == tensor_file.file_size(tensors)
+    found, read = read_tensors(io.BytesIO(content), len(content), "copy")
+    assert read == written
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
