@@ -6,8 +6,10 @@ import logging
 import operator
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainrun.data.cache.disk import open_or_build
@@ -16,11 +18,12 @@ from trainrun.data.cache.fill import Progress, fill
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.places import Places
 from trainrun.data.cache.probe import Probe, look_at
+from trainrun.data.cache.rows import gathered, has_rows, keep_rows, leaves_of
 from trainrun.data.cache.slots import MISSING, CacheFull, CacheTorn, Slots, lay_out, num_slots_within
 from trainrun.data.cache.spec import CacheSpec, parse_cache, readable
 from trainrun.data.columns import Columns, columns_of
 from trainrun.data.generators import takes
-from trainrun.data.mapstyle import innermost, thread_safe
+from trainrun.data.mapstyle import WholeBatches, innermost, thread_safe, whole_batches
 from trainrun.errors import DataError
 
 LOG = logging.getLogger(__name__)
@@ -165,6 +168,43 @@ class Cached:
         given = iter(new)
         return [next(given) if sample is MISSING else sample for sample in samples]
 
+    def whole_batch(self, indices: list[int]) -> Any:
+        """The bits that collating the samples gives; None where the source makes no batches of this kind."""
+        if self._whole is None:
+            return None
+        numbers = [self.places.slot(self._position(index)) for index in indices]
+        kept = [number if number is not None and self.slots.has(number) else None for number in numbers]
+        new: list[Tensor] = []
+        missing = [row for row, number in enumerate(kept) if number is None]
+        if missing:
+            batch = self._whole.whole_batch([self._position(indices[row]) for row in missing])
+            found = leaves_of(self.slots.layout, batch, len(missing))
+            if found is None:
+                return None
+            self._keep_rows([numbers[row] for row in missing], found)
+            if len(missing) == len(indices):
+                return batch
+            new = found
+        try:
+            return gathered(self.slots, kept, new)
+        except CacheTorn as error:
+            raise self._torn(error) from error
+
+    @cached_property
+    def _whole(self) -> WholeBatches | None:
+        return whole_batches(self.source) if has_rows(self.slots.layout) else None
+
+    def _keep_rows(self, numbers: list[int | None], parts: list[Tensor]) -> None:
+        if not self.writes:
+            return
+        rows = [row for row, number in enumerate(numbers) if number is not None]
+        if len(rows) < len(numbers):
+            parts = [part[rows] for part in parts]
+        try:
+            keep_rows(self.slots, [number for number in numbers if number is not None], parts)
+        except CacheFull as error:
+            raise self._no_memory(error) from error
+
     def prefill(self, num_threads: int = 1, progress: Progress | None = None) -> None:
         """Reads now what is not kept yet. A cache on disk is complete from the start."""
         if not self.writes:
@@ -207,9 +247,10 @@ class Cached:
         try:
             return self.slots.read(slot)
         except CacheTorn as error:
-            raise DataError(
-                f"{self.where}: the cache was cut while it was read ({error}); start again"
-            ) from error
+            raise self._torn(error) from error
+
+    def _torn(self, error: Exception) -> DataError:
+        return DataError(f"{self.where}: the cache was cut while it was read ({error}); start again")
 
     def _keep(self, index: int, sample: Any) -> None:
         slot = self.places.slot(index) if self.writes else None
