@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from trainrun.data.cache.fill import Progress, fill
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.places import Places
 from trainrun.data.cache.probe import Probe, look_at
+from trainrun.data.cache.ranks import shared_file
 from trainrun.data.cache.rows import gathered, has_rows, keep_rows, leaves_of
 from trainrun.data.cache.slots import MISSING, CacheFull, CacheTorn, Slots, lay_out, num_slots_within
 from trainrun.data.cache.spec import CacheSpec, parse_cache, readable
@@ -29,13 +31,16 @@ from trainrun.errors import DataError
 LOG = logging.getLogger(__name__)
 PASSED_ON = ("class_names", "classes", "num_classes", "describe", "lengths", "fingerprint")
 TOLD: set[str] = set()
+Gather = Callable[[Any], list[Any]]
 
 
-def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Progress | None = None) -> Any:
+def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Progress | None = None,
+           gather: Gather | None = None) -> Any:  # fmt: skip
     """The source, with the cache that `spec` asks for in front; as it is where it is in memory already.
 
     key: names the source in errors (`data.train`). A cache on disk is complete when this returns; it is
     built with `num_threads` threads, which the source must allow. progress: called with (done, total).
+    gather: the value of every rank, on every rank, where there are several; those of one machine share a cache.
     """
     wanted = parse_cache(spec)
     if wanted.mode == "none":
@@ -50,7 +55,7 @@ def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Pro
     probe = look_at(source, where)
     if wanted.folder is not None:
         return _on_disk(source, wanted, where, probe, own, num_threads, progress)
-    return _in_memory(source, wanted, where, probe)
+    return _in_memory(source, wanted, where, probe, gather)
 
 
 def _refuse_generators(source: Any, where: str) -> None:
@@ -86,7 +91,7 @@ def _on_disk(source: Any, wanted: CacheSpec, where: str, probe: Probe, own: str,
     return Cached(source, slots, places, where, False, f"cache on disk, {readable(size)} ({story})")
 
 
-def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe) -> Cached:
+def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe, gather: Gather | None) -> Cached:
     if not hasattr(os, "memfd_create"):
         raise DataError(f"{where}: needs Linux; use data.cache=disk:<folder>")
     number, limit = len(source), wanted.num_bytes
@@ -101,10 +106,13 @@ def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe) -> Cach
     layout = lay_out(probe.form, probe.leaves, num_slots, probe.equal_shapes)
     expected = layout.arena + (0 if probe.equal_shapes else int(num_slots * probe.sample_bytes))
     _check_memory(expected, where)
-    slots = Slots(layout, SharedMemoryFile(num_slots, layout.arena), limit)
+    file, ranks = SharedMemoryFile(num_slots, layout.arena), 1
+    if gather is not None:
+        file, ranks = shared_file(file, f"{where} {number} {layout} {probe.digest}", gather)
     part = "" if num_slots == number else f", {num_slots / number:.0%} of the samples"
-    return Cached(source, slots, Places(number, num_slots), where, True,
-                  f"cache in memory, up to {readable(expected)}{part}")  # fmt: skip
+    shared = "" if ranks == 1 else f", one for {ranks} ranks"
+    return Cached(source, Slots(layout, file, limit), Places(number, num_slots), where, True,
+                  f"cache in memory, up to {readable(expected)}{part}{shared}")  # fmt: skip
 
 
 def _check_memory(expected_bytes: int, where: str) -> None:

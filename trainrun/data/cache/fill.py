@@ -19,8 +19,25 @@ from trainrun.randomness import kept_random_state
 CHUNK = 32  # samples that are asked for at once
 CHUNK_BYTES = 8 * 2**20
 PROGRESS_SECONDS = 0.1
+FIRST_LINE_SECONDS = 2.0
+LINES_APART = 2  # times as long until the next one
 
 Progress = Callable[[int, int], None]
+
+
+def building(key: str, say: Callable[[str], None]) -> Progress:
+    """Lines about a cache that takes long to build, further and further apart."""
+    started, next_line = time.monotonic(), FIRST_LINE_SECONDS
+
+    def tell(done: int, total: int) -> None:
+        nonlocal next_line
+        seconds = time.monotonic() - started
+        if seconds > next_line and 0 < done < total:
+            left = seconds / done * (total - done)
+            say(f"{key}: {done} of {total} samples are in the cache, {left:.0f} s to go")
+            next_line = seconds * LINES_APART
+
+    return tell
 
 
 @dataclass
