@@ -45,6 +45,7 @@ from trainrun.data.order import Plan, StreamPlan, batch_too_large
 from trainrun.data.reader import Recipe
 from trainrun.data.scale import Scaled, as_bytes
 from trainrun.data.sequences.choose import sequence_plan
+from trainrun.data.sequences.useful import counted
 from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
@@ -107,6 +108,7 @@ def _built(prepared: Prepared, options: StreamOptions, engine: str, number: int)
     batches = build_engine(prepared, options, engine, number)
     if prepared.fills is not None:
         batches = Filling(batches, prepared.fills, partial(_from_memory, prepared, options))
+    batches = counted(batches, prepared.recipe.collate, options.tally)
     if prepared.scale is not None:
         batches = Scaled(batches, prepared.scale, options.float_dtype)
     return _augmented(batches, options)
@@ -191,7 +193,8 @@ def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     reader = StreamReader(source, plan, length, max_batches, recipe)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     line = f"{options.key}: {describe_workers(number)} ({reason})"
-    return fed(IterableBatches(reader, worker_options(number, options)), options.device), line
+    batches = fed(IterableBatches(reader, worker_options(number, options)), options.device)
+    return counted(batches, collate, options.tally), line
 
 
 def _check_iterable(number: int, options: StreamOptions) -> None:
