@@ -39,6 +39,11 @@ def innermost(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
     return dataset, indices
 
 
+def name_of(dataset: Any) -> str:
+    """Of its class, for messages; of a cache, that of what it reads."""
+    return str(getattr(dataset, "name_of_source", type(dataset).__name__))
+
+
 def shallow(dataset: Any) -> Any:
     """A copy that shares the data, but not the attributes that reading may set."""
     if isinstance(dataset, Columns | list | tuple | dict):

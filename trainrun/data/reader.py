@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from trainrun.data.batch import Preparation, arrays_to_tensors, map_leaves
 from trainrun.data.columns import Columns
 from trainrun.data.generators import Calling, GlobalDraw, generator_of, guarded, seeded, takes, watched
-from trainrun.data.mapstyle import describe, innermost, reads_at_once, shallow, whole_batches
+from trainrun.data.mapstyle import describe, innermost, name_of, reads_at_once, shallow, whole_batches
 from trainrun.data.scale import Scale
 from trainrun.data.workers import Failure, failure_or_raise
 from trainrun.errors import DataError
@@ -224,7 +224,7 @@ class BatchReader:
         try:
             if isinstance(self._dataset, Columns):
                 return self._dataset[index]
-            with self._calling(parts, f"sample {index} of {type(self._dataset).__name__}"):
+            with self._calling(parts, f"sample {index} of {name_of(self._dataset)}"):
                 if not self._takes_generator:
                     return self._dataset[index]
                 base, (place,) = innermost(self._dataset, [index])
@@ -241,7 +241,7 @@ class BatchReader:
         """
         seed = self._recipe.seed
         try:
-            with self._calling((seed, epoch, indices[0]), f"samples of {type(self._dataset).__name__}"):
+            with self._calling((seed, epoch, indices[0]), f"samples of {name_of(self._dataset)}"):
                 if not self._takes_generators:
                     samples = self._dataset.__getitems__(indices)
                 else:
@@ -261,7 +261,7 @@ class BatchReader:
 
     def _fault(self, which: str, place: str, error: Exception) -> DataError:
         return DataError(
-            f"{self._recipe.key}: {which}{place} of {type(self._dataset).__name__} cannot be read: "
+            f"{self._recipe.key}: {which}{place} of {name_of(self._dataset)} cannot be read: "
             f"{type(error).__name__}: {error}{line_of(error)}"
         )
 

@@ -237,6 +237,11 @@ class Cached:
         """Whether `as_columns` may come to give something, once everything was read."""
         return self.writes and self.places.num_slots == len(self) and self.slots.may_be_columns
 
+    @property
+    def name_of_source(self) -> str:
+        """For messages: a sample that cannot be read is no fault of the cache."""
+        return type(self.source).__name__
+
     def num_kept(self) -> int:
         """How many samples need not be read again."""
         return self.slots.num_filled()
