@@ -1,12 +1,12 @@
 """`bench_data.py images`: a folder of 20,000 pictures against a DataLoader written by hand over the same files.
 
 Fashion-MNIST (noise, where it is not installed), scaled to 48x48 in colour; every second file is a PNG, the
-others JPEG. Reading alone, no training: an epoch from its first to its last batch, the start of workers
+others JPEG. First epochs: reading alone, no training, from the first to the last batch, the start of workers
 included, listing the folder and composing the config not. All files lie in the page cache. `cached` has
 data.cache=memory, and is opened anew for every epoch.
 
-From the second epoch on: steps of a CNN on the pictures of a full cache, against the same pictures given as one
-tensor.
+Later epochs, of the fastest way that is cached: steps of a CNN on the pictures of the full cache, against the same
+pictures given as one tensor.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ WAYS = {
     "threads=2": "data.engine=threads data.num_threads=2",
     "workers=1": "data.engine=workers data.num_workers=1",
     "workers=2": "data.engine=workers data.num_workers=2",
+    "threads=2 cached": "data.engine=threads data.num_threads=2 data.cache=memory",
     "workers=2 cached": "data.engine=workers data.num_workers=2 data.cache=memory",
 }
 
@@ -81,9 +82,12 @@ def images(rounds: int) -> None:
             print(f"{name:20} {spread([PICTURES / one / 1e3 for one in times])} k pictures/s")
         best = min((name for name in works if name.startswith("by hand")), key=middle.__getitem__)
         mine = min(WAYS, key=middle.__getitem__)
-        for name in {mine, "workers=2 cached"}:
-            print(f"first epoch: {best} / {name}, in time: {ratio(seconds[best], seconds[name])}", flush=True)
-        later_epochs(words, Path(temporary), rounds)
+        print(f"first epoch: {best} / {mine}, in time: {ratio(seconds[best], seconds[mine])}")
+        kept = min((name for name in WAYS if name.endswith("cached")), key=middle.__getitem__)
+        print(f"one configuration, {WAYS[kept]}:")
+        print(f"  first epoch: {best} / {kept}, in time: {ratio(seconds[best], seconds[kept])}", flush=True)
+        later = later_epochs([*words, *WAYS[kept].split()], Path(temporary), rounds)
+        print(f"  later epochs, steps of a CNN: {kept} / resident, in time: {later}")
 
 
 def first_epoch(words: list[str], folder: Path) -> float:
@@ -95,9 +99,9 @@ def first_epoch(words: list[str], folder: Path) -> float:
     return perf_counter() - began
 
 
-def later_epochs(words: list[str], folder: Path, rounds: int) -> None:
+def later_epochs(words: list[str], folder: Path, rounds: int) -> str:
     """Steps on a full cache over steps on a tensor."""
-    cached = parts_for([*words, "data.cache=memory"], folder / "cached")
+    cached = parts_for(words, folder / "cached")
     kept = [batch.data for batch in cached.train.epoch(0)]
     x, y = (torch.cat(column) for column in zip(*kept, strict=True))
     np.savez(folder / "pictures.npz", x_train=x, y_train=y)
@@ -118,11 +122,9 @@ def later_epochs(words: list[str], folder: Path, rounds: int) -> None:
     }
     number = max(4, round(0.5 / (timed(lambda: trainers["resident"].steps(4)) / 4)))
     seconds = turns({name: lambda t=t: t.steps(number) for name, t in trainers.items()}, 3 * rounds)
-    print(
-        f"later epochs, steps of a CNN: cached / resident, in time: {ratio(seconds['cached'], seconds['resident'])}"
-    )
     for trainer in trainers.values():
         trainer.parts.train.close()
+    return ratio(seconds["cached"], seconds["resident"])
 
 
 def drain(batches: Any) -> None:

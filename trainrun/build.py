@@ -21,6 +21,7 @@ from trainrun.compile_auto import with_scope
 from trainrun.config import RunConfig
 from trainrun.data.facts import facts_of
 from trainrun.data.memory import host_memory
+from trainrun.data.sequences.useful import Tally
 from trainrun.data.skips import report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build
@@ -96,8 +97,9 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     sources = build_sources(config)
     facts = facts_of(sources["train"], transform=build_transform(config))
     report = report_to([monitor.on_note for monitor in site.monitors])
+    tally = Tally()
     train, val, test = (
-        open_split(config, site.parallel, name, sources[name], notes, report) for name in sources
+        open_split(config, site.parallel, name, sources[name], notes, report, tally) for name in sources
     )
     assert train is not None
     check_classes(config, facts, sources)
@@ -127,7 +129,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     between = config.trainer.python_gc == "between_steps"
     board = Board(
         site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
-        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), tidy if between else None,
+        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), tidy if between else None, tally,
     )  # fmt: skip
     compile_log = build_log(board, site.ledger)
     default_metric = default_monitor(task, val is not None)

@@ -9,6 +9,7 @@ from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.facts import check_labels
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
+from trainrun.data.sequences.useful import Tally
 from trainrun.data.skips import Report
 from trainrun.instantiate import build
 from trainrun.interfaces import Batches, DataFacts, Parallel
@@ -31,7 +32,13 @@ def build_sources(config: RunConfig) -> dict[str, Any]:
 
 
 def open_split(
-    config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report
+    config: RunConfig,
+    parallel: Parallel,
+    name: str,
+    source: Any,
+    notes: list[str],
+    report: Report,
+    tally: Tally | None = None,
 ) -> Batches | None:
     if source is None:
         return None
@@ -71,6 +78,7 @@ def open_split(
             world_size=parallel.world_size,
             gather=parallel.gather,
             device=parallel.device,
+            tally=tally if training else None,
             float_dtype=data_float_dtype(config.precision.mode),
         ),
     )

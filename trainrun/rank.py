@@ -242,7 +242,7 @@ def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | 
         "step": state.step,
         "epoch": parts.board.epoch_of(state),
         "seconds": state.seconds,
-        parts.board.speed_name: state.items * parts.parallel.world_size / seconds,
+        **parts.board.speeds(state.items * parts.parallel.world_size / seconds),
         "skipped_steps": state.skipped_steps,
         **compute_facts(work, state.items / seconds),
         "num_parameters": facts.num_parameters,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,8 +193,8 @@ def test_the_simplest_is_heard_twice_before_it_is_displaced() -> None:
 @pytest.mark.parametrize(
     ("fast", "slow", "displaces", "beaten"),
     [
-        ([1.0], [1.14], True, False),
-        ([1.0], [1.16], True, True),
+        ([1.0], [1.11], True, False),
+        ([1.0], [1.13], True, True),
         ([1.0], [1.06], False, True),
         ([1.0, 1.0], [1.04, 1.04], True, True),
         ([1.0, 2.0], [1.04, 2.08], True, True),  # a slow round is slow for both
@@ -230,6 +231,39 @@ def test_a_machine_that_others_use_too() -> None:
     assert slower <= 0.01 * 400
 
 
+def drifting(world: World, noise: float) -> None:
+    """Whatever else the machine does comes and goes within half a second, and slows neighbours in time alike."""
+    plain, state = world.measure, [0.0]
+
+    def measure(candidate: Way, number: int) -> Reading:
+        before = world.left
+        reading = plain(candidate, number)
+        assert reading.seconds is not None
+        kept = math.exp(-(before - world.left) / 0.5)
+        state[0] = kept * state[0] + math.sqrt(1 - kept * kept) * world.draws.gauss(0, noise)
+        factor = math.exp(state[0])
+        world.left = before - (before - world.left) * factor
+        return Reading(reading.seconds * factor, world.left)
+
+    world.measure = measure  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("noise", "share"), [(0.1, 0.04), (0.2, 0.07), (0.3, 0.11)])
+def test_a_machine_that_drifts(noise: float, share: float) -> None:
+    """How often the choice is more than 5 % off the best, and slower than the main process."""
+    draws, far, slower = random.Random(11), 0, 0
+    for number in range(400):
+        load, step = (10 ** draws.uniform(-3, -1.3) for _ in range(2))
+        world = World(load, step, holds_gil=draws.random() < 0.3, busy=draws.random() < 0.5, move=1e-3,
+                      start=0.03, noise=0.03, left=1.2, draws=random.Random(number))  # fmt: skip
+        drifting(world, noise)
+        chosen = world.truth(world.choice())
+        far += chosen > 1.05 * min(map(world.truth, WAYS))
+        slower += chosen > 1.05 * world.truth(WAYS[0])
+    assert far <= share * 400
+    assert slower <= 0.01 * 400
+
+
 def test_an_engine_that_fails_is_out() -> None:
     world = World(load=1.5, step=1.0)
 
@@ -262,8 +296,8 @@ def test_an_engine_that_fails_later_cannot_win() -> None:
     [
         ({}, None),
         ({"workers=1": [1.0]}, "workers=1"),
-        ({"workers=0": [1.14], "threads=1": [1.0]}, "workers=0"),  # one look at the simplest: 15 %
-        ({"workers=0": [1.16], "threads=1": [1.0]}, "threads=1"),
+        ({"workers=0": [1.11], "threads=1": [1.0]}, "workers=0"),  # one look at the simplest: 12 %
+        ({"workers=0": [1.13], "threads=1": [1.0]}, "threads=1"),
         ({"threads=1": [1.04], "workers=1": [1.0]}, "threads=1"),  # of others: 5 %
         ({"threads=1": [1.06], "workers=1": [1.0]}, "workers=1"),
         ({"workers=0": [1.04, 1.04], "threads=1": [1.0, 1.0]}, "threads=1"),  # they do not scatter: 3 %
@@ -273,7 +307,7 @@ def test_an_engine_that_fails_later_cannot_win() -> None:
             "workers=0",
         ),  # they do, and by more than they say
         ({"workers=0": [1.0, 1.04, 1.2], "threads=1": [1.0, 1.0, 1.0]}, "workers=0"),  # they scatter
-        ({"workers=0": [1.0, 1.11, 2.0], "threads=1": [1.0, 1.0, 1.0]}, "threads=1"),  # however much: 10 %
+        ({"workers=0": [1.0, 1.06, 2.0], "threads=1": [1.0, 1.0, 1.0]}, "threads=1"),  # however much: 5 %
     ],
 )
 def test_the_simplest_that_is_not_beaten(scores: Scores, expected: str | None) -> None:

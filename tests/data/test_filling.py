@@ -95,15 +95,18 @@ def test_from_the_second_epoch_it_is_gathered_and_has_the_same_bits(sample, cach
 
 
 ENGINES = {
-    "workers=2": ({"engine": "workers", "num_workers": 2}, LoaderBatches, LoaderBatches),
-    "threads=2": ({"engine": "threads", "num_threads": 2}, ThreadBatches, ThreadBatches),
-    "auto, workers=2": ({"engine": "auto", "num_workers": 2}, LoaderBatches, LoaderBatches),
+    "workers=2": ({"engine": "workers", "num_workers": 2}, LoaderBatches),
+    "threads=2": ({"engine": "threads", "num_threads": 2}, ThreadBatches),
+    "auto, workers=2": ({"engine": "auto", "num_workers": 2}, LoaderBatches),
 }
 
 
+@pytest.mark.parametrize("fit", [True, False])
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_that_was_asked_for_stays_and_gathers(name):
-    changes, before, after = ENGINES[name]
+def test_an_engine_that_was_asked_for_ends_unless_the_device_has_no_room(name, fit, monkeypatch):
+    changes, before = ENGINES[name]
+    monkeypatch.setattr("trainrun.data.open.fits", lambda facts: fit)
+    after = ResidentBatches if fit else before
     plain, _ = opened(Pictures())
     kept, _ = opened(Pictures(), cache="memory", **changes)
     try:

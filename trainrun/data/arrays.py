@@ -110,9 +110,11 @@ def _faults_of(path: str, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        # NumPy takes whatever does not begin as its own files do for a pickle, and recommends to run it
+        why = "not a file of NumPy's, or pickled objects" if "pickle" in str(error) else str(error)
         raise DataError(
-            f"data.path={path}: {name} cannot be read ({error}); allowed: arrays of numbers written by "
-            "NumPy, not pickled objects"
+            f"data.path={path}: {name} cannot be read: is it damaged or cut short? ({why}); allowed: arrays of "
+            "numbers written by NumPy, not pickled objects"
         ) from error
 
 

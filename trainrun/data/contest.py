@@ -18,16 +18,16 @@ from typing import NamedTuple
 from trainrun.data.undecided import Candidate
 
 NOTABLE = 0.03  # a difference below this share is none
-MOST_NOISE = 0.10  # a difference above this share is one, however the measurements scatter
+MOST_NOISE = 0.05  # a difference above this share is one, however the measurements scatter
 ONE_LOOK = 0.05  # the same as NOTABLE, where both were measured once
-ONE_LOOK_AT_FIRST = 0.15  # the same, where the slower one is the simplest of all
-WORTH_A_LOOK = 0.04  # who cannot be faster by this share is not measured
+ONE_LOOK_AT_FIRST = 0.12  # the same, where the slower one is the simplest of all
+WORTH_A_LOOK = 0.02  # who cannot be faster by this share is not measured
 GUESSED = 0.85  # times the loading that the first look saw: it may have met a bad moment
 CLEAR_LOSS = 1.25  # times the fastest
 ROUNDS_OF_FIRST = 2  # that the simplest is in, however slow it is
 MAX_ROUNDS = 7
 LEAST_BATCHES, MOST_BATCHES = 3, 256  # in one measurement
-PARTS = 15  # of the whole time, of which one is a measurement without its start
+PARTS = 20  # of the whole time, of which one is a measurement without its start
 FIRST_START = {"workers": 0.1, "threads": 0.005}  # seconds for each, until one was measured
 
 

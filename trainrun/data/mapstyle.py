@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import Subset
 
 from trainrun.data.columns import Columns
+
+
+@runtime_checkable
+class WholeBatches(Protocol):
+    """A data set that makes batches quicker than samples."""
+
+    def whole_batch(self, indices: list[int]) -> Any:
+        """The bits that collating the samples gives; None where it makes none. DataError: one cannot be read."""
+
+
+def whole_batches(dataset: Any) -> WholeBatches | None:
+    """Only a data set of this package is asked: what is called `whole_batch` elsewhere may be anything."""
+    ours = type(dataset).__module__.startswith("trainrun.")
+    return dataset if ours and isinstance(dataset, WholeBatches) else None
 
 
 def reads_at_once(dataset: Any) -> bool:
@@ -23,6 +37,11 @@ def innermost(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
         indices = [int(dataset.indices[index]) for index in indices]
         dataset = dataset.dataset
     return dataset, indices
+
+
+def name_of(dataset: Any) -> str:
+    """Of its class, for messages; of a cache, that of what it reads."""
+    return str(getattr(dataset, "name_of_source", type(dataset).__name__))
 
 
 def shallow(dataset: Any) -> Any:

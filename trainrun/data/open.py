@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from trainrun.data.augment.augmented import augmented
 from trainrun.data.batch import Preparation
 from trainrun.data.cache.cached import Cached, cached
+from trainrun.data.cache.fill import building
 from trainrun.data.choice import (
     Candidate,
     Choice,
@@ -19,7 +20,9 @@ from trainrun.data.choice import (
     candidates,
     choose,
     describe_workers,
+    fits,
     roomy_batch_size,
+    usable_cores,
 )
 from trainrun.data.columns import Columns, columns_of
 from trainrun.data.device_feed import fed
@@ -42,6 +45,7 @@ from trainrun.data.order import Plan, StreamPlan, batch_too_large
 from trainrun.data.reader import Recipe
 from trainrun.data.scale import Scaled, as_bytes
 from trainrun.data.sequences.choose import sequence_plan
+from trainrun.data.sequences.useful import counted
 from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
@@ -104,24 +108,28 @@ def _built(prepared: Prepared, options: StreamOptions, engine: str, number: int)
     batches = build_engine(prepared, options, engine, number)
     if prepared.fills is not None:
         batches = Filling(batches, prepared.fills, partial(_from_memory, prepared, options))
+    batches = counted(batches, prepared.recipe.collate, options.tally)
     if prepared.scale is not None:
         batches = Scaled(batches, prepared.scale, options.float_dtype)
     return _augmented(batches, options)
 
 
 def _from_memory(prepared: Prepared, options: StreamOptions, columns: Columns) -> Batches:
-    """By the rule for data in memory: nothing is left that a worker could be faster at."""
+    """As data in memory, whoever read it: nothing is left for a thread or a worker but to be in the way."""
     facts = prepared.facts._replace(columns=columns, thread_safe=True)
+    prepared = replace(prepared, dataset=columns, facts=facts)
+    if fits(facts):
+        return build_engine(prepared, options, "resident", 0)
     choice = choose(facts, _wish(options))
-    return build_engine(
-        replace(prepared, dataset=columns, facts=facts), options, choice.engine, choice.number
-    )
+    return build_engine(prepared, options, choice.engine, choice.number)
 
 
 def _prepared(source: Any, options: StreamOptions) -> Prepared:
     """Behind its cache (`options.cache`), with the plan of its batches."""
     source, scale = as_bytes(source)
-    source = cached(source, options.cache, options.key)
+    gather = options.gather if options.world_size > 1 else None
+    tell = building(options.key, options.report)
+    source = cached(source, options.cache, options.key, _cache_threads(source), tell, gather)
     cache = source if isinstance(source, Cached) else None
     columns = columns_of(source, options.key)
     dataset = source if columns is None else columns
@@ -156,6 +164,11 @@ def _prepared(source: Any, options: StreamOptions) -> Prepared:
                     None if user_sees else scale)  # fmt: skip
 
 
+def _cache_threads(source: Any) -> int:
+    """For a cache on disk, which is built before anything is trained: every core, where the source bears it."""
+    return usable_cores() if thread_safe(source) else 1
+
+
 def _augmented(batches: Batches, options: StreamOptions) -> Batches:
     return augmented(batches, options.augment, options.seed, options.training, options.float_dtype)
 
@@ -180,7 +193,8 @@ def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     reader = StreamReader(source, plan, length, max_batches, recipe)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     line = f"{options.key}: {describe_workers(number)} ({reason})"
-    return fed(IterableBatches(reader, worker_options(number, options)), options.device), line
+    batches = fed(IterableBatches(reader, worker_options(number, options)), options.device)
+    return counted(batches, collate, options.tally), line
 
 
 def _check_iterable(number: int, options: StreamOptions) -> None:

@@ -12,6 +12,7 @@ from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.reader import Collate
 from trainrun.data.sequences.choose import SequenceOptions
 from trainrun.data.sequences.lengths import Shared
+from trainrun.data.sequences.useful import Tally
 from trainrun.data.skips import Report, to_stderr
 from trainrun.errors import DataError
 
@@ -26,6 +27,7 @@ class StreamOptions:
     training: False reads every sample once in its own order: shuffle and drop_last do not apply,
         every epoch is epoch 0, and a batch_size above the data is lowered.
     engine: "auto", "resident", "workers" or "threads". report: takes one line for the people who watch.
+    tally: is told of the useful tokens, where lengths differ.
     gather: the value of every rank, on every rank, for what they do once; None: each for itself.
         limit: a fraction of the micro-batches (float) or their
         number (int). may_grow: batch_size is a suggestion, and small inputs in memory come in larger
@@ -64,6 +66,7 @@ class StreamOptions:
     gather: Callable[[Any], list[Any]] | None = None
     device: torch.device = CPU
     float_dtype: torch.dtype = torch.float32
+    tally: Tally | None = None
 
 
 def check_options(options: StreamOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import default_collate
@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from trainrun.data.batch import Preparation, arrays_to_tensors, map_leaves
 from trainrun.data.columns import Columns
 from trainrun.data.generators import Calling, GlobalDraw, generator_of, guarded, seeded, takes, watched
-from trainrun.data.mapstyle import describe, innermost, reads_at_once, shallow
+from trainrun.data.mapstyle import describe, innermost, name_of, reads_at_once, shallow, whole_batches
 from trainrun.data.scale import Scale
 from trainrun.data.workers import Failure, failure_or_raise
 from trainrun.errors import DataError
@@ -104,14 +104,6 @@ class Transform:
             ) from error
 
 
-@runtime_checkable
-class WholeBatches(Protocol):
-    """A data set that makes batches quicker than samples. Only those of this package are asked."""
-
-    def whole_batch(self, indices: list[int]) -> Any:
-        """The bits that collating the samples gives; None where it makes none. DataError: one cannot be read."""
-
-
 class BatchReader:
     """Turns a key into a batch, in a worker, a thread or the main process.
 
@@ -126,17 +118,16 @@ class BatchReader:
         self._transform = Transform(recipe, calling, dataset)
         base, _ = innermost(dataset, [])
         self._at_once = reads_at_once(dataset)
-        ours = type(dataset).__module__.startswith("trainrun.")
-        alone = ours and recipe.transform is None and recipe.collate is None and recipe.scale is None
-        self._whole = dataset if alone and isinstance(dataset, WholeBatches) else None
+        alone = recipe.transform is None and recipe.collate is None and recipe.scale is None
+        self._whole = whole_batches(dataset) if alone else None
+        self._plain = isinstance(dataset, Columns) and recipe.transform is None and recipe.collate is None
         self._takes_generator = takes(getattr(base, "__getitem__", None), "generator")
         self._takes_generators = self._at_once and takes(base.__getitems__, "generators")
 
     @property
     def users_code(self) -> bool:
         """Whether reading runs anything that is not of this package."""
-        plain = isinstance(self._dataset, Columns) and self._recipe.transform is None
-        return not plain or self._recipe.collate is not None
+        return not self._plain and self._whole is None
 
     def __getitem__(self, key: Key) -> Reading | Failure:
         try:
@@ -146,7 +137,7 @@ class BatchReader:
 
     def read(self, key: Key) -> Reading:
         """Raises DataError, which names the sample."""
-        if not self.users_code:
+        if self._plain:
             return Reading(self._dataset.batch(key.indices, self._recipe.preparation), *key[1:])
         whole = self._whole_batch(key.indices) if self._whole is not None else None
         if whole is not None:
@@ -233,7 +224,7 @@ class BatchReader:
         try:
             if isinstance(self._dataset, Columns):
                 return self._dataset[index]
-            with self._calling(parts, f"sample {index} of {type(self._dataset).__name__}"):
+            with self._calling(parts, f"sample {index} of {name_of(self._dataset)}"):
                 if not self._takes_generator:
                     return self._dataset[index]
                 base, (place,) = innermost(self._dataset, [index])
@@ -250,7 +241,7 @@ class BatchReader:
         """
         seed = self._recipe.seed
         try:
-            with self._calling((seed, epoch, indices[0]), f"samples of {type(self._dataset).__name__}"):
+            with self._calling((seed, epoch, indices[0]), f"samples of {name_of(self._dataset)}"):
                 if not self._takes_generators:
                     samples = self._dataset.__getitems__(indices)
                 else:
@@ -270,7 +261,7 @@ class BatchReader:
 
     def _fault(self, which: str, place: str, error: Exception) -> DataError:
         return DataError(
-            f"{self._recipe.key}: {which}{place} of {type(self._dataset).__name__} cannot be read: "
+            f"{self._recipe.key}: {which}{place} of {name_of(self._dataset)} cannot be read: "
             f"{type(error).__name__}: {error}{line_of(error)}"
         )
 

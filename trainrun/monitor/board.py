@@ -6,13 +6,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport
 from trainrun.state import TrainState
+
+
+class CountsTokens(Protocol):
+    """Useful tokens of this rank's training batches. counts: False where no length differs."""
+
+    counts: bool
+
+    def take(self) -> float:
+        """Since the last call."""
 
 
 class Board:
@@ -22,6 +31,7 @@ class Board:
     on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
     on_log: called at each log point after the row was handed on (plots drawn while the run goes on).
     unit: what an item is, `samples` or `tokens`.
+    tokens: counts them for a task whose items are samples.
     tidy: called at the end of each log point (False) and of each validation (True), on every rank.
     """
 
@@ -37,11 +47,14 @@ class Board:
         on_log: Callable[[int], None] | None = None,
         unit: str = "samples",
         tidy: Callable[[bool], None] | None = None,
+        tokens: CountsTokens | None = None,
     ) -> None:
         self._parallel, self._monitors, self._learning_rate = parallel, monitors, learning_rate
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
         self._on_position, self._on_log, self._tidy = on_position, on_log, tidy
         self.speed_name = f"{unit}_per_second"
+        self._tokens = tokens if unit != "tokens" else None
+        self._seen_tokens = self._seen_items = 0.0
         self._mark = perf_counter()
         self._marked_step = 0
         self._marked_items = 0.0
@@ -51,6 +64,8 @@ class Board:
     def on_start(self, facts: RunFacts, state: TrainState) -> None:
         self._mark, self._marked_step, self._marked_items = perf_counter(), state.step, state.items
         self.step = state.step
+        if self._tokens is not None:
+            self._tokens.take()  # batches were tried before
         for monitor in self._monitors:
             monitor.on_start(facts, state.step)
 
@@ -66,9 +81,9 @@ class Board:
         """A log point: the one place where the host waits for the device."""
         losses = torch.stack(state.losses).to("cpu", torch.float64).sum().item()
         names = sorted(report.sums)
-        values = [losses, float(state.logged_items), float(report.items)]
+        values = [losses, float(state.logged_items), float(report.items), self._new_tokens()]
         totals = self._parallel.sum_over_ranks(values + [float(report.sums[name]) for name in names])
-        loss_total, logged_items, step_items, *sums = totals
+        loss_total, logged_items, step_items, tokens, *sums = totals
         row = {"train/loss": _ratio(loss_total, logged_items)}
         row |= {f"train/{name}": _ratio(total, step_items) for name, total in zip(names, sums, strict=True)}
         row["lr"] = self._learning_rate()
@@ -76,7 +91,7 @@ class Board:
             row["grad_norm"] = float(report.grad.norm)
         if state.skipped_steps:
             row["skipped_steps"] = float(state.skipped_steps)
-        row |= self._speed(state)
+        row |= self._speed(state, tokens)
         state.losses.clear()
         state.logged_items = 0
         for monitor in self._monitors:
@@ -86,12 +101,25 @@ class Board:
         if self._tidy is not None:
             self._tidy(False)
 
-    def _speed(self, state: TrainState) -> dict[str, float]:
+    def _new_tokens(self) -> float:
+        return self._tokens.take() if self._tokens is not None else 0.0
+
+    def _speed(self, state: TrainState, tokens: float) -> dict[str, float]:
         now = perf_counter()
         seconds, steps = now - self._mark - self._elsewhere, state.step - self._marked_step
         items = (state.items - self._marked_items) * self._parallel.world_size
         self._mark, self._marked_step, self._marked_items, self._elsewhere = now, state.step, state.items, 0.0
-        return {self.speed_name: _ratio(items, seconds), "step_seconds": _ratio(seconds, steps)}
+        self._seen_tokens, self._seen_items = self._seen_tokens + tokens, self._seen_items + items
+        speeds = {self.speed_name: _ratio(items, seconds), "step_seconds": _ratio(seconds, steps)}
+        counts = self._tokens is not None and self._tokens.counts
+        return speeds | ({"tokens_per_second": _ratio(tokens, seconds)} if counts else {})
+
+    def speeds(self, items_per_second: float) -> dict[str, float]:
+        """Of the whole run, in items and, where a log point has counted them, in useful tokens."""
+        found = {self.speed_name: items_per_second}
+        if not self._seen_tokens:
+            return found
+        return found | {"tokens_per_second": items_per_second * self._seen_tokens / self._seen_items}
 
     def on_eval(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         """After a validation; its time does not count as training time."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import operator
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainrun.data.cache.disk import open_or_build
@@ -16,23 +19,28 @@ from trainrun.data.cache.fill import Progress, fill
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.places import Places
 from trainrun.data.cache.probe import Probe, look_at
+from trainrun.data.cache.ranks import shared_file
+from trainrun.data.cache.rows import gathered, has_rows, keep_rows, leaves_of
 from trainrun.data.cache.slots import MISSING, CacheFull, CacheTorn, Slots, lay_out, num_slots_within
 from trainrun.data.cache.spec import CacheSpec, parse_cache, readable
 from trainrun.data.columns import Columns, columns_of
 from trainrun.data.generators import takes
-from trainrun.data.mapstyle import innermost, thread_safe
+from trainrun.data.mapstyle import WholeBatches, innermost, thread_safe, whole_batches
 from trainrun.errors import DataError
 
 LOG = logging.getLogger(__name__)
 PASSED_ON = ("class_names", "classes", "num_classes", "describe", "lengths", "fingerprint")
 TOLD: set[str] = set()
+Gather = Callable[[Any], list[Any]]
 
 
-def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Progress | None = None) -> Any:
+def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Progress | None = None,
+           gather: Gather | None = None) -> Any:  # fmt: skip
     """The source, with the cache that `spec` asks for in front; as it is where it is in memory already.
 
     key: names the source in errors (`data.train`). A cache on disk is complete when this returns; it is
     built with `num_threads` threads, which the source must allow. progress: called with (done, total).
+    gather: the value of every rank, on every rank, where there are several; those of one machine share a cache.
     """
     wanted = parse_cache(spec)
     if wanted.mode == "none":
@@ -47,7 +55,7 @@ def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Pro
     probe = look_at(source, where)
     if wanted.folder is not None:
         return _on_disk(source, wanted, where, probe, own, num_threads, progress)
-    return _in_memory(source, wanted, where, probe)
+    return _in_memory(source, wanted, where, probe, gather)
 
 
 def _refuse_generators(source: Any, where: str) -> None:
@@ -83,7 +91,7 @@ def _on_disk(source: Any, wanted: CacheSpec, where: str, probe: Probe, own: str,
     return Cached(source, slots, places, where, False, f"cache on disk, {readable(size)} ({story})")
 
 
-def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe) -> Cached:
+def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe, gather: Gather | None) -> Cached:
     if not hasattr(os, "memfd_create"):
         raise DataError(f"{where}: needs Linux; use data.cache=disk:<folder>")
     number, limit = len(source), wanted.num_bytes
@@ -98,10 +106,13 @@ def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe) -> Cach
     layout = lay_out(probe.form, probe.leaves, num_slots, probe.equal_shapes)
     expected = layout.arena + (0 if probe.equal_shapes else int(num_slots * probe.sample_bytes))
     _check_memory(expected, where)
-    slots = Slots(layout, SharedMemoryFile(num_slots, layout.arena), limit)
+    file, ranks = SharedMemoryFile(num_slots, layout.arena), 1
+    if gather is not None:
+        file, ranks = shared_file(file, f"{where} {number} {layout} {probe.digest}", gather)
     part = "" if num_slots == number else f", {num_slots / number:.0%} of the samples"
-    return Cached(source, slots, Places(number, num_slots), where, True,
-                  f"cache in memory, up to {readable(expected)}{part}")  # fmt: skip
+    shared = "" if ranks == 1 else f", one for {ranks} ranks"
+    return Cached(source, Slots(layout, file, limit), Places(number, num_slots), where, True,
+                  f"cache in memory, up to {readable(expected)}{part}{shared}")  # fmt: skip
 
 
 def _check_memory(expected_bytes: int, where: str) -> None:
@@ -165,6 +176,43 @@ class Cached:
         given = iter(new)
         return [next(given) if sample is MISSING else sample for sample in samples]
 
+    def whole_batch(self, indices: list[int]) -> Any:
+        """The bits that collating the samples gives; None where the source makes no batches of this kind."""
+        if self._whole is None:
+            return None
+        numbers = [self.places.slot(self._position(index)) for index in indices]
+        kept = [number if number is not None and self.slots.has(number) else None for number in numbers]
+        new: list[Tensor] = []
+        missing = [row for row, number in enumerate(kept) if number is None]
+        if missing:
+            batch = self._whole.whole_batch([self._position(indices[row]) for row in missing])
+            found = leaves_of(self.slots.layout, batch, len(missing))
+            if found is None:
+                return None
+            self._keep_rows([numbers[row] for row in missing], found)
+            if len(missing) == len(indices):
+                return batch
+            new = found
+        try:
+            return gathered(self.slots, kept, new)
+        except CacheTorn as error:
+            raise self._torn(error) from error
+
+    @cached_property
+    def _whole(self) -> WholeBatches | None:
+        return whole_batches(self.source) if has_rows(self.slots.layout) else None
+
+    def _keep_rows(self, numbers: list[int | None], parts: list[Tensor]) -> None:
+        if not self.writes:
+            return
+        rows = [row for row, number in enumerate(numbers) if number is not None]
+        if len(rows) < len(numbers):
+            parts = [part[rows] for part in parts]
+        try:
+            keep_rows(self.slots, [number for number in numbers if number is not None], parts)
+        except CacheFull as error:
+            raise self._no_memory(error) from error
+
     def prefill(self, num_threads: int = 1, progress: Progress | None = None) -> None:
         """Reads now what is not kept yet. A cache on disk is complete from the start."""
         if not self.writes:
@@ -189,6 +237,11 @@ class Cached:
         """Whether `as_columns` may come to give something, once everything was read."""
         return self.writes and self.places.num_slots == len(self) and self.slots.may_be_columns
 
+    @property
+    def name_of_source(self) -> str:
+        """For messages: a sample that cannot be read is no fault of the cache."""
+        return type(self.source).__name__
+
     def num_kept(self) -> int:
         """How many samples need not be read again."""
         return self.slots.num_filled()
@@ -207,9 +260,10 @@ class Cached:
         try:
             return self.slots.read(slot)
         except CacheTorn as error:
-            raise DataError(
-                f"{self.where}: the cache was cut while it was read ({error}); start again"
-            ) from error
+            raise self._torn(error) from error
+
+    def _torn(self, error: Exception) -> DataError:
+        return DataError(f"{self.where}: the cache was cut while it was read ({error}); start again")
 
     def _keep(self, index: int, sample: Any) -> None:
         slot = self.places.slot(index) if self.writes else None

@@ -42,6 +42,10 @@ class SharedMemoryFile:
             return type(self), self._shape
         return _received, (*self._shape, reduction.DupFd(self.fd))
 
+    def same(self, fd: int) -> SharedMemoryFile:
+        """A file of this size that another process has made, from now on kept open here."""
+        return SharedMemoryFile(*self._shape, fd)
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """A lock of a file opened anew holds off threads and processes alike, and ends with its owner."""

@@ -10,14 +10,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainrun.data.cache.places import Places
+from trainrun.data.cache.rows import has_rows, keep_rows, leaves_of
 from trainrun.data.cache.slots import Slots
+from trainrun.data.mapstyle import WholeBatches, whole_batches
+from trainrun.errors import DataError
 from trainrun.randomness import kept_random_state
 
 CHUNK = 32  # samples that are asked for at once
 CHUNK_BYTES = 8 * 2**20
 PROGRESS_SECONDS = 0.1
+FIRST_LINE_SECONDS = 2.0
+LINES_APART = 2  # times as long until the next one
 
 Progress = Callable[[int, int], None]
+
+
+def building(key: str, say: Callable[[str], None]) -> Progress:
+    """Lines about a cache that takes long to build, further and further apart."""
+    started, next_line = time.monotonic(), FIRST_LINE_SECONDS
+
+    def tell(done: int, total: int) -> None:
+        nonlocal next_line
+        seconds = time.monotonic() - started
+        if seconds > next_line and 0 < done < total:
+            left = seconds / done * (total - done)
+            say(f"{key}: {done} of {total} samples are in the cache, {left:.0f} s to go")
+            next_line = seconds * LINES_APART
+
+    return tell
 
 
 @dataclass
@@ -96,14 +116,28 @@ def _with_threads(source: Any, slots: Slots, work: _Work, num_threads: int, tell
 
 
 def _take_chunks(source: Any, slots: Slots, work: _Work, tell: Callable[[], None] | None) -> None:
-    finished = 0
+    finished, whole = 0, whole_batches(source) if has_rows(slots.layout) else None
     while (chunk := work.take(finished)) is not None:
         missing = [(slot, index) for slot, index in chunk if not slots.has(slot)]
-        for slot, sample in _read(source, missing):
-            slots.write(slot, sample)
+        if whole is None or not _kept_at_once(whole, slots, missing):
+            for slot, sample in _read(source, missing):
+                slots.write(slot, sample)
         finished = len(chunk)
         if tell is not None:
             tell()
+
+
+def _kept_at_once(source: WholeBatches, slots: Slots, missing: list[tuple[int, int]]) -> bool:
+    """False where one of them is at fault, or they make no batch that could be kept as one."""
+    try:
+        batch = source.whole_batch([index for _, index in missing])
+    except DataError:
+        return False
+    parts = leaves_of(slots.layout, batch, len(missing))
+    if parts is None:
+        return False
+    keep_rows(slots, [slot for slot, _ in missing], parts)
+    return True
 
 
 def _read(source: Any, missing: list[tuple[int, int]]) -> Iterator[tuple[int, Any]]:

@@ -249,13 +249,17 @@ def write_all(fd: int, data: memoryview | bytes, position: int) -> None:
 def read_all(fd: int, size: int, position: int) -> Buffer:
     """Fresh memory with so many bytes; CacheTorn where there are fewer."""
     buffer: Buffer = np.empty(size, np.uint8)
-    view = buffer.data
+    read_into(fd, buffer.data, position)
+    return buffer
+
+
+def read_into(fd: int, view: memoryview, position: int) -> None:
+    """As `read_all`, in memory that is there."""
     while len(view):
         got = os.preadv(fd, [view], position)
         if got == 0:
             raise CacheTorn(f"it ends at byte {position}")
         view, position = view[got:], position + got
-    return buffer
 
 
 def num_slots_within(limit: int, num_samples: int, leaves: tuple[Leaf, ...], mean_record_bytes: float,

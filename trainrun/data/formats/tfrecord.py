@@ -104,7 +104,9 @@ class TfrecordStore:
         begin, size = self._places[file][record].tolist()
         content = memoryview(self._shards.read(file, begin, HEADER + size + FOOTER))
         if int.from_bytes(content[:8], "little") != size:
-            raise ValueError("its length is not what the index says; delete the index file, or make it anew")
+            raise ValueError(
+                "its length is not what the index says: the record is damaged, or the index file is of other data"
+            )
         inner = content[HEADER : HEADER + size]
         if self._check_crc and masked_crc32c(inner) != int.from_bytes(content[HEADER + size :], "little"):
             raise ValueError("damaged: its checksum is wrong")

@@ -1,0 +1,72 @@
+"""Useful tokens of the batches that are trained on: what is left of their size without the padding.
+
+What: the positions of sequences are counted on the device, and read at log points with everything else. When: the
+lengths of training samples differ, so that samples a second say little of the work done. When not: tasks whose items
+are tokens count them by themselves. Gain: none in speed; a sum of a mask costs a batch about 5 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trainrun.data.sequences.collate import Collate, Packed, Padded
+from trainrun.interfaces import Batches, MicroBatch
+
+
+class Tally:
+    """Positions since the last look, of this rank. counts: whether any stream is counted by it."""
+
+    def __init__(self) -> None:
+        self.counts = False
+        self._sum: Tensor | None = None
+
+    def add(self, positions: Tensor) -> None:
+        self._sum = positions if self._sum is None else self._sum + positions
+
+    def take(self) -> float:
+        """Waits for the device."""
+        found, self._sum = self._sum, None
+        return 0.0 if found is None else float(found)
+
+
+def counted(batches: Batches, collate: Collate | None, tally: Tally | None) -> Batches:
+    """The stream, told to the tally where every batch says which of its positions are real."""
+    says = isinstance(collate, Packed) or (isinstance(collate, Padded) and bool(collate.names))
+    if tally is None or not says:
+        return batches
+    tally.counts = True
+    return Counted(batches, tally)
+
+
+class Counted:
+    """Fills `Batches`: the same, with the positions of what is taken from it counted."""
+
+    def __init__(self, batches: Batches, tally: Tally) -> None:
+        self._batches = batches
+        self._tally = tally
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._batches.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return self._batches.num_samples
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        for batch in self._batches.epoch(epoch, start):
+            if batch.real:
+                self._tally.add(useful_positions(batch.data))
+            yield batch
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+def useful_positions(batch: Mapping[str, Any]) -> Tensor:
+    """0-d: the places of a padded or packed batch that are no padding."""
+    mask: Tensor = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
+    return mask.count_nonzero()
