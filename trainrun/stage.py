@@ -199,6 +199,11 @@ def obstacle(parts: Parts, stream: Undecided) -> str:
     where = own_generator(stream.source)
     if where is not None:
         return f"data.train{where} draws random numbers of its own"
+    return uncopied(parts)
+
+
+def uncopied(parts: Parts) -> str:
+    """Why model and task cannot have stand-ins; "" where they can."""
     tensors = [*parts.model.parameters(), *parts.model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
         return "the model has layers whose shape is not known yet"

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 MOST_BLOCKS = 150
 LEAST_SHARE = 0.0005  # smaller accounts are drawn, and not named
 COLORS = {
-    "start-up": "#BBBBBB", "data": "#D55E00", "forward": "#0072B2", "backward": "#56B4E9",
-    "check": "#004466", "clip": "#7FB2D0", "optimizer": "#009E73", "ranks": "#8C6BB1",
+    "start-up": "#BBBBBB", "data": "#D55E00", "copy": "#F4A582", "forward": "#0072B2", "backward": "#56B4E9",
+    "check": "#004466", "clip": "#7FB2D0", "optimizer": "#009E73", "device": "#A6D96A", "ranks": "#8C6BB1",
     "validation": "#E69F00", "checkpoint": "#CC79A7", "logging": "#F0E442", "plots": "#DDDD99",
-    "compile": "#884400", "runner": "#555555", "other": "#000000",
+    "compile": "#884400", "measuring": "#C2A5CF", "runner": "#555555", "other": "#000000",
 }  # fmt: skip
 
 
