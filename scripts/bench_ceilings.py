@@ -73,7 +73,8 @@ def run(engine: list[str], load: float, train: float, steps: int, folder: Path) 
         "data.train._target_=bench_ceilings.Slow", f"data.train.count={steps * BATCH}",
         f"data.train.milliseconds={load}", "data.val=null", "task._target_=bench_ceilings.SlowTask",
         f"task.milliseconds={train}", "trainer.max_epochs=1", "checkpoint.enabled=false",
-        "monitor.plots=false", "monitor.hardware=false", "monitor.progress_bar=false", f"monitor.log_every_n_steps={EVERY}",
+        "monitor.plots=false", "monitor.hardware=false", "monitor.progress_bar=false",
+        f"monitor.log_every_n_steps={EVERY}",
         "trainer.num_threads=1", f"hydra.run.dir={folder}", *engine,
     )  # fmt: skip
     found = done.status["ceilings"]

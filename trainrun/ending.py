@@ -17,6 +17,7 @@ from trainrun.rundir import RunDir
 from trainrun.showcase import show
 from trainrun.state import TrainState
 from trainrun.status import write_status
+from trainrun.step.watched import Watched
 
 
 def finish(
@@ -72,6 +73,8 @@ def measured(parts: Parts, state: TrainState, run: RunDir, session: Session) -> 
     found = ceilings(parts, state, session)
     if found is not None:
         facts["ceilings"] = ceiling_facts(found, parts.parallel.world_size)
+    if isinstance(parts.stepper, Watched):
+        facts["hidden_syncs"] = dict(parts.stepper.found.most_common())
     padding = padding_share(parts, state, session)
     words = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.exists() else []
     return facts | {"padding_share": padding, "hint": hint(session.seconds, padding, words)}

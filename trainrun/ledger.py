@@ -44,7 +44,7 @@ class Ledger:
     """Books the time of one thread, the one that trains. About 0.15 us each time another account is opened.
 
     began: `time.perf_counter()` where the run began; what lies between that and now is start-up.
-    On a GPU these are the host's times: what it waits for, not what the device computes.
+    On a GPU these are the host's times: what it waits for. What the device computes is in `device_times`.
     """
 
     __slots__ = ("_clock", "_open", "_seconds", "_since", "began")

@@ -24,6 +24,7 @@ from trainrun.checkpoint.resume import resolve
 from trainrun.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.compose import load_config
 from trainrun.config import RunConfig
+from trainrun.device_times import times_of
 from trainrun.eager import unloaded_compiler
 from trainrun.ending import finish
 from trainrun.errors import (
@@ -69,7 +70,8 @@ def train(
     assert config.seed is not None
     leader = parallel.rank == 0
     with contextlib.ExitStack() as closing:
-        listeners = Listeners(run, config, ledger) if leader else None
+        device_times = times_of(parallel.device.type)
+        listeners = Listeners(run, config, ledger, device_times) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
         closing.enter_context(kept_backends())
@@ -83,7 +85,7 @@ def train(
             listeners.on_position if listeners is not None else None,
             listeners.on_log if listeners is not None else None,
             listeners.flush if listeners is not None else None,
-            ledger,
+            ledger, device_times,
         )  # fmt: skip
         parts, facts = build_parts(config, site)
         closing.push(lambda kind, error, trace: end_save(parts, kind))

@@ -25,8 +25,8 @@ FLOORS = {
     3: ["parts", "retry", "window_start", "cadence", "compose", "status", "plots/"],
     2: ["config", "checks", "check_compile", "memory_rules", "words", "explain", "data/", "task/", "precision/",
         "parallel/", "monitor/", "checkpoint/", "hint"],
-    1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment",
-        "optimizer/", "scheduler/"],
+    1: ["interfaces", "ledger", "device_times", "rundir", "randomness", "signals", "state", "instantiate",
+        "environment", "optimizer/", "scheduler/"],
     0: ["errors", "host_memory", "usercode", "eager", "fused_adam", "collector", "model/", "transform/"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli", "commands": "cli", "help": "cli"}  # the verbs and their help are part of cli

@@ -180,7 +180,8 @@ def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     reader = StreamReader(source, plan, length, max_batches, recipe)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     line = f"{options.key}: {describe_workers(number)} ({reason})"
-    return fed(IterableBatches(reader, worker_options(number, options)), options.device), line
+    batches = IterableBatches(reader, worker_options(number, options))
+    return fed(batches, options.device, options.copying), line
 
 
 def _check_iterable(number: int, options: StreamOptions) -> None:

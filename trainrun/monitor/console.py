@@ -203,6 +203,8 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
         lines.append(_entry("ceiling", ceiling_line(summary["ceilings"], speed_in(summary))))
     if summary.get("ledger"):
         lines.append(_entry("spent", spent_line(summary["ledger"])))
+    if summary.get("hidden_syncs") is not None:
+        lines.append(_entry("waits", waits_line(summary["hidden_syncs"])))
     if summary.get("hint"):
         lines.append(_entry("hint", summary["hint"]))
     if folder is not None:
@@ -230,6 +232,14 @@ def ceiling_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> s
     name = "loading" if facts["limit"] == "load" else "training"
     (second,) = sides.values()
     return f"{first}{unit}, {second}: {name} limits, its steps reach {100 * facts['reached']:.0f} %"
+
+
+def waits_line(found: Mapping[str, int]) -> str:
+    """`2 lines of a step made the host wait for the GPU: /home/me/my_net.py:14 (900 times), ...`"""
+    if not found:
+        return "no line of a step made the host wait for the GPU"
+    places = ", ".join(f"{place} ({count} times)" for place, count in found.items())
+    return f"{counted(len(found), 'line')} of a step made the host wait for the GPU: {places}"
 
 
 def flop_rate(rate: float) -> str:
