@@ -27,7 +27,7 @@ LINES = "data.train._target_=check_verify.Lines data.val._target_=check_verify.L
 CONFIGS = (
     "",
     "model=cnn",
-    "model=cnn model.norm=group optimizer=sgd optimizer.momentum=0.9 trainer.channels_last=true",
+    "model=cnn model.norm=layer optimizer=sgd optimizer.momentum=0.9 trainer.channels_last=true",
     "model=resnet model.width=8 trainer.gradient_clip_val=1.0",
     "model=mlp model.dropout=0.3 trainer.ema=true",
     "optimizer=muon optimizer.lr=0.01 scheduler=wsd",
