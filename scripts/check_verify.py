@@ -22,7 +22,7 @@ import torch
 
 from trainrun import cli
 
-TEXT = "data=text data.path={folder}/text.txt model=gpt model.width=32 model.depth=2 task=language_modeling"
+TEXT = "data=text data.path={folder}/text.txt model=gpt model.width=32 task=language_modeling"
 LINES = "data.train._target_=check_verify.Lines data.val._target_=check_verify.Lines data.val.seed=1"
 CONFIGS = (
     "",
@@ -40,7 +40,7 @@ CONFIGS = (
     "model=cnn data.augment.crop._target_=trainrun.data.augment.crop.RandomCrop data.engine=workers data.num_workers=2",
     "task.loss._target_=torch.nn.CrossEntropyLoss task.loss.label_smoothing=0.1 data.engine=threads",
     "model=vae task=vae",
-    "trainer.gradient_checkpointing=full trainer.nan_policy=skip",
+    "model=resnet model.width=8 trainer.gradient_checkpointing=full trainer.nan_policy=skip",
     f"{TEXT}",
     f"{TEXT} precision=bf16-mixed task.loss_chunks=4",
     f"{LINES} model=check_verify.Reader data.padding=longest",

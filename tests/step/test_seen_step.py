@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from trainrun import cli
+from trainrun.build_step import seen_step
 from trainrun.data.device_feed import DeviceFeed
 from trainrun.device_times import SLOTS, Copying, DeviceTimes, times_of
+from trainrun.errors import ConfigError
 from trainrun.interfaces import MicroBatch
 from trainrun.ledger import COPY, FORWARD, Ledger
 from trainrun.record import train
@@ -159,8 +161,12 @@ def test_it_is_refused_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["monitor.sync_debug=true", "parallel.accelerator=cpu"]) == 2
     said = capsys.readouterr().err
-    assert "monitor.sync_debug=true" in said
-    assert "this run is on cpu; leave it out" in said
+    assert "monitor.sync_debug=true: does not go with parallel.accelerator=cpu" in said
+    assert cli.main(["monitor.sync_debug=yes-please"]) == 2
+    assert "monitor.sync_debug" in capsys.readouterr().err
+    config = exact_parts.composed(("monitor.sync_debug=true",))
+    with pytest.raises(ConfigError, match="this run is on cpu; leave it out"):
+        seen_step(config, lambda *args: None, torch.device("cpu"), None, print)
 
 
 @pytest.mark.gpu
