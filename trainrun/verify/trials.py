@@ -24,7 +24,7 @@ from trainrun.checkpoint.resume import resolve
 from trainrun.checks import check
 from trainrun.compose import Composition, load_config
 from trainrun.config import RunConfig
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, TrainingError
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, TrainingError
 from trainrun.monitor.metrics_file import read_rows
 from trainrun.parts import Parts
 from trainrun.rundir import RunDir, read_json, write_json
@@ -122,6 +122,9 @@ class Trials:
             code = execute(run, config, order)
             if then and code == EXIT_AGAIN:
                 code = resume_run(run, [f"loop.steps={then}"], self._paths)
+        asked = config.loop.get("steps", math.inf) if then == 0 else then
+        if code == EXIT_INTERRUPTED or (code == EXIT_AGAIN and session_steps(run, then) < asked):
+            raise KeyboardInterrupt("verify was interrupted")  # by a signal that the trial took for its own
         if code not in (EXIT_DONE, EXIT_AGAIN):
             raise TrainingError(
                 f"a trial ({about}) ended with {code}: {read_json(run.status).get('message')}"
@@ -140,6 +143,12 @@ class Trials:
     def pilot(self) -> Outcome:
         """The first STEPS steps of the words as they are. Raises what a run of them would raise."""
         return self.stopped("the words as they are", STEPS)
+
+
+def session_steps(run: RunDir, then: int) -> int:
+    """Steps of a trial; of its resume, those that it was asked for at most."""
+    steps = int(read_json(run.status).get("step", 0))
+    return steps if then == 0 else min(steps, then)
 
 
 def outcome(run: RunDir) -> Outcome:
