@@ -12,7 +12,7 @@ from trainrun.build_data import build_sources, build_transform, check_classes, o
 from trainrun.build_memory import build_update
 from trainrun.build_model import build_model, transform_model
 from trainrun.build_optimizer import SCHEDULE_KEYS, build_optimizer_of, build_schedule_of
-from trainrun.build_step import build_log, build_stepper
+from trainrun.build_step import build_log, build_stepper, seen_step
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checks import parse_seconds
@@ -23,6 +23,7 @@ from trainrun.data.facts import facts_of
 from trainrun.data.memory import host_memory
 from trainrun.data.sequences.useful import Tally
 from trainrun.data.skips import report_to
+from trainrun.device_times import Copying, DeviceTimes
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build
 from trainrun.interfaces import ChecksModel, Monitor, Parallel, RunFacts
@@ -67,6 +68,7 @@ class Site:
     ledger: Ledger = field(default_factory=Ledger)
     chosen: Chosen = field(default_factory=dict)
     measures: bool = False
+    device_times: DeviceTimes | None = None
 
 
 def check_targets(config: RunConfig) -> None:
@@ -97,9 +99,10 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     sources = build_sources(config)
     facts = facts_of(sources["train"], transform=build_transform(config))
     report = report_to([monitor.on_note for monitor in site.monitors])
-    tally = Tally()
+    tally, copying = Tally(), Copying(site.ledger, site.device_times)
     train, val, test = (
-        open_split(config, site.parallel, name, sources[name], notes, report, tally) for name in sources
+        open_split(config, site.parallel, name, sources[name], notes, report, tally, copying)
+        for name in sources
     )
     assert train is not None
     check_classes(config, facts, sources)
@@ -130,6 +133,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     board = Board(
         site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
         rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), tidy if between else None, tally,
+        site.ledger,
     )  # fmt: skip
     compile_log = build_log(board, site.ledger)
     default_metric = default_monitor(task, val is not None)
@@ -143,11 +147,12 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule, site.stop,
         precision.failure, checkpoints.time_request,
     )  # fmt: skip
+    stepper = build_stepper(config, guarded, site.parallel.device, compile_log)
     retry = Retry(config.trainer.out_of_memory, model, task, site.parallel, board.note)
     parts = Parts(
         config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema, retry,
         train, val, test, cadence, checkpoints, board, facts, site.ledger,
-        build_stepper(config, guarded, site.parallel.device, compile_log), compile_log,
+        seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainrun.config import RunConfig
 from trainrun.data.augment.nodes import build_augmentations
+from trainrun.data.device_feed import Copying, unnoticed
 from trainrun.data.facts import check_labels
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
@@ -32,14 +33,10 @@ def build_sources(config: RunConfig) -> dict[str, Any]:
 
 
 def open_split(
-    config: RunConfig,
-    parallel: Parallel,
-    name: str,
-    source: Any,
-    notes: list[str],
-    report: Report,
-    tally: Tally | None = None,
-) -> Batches | None:
+    config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
+    tally: Tally | None = None, copying: Copying = unnoticed,
+) -> Batches | None:  # fmt: skip
+    """tally: counts the useful tokens of training batches. copying: surrounds their copies to a GPU."""
     if source is None:
         return None
     data, training = config.data, name == "train"
@@ -79,6 +76,7 @@ def open_split(
             gather=parallel.gather,
             device=parallel.device,
             tally=tally if training else None,
+            copying=copying if training else unnoticed,
             float_dtype=data_float_dtype(config.precision.mode),
         ),
     )

@@ -11,12 +11,15 @@ from torch import Tensor
 from trainrun import loop
 from trainrun.collector import freeze_more
 from trainrun.config import RunConfig
+from trainrun.device_times import DeviceTimes
 from trainrun.errors import ConfigError
 from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.ledger import COMPILE, Ledger
 from trainrun.monitor.board import Board
 from trainrun.parts import Parts
 from trainrun.precision.guarded import Guarded
+from trainrun.step.sampled import sampled
+from trainrun.step.watched import Watched
 from trainrun.transform.compile_log import CompileLog
 
 Stepper = Callable[[Parts, list[MicroBatch], bool], StepReport]
@@ -59,3 +62,23 @@ def build_stepper(config: RunConfig, precision: Guarded, device: torch.device, l
         return captured(function, inputs, num_held) if records else function
 
     return WholeStep(loop.train_step, precision, config.data.batch_size, engine, log, fixed=records)
+
+
+def seen_step(
+    config: RunConfig,
+    stepper: Stepper,
+    device: torch.device,
+    times: DeviceTimes | None,
+    note: Callable[[str], None],
+) -> Stepper:
+    """The step, timed on its device now and then, and watched where that was asked for; on a CPU the step itself."""
+    if times is not None:
+        stepper = sampled(stepper, times)
+    if not config.monitor.sync_debug:
+        return stepper
+    if device.type != "cuda":
+        raise ConfigError(
+            f"monitor.sync_debug=true: looks for what makes the host wait for a CUDA device, and this run is on "
+            f"{device.type}; leave it out"
+        )
+    return Watched(stepper, note)

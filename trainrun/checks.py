@@ -115,6 +115,11 @@ def check(config: RunConfig) -> list[str]:
         faults.append(
             "trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out"
         )
+    if config.monitor.sync_debug and config.parallel.accelerator in ("cpu", "mps"):
+        faults.append(
+            f"monitor.sync_debug=true: does not go with parallel.accelerator={config.parallel.accelerator}: looks for "
+            "what makes the host wait for a CUDA device; leave it out"
+        )
     faults += compile_faults(config)
     if config.precision.fp8 and config.precision.mode not in ("bf16-mixed", "bf16-true"):
         faults.append(

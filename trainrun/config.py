@@ -199,6 +199,7 @@ class MonitorConfig:
     progress_bar: bool = True
     metrics_file: bool = True
     hardware: bool = True
+    sync_debug: bool = False
     plots: bool = True
     verbose: bool = True
     listeners: dict[str, Any] = field(default_factory=dict)

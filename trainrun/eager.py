@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,17 +24,18 @@ from trainrun.fused_adam import FusedAdam, suits
 RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 MARK = "__dynamo_disable"  # where torch._compile (2.4 to 2.13) keeps what it made of a function
+OF_OPTIMIZERS = tuple(vars(Optimizer).values())
 
 
 @contextmanager
-def unloaded_compiler() -> Iterator[None]:
-    """Optimizers can be built without `torch._dynamo` being imported.
+def unloaded_compiler(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[None]:
+    """These methods can be called, and so optimizers built, without `torch._dynamo` being imported.
 
-    Torch wraps some of their methods so that the first call asks dynamo for a function that it leaves
+    Torch wraps some of its methods so that the first call asks dynamo for a function that it leaves
     alone. Here they are told that they are that function themselves. Where torch keeps it under another
     name, or dynamo is loaded already, nothing changes, and nothing is different afterwards.
     """
-    marked = [] if "torch._dynamo" in sys.modules else lazily_disabled()
+    marked = [] if "torch._dynamo" in sys.modules else lazily_disabled(methods)
     for function in marked:
         setattr(function, MARK, function)
     try:
@@ -45,11 +46,11 @@ def unloaded_compiler() -> Iterator[None]:
                 delattr(function, MARK)
 
 
-def lazily_disabled() -> list[Any]:
-    """The functions behind those methods of `Optimizer` that no call has asked dynamo for yet."""
+def lazily_disabled(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
+    """The functions behind those of the methods that no call has asked dynamo for yet."""
     compile_module = "torch._compile"
     found = []
-    for method in vars(Optimizer).values():
+    for method in methods:
         inside = getattr(method, "__wrapped__", None)
         code = getattr(method, "__code__", None)
         if inside is None or code is None or not hasattr(inside, "__code__"):

@@ -9,25 +9,34 @@ from typing import Final
 
 START_UP: Final = 0
 DATA: Final = 1
-FORWARD: Final = 2
-BACKWARD: Final = 3
-CHECK: Final = 4
-CLIP: Final = 5
-OPTIMIZER: Final = 6
-RANKS: Final = 7
-VALIDATION: Final = 8
-CHECKPOINT: Final = 9
-LOGGING: Final = 10
-PLOTS: Final = 11
-COMPILE: Final = 12
-RUNNER: Final = 13
-OTHER: Final = 14
+COPY: Final = 2
+FORWARD: Final = 3
+BACKWARD: Final = 4
+CHECK: Final = 5
+CLIP: Final = 6
+OPTIMIZER: Final = 7
+DEVICE: Final = 8
+RANKS: Final = 9
+VALIDATION: Final = 10
+CHECKPOINT: Final = 11
+LOGGING: Final = 12
+PLOTS: Final = 13
+COMPILE: Final = 14
+MEASURING: Final = 15
+RUNNER: Final = 16
+OTHER: Final = 17
 
-# data: the training waits for its next batch, copies to a device included. check: whether gradients are finite.
-# ranks: waiting for other ranks. runner: the loop's own work. other: what nothing here says.
+# data: the training waits for its next batch. copy: the host hands it to a GPU. check: whether gradients are
+# finite. device: the host waits at a log point until a GPU has done what it was given. ranks: waiting for other
+# ranks. measuring: FLOPs and ceilings, after the training. runner: the loop's own work. other: what nothing
+# here says, and all of a `loop` of the user's own that books nothing.
 ACCOUNTS: Final = (
-    "start-up", "data", "forward", "backward", "check", "clip", "optimizer", "ranks", "validation",
-    "checkpoint", "logging", "plots", "compile", "runner", "other",
+    "start-up", "data", "copy", "forward", "backward", "check", "clip", "optimizer", "device", "ranks",
+    "validation", "checkpoint", "logging", "plots", "compile", "measuring", "runner", "other",
+)  # fmt: skip
+# Of the loop between validations and checkpoints: what a step takes.
+LOOP: Final = (
+    "data", "copy", "forward", "backward", "check", "clip", "optimizer", "device", "ranks", "logging", "runner",
 )  # fmt: skip
 
 
@@ -35,7 +44,7 @@ class Ledger:
     """Books the time of one thread, the one that trains. About 0.15 us each time another account is opened.
 
     began: `time.perf_counter()` where the run began; what lies between that and now is start-up.
-    On a GPU these are the host's times: what it waits for, not what the device computes.
+    On a GPU these are the host's times: what it waits for. What the device computes is in `device_times`.
     """
 
     __slots__ = ("_clock", "_open", "_seconds", "_since", "began")

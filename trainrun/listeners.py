@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from trainrun.config import RunConfig
+from trainrun.device_times import DeviceTimes
 from trainrun.instantiate import build
 from trainrun.interfaces import Monitor
 from trainrun.ledger import LOGGING, PLOTS, Ledger
@@ -22,7 +23,9 @@ from trainrun.state import TrainState
 class Listeners:
     """The monitors of rank 0, opened together and closed together."""
 
-    def __init__(self, run: RunDir, config: RunConfig, ledger: Ledger) -> None:
+    def __init__(
+        self, run: RunDir, config: RunConfig, ledger: Ledger, device_times: DeviceTimes | None = None
+    ) -> None:
         self._run, self._config, self._ledger = run, config, ledger
         self._closing = contextlib.ExitStack()
         wanted = config.monitor
@@ -37,7 +40,7 @@ class Listeners:
             self.monitors += [self.console, Console(False, wanted.verbose, False, wanted.window_size, log)]
         if wanted.metrics_file:
             self._file = MetricsFile(run.metrics)
-            self._rows = LedgerRows(self._file.write, ledger)
+            self._rows = LedgerRows(self._file.write, ledger, device_times)
             self.monitors += [self._file, self._rows]
         for name, node in wanted.listeners.items():
             self.monitors.append(build(node, f"monitor.listeners.{name}"))

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,25 +19,24 @@ from trainrun import loop
 from trainrun.audition import choose_engine
 from trainrun.backends import kept_backends
 from trainrun.build import Site, build_parts
+from trainrun.ceilings import Session
 from trainrun.checkpoint.resume import resolve
 from trainrun.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.compose import load_config
 from trainrun.config import RunConfig
+from trainrun.device_times import times_of
 from trainrun.eager import unloaded_compiler
+from trainrun.ending import finish
 from trainrun.errors import (
-    EXIT_AGAIN,
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
     CheckpointError,
     DataError,
     PluginError,
     TrainingError,
 )
-from trainrun.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
 from trainrun.forecast import memory_line
 from trainrun.instantiate import build, locate
-from trainrun.interfaces import Parallel, RunFacts
-from trainrun.ledger import CHECKPOINT, PLOTS, RUNNER, Ledger, process_start
+from trainrun.interfaces import Parallel
+from trainrun.ledger import OTHER, Ledger, process_start
 from trainrun.listeners import Listeners
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
@@ -48,10 +46,8 @@ from trainrun.rehearsal import check_monitors
 from trainrun.retry import ONE_SAMPLE, no_memory
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
 from trainrun.settle import Chosen, chosen_before
-from trainrun.showcase import show
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
-from trainrun.status import write_status
 from trainrun.threads import choose_threads
 
 # of torch's linear and convolution layers
@@ -75,7 +71,8 @@ def train(
     assert config.seed is not None
     leader = parallel.rank == 0
     with contextlib.ExitStack() as closing:
-        listeners = Listeners(run, config, ledger) if leader else None
+        device_times = times_of(parallel.device.type)
+        listeners = Listeners(run, config, ledger, device_times) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
         closing.enter_context(kept_backends())
@@ -90,7 +87,7 @@ def train(
             listeners.on_position if listeners is not None else None,
             listeners.on_log if listeners is not None else None,
             listeners.flush if listeners is not None else None,
-            ledger, chosen_before(identity), measures=not resume,
+            ledger, chosen_before(identity), measures=not resume, device_times=device_times,
         )  # fmt: skip
         parts, facts = build_parts(config, site)
         closing.push(lambda kind, error, trace: end_save(parts, kind))
@@ -118,8 +115,10 @@ def train(
         parts.cadence.start(state)
         parts.checkpoints.start(parts, state)
         parts.board.on_start(facts, state)
+        before = state.step, state.items
         state = run_loop(parts, state)
-        return finish(parts, state, run, listeners, facts)
+        session = Session(state.step - before[0], state.items - before[1], parts.ledger.read())
+        return finish(parts, state, run, listeners, facts, session)
 
 
 def end_save(parts: Parts, kind: type[BaseException] | None) -> bool:
@@ -178,6 +177,7 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
                 f"loop._target_={node['_target_']}: must be a function (Parts, TrainState) -> TrainState"
             )
         fit = found
+    parts.ledger.open(OTHER)  # ours books at once; one that does not is no start-up
     try:
         return fit(parts, state)
     except (MemoryError, RuntimeError) as error:
@@ -215,55 +215,6 @@ def advice(parts: Parts, text: str) -> str:
         f"out of memory with data.batch_size={batch}: {text}. The same training in less memory: "
         f"data.batch_size={batch // 2} trainer.accumulate_grad_batches={accumulate * 2}"
     )
-
-
-def finish(parts: Parts, state: TrainState, run: RunDir, listeners: Listeners | None, facts: RunFacts) -> int:
-    """Everything after the last step: the checkpoint that is being written, pictures, the summary. Returns the
-    exit code."""
-    parts.ledger.open(PLOTS)
-    code = {2: EXIT_INTERRUPTED, 3: EXIT_AGAIN}.get(state.stop_request, EXIT_DONE)
-    confusion = None
-    if code == EXIT_DONE and parts.config.monitor.plots and parts.config.monitor.metrics_file:
-        confusion = show(parts, run, parts.data_facts.class_names)  # the last checkpoint is written meanwhile
-    parts.ledger.open(CHECKPOINT)
-    parts.checkpoints.close()
-    if listeners is None:
-        return code
-    seconds = max(state.seconds, 1e-9)
-    with parts.ledger.on(RUNNER):
-        long = seconds >= MIN_SECONDS and state.step >= MIN_STEPS
-        work = measured_work(parts) if code == EXIT_DONE and long else None
-    summary: dict[str, Any] = {
-        "reason": state.stop_reason,
-        "monitor": parts.cadence.best.metric,
-        "mode": parts.cadence.best.mode,
-        "value": state.best_metric,
-        "best_step": state.best_step if state.best_step >= 0 else None,
-        "step": state.step,
-        "epoch": parts.board.epoch_of(state),
-        "seconds": state.seconds,
-        **parts.board.speeds(state.items * parts.parallel.world_size / seconds),
-        "skipped_steps": state.skipped_steps,
-        **compute_facts(work, state.items / seconds),
-        "num_parameters": facts.num_parameters,
-        **parts.compile_log.summary(),
-        "metrics": {
-            name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")
-        },
-    }
-    status = "done" if code == EXIT_DONE else "stopped"
-    write_status(run, parts.config, state=status, exit_code=code, message="", **summary)
-    listeners.end(summary, [confusion | {"step": state.step}] if confusion is not None else [])
-    return code
-
-
-def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float]:
-    """Of one rank: the others do as much at the same time."""
-    if work is None:
-        return {}
-    done = work.flops * items_per_second
-    facts = {"flops_per_item": work.flops, "flops_per_second": done}
-    return facts | ({"peak_flops_per_second": work.peak, "mfu": done / work.peak} if work.peak else {})
 
 
 def main(argv: list[str]) -> int:

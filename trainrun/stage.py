@@ -197,6 +197,11 @@ def obstacle(parts: Parts, stream: Undecided) -> str:
     where = own_generator(stream.source)
     if where is not None:
         return f"data.train{where} draws random numbers of its own"
+    return uncopied(parts)
+
+
+def uncopied(parts: Parts) -> str:
+    """Why model and task cannot have stand-ins; "" where they can."""
     return copy_obstacle(parts.model, parts.parallel.device)
 
 

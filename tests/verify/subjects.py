@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -41,6 +42,31 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class Counting(Net):
+    """Counts its calls outside of any state_dict, and would act on them in the thousandth step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x) if self.calls < 1000 else super().forward(x) / 2
+
+
+class Clocked(Net):
+    """Keeps a time, and what it last saw: neither is lost by a resume."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at, self.last = time.perf_counter(), x.detach().clone()
+        return super().forward(x)
+
+
+def without_the_first(params: Any, lr: float) -> torch.optim.Optimizer:
+    """An optimizer that never moves the first parameter."""
+    return torch.optim.SGD(list(params)[1:], lr)
 
 
 class Idle(Net):

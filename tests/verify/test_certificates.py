@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainrun import cli, loop
 from trainrun import parts as parts_module
@@ -129,6 +130,47 @@ def test_a_forgotten_loss_scale(tmp_path, monkeypatch):
     assert verdict(tmp_path, "resume", "precision=16-mixed") == FAIL
 
 
+def test_state_outside_the_checkpoint_that_acts_later(tmp_path):
+    assert verdict(tmp_path, "resume", "model=subjects.Counting") == FAIL
+
+
+def test_a_clock_in_an_attribute_is_no_failure(tmp_path):
+    assert verdict(tmp_path, "resume", "model=subjects.Clocked", "data.val=null") == PASS
+
+
+def test_clipping_before_unscaling(tmp_path, monkeypatch):
+    def scaled(real):
+        def step(self, optimizer, want_norm):
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            return real(self, optimizer, want_norm)
+
+        return step
+
+    words = ("precision=16-mixed", "trainer.gradient_clip_val=1.0", "optimizer=sgd", "optimizer.lr=0.5")
+    assert verdict(tmp_path, "rounding", *words) == PASS
+    plant(monkeypatch, Guarded, "optimizer_step", scaled)  # float32 is not scaled, so it is the same there
+    assert verdict(tmp_path, "rounding", *words) == FAIL
+
+
+def test_a_parameter_that_the_optimizer_does_not_have(tmp_path):
+    words = ("optimizer._target_=subjects.without_the_first", "optimizer.lr=0.1")
+    assert verdict(tmp_path, "parameters", *words) == FAIL
+
+
+def test_words_that_no_run_can_have_are_refused_before_the_table(capsys):
+    assert cli.main(["verify", *WORDS, "data.batch_size=1000"]) == 2
+    told = capsys.readouterr()
+    assert "data.batch_size=1000: larger than the data" in told.err
+    assert told.out == ""
+    assert cli.main(["verify", *WORDS, "trainer.cuda_graphs=true", "parallel.accelerator=cpu"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_check_that_would_need_other_words_does_not_apply(tmp_path):
+    words = ("trainer.optimizer_in_backward=true", "trainer.nan_policy=ignore", "trainer.out_of_memory=stop")
+    assert verdict(tmp_path, "accumulation", *words) == NONE
+
+
 def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch):
     def padded(real):
         def evaluate(parts, split):
@@ -237,8 +279,6 @@ def test_the_command_prints_a_table_and_its_exit_code(tmp_path, capsys, monkeypa
 
 
 def test_trees_and_tensors_are_compared_bit_by_bit():
-    import torch
-
     a, nan = torch.tensor([1.0, -0.0]), float("nan")
     assert different_leaves({"a": [a, nan, 1]}, {"a": [a.clone(), nan, 1]}) == []
     assert different_leaves({"a": a}, {"a": torch.tensor([1.0, 0.0])}) == ["a"]

@@ -9,7 +9,8 @@ documentation; the same scheme as NVIDIA's data prefetchers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +29,17 @@ class OnTheWay(NamedTuple):
     copied: torch.cuda.Event | None
 
 
-def fed(batches: Batches, device: torch.device) -> Batches:
+Copying = Callable[[torch.cuda.Stream | None], AbstractContextManager[Any]]
+
+
+def unnoticed(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Surrounds a copy that nobody times."""
+    return nullcontext()
+
+
+def fed(batches: Batches, device: torch.device, copying: Copying = unnoticed) -> Batches:
     """The stream with its batches on the device; on a CPU the same stream."""
-    return batches if device.type == "cpu" else DeviceFeed(batches, device)
+    return batches if device.type == "cpu" else DeviceFeed(batches, device, copying)
 
 
 def pinned(data: Any) -> Any:
@@ -39,11 +48,15 @@ def pinned(data: Any) -> Any:
 
 
 class DeviceFeed:
-    """Fills `Batches`. Faults and the end come in their turn, after the batches that were ahead of them."""
+    """Fills `Batches`. Faults and the end come in their turn, after the batches that were ahead of them.
 
-    def __init__(self, batches: Batches, device: torch.device) -> None:
+    copying: surrounds each copy; given the stream that it is made on, or None where the host waits for it.
+    """
+
+    def __init__(self, batches: Batches, device: torch.device, copying: Copying = unnoticed) -> None:
         self._batches = batches
         self._device = device
+        self._copying = copying
         self._ahead = AHEAD if device.type == "cuda" else 0
         self._stream: torch.cuda.Stream | None = None
 
@@ -83,8 +96,9 @@ class DeviceFeed:
 
     def _send(self, batch: MicroBatch) -> OnTheWay:
         if self._stream is None:
-            return OnTheWay(batch, to_device(batch.data, self._device, pinned=False), None)
-        with torch.cuda.stream(self._stream):
+            with self._copying(None):
+                return OnTheWay(batch, to_device(batch.data, self._device, pinned=False), None)
+        with self._copying(self._stream), torch.cuda.stream(self._stream):
             data = map_leaves(batch.data, self._copy)
             return OnTheWay(batch, data, self._stream.record_event())
 

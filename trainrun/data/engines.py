@@ -68,7 +68,7 @@ def build_engine(prepared: Prepared, options: StreamOptions, engine: str, number
     else:
         workers = worker_options(number, options)
         batches = LoaderBatches(reader, plan, workers, skips, options.seed, options.key, options.report)
-    return fed(batches, options.device)
+    return fed(batches, options.device, options.copying)
 
 
 def fitting_choice(choice: Choice, prepared: Prepared, options: StreamOptions) -> Choice:

@@ -193,7 +193,7 @@ def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     reader = StreamReader(source, plan, length, max_batches, recipe)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     line = f"{options.key}: {describe_workers(number)} ({reason})"
-    batches = fed(IterableBatches(reader, worker_options(number, options)), options.device)
+    batches = fed(IterableBatches(reader, worker_options(number, options)), options.device, options.copying)
     return counted(batches, collate, options.tally), line
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from trainrun.data.augment.augmented import NamedAugmentation
+from trainrun.data.device_feed import Copying, unnoticed
 from trainrun.data.reader import Collate
 from trainrun.data.sequences.choose import SequenceOptions
 from trainrun.data.sequences.lengths import Shared
@@ -65,6 +66,7 @@ class StreamOptions:
     world_size: int = 1
     gather: Callable[[Any], list[Any]] | None = None
     device: torch.device = CPU
+    copying: Copying = unnoticed
     float_dtype: torch.dtype = torch.float32
     tally: Tally | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport
+from trainrun.ledger import DEVICE, Ledger
 from trainrun.state import TrainState
 
 
@@ -33,6 +34,7 @@ class Board:
     unit: what an item is, `samples` or `tokens`.
     tokens: counts them for a task whose items are samples.
     tidy: called at the end of each log point (False) and of each validation (True), on every rank.
+    ledger: where the wait for a GPU is booked.
     """
 
     def __init__(
@@ -48,10 +50,13 @@ class Board:
         unit: str = "samples",
         tidy: Callable[[bool], None] | None = None,
         tokens: CountsTokens | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._parallel, self._monitors, self._learning_rate = parallel, monitors, learning_rate
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
         self._on_position, self._on_log, self._tidy = on_position, on_log, tidy
+        # On a CPU nothing is waited for: adding up the losses is logging.
+        self._book = ledger.on if ledger is not None and parallel.device.type != "cpu" else None
         self.speed_name = f"{unit}_per_second"
         self._tokens = tokens if unit != "tokens" else None
         self._seen_tokens = self._seen_items = 0.0
@@ -79,7 +84,8 @@ class Board:
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         """A log point: the one place where the host waits for the device."""
-        losses = torch.stack(state.losses).to("cpu", torch.float64).sum().item()
+        with nullcontext() if self._book is None else self._book(DEVICE):
+            losses = torch.stack(state.losses).to("cpu", torch.float64).sum().item()
         names = sorted(report.sums)
         values = [losses, float(state.logged_items), float(report.items), self._new_tokens()]
         totals = self._parallel.sum_over_ranks(values + [float(report.sums[name]) for name in names])

@@ -199,8 +199,14 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
         lines.append(_entry("time", duration(summary["seconds"]) + rate))
     if summary.get("flops_per_second"):
         lines.append(_entry("compute", compute_line(summary)))
+    if summary.get("ceilings"):
+        lines.append(_entry("ceiling", ceiling_line(summary["ceilings"], speed_in(summary))))
     if summary.get("ledger"):
         lines.append(_entry("spent", spent_line(summary["ledger"])))
+    if summary.get("hidden_syncs") is not None:
+        lines.append(_entry("waits", waits_line(summary["hidden_syncs"])))
+    if summary.get("hint"):
+        lines.append(_entry("hint", summary["hint"]))
     if folder is not None:
         written = [path for path in (folder.checkpoints, folder.plots, folder.report) if path.exists()]
         for i, path in enumerate(written or [folder.root]):
@@ -215,6 +221,25 @@ def compute_line(summary: Mapping[str, Any]) -> str:
         return line
     peak = flop_rate(summary["peak_flops_per_second"])
     return f"{line}, {100 * summary['mfu']:.1f} % of the {peak} of the best matrix product here"
+
+
+def ceiling_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> str:
+    """`training alone 1.9k samples/s, loading alone 950k: training limits, 98 % reached between validations`"""
+    unit = "" if speed is None else f" {speed[1]}"
+    load, train = quantity(facts["load_per_second"]), quantity(facts["train_per_second"])
+    sides = {"load": f"loading alone {load}", "train": f"training alone {train}"}
+    first = sides.pop(facts["limit"])
+    name = "loading" if facts["limit"] == "load" else "training"
+    (second,) = sides.values()
+    return f"{first}{unit}, {second}: {name} limits, its steps reach {100 * facts['reached']:.0f} %"
+
+
+def waits_line(found: Mapping[str, int]) -> str:
+    """`2 lines of a step made the host wait for the GPU: /home/me/my_net.py:14 (900 times), ...`"""
+    if not found:
+        return "no line of a step made the host wait for the GPU"
+    places = ", ".join(f"{place} ({count} times)" for place, count in found.items())
+    return f"{counted(len(found), 'line')} of a step made the host wait for the GPU: {places}"
 
 
 def flop_rate(rate: float) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainrun.device_times import DeviceTimes
 from trainrun.interfaces import RunFacts
 from trainrun.ledger import Ledger
 from trainrun.monitor.vitals import Vitals
@@ -15,9 +16,14 @@ class LedgerRows:
     """Fills `Monitor`. Rows count from the start of their session: what lies between two is their difference."""
 
     def __init__(
-        self, write: Callable[[Mapping[str, Any]], None], ledger: Ledger, every_seconds: float = 1.0
+        self,
+        write: Callable[[Mapping[str, Any]], None],
+        ledger: Ledger,
+        device_times: DeviceTimes | None = None,
+        every_seconds: float = 1.0,
     ) -> None:
         self._write, self._ledger, self._every_seconds = write, ledger, every_seconds
+        self._device_times = device_times
         self._vitals = Vitals()
         self._written = 0.0
 
@@ -41,9 +47,10 @@ class LedgerRows:
         self._written = time.perf_counter()
         seconds = {name: round(value, 6) for name, value in self._ledger.read().items()}
         vitals = {name: round(value, 6) for name, value in self._vitals.read().items()}
-        self._write(
-            {"kind": "ledger", "step": step, "time": time.time(), "seconds": seconds, "vitals": vitals}
-        )
+        row = {"kind": "ledger", "step": step, "time": time.time(), "seconds": seconds, "vitals": vitals}
+        if self._device_times is not None:
+            row["device"] = {name: round(value, 6) for name, value in self._device_times.read().items()}
+        self._write(row)
 
     def close(self) -> None:
         self._vitals.close()

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 MOST_BLOCKS = 150
 LEAST_SHARE = 0.0005  # smaller accounts are drawn, and not named
 COLORS = {
-    "start-up": "#BBBBBB", "data": "#D55E00", "forward": "#0072B2", "backward": "#56B4E9",
-    "check": "#004466", "clip": "#7FB2D0", "optimizer": "#009E73", "ranks": "#8C6BB1",
+    "start-up": "#BBBBBB", "data": "#D55E00", "copy": "#F4A582", "forward": "#0072B2", "backward": "#56B4E9",
+    "check": "#004466", "clip": "#7FB2D0", "optimizer": "#009E73", "device": "#A6D96A", "ranks": "#8C6BB1",
     "validation": "#E69F00", "checkpoint": "#CC79A7", "logging": "#F0E442", "plots": "#DDDD99",
-    "compile": "#884400", "runner": "#555555", "other": "#000000",
+    "compile": "#884400", "measuring": "#C2A5CF", "runner": "#555555", "other": "#000000",
 }  # fmt: skip
 
 
@@ -86,7 +86,10 @@ def ledger_picture(history: History, title: str) -> Figure | None:
     ax.set_xlabel("seconds since the run began")
     ax.set_ylabel("share of the time, %")
     box = ax.get_position()
-    ax.set_position((box.x0, box.y0, box.width * 0.7, box.height))
+    ax.set_position(
+        (box.x0, box.y0, box.width * 0.7, 0.9 - box.y0)
+    )  # the legend is beside it, the title above
+    ax.grid(visible=False)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(
         handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False

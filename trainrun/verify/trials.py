@@ -6,26 +6,31 @@ import contextlib
 import copy
 import dataclasses
 import io
+import math
 import secrets
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from trainrun import loop
 from trainrun.cadence import STOP_TERMINATE
 from trainrun.checkpoint.format import read_checkpoint
 from trainrun.checkpoint.resume import resolve
-from trainrun.compose import Composition
+from trainrun.checks import check
+from trainrun.compose import Composition, load_config
 from trainrun.config import RunConfig
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, TrainingError
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, TrainingError
 from trainrun.monitor.metrics_file import read_rows
 from trainrun.parts import Parts
-from trainrun.rundir import RunDir, read_json
+from trainrun.rundir import RunDir, read_json, write_json
 from trainrun.runner import Order, execute, new_run, resume_run
 from trainrun.state import TrainState
+from trainrun.verify.attributes import attributes_of
 from trainrun.verify.certificate import NotApplicable
 
 WALL_CLOCK = (
@@ -50,10 +55,13 @@ def fit_in_evaluation_mode(parts: Parts, state: TrainState) -> TrainState:
 
 
 class StopAt:
-    """The loop, asked to stop after `steps` steps of this session as SIGTERM asks; the schedule knows nothing of it."""
+    """The loop, asked to stop after `steps` steps of this session as SIGTERM asks; the schedule knows nothing of it.
 
-    def __init__(self, steps: int, evaluation_mode: bool = False) -> None:
-        self._steps, self._evaluation_mode = steps, evaluation_mode
+    attributes: a file for what no checkpoint holds, as it is then.
+    """
+
+    def __init__(self, steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> None:
+        self._steps, self._evaluation_mode, self._attributes = steps, evaluation_mode, attributes
 
     def __call__(self, parts: Parts, state: TrainState) -> TrainState:
         cadence, asked = parts.cadence, 0
@@ -69,16 +77,24 @@ class StopAt:
 
         if self._evaluation_mode:
             parts.wrapped.eval()
-        return loop.fit(dataclasses.replace(parts, cadence=Stopping()), state)  # type: ignore[arg-type]
+        state = loop.fit(dataclasses.replace(parts, cadence=Stopping()), state)  # type: ignore[arg-type]
+        if self._attributes is not None and parts.parallel.rank == 0:
+            write_json(Path(self._attributes), attributes_of(parts))
+        return state
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial ended with. shared: the model and all that goes with it; own: of rank 0."""
+    """What a trial ended with. shared: the model and all that goes with it; own: of rank 0.
+
+    attributes: what no checkpoint holds, of rank 0, where it was asked for. step_seconds: the median.
+    """
 
     shared: dict[str, Any]
     own: dict[str, Any]
     rows: list[dict[str, Any]]
+    attributes: dict[str, str]
+    step_seconds: float
 
 
 class Trials:
@@ -96,6 +112,8 @@ class Trials:
         self._progress(about)
         config = quiet(self.config)
         change(config)
+        if faults := check(config):
+            raise NotApplicable(f"it is another run than that of these words: {faults[0]}")
         own = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -104,11 +122,33 @@ class Trials:
             code = execute(run, config, order)
             if then and code == EXIT_AGAIN:
                 code = resume_run(run, [f"loop.steps={then}"], self._paths)
+        asked = config.loop.get("steps", math.inf) if then == 0 else then
+        if code == EXIT_INTERRUPTED or (code == EXIT_AGAIN and session_steps(run, then) < asked):
+            raise KeyboardInterrupt("verify was interrupted")  # by a signal that the trial took for its own
         if code not in (EXIT_DONE, EXIT_AGAIN):
             raise TrainingError(
                 f"a trial ({about}) ended with {code}: {read_json(run.status).get('message')}"
             )
         return outcome(run)
+
+    def stopped(self, about: str, steps: int, then: int = 0) -> Outcome:
+        """The user's own words, stopped after so many steps; see `run`."""
+
+        def change(config: RunConfig) -> None:
+            config.loop = stopping(steps, attributes=str(self.folder / f"{secrets.token_hex(4)}.json"))
+
+        return self.run(about, change, then)
+
+    @cached_property
+    def pilot(self) -> Outcome:
+        """The first STEPS steps of the words as they are. Raises what a run of them would raise."""
+        return self.stopped("the words as they are", STEPS)
+
+
+def session_steps(run: RunDir, then: int) -> int:
+    """Steps of a trial; of its resume, those that it was asked for at most."""
+    steps = int(read_json(run.status).get("step", 0))
+    return steps if then == 0 else min(steps, then)
 
 
 def outcome(run: RunDir) -> Outcome:
@@ -123,7 +163,11 @@ def outcome(run: RunDir) -> Outcome:
         for row in read_rows(run.metrics)
         if row["kind"] in ("train", "eval")
     ]
-    return Outcome(shared, dict(loaded.own), rows)
+    times = [row["step_seconds"] for row in read_rows(run.metrics) if row["kind"] == "train"]
+    loop_node = load_config(run.config, []).loop
+    written = Path(loop_node.get("attributes") or run.root / "none.json")
+    attributes = read_json(written) if written.exists() else {}
+    return Outcome(shared, dict(loaded.own), rows, attributes, median(times) if times else math.inf)
 
 
 def quiet(config: RunConfig) -> RunConfig:
@@ -145,6 +189,7 @@ def quiet(config: RunConfig) -> RunConfig:
 def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> None:
     """Plain gradient descent in float64 on one CPU, in evaluation mode: only rounding may differ."""
     config.precision.mode = "64-true"
+    config.precision.fp8 = config.precision.master_weights = False
     config.parallel.mode, config.parallel.accelerator = "single", "cpu"
     config.optimizer = {"_target_": "torch.optim.SGD", "lr": 0.01}
     config.data.batch_size, config.data.global_batch_size = batch_size, None
@@ -170,6 +215,7 @@ def following_steps(scheduler: Any) -> Any:
     return fixed
 
 
-def stopping(steps: int, evaluation_mode: bool = False) -> dict[str, Any]:
+def stopping(steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> dict[str, Any]:
     """The node of `loop` for a run of the user's own length that stops early."""
-    return {"_target_": "trainrun.verify.trials.StopAt", "steps": steps, "evaluation_mode": evaluation_mode}
+    given = {"steps": steps, "evaluation_mode": evaluation_mode, "attributes": attributes}
+    return {"_target_": "trainrun.verify.trials.StopAt", **given}

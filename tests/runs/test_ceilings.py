@@ -1,0 +1,177 @@
+"""Loading alone, training alone, and what was wasted: told from the ledger, or from laps that move nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import exact_parts
+import pytest
+import torch
+
+from trainrun import ceilings as module
+from trainrun.ceilings import Session, ceilings
+from trainrun.ending import ceiling_facts
+from trainrun.hint import hint
+from trainrun.monitor.console import ceiling_line, end_lines
+from trainrun.padding_share import padding_share
+from trainrun.state import TrainState
+
+STEPS, BATCH = 200, 4
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def staged(clock: Clock, load: float, train: float, readers: int = 1):
+    """Parts whose batches take `load` to come, and whose forward takes `train`; both only move the clock."""
+    parts = exact_parts.parts_of((), batch_size=BATCH, count=4 * BATCH, engine="threads", num_threads=readers)
+
+    class Stream:
+        num_batches, num_samples = 4, 4 * BATCH
+
+        def epoch(self, epoch, start=0):
+            for batch in list(parts.train.epoch(epoch, start)):
+                clock.now += load
+                yield batch
+
+    class Task:
+        count = staticmethod(parts.task.count)
+
+        def __deepcopy__(self, memo):
+            return self
+
+        def step(self, model, batch):
+            clock.now += train
+            return parts.task.step(model, batch)
+
+    return dataclasses.replace(parts, train=Stream(), task=Task())
+
+
+def ran(load: float, train: float, update: float = 0.0) -> Session:
+    """A run in which both overlapped wholly."""
+    step = max(load, train + update)
+    seconds = {"data": step - train - update, "forward": 0.4 * train, "backward": 0.6 * train}
+    seconds |= {"optimizer": update}
+    return Session(STEPS, STEPS * BATCH, {name: STEPS * value for name, value in seconds.items()})
+
+
+GRID = [(load, train) for load in (0.001, 0.004, 0.016, 0.05) for train in (0.001, 0.003, 0.012, 0.05)]
+
+
+def test_predictions_over_a_grid_of_stage_times(monkeypatch):
+    monkeypatch.setattr(module, "MOST_SHARE", 0.1)  # laps in a run of only 200 steps
+    for load, train in GRID:
+        clock = Clock()
+        session = ran(load, train, update=0.0005)
+        found = ceilings(staged(clock, load, train), TrainState(), session, clock)
+        assert found is not None
+        assert found.load == pytest.approx(BATCH / load)
+        assert found.train == pytest.approx(BATCH / (train + 0.0005))
+        assert found.reached == pytest.approx(1.0, abs=0.05)
+        assert found.limit == ("load" if load > train + 0.0005 else "train")
+        # What one batch of each lap takes may be over.
+        assert clock.now <= 0.1 * session.loop_seconds + load + train
+
+
+def test_what_is_read_between_steps_is_told_by_the_ledger():
+    clock = Clock()
+    parts = staged(clock, 1.0, 1.0, readers=0)
+    seconds = {
+        "start-up": 9.0,
+        "data": 2.0,
+        "forward": 1.0,
+        "backward": 2.0,
+        "optimizer": 0.5,
+        "logging": 0.5,
+    }
+    found = ceilings(parts, TrainState(), Session(STEPS, 100.0, seconds), clock)
+    assert found == (50.0, pytest.approx(100 / 3.5), pytest.approx(3.5 / 6))
+    assert clock.now == 0
+
+
+def test_runs_that_are_too_short_for_it_have_none():
+    clock = Clock()
+    parts = staged(clock, 0.01, 0.01)
+    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock) is None  # laps would be over 1 % of 2 s
+    assert ceilings(parts, TrainState(), ran(0.01, 0.01)._replace(steps=49), clock) is None
+    assert ceilings(parts, TrainState(), Session(STEPS, 100.0, {"other": 5.0}), clock) is None  # own loop
+    assert clock.now == 0
+
+
+def test_laps_move_nothing_and_their_faults_end_nothing(monkeypatch):
+    monkeypatch.setattr(module, "MOST_SHARE", 0.5)
+    clock = Clock()
+    parts = staged(clock, 0.01, 0.01)
+    before = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock) is not None
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(before[name], value) for name, value in parts.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in parts.model.parameters())
+    parts.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
+    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock) is None
+
+
+def test_the_line_names_the_side_that_limits():
+    facts = ceiling_facts(module.Ceilings(load=1000.0, train=400.0, reached=0.97), world_size=2)
+    assert facts["limit"] == "train"
+    line = ceiling_line(facts, (750.0, "samples/s"))
+    assert line == "training alone 800 samples/s, loading alone 2k: training limits, its steps reach 97 %"
+    facts = ceiling_facts(module.Ceilings(load=100.0, train=400.0, reached=1.0), world_size=1)
+    assert ceiling_line(facts, None).startswith("loading alone 100, training alone 400: loading limits")
+
+
+def masked(mask):
+    """Parts of which every batch says what of it is padding."""
+    batches = [SimpleNamespace(data={"attention_mask": mask} if mask is not None else (1, 2))]
+    stream = SimpleNamespace(epoch=lambda epoch, start: iter(batches))
+    parts = exact_parts.parts_of((), batch_size=BATCH, engine="resident")
+    return dataclasses.replace(parts, train=stream)
+
+
+def test_the_share_of_padding_is_counted():
+    session = Session(STEPS, 800.0, {"data": 0.01, "forward": 10.0})
+    mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    assert padding_share(masked(mask), TrainState(), session) == 0.5
+    assert padding_share(masked(None), TrainState(), session) == 0
+    slow = session._replace(seconds={"data": 10.0, "forward": 10.0})
+    assert padding_share(masked(mask), TrainState(), slow) == 0  # reading would take too long
+
+
+FINE = {"start-up": 50.0, "plots": 30.0, "forward": 40.0, "backward": 50.0, "data": 5.0, "validation": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "padding", "expected"),
+    [
+        ({}, 0.05, ""),
+        ({"data": 30.0}, 0.0, "waiting for data took 24 % after start-up; what could be won is measured by: "
+                              "trainrun tune model=mlp 'data.path=a b'"),
+        ({"data": 30.0, "validation": 31.0}, 0.0, "validation took 21 % after"),
+        ({"data": 30.0, "device": 25.0}, 0.0, ""),  # a GPU worked meanwhile
+        ({"logging": 20.0}, 0.0, "logging took 17 % after"),
+        ({"checkpoint": 20.0}, 0.0, "saving checkpoints took 17 % after"),
+        ({}, 0.7, "computing on padding took 63 % after start-up; what could be won is measured by: trainrun diagnose"),
+    ],
+)  # fmt: skip
+def test_one_hint_where_something_takes_over_a_tenth(change, padding, expected):
+    line = hint(FINE | change, padding, ["model=mlp", "hydra.run.dir=x", "data.path=a b", "run_name=me"])
+    assert line.startswith(expected) if expected else line == ""
+    assert "hydra" not in line
+
+
+def test_no_hint_where_less_than_a_second_could_be_won():
+    assert hint({"forward": 0.5, "data": 0.9}, 0.0, []) == ""
+
+
+def test_the_summary_has_both_lines():
+    facts = ceiling_facts(module.Ceilings(1000.0, 400.0, 0.97), 1)
+    lines = end_lines({"ceilings": facts, "hint": "one line", "ledger": {"forward": 1.0}}, None)
+    assert [line.split()[0] for line in lines[1:]] == ["ceiling", "spent", "hint"]
+    assert [line for line in end_lines({"hint": ""}, None) if "hint" in line] == []

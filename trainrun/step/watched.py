@@ -1,0 +1,82 @@
+"""Says which lines make the host wait for the GPU in the middle of a step (`monitor.sync_debug=true`).
+
+what: torch warns at each operation of a step that waits; the innermost line of the user's own code behind it is
+    told once, and counted. Log points, validations and checkpoints, where the runner waits on purpose, are left out,
+    and so is what happens while a batch is made.
+when: a GPU is busy less than it could be.
+when not: on a CPU nothing is waited for; the warnings cost time, so not in a run that is to be fast.
+source: torch.cuda.set_sync_debug_mode
+gain: what each of the lines costs; not measured
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainrun.interfaces import MicroBatch, StepReport
+from trainrun.parts import Parts
+
+WARNING = "synchronizing CUDA operation"  # of torch (1.10 to 2.13)
+OUR_FOLDER, TORCH_FOLDER = Path(__file__).parents[1], Path(torch.__file__).parent
+
+Stepper = Callable[[Parts, list[MicroBatch], bool], StepReport]
+
+
+class Watched:
+    """Makes a step as `stepper` does. note: told a line when it waits for the first time."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        note: Callable[[str], None],
+        set_mode: Callable[[str], None] = torch.cuda.set_sync_debug_mode,
+    ) -> None:
+        self._stepper, self._note, self._set_mode = stepper, note, set_mode
+        self._show: Callable[..., None] = warnings.showwarning
+        self.found: Counter[str] = Counter()
+
+    def __call__(self, parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
+        with warnings.catch_warnings():
+            self._show = warnings.showwarning
+            warnings.showwarning = self._heard  # type: ignore[assignment]
+            warnings.filterwarnings("always", f".*{WARNING}")
+            self._set_mode("warn")
+            try:
+                return self._stepper(parts, window, log)
+            finally:
+                self._set_mode("default")
+
+    def _heard(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        if WARNING not in str(message):
+            self._show(message, category, filename, lineno, *rest)
+            return
+        place, text = waiting_line(traceback.extract_stack())
+        self.found[place] += 1
+        if self.found[place] == 1:
+            self._note(f"{place} makes the host wait for the GPU: {text}")
+
+
+def waiting_line(stack: traceback.StackSummary) -> tuple[str, str]:
+    """`my_net.py:14` and its text: the innermost frame of the step that is the user's own, else of ours."""
+    ours = [
+        number for number, frame in enumerate(stack) if (frame.filename, frame.name) == (__file__, "__call__")
+    ]
+    skipped = (TORCH_FOLDER, Path(__file__), Path(warnings.__file__))
+    step = [
+        frame for frame in stack[ours[-1] + 1 :] if not any(inside(frame.filename, path) for path in skipped)
+    ]
+    own = [frame for frame in step if not inside(frame.filename, OUR_FOLDER)]
+    frame = (own or step)[-1]
+    return f"{frame.filename}:{frame.lineno}", linecache.getline(frame.filename, frame.lineno or 0).strip()
+
+
+def inside(filename: str, place: Path) -> bool:
+    return Path(filename).is_relative_to(place)
