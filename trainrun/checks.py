@@ -111,6 +111,10 @@ def check(config: RunConfig) -> list[str]:
         faults.append(
             "trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out"
         )
+    if config.init_from is not None and config.ckpt_path is not None:
+        faults.append(
+            f"init_from={config.init_from}: ckpt_path takes over a whole state; leave one of them out"
+        )
     faults += compile_faults(config)
     if config.precision.fp8 and config.precision.mode not in ("bf16-mixed", "bf16-true"):
         faults.append(
