@@ -179,7 +179,10 @@ def _rate_faults(config: RunConfig) -> Iterator[str]:
         f"scheduler.{name}": scheduler.get(name) for name in ("warmup_steps", "warmup_ratio", "warmup_epochs")
     }
     for key, value in nodes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or value < 0 or not math.isfinite(value):
             yield f"{key}={value}: must be a number, 0 or more"
     rule = scheduler.get("lr_scaling", "none")
     if rule not in LR_SCALINGS:

@@ -34,7 +34,7 @@ from trainrun.explain import explain, explain_value, first_line
 from trainrun.rundir import RunDir
 from trainrun.trust import check_run
 from trainrun.words import Words, split_words, translate, with_one_warmup
-from trainrun.yaml_limits import read_yaml_text
+from trainrun.yaml_limits import limit_fault, read_yaml_text
 
 _user_dirs: list[Path] = []
 
@@ -198,6 +198,12 @@ def _compose_without_faults(
 ) -> tuple[DictConfig, list[str]] | None:
     """Composes; a word that Hydra refuses is explained in `faults`, taken out, and the rest tried again."""
     words = _opened(overrides, folders)
+    for folder in folders[:-1]:
+        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
+            if fault := limit_fault(path):
+                faults.append(fault)
+    if faults:
+        return None
     while True:
         try:
             return _hydra_compose(words, folders[:-1]), words

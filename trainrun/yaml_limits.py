@@ -40,6 +40,19 @@ def read_yaml_text(path: Path) -> str:
     return text
 
 
+def limit_fault(path: Path) -> str:
+    """What makes a file too large to be looked at by Hydra; what is no YAML at all Hydra says where it is chosen."""
+    try:
+        check_yaml(read_bytes(path, MAX_BYTES).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"{path}: not UTF-8 text (byte {error.object[error.start]:#x} at {error.start})"
+    except ValueError as error:
+        return f"{path}: {error}"
+    except (yaml.YAMLError, OSError):
+        pass
+    return ""
+
+
 def check_yaml(text: str) -> None:
     """Raises ValueError for what is too large, yaml.YAMLError for what is no YAML."""
     sizes: dict[str, int] = {}  # values behind an anchor

@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 class Said(NamedTuple):
-    """The end of a command: exit code, all that was printed, seconds."""
+    """The end of a command: exit code, all that was printed, seconds of this process's processor."""
 
     code: int
     text: str
@@ -39,16 +39,16 @@ class Said(NamedTuple):
 
 def call(words: list[str]) -> Said:
     """The command in this process. An exception that escapes it, which a user would see as a traceback, escapes here."""
-    began, out = time.monotonic(), io.StringIO()
+    began, out = time.process_time(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main(words)
-    return Said(code, out.getvalue(), time.monotonic() - began)
+    return Said(code, out.getvalue(), time.process_time() - began)
 
 
 @contextlib.contextmanager
 def room(place: Path, name: str) -> Iterator[Path]:
     """An empty folder for one case, gone afterwards."""
-    folder = place / f"case-{name}"
+    folder = place / ("case-" + name.replace("/", "_"))
     folder.mkdir()
     try:
         yield folder

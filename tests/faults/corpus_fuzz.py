@@ -159,7 +159,7 @@ def check(case: Case, place: Path) -> str:
         path.write_bytes((place / BASE / "checkpoints" / STEP / path.name).read_bytes())
     case.build(folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    before, began = peak_bytes(), time.monotonic()
+    before, began = peak_bytes(), time.process_time()
     try:
         loaded = read_checkpoint(folder)
         _parts[place].load_tree(folder.name, loaded.shared, loaded.own)
@@ -168,7 +168,7 @@ def check(case: Case, place: Path) -> str:
             return f"a message of {len(str(error))} letters"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
-    seconds, grown = time.monotonic() - began, peak_bytes() - before
+    seconds, grown = time.process_time() - began, peak_bytes() - before
     if seconds > MOST_SECONDS or grown > 2 * size + MOST_BYTES:
         return f"{seconds:.1f} s, {grown:,} bytes"
     if (place / "executed").exists() or os.path.lexists("executed"):

@@ -23,6 +23,8 @@ import trainrun
 from trainrun.checkpoint.foreign import convert
 from trainrun.checkpoint.manifest import folder_name
 from trainrun.errors import CheckpointError, TrainrunError
+from trainrun.plots.history import read_config
+from trainrun.rundir import RunDir
 
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
 
@@ -122,7 +124,7 @@ def cases() -> list[Case]:
         for place in PLACES
     ]
     found += [Case(f"yaml-{name}", with_yaml(text), attack_run) for name, text in YAMLS.items()]
-    found += [Case(f"link-{name}", build, attack_run) for name, build in LINKS.items()]
+    found += [Case(f"link-{name}", build, attack_links) for name, build in LINKS.items()]
     found += [Case(f"pipe-{name}", with_pipe(name), attack_pipe) for name in PIPES]
     found += [Case(f"torch-{name}", build, attack_import) for name, build in TORCH_FILES.items()]
     found += [
@@ -262,8 +264,15 @@ def attack_run(folder: Path) -> str:
         return "load_model: loaded"
     except TrainrunError:
         pass
-    call(["report", run])  # reads, and draws where it can; what it has done is looked at
+    try:
+        read_config(RunDir(folder / "run"))  # what a comparison of runs does with it: reads
+    except TrainrunError:
+        pass
     return ""
+
+
+def attack_links(folder: Path) -> str:
+    return attack_run(folder) or refused(call(["report", str(folder / "run")]))
 
 
 def attack_pipe(folder: Path) -> str:
@@ -369,7 +378,7 @@ def tree() -> Any:
 
 def deep() -> Any:
     value: Any = []
-    for _ in range(500):
+    for _ in range(150):
         value = [value]
     return {"w": value}
 
