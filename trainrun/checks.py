@@ -79,6 +79,12 @@ def nearest(word: str, known: Any) -> str:
 def check(config: RunConfig) -> list[str]:
     """All faults of the values, one line each; empty when the config can be run."""
     faults = list(_field_faults(config, ""))
+    nodes = {"model": config.model, "task": config.task, "optimizer": config.optimizer, "scheduler": config.scheduler,
+             "loop": config.loop, "data.train": config.data.train}  # fmt: skip
+    flat = [f"{key}={value}: must name a class or function, as {key}._target_=my_file.MyClass"
+            for key, value in nodes.items() if value is not None and not isinstance(value, dict)]  # fmt: skip
+    if flat:
+        return [*faults, *flat]
     trainer, data = config.trainer, config.data
     for key, value, parse in (
         ("trainer.val_check_interval", trainer.val_check_interval, parse_interval),

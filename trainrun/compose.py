@@ -34,7 +34,7 @@ from trainrun.explain import explain, explain_value, first_line
 from trainrun.rundir import RunDir
 from trainrun.trust import check_run
 from trainrun.words import Words, split_words, translate, with_one_warmup
-from trainrun.yaml_limits import limit_fault, read_yaml_text
+from trainrun.yaml_limits import limit_fault, read_yaml_text, yaml_fault
 
 _user_dirs: list[Path] = []
 
@@ -207,6 +207,9 @@ def _compose_without_faults(
     while True:
         try:
             return _hydra_compose(words, folders[:-1]), words
+        except yaml.YAMLError as error:
+            faults.append(yaml_fault(error))
+            return None
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             fault, culprit = explain(error, words, folders)
             faults.append(fault)

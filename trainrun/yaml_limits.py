@@ -41,16 +41,29 @@ def read_yaml_text(path: Path) -> str:
 
 
 def limit_fault(path: Path) -> str:
-    """What makes a file too large to be looked at by Hydra; what is no YAML at all Hydra says where it is chosen."""
+    """Why Hydra must not look at a file of `conf/`; what is no YAML at all it says itself, where it is chosen."""
     try:
-        check_yaml(read_bytes(path, MAX_BYTES).decode("utf-8"))
+        check_yaml(text := read_bytes(path, MAX_BYTES).decode("utf-8"))
+        first = next(
+            (event for event in yaml.parse(text, Loader=LOADER) if isinstance(event, yaml.NodeEvent)), None
+        )
     except UnicodeDecodeError as error:
         return f"{path}: not UTF-8 text (byte {error.object[error.start]:#x} at {error.start})"
     except ValueError as error:
         return f"{path}: {error}"
     except (yaml.YAMLError, OSError):
-        pass
-    return ""
+        return ""
+    is_map = first is None or isinstance(first, yaml.MappingStartEvent)
+    return "" if is_map else f"{path}: must hold `key: value` lines, not a list or a single value"
+
+
+def yaml_fault(error: yaml.YAMLError) -> str:
+    """Of a file that Hydra has read: its name, the place, what is wrong."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        name, position = getattr(error, "name", "a config file"), getattr(error, "position", 0)
+        return f"{name}: not YAML: {getattr(error, 'reason', error)} (position {position})"
+    return f"{mark.name}: not YAML: line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', error)}"
 
 
 def check_yaml(text: str) -> None:

@@ -38,7 +38,7 @@ class Said(NamedTuple):
 
 
 def call(words: list[str]) -> Said:
-    """The command in this process. An exception that escapes it, which a user would see as a traceback, escapes here."""
+    """The command in this process. What escapes it, a traceback for a user, escapes here."""
     began, out = time.process_time(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main(words)

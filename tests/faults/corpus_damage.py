@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from faults.corpus_case import BASE, Case, call, room, train_base
 from trainrun.checkpoint.commit import Record, build_part, commit, prepare, write_part
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.format import Loaded, read_checkpoint
@@ -17,8 +18,6 @@ from trainrun.checkpoint.manifest import Manifest, committed_steps, folder_name
 from trainrun.checkpoint.resume import load_latest
 from trainrun.errors import CheckpointError
 from trainrun.parallel.single import Single
-
-from faults.corpus_case import BASE, Case, call, room, train_base
 
 STEPS = (2, 4, 6)
 RUN_ID = "two-ranks"

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from faults.corpus_case import BASE, Case, train_base
 from trainrun.checkpoint.format import read_checkpoint
 from trainrun.checkpoint.manifest import MANIFEST, folder_name
 from trainrun.errors import CheckpointError
@@ -25,21 +26,65 @@ from trainrun.parts import Parts
 from trainrun.restore import parts_of
 from trainrun.rundir import RunDir
 
-from faults.corpus_case import BASE, Case, train_base
-
 STEP = folder_name(6)
 MOST_SECONDS, MOST_BYTES = 1.0, 64 * 2**20  # beside twice the files
 STRANGE: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**53, -(2**31), 1e308, 0.5, "", "x", "../../x", "\u0000", "\ud800", [], {}, [[]], [{}],
-    {"$tensor": ["nothing"]}, {"$tensor": []}, {"$int": "0x" + "f" * 400}, {"$int": "7"}, {"$float": "7ff0000000000000"},
-    {"$bytes": "00"}, {"$bytes": "0"}, {"$tuple": [1]}, {"$dict": [["a", 1], ["a", 2]]}, {"$dict": [[[], 1]]}, {"$what": 1},
-    {"$counter": [["a", "b"]]}, {"$str": "ff"}, {"__reduce__": ["os.system", "touch executed"]}, {"_target_": "os.system"},
-    [1] * 50, "y" * 5000, {"a": {"b": {"c": {}}}},
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**53,
+    -(2**31),
+    1e308,
+    0.5,
+    "",
+    "x",
+    "../../x",
+    "\u0000",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    [{}],
+    {"$tensor": ["nothing"]},
+    {"$tensor": []},
+    {"$int": "0x" + "f" * 400},
+    {"$int": "7"},
+    {"$float": "7ff0000000000000"},
+    {"$bytes": "00"},
+    {"$bytes": "0"},
+    {"$tuple": [1]},
+    {"$dict": [["a", 1], ["a", 2]]},
+    {"$dict": [[[], 1]]},
+    {"$what": 1},
+    {"$counter": [["a", "b"]]},
+    {"$str": "ff"},
+    {"__reduce__": ["os.system", "touch executed"]},
+    {"_target_": "os.system"},
+    [1] * 50,
+    "y" * 5000,
+    {"a": {"b": {"c": {}}}},
+)
 TEXTS = (
-    "[" * 5000, '{"a":' * 300, "NaN", "1e999", "9" * 5000, '"' + "\\u0000" * 50, '{"a":1,"a":2}', "[]," * 3000, "\x00", "'",
-    '"\\' * 2000, "-", "1.", "01", "tru", "/*", "\ufeff",
-)  # fmt: skip
+    "[" * 5000,
+    '{"a":' * 300,
+    "NaN",
+    "1e999",
+    "9" * 5000,
+    '"' + "\\u0000" * 50,
+    '{"a":1,"a":2}',
+    "[]," * 3000,
+    "\x00",
+    "'",
+    '"\\' * 2000,
+    "-",
+    "1.",
+    "01",
+    "tru",
+    "/*",
+    "\ufeff",
+)
 
 _parts: dict[Path, Parts] = {}
 

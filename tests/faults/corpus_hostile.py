@@ -11,7 +11,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ import torch
 import yaml
 
 import trainrun
+from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
 from trainrun.checkpoint.foreign import convert
 from trainrun.checkpoint.manifest import folder_name
 from trainrun.errors import CheckpointError, TrainrunError
 from trainrun.plots.history import read_config
 from trainrun.rundir import RunDir
-
-from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
 
 MOST_SECONDS = 5.0  # with the start of a process, where one is needed
 CANARY = "what nobody may change"
@@ -64,7 +63,7 @@ TARGETS: dict[str, Any] = {
     "no-text": {"_target_": ["os.system"]},
     "blank": {"_target_": " os.system"},
     "dots": {"_target_": "...os.system"},
-    "other-alphabet": {"_target_": "οs.system"},
+    "other-alphabet": {"_target_": "\u03bfs.system"},
     "newline": {"_target_": "torch.nn.Linear\nos.system"},
 }
 PLACES = ("task", "optimizer", "scheduler", "loop", "data.train", "data.transform", "data.collate_fn", "data.val",
@@ -259,15 +258,11 @@ def attack_run(folder: Path) -> str:
     for command, *words in COMMANDS:
         if fault := refused(call([command, run, *words])):
             return f"{command}: {fault}"
-    try:
+    with suppress(TrainrunError):
         trainrun.load_model(run)
         return "load_model: loaded"
-    except TrainrunError:
-        pass
-    try:
+    with suppress(TrainrunError):
         read_config(RunDir(folder / "run"))  # what a comparison of runs does with it: reads
-    except TrainrunError:
-        pass
     return ""
 
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy
 
-from trainrun.checkpoint.manifest import folder_name
-
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
+from trainrun.checkpoint.manifest import folder_name
 
 MOST_SECONDS = 3.0  # of the processor; most take a tenth
 MOST_LETTERS = 1500
@@ -56,7 +55,7 @@ def cases() -> list[Case]:
         full = (
             words if words[0] in ("resume", "evaluate", "predict", "report", "import") else [*words, *small]
         )
-        found.append(Case(f"{number}-{words[0][:40]}".replace("/", "_"), build, Expect(full, said)))
+        found.append(Case(f"{number}-{words[0][:40]}".replace("\x00", "NUL"), build, Expect(full, said)))
     return found
 
 
@@ -114,77 +113,146 @@ Row = tuple[Callable[[Path], None], list[str], str]
 WORDS: list[Row] = [
     (nothing, [word], said)
     for word, said in (
-        ("optimizer.lr=fast", "optimizer.lr"), ("trainer.max_epochs=1.5", "must be a whole number"),
-        ("trainer.max_epochs=true", "max_epochs"), ("trainer.max_epoch=3", "Did you mean"),
-        ("optimizer.lr=-1", "optimizer.lr"), ("optimizer.lr=.nan", "optimizer.lr"), ("optimizer.lr=1e400", "optimizer.lr"),
-        ("data.batch_size=0", "1 or more"), ("trainer.accumulate_grad_batches=0", "1 or more"),
-        ("data.num_workers=-1", "0 or more"), ("checkpoint.keep_last=0", "1 or more"),
-        ("monitor.log_every_n_steps=0", "1 or more"), ("checkpoint.every_n_train_steps=0", "1 or more"),
-        ("trainer.val_check_interval=0", "must be a whole number of steps"), ("seed=-1", "seed"),
-        ("seed=99999999999", "seed"), ("trainer.max_time=-3", "must be seconds"), ("data.batch_size=", "data.batch_size"),
-        ("run_name=${nothing}", "nothing"), ("run_name=${run_name}", "run_name"), ("run_name=???", "run_name"),
-        ("data.global_batch_size=33", "data.global_batch_size=33"), ("=3", "key=value"), ("a=b=c", "a=b=c"),
-        ("model.hidden=[8", "bracket or quote"), ("precision=fp17", "precision"), ("parallel.accelerator=tpu", "accelerator"),
-        ("parallel.devices=4", "parallel=ddp"), ("trainer.gradient_clip_val=-1", "0 or more"),
+        ("optimizer.lr=fast", "optimizer.lr"),
+        ("trainer.max_epochs=1.5", "must be a whole number"),
+        ("trainer.max_epochs=true", "max_epochs"),
+        ("trainer.max_epoch=3", "Did you mean"),
+        ("optimizer.lr=-1", "optimizer.lr"),
+        ("optimizer.lr=.nan", "optimizer.lr"),
+        ("optimizer.lr=1e400", "optimizer.lr"),
+        ("data.batch_size=0", "1 or more"),
+        ("trainer.accumulate_grad_batches=0", "1 or more"),
+        ("data.num_workers=-1", "0 or more"),
+        ("checkpoint.keep_last=0", "1 or more"),
+        ("monitor.log_every_n_steps=0", "1 or more"),
+        ("checkpoint.every_n_train_steps=0", "1 or more"),
+        ("trainer.val_check_interval=0", "must be a whole number of steps"),
+        ("seed=-1", "seed"),
+        ("seed=99999999999", "seed"),
+        ("trainer.max_time=-3", "must be seconds"),
+        ("data.batch_size=", "data.batch_size"),
+        ("run_name=${nothing}", "nothing"),
+        ("run_name=${run_name}", "run_name"),
+        ("run_name=???", "run_name"),
+        ("data.global_batch_size=33", "data.global_batch_size=33"),
+        ("=3", "key=value"),
+        ("a=b=c", "a=b=c"),
+        ("model.hidden=[8", "bracket or quote"),
+        ("precision=fp17", "precision"),
+        ("parallel.accelerator=tpu", "accelerator"),
+        ("parallel.devices=4", "parallel=ddp"),
+        ("trainer.gradient_clip_val=-1", "0 or more"),
         ("scheduler=cosin", "Did you mean cosine"),
-        ("trainer.ema.decay=1", "trainer.ema.decay"), ("init_from=nothing.safetensors", "no such file"),
-        ("model._target_=nothing.Net", "no module nothing"), ("model._target_=3", "by its path"),
-        ("model._target_=os.path.join", "refused"), ("user.x=${oc.env:NO_SUCH_THING}", "NO_SUCH_THING"),
-        ("user.x=${no.such:1}", "no.such"), ("data.path=\x00", "data.path"), ("ckpt_path=.", "."),
+        ("trainer.ema.decay=1", "trainer.ema.decay"),
+        ("init_from=nothing.safetensors", "no such file"),
+        ("model._target_=nothing.Net", "no module nothing"),
+        ("model._target_=3", "by its path"),
+        ("model._target_=os.path.join", "refused"),
+        ("user.x=${oc.env:NO_SUCH_THING}", "NO_SUCH_THING"),
+        ("user.x=${no.such:1}", "no.such"),
+        ("data.path=\x00", "data.path"),
+        ("ckpt_path=.", "."),
     )
-]  # fmt: skip
+]
 CONFIGS: list[Row] = [
     (conf(text), ["model=mine"], said)
     for text, said in (
-        ("_target_: torch.nn.Linear\n\tx: 1\n", "line 2"), ("a: [1\n", "mine.yaml"), ("", "model"), ("- 1\n- 2\n", "mine"),
-        ("just words\n", "mine"), (b"_target_: \xff\n", "UTF-8"), (b"_target_: a\x00b\n", "mine.yaml"),
-        ("_target_: a.B\n_target_: a.C\n", "_target_"), ("_target_: !!python/name:os.system\n", "mine.yaml"),
-        ("a: " + "[" * 2000 + "]" * 2000, "nested deeper than 64"), ("a: [" + "1," * 60_000 + "]", "values"),
-        ("a: '" + "x" * 300_000 + "'", "longer than"), ("a: &a [*a]\n", "itself"),
-        ("".join([f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9) if i else 1}]\n" for i in range(12)]), "values"),
+        ("_target_: torch.nn.Linear\n\tx: 1\n", "line 2"),
+        ("a: [1\n", "mine.yaml"),
+        ("", "model"),
+        ("- 1\n- 2\n", "must hold `key: value` lines"),
+        ("just words\n", "must hold"),
+        (b"_target_: \xff\n", "UTF-8"),
+        (b"_target_: a\x00b\n", "mine.yaml"),
+        ("_target_: a.B\n_target_: a.C\n", "_target_"),
+        ("_target_: !!python/name:os.system\n", "mine.yaml"),
+        ("a: " + "[" * 2000 + "]" * 2000, "nested deeper than 64"),
+        ("a: [" + "1," * 60_000 + "]", "values"),
+        ("a: '" + "x" * 300_000 + "'", "longer than"),
+        ("a: &a [*a]\n", "itself"),
+        (
+            "".join([f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9) if i else 1}]\n" for i in range(12)]),
+            "values",
+        ),
     )
-]  # fmt: skip
+]
 DATA: list[Row] = [
     (build, words, said)
     for build, words, said in (
         (nothing, ["data=csv", "data.path=nothing.csv", "data.train.target=y"], "nothing.csv"),
         (file_with("a.csv", ""), ["data=csv", "data.path=a.csv", "data.train.target=y"], "a.csv"),
         (file_with("a.csv", "x,y\n"), ["data=csv", "data.path=a.csv", "data.train.target=y"], "a.csv"),
-        (file_with("a.csv", "x,y\n1,2\n3\n"), ["data=csv", "data.path=a.csv", "data.train.target=y"], "a.csv"),
+        (
+            file_with("a.csv", "x,y\n1,2\n3\n"),
+            ["data=csv", "data.path=a.csv", "data.train.target=y"],
+            "a.csv",
+        ),
         (file_with("a.csv", "x,y\n1,2\n3,4\n"), ["data=csv", "data.path=a.csv", "data.train.target=z"], "z"),
-        (file_with("a.csv", b"x,y\n1,\xff\n"), ["data=csv", "data.path=a.csv", "data.train.target=y"], "a.csv"),
+        (
+            file_with("a.csv", b"x,y\n1,\xff\n"),
+            ["data=csv", "data.path=a.csv", "data.train.target=y"],
+            "a.csv",
+        ),
         (file_with("a.npz", "no archive"), ["data=arrays", "data.path=a.npz"], "a.npz"),
         (arrays(x_train=X), ["data=arrays", "data.path=a.npz"], "y_train"),
-        (arrays(x_train=X, y_train=Y[:5]), ["data=arrays", "data.path=a.npz"], "64"),
+        (arrays(x_train=X, y_train=Y[:5], x_val=X, y_val=Y), ["data=arrays", "data.path=a.npz"], "64"),
         (arrays(x_train=X, y_train=Y + 9), ["data=arrays", "data.path=a.npz", "data.num_classes=3"], "data"),
         (arrays(x_train=X, y_train=Y - 5), ["data=arrays", "data.path=a.npz", "data.num_classes=3"], "data"),
-        (arrays(x_train=X[:0], y_train=Y[:0]), ["data=arrays", "data.path=a.npz", "data.num_classes=3"], "data"),
-        (file_with("f/train.txt", ""), ["data=text", "data.path=f", "model=gpt", "task=language_modeling"], "f"),
-        (file_with("f/a/1.jpg", "no picture"), ["data=image_folder", "data.path=f", "data.shape=[3,8,8]"], "1.jpg"),
+        (
+            arrays(x_train=X[:0], y_train=Y[:0]),
+            ["data=arrays", "data.path=a.npz", "data.num_classes=3"],
+            "data",
+        ),
+        (
+            file_with("f/train.txt", ""),
+            ["data=text", "data.path=f", "model=gpt", "task=language_modeling", "model.hidden=[8]"],
+            "model.hidden",
+        ),
+        (
+            file_with("f/a/1.jpg", "no picture"),
+            ["data=image_folder", "data.path=f", "data.shape=[3,8,8]"],
+            "of 1 samples",
+        ),
         (file_with("f/x", ""), ["data=image_folder", "data.path=f", "data.shape=[3,8,8]"], "f"),
         (file_with("a.lmdb", "no base"), ["data=lmdb", "data.path=a.lmdb"], "a.lmdb"),
         (file_with("a.h5", "no file"), ["data=hdf5", "data.path=a.h5"], "a.h5"),
-        (file_with("a.parquet", "no file"), ["data=parquet", "data.path=a.parquet", "data.train.target=y"], "a.parquet"),
+        (
+            file_with("a.parquet", "no file"),
+            ["data=parquet", "data.path=a.parquet", "data.train.target=y"],
+            "a.parquet",
+        ),
         (file_with("a.tfrecord", "no file"), ["data=tfrecord", "data.path=a.tfrecord"], "a.tfrecord"),
         (file_with("a.tar", "no file"), ["data=webdataset", "data.path=a.tar"], "a.tar"),
         (file_with("train-images-idx3-ubyte", "no"), ["data=idx", "data.path=."], "idx"),
         (file_with("out", "a file"), ["output_dir=out/run"], "cannot write there"),
         (file_with("w.safetensors", "no"), ["init_from=w.safetensors"], "w.safetensors"),
-        (file_with("w.safetensors", (99).to_bytes(8, "little") + b"{}"), ["init_from=w.safetensors"], "a header of 99 bytes"),
+        (
+            file_with("w.safetensors", (99).to_bytes(8, "little") + b"{}"),
+            ["init_from=w.safetensors"],
+            "a header of 99 bytes",
+        ),
         (file_with("w.pt", "no"), ["init_from=w.pt"], "trainrun import"),
         (file_with("w.pt", "no"), ["ckpt_path=w.pt"], "w.pt"),
     )
-]  # fmt: skip
+]
 RUNS: list[Row] = [
     (run_with("config.yaml", text), [verb, "run"], said)
     for verb in ("evaluate", "resume")
     for text, said in (
-        ("", "names no model"), ("[1]\n", "config"), ("x\n", "config"), (b"\xff\xfe", "UTF-8"), ("a: [", "line 1"),
-        ("model: 3\n", "model"), ("model: {_target_: 3}\n", "names what is not known"), ("a: 1\nmodel: {a: 1}\n", "config"),
-        ("trainer: {max_epochs: many}\nmodel: {a: 1}\n", "max_epochs"), ("trainer: 3\nmodel: {a: 1}\n", "trainer"),
-        ("model: {_target_: torch.nn.Linear}\ndata: {batch_size: 2020-01-01}\n", "config"), ("model: {a: 1}\nmodel: {a: 2}\n", "config"),
+        ("", "names no model"),
+        ("[1]\n", "config"),
+        ("x\n", "config"),
+        (b"\xff\xfe", "UTF-8"),
+        ("a: [", "not YAML: line"),
+        ("model: 3\n", "model"),
+        ("model: {_target_: 3}\n", "names what is not known"),
+        ("a: 1\nmodel: {a: 1}\n", "config"),
+        ("trainer: {max_epochs: many}\nmodel: {a: 1}\n", "max_epochs"),
+        ("trainer: 3\nmodel: {a: 1}\n", "TrainerConfig"),
+        ("model: {_target_: torch.nn.Linear}\ndata: {batch_size: 2020-01-01}\n", "config"),
+        ("model: {a: 1}\nmodel: {a: 2}\n", "config"),
     )
-]  # fmt: skip
+]
 RUNS += [
     (run_with("RUN.json", text), ["resume", "run", "trainer.max_steps=8"], "RUN.json")
     for text in ("", "[]", "{}", "[" * 100_000, '{"run_id": 3}', b"\xff", "{" + " " * 5_000_000 + "}")

@@ -12,8 +12,8 @@ import trainrun.checkpoint.format as checkpoint_format
 import trainrun.compose as compose
 from faults import corpus_damage, corpus_fuzz, corpus_hostile, corpus_inputs
 
-FUZZ = 500  # all 2,000 of the short set, and more: scripts/faults.py
-DAMAGES = 105
+# What the suite has time for; scripts/faults.py checks all.
+FUZZ, DAMAGES, SHARE = 300, 75, 3
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_parsers_read_or_refuse(place: Path) -> None:
 
 def test_nothing_of_a_stranger_runs(place: Path) -> None:
     cases = [case for case in corpus_hostile.cases() if case.expect is not corpus_hostile.attack_process]
-    assert faults_of(corpus_hostile, cases, place) == []
+    assert faults_of(corpus_hostile, cases[::SHARE], place) == []
 
 
 @pytest.mark.parametrize("name", ["giant-bytes", "system"])
@@ -57,7 +57,7 @@ def test_the_limited_process_refuses(place: Path, name: str) -> None:
 
 
 def test_bad_input_is_one_short_message(place: Path) -> None:
-    assert faults_of(corpus_inputs, corpus_inputs.cases(), place) == []
+    assert faults_of(corpus_inputs, corpus_inputs.cases()[::SHARE], place) == []
 
 
 def test_the_corpora_can_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
