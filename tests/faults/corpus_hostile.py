@@ -9,6 +9,7 @@ import shutil
 import signal
 import struct
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -173,9 +174,9 @@ def harm(place: Path, folder: Path) -> str:
         return "made files elsewhere"
     if (place / "canary" / "file").read_text() != CANARY:
         return "changed a file elsewhere"
-    marks = [mark for where in (place, folder, Path.cwd()) if (mark := where / MARK).exists()]
+    marks = {mark for where in (place, folder, Path.cwd().resolve()) if (mark := where / MARK).exists()}
     for mark in marks:
-        mark.unlink()
+        mark.unlink(missing_ok=True)
     if sys.modules.pop(PLANTED, None) is not None:
         return f"imported {PLANTED}"
     return "ran code" if marks else ""
@@ -414,7 +415,9 @@ def flip_value(data: bytes) -> bytes:
 
 
 def script(folder: Path) -> None:
-    torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)).save(str(folder / "evil.pt"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to give it up
+        torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)).save(str(folder / "evil.pt"))
 
 
 def meta_giant(folder: Path) -> None:

@@ -72,6 +72,8 @@ def test_the_corpora_can_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as patch:
         patch.setattr(compose, "check_run", lambda *_: None)
         planted = [
-            case for case in corpus_hostile.cases() if case.name in ("target-planted", "target-own-writer")
+            case
+            for case in corpus_hostile.cases()
+            if case.name in ("target-planted", "target-shell-of-torch")
         ]
         assert len(faults_of(corpus_hostile, planted, place)) == 2
