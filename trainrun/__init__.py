@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["Run", "TrainrunError", "load_model", "load_run", "train"]
 
 
-def load_model(run_dir: str | Path, which: str = "best") -> nn.Module:
-    """The trained network of a run folder, in evaluation mode, on the CPU."""
+def load_model(run_dir: str | Path, which: str = "best", trust: bool = False) -> nn.Module:
+    """The trained network of a run folder, in evaluation mode, on the CPU. trust: run the code that it names."""
     from trainrun.record import load_run
 
-    return load_run(run_dir).load_model(which)
+    return load_run(run_dir, trust).load_model(which)
 
 
 def __getattr__(name: str) -> Any:

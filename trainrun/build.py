@@ -15,6 +15,7 @@ from trainrun.build_optimizer import SCHEDULE_KEYS, build_optimizer_of, build_sc
 from trainrun.build_step import build_log, build_stepper, seen_step
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
+from trainrun.checkpoint.weights import load_initial
 from trainrun.checks import parse_seconds
 from trainrun.collector import tidy
 from trainrun.compile_auto import with_scope
@@ -65,6 +66,7 @@ class Site:
     on_position: Callable[[int], None] | None = None
     on_log: Callable[[int], None] | None = None
     before_commit: Callable[[], None] | None = None
+    init_from: str | None = None  # weights to begin with, where nothing is taken from a checkpoint
     ledger: Ledger = field(default_factory=Ledger)
     chosen: Chosen = field(default_factory=dict)
     measures: bool = False
@@ -107,6 +109,8 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     assert train is not None
     check_classes(config, facts, sources)
     model = build_model(config, facts, site.parallel.device)
+    if site.init_from is not None:
+        notes.append(load_initial(model, site.init_from))
     rhythm = build_rhythm(config, train, val is not None)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     config = with_scope(config, num_weights, rhythm.total_steps, site.parallel.device, notes)

@@ -83,6 +83,12 @@ def nearest(word: str, known: Any) -> str:
 def check(config: RunConfig) -> list[str]:
     """All faults of the values, one line each; empty when the config can be run."""
     faults = list(_field_faults(config, ""))
+    nodes = {"model": config.model, "task": config.task, "optimizer": config.optimizer, "scheduler": config.scheduler,
+             "loop": config.loop, "data.train": config.data.train}  # fmt: skip
+    flat = [f"{key}={value}: must name a class or function, as {key}._target_=my_file.MyClass"
+            for key, value in nodes.items() if value is not None and not isinstance(value, dict)]  # fmt: skip
+    if flat:
+        return [*faults, *flat]
     trainer, data = config.trainer, config.data
     for key, value, parse in (
         ("trainer.val_check_interval", trainer.val_check_interval, parse_interval),
@@ -119,6 +125,10 @@ def check(config: RunConfig) -> list[str]:
         faults.append(
             f"monitor.sync_debug=true: does not go with parallel.accelerator={config.parallel.accelerator}: looks for "
             "what makes the host wait for a CUDA device; leave it out"
+        )
+    if config.init_from is not None and config.ckpt_path is not None:
+        faults.append(
+            f"init_from={config.init_from}: ckpt_path takes over a whole state; leave one of them out"
         )
     faults += compile_faults(config)
     if config.precision.fp8 and config.precision.mode not in ("bf16-mixed", "bf16-true"):
@@ -235,7 +245,10 @@ def _rate_faults(config: RunConfig) -> Iterator[str]:
         f"scheduler.{name}": scheduler.get(name) for name in ("warmup_steps", "warmup_ratio", "warmup_epochs")
     }
     for key, value in nodes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or value < 0 or not math.isfinite(value):
             yield f"{key}={value}: must be a number, 0 or more"
     rule = scheduler.get("lr_scaling", "none")
     if rule not in LR_SCALINGS:

@@ -22,8 +22,11 @@ COMMANDS = {
     "diagnose": "measure what a training of these words waits for, and what it would gain without",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
     "report": "draw the plots of a run again, or compare several",
+    "import": "the weights of a foreign torch file as safetensors, without running anything of it",
     "convert": "data in another format: .npy, Parquet, LMDB, TFRecord or tar shards",
 }
+
+MODULES = {"import": "import_weights"}  # where the word is none of Python's names
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +68,8 @@ def report_crash(error: Exception) -> int:
 def dispatch(words: list[str]) -> int:
     if words and words[0] in COMMANDS:
         add_import_paths([])
-        command: Callable[[list[str]], int] = importlib.import_module(f"trainrun.commands.{words[0]}").main
+        module = MODULES.get(words[0], words[0])
+        command: Callable[[list[str]], int] = importlib.import_module(f"trainrun.commands.{module}").main
         return command(words[1:])
     if words and re.fullmatch(r"[a-z][\w-]*", words[0]):
         raise ConfigError(no_command(words[0]))

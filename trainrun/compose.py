@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,10 @@ from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options, us
 from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.explain import explain, explain_value, first_line
+from trainrun.rundir import RunDir
+from trainrun.trust import check_run
 from trainrun.words import SCOPE_WORDS, Words, split_words, translate, with_one_warmup
+from trainrun.yaml_limits import limit_fault, read_yaml_text, yaml_fault
 
 _user_dirs: list[Path] = []
 
@@ -123,15 +126,56 @@ def save_config(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def plain_config(path: Path) -> dict[str, Any]:
+    """The plain values of a config that a run has saved; raises ConfigError. Nothing in it is looked up or run."""
+    text = read_yaml_text(path)
+    try:
+        found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: not a config of a run ({first_line(error)})") from error
+    if not isinstance(found, dict) or not found.get("model"):
+        raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
+    for key, value in leaves(found):
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(
+                f"{path}: {key}={value[:80]}: a reference; a run saves its config with all of them resolved"
+            )
+    return {str(name): value for name, value in found.items()}
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values that hold no others, with their keys."""
+    items = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    )
+    if items is None:
+        yield key, value
+        return
+    for name, item in items:
+        yield from leaves(item, f"{key}.{name}" if key else str(name))
+
+
+def trusted_config(run: RunDir, overrides: list[str], trust: bool) -> RunConfig:
+    """As `load_config`, of a folder that may be anybody's: code that it names must be known to be the user's."""
+    found = plain_config(run.config)
+    check_run(run, found, overrides, trust)
+    return with_words(found, run.config, overrides)
+
+
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
     """A saved config with single values changed. Raises ConfigError; group choices are fixed by now."""
+    return with_words(plain_config(path), path, overrides)
+
+
+def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunConfig:
+    """The config that `path` holds as plain values, with the words of a command line."""
     try:
-        cfg = OmegaConf.merge(OmegaConf.structured(RunConfig), _in_words_of_today(OmegaConf.load(path), path))
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: not a config of a run ({first_line(error)})") from error
+        saved = _in_words_of_today(OmegaConf.create(found), path)
+        cfg = OmegaConf.merge(OmegaConf.structured(RunConfig), saved)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        key = str(getattr(error, "full_key", None) or "config")
+        raise ConfigError(f"{path}: not a config of a run ({key}: {first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
-    if cfg.model is None:
-        raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
     words = split_words(overrides)
     known = groups([conf_dir()])
     translate(words, lambda *_: False, lambda name: False)
@@ -151,7 +195,10 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
             OmegaConf.update(cfg, key, yaml.safe_load(value), force_add=open_node)
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             faults.append(explain_value(error, key, value))
-    config = OmegaConf.to_object(cfg)
+    try:
+        config = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigError(*faults, explain_value(error, str(error.full_key or "config"), "")) from error
     assert isinstance(config, RunConfig)
     faults += faults_of(config)
     if faults:
@@ -181,9 +228,18 @@ def _compose_without_faults(
 ) -> tuple[DictConfig, list[str]] | None:
     """Composes; a word that Hydra refuses is explained in `faults`, taken out, and the rest tried again."""
     words = _opened(overrides, folders)
+    for folder in folders[:-1]:
+        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
+            if fault := limit_fault(path):
+                faults.append(fault)
+    if faults:
+        return None
     while True:
         try:
             return _hydra_compose(words, folders[:-1]), words
+        except yaml.YAMLError as error:
+            faults.append(yaml_fault(error))
+            return None
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             fault, culprit = explain(error, words, folders)
             faults.append(fault)

@@ -207,7 +207,10 @@ class MonitorConfig:
 
 @dataclass
 class RunConfig:
-    """The whole run: the only config object that the rest of the code sees."""
+    """The whole run: the only config object that the rest of the code sees.
+
+    ckpt_path: a run or checkpoint whose whole state is taken over. init_from: a safetensors file of weights alone.
+    """
 
     data: DataConfig = field(default_factory=DataConfig)
     model: Any = None
@@ -223,6 +226,7 @@ class RunConfig:
     seed: int | None = number(42, at_least=0, below=2**32)
     run_name: str | None = None
     ckpt_path: str | None = None
+    init_from: str | None = None
     user: Any = None
 
 

@@ -20,10 +20,12 @@ from trainrun.monitor.board import Board
 from trainrun.optimizer.ema import Ema
 from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
 from trainrun.randomness import random_state, set_random_state
-from trainrun.retry import Retry
+from trainrun.retry import Retry, no_memory
 from trainrun.scheduler.schedule import Schedule
 from trainrun.state import TrainState
 from trainrun.transform.compile_log import CompileLog
+
+ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,17 @@ class Parts:
 
         Raises CheckpointError, before anything is copied, where model or data are others.
         """
+        try:
+            return self._load_tree(place, shared, own)
+        except ODD_TREE as error:  # its bytes are those that were written, but not by this program
+            if no_memory(error):
+                raise
+            text = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"checkpoint {place}: not the state of such a run ({type(error).__name__}: {text})"
+            ) from error
+
+    def _load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
         check_tensors(
             place, "this model", tensor_kinds(self.model.state_dict()), tensor_kinds(shared["model"])
         )
@@ -110,6 +123,9 @@ class Parts:
     def _position(self, place: str, shared: dict[str, Any]) -> int:
         """Micro-batches done in the epoch, converted where their size changed: no sample twice, none lost."""
         then, now = shared["stream"], self.stream()
+        size = then["samples_per_batch"]
+        if type(size) is not int or size < 1 or type(then["num_samples"]) not in (int, type(None)):
+            raise CheckpointError(f"checkpoint {place}: no place in the data")
         if shared["train"]["batches"] and then["num_samples"] != now["num_samples"]:
             raise CheckpointError(
                 f"checkpoint {place}: saved in the middle of an epoch of {then['num_samples']} samples, and data.train "

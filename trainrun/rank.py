@@ -20,6 +20,7 @@ from trainrun.audition import choose_engine
 from trainrun.backends import kept_backends
 from trainrun.build import Site, build_parts
 from trainrun.ceilings import Session
+from trainrun.checkpoint.manifest import committed_steps
 from trainrun.checkpoint.resume import resolve
 from trainrun.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.compose import load_config
@@ -87,6 +88,7 @@ def train(
             listeners.on_position if listeners is not None else None,
             listeners.on_log if listeners is not None else None,
             listeners.flush if listeners is not None else None,
+            None if resume and committed_steps(run.checkpoints) else config.init_from,
             ledger, chosen_before(identity), measures=not resume, device_times=device_times,
         )  # fmt: skip
         parts, facts = build_parts(config, site)
@@ -150,6 +152,8 @@ def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> T
         return TrainState()
     same_ranks = loaded.manifest.world_size == parts.parallel.world_size
     state = parts.load_tree(loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
+    if state.step != loaded.manifest.step:
+        raise CheckpointError(f"checkpoint {loaded.folder.name}: holds the state of step {state.step}")
     state.saved_step = state.step
     if not resume:  # a new run has none of the other run's checkpoints, and no best of its own yet
         state.saved_step, state.best_step, state.best_metric = -1, -1, None

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, read when asked."""
+    """One run folder, read when asked. trust: it may name code that is not known to be the user's own."""
 
     folder: Path
+    trust: bool = False
 
     @property
     def files(self) -> RunDir:
@@ -53,12 +54,15 @@ class Run:
         """
         from trainrun.restore import load_model
 
-        return load_model(self.files, which)
+        return load_model(self.files, which, self.trust)
 
 
-def load_run(run_dir: str | Path) -> Run:
-    """A run folder as an object. Raises ConfigError where there is none."""
-    return Run(open_run(run_dir, "run_dir").root)
+def load_run(run_dir: str | Path, trust: bool = False) -> Run:
+    """A run folder as an object. Raises ConfigError where there is none.
+
+    trust: `load_model` follows whatever code the folder names, as `trainrun evaluate --trust` does.
+    """
+    return Run(open_run(run_dir, "run_dir").root, trust)
 
 
 def train(*words: str) -> Run:

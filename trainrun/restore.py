@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainrun.build import Site, build_parts
 from trainrun.build_model import build_model
 from trainrun.checkpoint.format import Loaded, read_checkpoint
 from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.checkpoint.resume import resolve
-from trainrun.compose import load_config
+from trainrun.compose import trusted_config
 from trainrun.config import RunConfig
+from trainrun.errors import CheckpointError
 from trainrun.interfaces import DataFacts
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
@@ -23,14 +24,15 @@ from trainrun.settle import chosen_before
 from trainrun.signals import StopFlag
 
 
-def load_model(run: RunDir, which: str) -> nn.Module:
+def load_model(run: RunDir, which: str, trust: bool = False) -> nn.Module:
     """The network alone, with its averaged weights where the run kept them; nothing else is built."""
+    config = trusted_config(run, [], trust)
     loaded = load_checkpoint(run, which)
     told = read_identity(run).get("data", {})
     facts = DataFacts(
         shape=tuple(told["shape"]) if told.get("shape") else None, num_classes=told.get("num_classes")
     )
-    model = build_model(load_config(run.config, []), facts, torch.device("cpu"))
+    model = build_model(config, facts, torch.device("cpu"))
     load_weights(model, loaded)
     return model.eval()
 
@@ -42,15 +44,22 @@ def load_checkpoint(run: RunDir, which: str) -> Loaded:
 
 def load_weights(model: nn.Module, loaded: Loaded) -> None:
     """The averaged weights where there are any, else the trained ones."""
-    averaged = loaded.shared["ema"].get("module")
-    weights = averaged if averaged is not None else loaded.shared["model"]
+    shared, weights = loaded.shared, None
+    if isinstance(shared, dict):
+        ema = shared.get("ema")
+        averaged = ema.get("module") if isinstance(ema, dict) else None
+        weights = averaged if averaged is not None else shared.get("model")
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise CheckpointError(f"checkpoint {loaded.folder.name}: holds no weights")
     check_tensors(loaded.folder.name, "this model", tensor_kinds(model.state_dict()), tensor_kinds(weights))
     model.load_state_dict(weights)
 
 
-def parts_of(run: RunDir, which: str, overrides: list[str]) -> tuple[Parts, RunConfig, Path]:
+def parts_of(
+    run: RunDir, which: str, overrides: list[str], trust: bool = False
+) -> tuple[Parts, RunConfig, Path]:
     """Everything of a saved run on one device, with the weights of a checkpoint in `parts.model`."""
-    config = load_config(run.config, overrides)
+    config = trusted_config(run, overrides, trust)
     config.trainer.ema.enabled = False  # the averaged weights are loaded into the model itself
     device = choose_device(config.parallel.accelerator, local_rank=0)
     identity = read_identity(run)

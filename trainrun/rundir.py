@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainrun.errors import ConfigError
+
+MAX_JSON_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,26 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file; raises OSError or ValueError."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_json(read_bytes(path, MAX_JSON_BYTES).decode("utf-8"))
+
+
+def parse_json(text: str) -> Any:
+    """Raises ValueError, for a text that is nested too deep as well."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """A plain file of at most `limit` bytes; raises OSError or ValueError. A pipe would be waited for, for ever."""
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a plain file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"longer than {limit:,} bytes")
+    return data
 
 
 def read_identity(run: RunDir) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from trainrun.compose import Composition, load_config, save_config
+from trainrun.compose import Composition, load_config, plain_config, save_config, trusted_config
 from trainrun.config import RunConfig
 from trainrun.environment import describe
 from trainrun.errors import EXIT_DONE, ConfigError
@@ -21,6 +21,7 @@ from trainrun.parallel.launch import launch
 from trainrun.rundir import RunDir, cannot_write, write_json, write_text
 from trainrun.signals import StopFlag, catch_signals
 from trainrun.status import read_status, run_status
+from trainrun.trust import foreign_nodes, seal_run
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def _folder_of(composition: Composition) -> Path:
 def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
     write_text(run.config, save_config(config))
+    if any(foreign_nodes(asdict(config))):
+        seal_run(run, plain_config(run.config))
     if external_ranks():
         from trainrun.external_run import lead_run
 
@@ -116,10 +119,10 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
     return run
 
 
-def resume_run(run: RunDir, overrides: list[str], paths: list[str]) -> int:
+def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool = False) -> int:
     """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
     take_back(run)
-    config = load_config(run.config, overrides)
+    config = trusted_config(run, overrides, trust)
     if told := finished(run, config):
         print(told)
         return EXIT_DONE

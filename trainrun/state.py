@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainrun.errors import CheckpointError
 from trainrun.interfaces import MicroBatch, StepReport
 
 # what a rank says at a step about saving; of all ranks the largest counts
@@ -76,6 +77,28 @@ class TrainState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError for a value that no state of ours has."""
+        for name, value in state.items():
+            if not _fits(name, value):
+                raise CheckpointError(f"the state says {str(name)[:40]}={str(value)[:40]}")
         for name, value in state.items():
             setattr(self, name, value)
         self.losses = [] if state["losses"] is None else list(state["losses"].unbind())
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a field has such values; counts are not below zero, and steps not below -1, which is none."""
+    kind = _KINDS.get(name, "")
+    if kind == "int":
+        return type(value) is int and -1 <= value < 2**53 and (value >= 0 or name.endswith("_step"))
+    if kind in ("float", "float | None"):
+        number = type(value) in (int, float)
+        return (number and value == value) if kind == "float" else number or value is None
+    if kind == "dict[str, float]":
+        return isinstance(value, dict) and all(type(item) in (int, float) for item in value.values())
+    if kind == "list[Tensor]":
+        return value is None or (isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point())
+    return kind == "str" and isinstance(value, str)
+
+
+_KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in _OF_THIS_SESSION}

@@ -70,7 +70,7 @@ def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> Part:
     """`shared_tree` counts on rank 0 only. Raises TypeError that names what cannot be saved."""
     plain, tensors = flatten({"shared": shared_tree, "rank": rank_tree} if rank == 0 else {"rank": rank_tree})
     text = strict_json.dumps(plain) + b"\n"
-    if len(text) > MAX_STATE_BYTES:
+    if len(text) > MAX_STATE_BYTES or strict_json.num_values(text) > strict_json.MAX_VALUES:
         raise CheckpointError(
             f"the state has {len(text):,} bytes of plain values; large ones belong in tensors"
         )

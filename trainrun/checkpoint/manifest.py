@@ -26,6 +26,8 @@ MANIFEST = "MANIFEST.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_STEP = 10**8 - 1
 KINDS = ("last", "best", "periodic", "final", "stopped")
+MAX_NAME = 100  # letters of a run's id
+SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
 
 
@@ -147,6 +149,8 @@ def _manifest(value: dict[str, Any], place: str) -> Manifest:
     _check(value, kinds, place)
     if not 0 <= value["step"] <= MAX_STEP or value["epoch"] < 0 or value["kind"] not in KINDS:
         raise CheckpointError(f"{place}: no step, epoch or kind of a checkpoint")
+    if len(value["run_id"]) > MAX_NAME or not value["run_id"].isprintable():
+        raise CheckpointError(f"{place}: no id of a run")
     metric = value["metric"]
     if metric is not None:
         _check(metric, {"name": str, "mode": str, "value": float}, f"{place}: metric")
@@ -157,10 +161,12 @@ def _manifest(value: dict[str, Any], place: str) -> Manifest:
     expected = {name for rank in range(world_size) for name in rank_files(rank)}
     if files.keys() != expected:
         raise CheckpointError(
-            f"{place}: names {sorted(map(str, files))[:8]}, expected {sorted(expected)[:8]}"
+            f"{place}: names {[name[:40] for name in sorted(files)[:8]]}, expected {sorted(expected)[:8]}"
         )
     for name, entry in files.items():
         _check(entry, {"size": int, "sha256": str}, f"{place}: {name}")
+        if entry["size"] < 0 or not SHA256.fullmatch(entry["sha256"]):
+            raise CheckpointError(f"{place}: {name}: no size and SHA-256")
     written = {name: Written(entry["size"], entry["sha256"]) for name, entry in files.items()}
     return Manifest(
         value["run_id"],

@@ -10,17 +10,19 @@ from typing import Any
 from trainrun.errors import CheckpointError
 
 MAX_DEPTH = 256
+MAX_VALUES = 500_000
 # The longest text of an integer that fits in 53 bits; larger ones are tagged by `tree`.
 MAX_INT_TEXT = 17
 
-_BRACKET = re.compile(r"[\[\]{}]")
+# Strings are passed over as a whole, the end of the text ends one too: so no text takes more than one pass.
+_STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)|[\[\]{},]', re.DOTALL)
 
 
 def loads(data: bytes, place: str) -> Any:
     """The value of a strict JSON text. `place` begins the message of every CheckpointError."""
     try:
         text = data.decode("utf-8")
-        _check_depth(text)
+        _check_size(text)
         return json.loads(
             text,
             object_pairs_hook=_object,
@@ -32,20 +34,33 @@ def loads(data: bytes, place: str) -> Any:
         raise CheckpointError(f"{place}: not valid JSON ({error})") from error
 
 
+def num_values(text: bytes) -> int:
+    """At least as many as a text of ours holds; one beyond `MAX_VALUES` may not be read again."""
+    return text.count(b",") + 1
+
+
 def dumps(value: Any, indent: int | None = None) -> bytes:
     separators = (",", ":") if indent is None else (",", ": ")
     return json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
 
 
-def _check_depth(text: str) -> None:
-    """Before the parser sees it, which would run out of stack."""
-    no_escapes = text.replace("\\\\", "").replace('\\"', "")
-    outside_strings = "".join(no_escapes.split('"')[::2])
-    depth = 0
-    for match in _BRACKET.finditer(outside_strings):
-        depth += 1 if match.group() in "[{" else -1
+def _check_size(text: str) -> None:
+    """Before the parser sees it, which would run out of stack, or make 64 bytes of every two."""
+    if text.count('"') > 4 * MAX_VALUES or text.count("\\") > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES:,} values")
+    depth = count = 0
+    for match in _STRUCTURE.finditer(text):
+        mark = match.group()
+        if mark in "[{":
+            depth += 1
+        elif mark in "]}":
+            depth -= 1
+        elif mark == ",":
+            count += 1
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        if count > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -132,17 +132,11 @@ def read_tensors(file: BinaryIO, size: int, place: str) -> tuple[dict[str, Tenso
     hash before it uses a tensor.
     """
     digest = hashlib.sha256()
-    start = read_exactly(file, 8, place)
-    length = int.from_bytes(start, "little")
-    if length > min(MAX_HEADER_BYTES, size - 8):
-        raise CheckpointError(
-            f"{place}: a header of {length} bytes in a file of {size} bytes (at most {MAX_HEADER_BYTES})"
-        )
-    header = read_exactly(file, length, place)
-    digest.update(start + header)
+    header = read_header(file, size, place)
+    digest.update(len(header).to_bytes(8, "little") + header)
     tensors: dict[str, Tensor] = {}
-    for slot in parse_header(header, size - 8 - length, place):
-        data = torch.empty(slot.stop - slot.start, dtype=torch.uint8)
+    for slot in parse_header(header, size - 8 - len(header), place):
+        data = _memory(slot.stop - slot.start, place)
         if len(data):
             view = _bytes(data)
             _fill(file, view, place)
@@ -153,6 +147,24 @@ def read_tensors(file: BinaryIO, size: int, place: str) -> tuple[dict[str, Tenso
     if file.read(1):
         raise CheckpointError(f"{place}: longer than the {size} bytes expected")
     return tensors, Written(size, digest.hexdigest())
+
+
+def read_header(file: BinaryIO, size: int, place: str) -> bytes:
+    """Without the eight bytes of its length in front."""
+    length = int.from_bytes(read_exactly(file, 8, place), "little")
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise CheckpointError(
+            f"{place}: a header of {length} bytes in a file of {size} bytes (at most {MAX_HEADER_BYTES})"
+        )
+    return read_exactly(file, length, place)
+
+
+def _memory(num_bytes: int, place: str) -> Tensor:
+    """A file can be longer than what it takes on the disk, and than all memory."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise CheckpointError(f"{place}: no memory for a tensor of {num_bytes:,} bytes") from error
 
 
 def parse_header(header: bytes, data_bytes: int, place: str) -> list[Slot]:

@@ -22,7 +22,15 @@ def run_parser(name: str, about: str) -> Parser:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="single values to change"
     )
+    add_trust(parser)
     return parser
+
+
+def add_trust(parser: Parser) -> None:
+    """What a folder names, and where it leads, is followed without a question only where it is the user's own."""
+    parser.add_argument(
+        "--trust", action="store_true", help="run the code that RUN_DIR names, and follow its links"
+    )
 
 
 def parse(parser: Parser, argv: list[str]) -> argparse.Namespace:

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     from trainrun.loop import evaluate
     from trainrun.restore import parts_of
 
-    parts, _, folder = parts_of(run, words.which, words.overrides)
+    parts, _, folder = parts_of(run, words.which, words.overrides, words.trust)
     if words.split not in parts.splits():
         raise ConfigError(
             f"--split {words.split}: this run has no data.{words.split}; name it with data.{words.split}._target_=..."

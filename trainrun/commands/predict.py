@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out {out}: must end in {' or '.join(FORMATS)}")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
-    columns = predictions(run, words.which, words.split, words.overrides)
+    columns = predictions(run, words.which, words.split, words.overrides, words.trust)
     try:
         write_table(out, columns)
     except OSError as error:
@@ -46,11 +46,13 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def predictions(run: RunDir, which: str, split: str, overrides: list[str]) -> dict[str, list[Any]]:
+def predictions(
+    run: RunDir, which: str, split: str, overrides: list[str], trust: bool = False
+) -> dict[str, list[Any]]:
     """Columns of equal length: `index`, the number of the sample in the data, then the task's."""
     from trainrun.restore import parts_of
 
-    parts, _, _ = parts_of(run, which, overrides)
+    parts, _, _ = parts_of(run, which, overrides, trust)
     if split not in parts.splits():
         raise ConfigError(
             f"--split {split}: this run has no data.{split}; name it with data.{split}._target_=..."

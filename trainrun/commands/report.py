@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainrun.commands.arguments import Parser
+from trainrun.commands.arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.rundir import RunDir
+from trainrun.trust import check_files
 
 MOST_FOLDERS = 2000  # looked at when a run is not found
 NOT_SEARCHED = ("checkpoints", "plots", "node_modules", "__pycache__")
@@ -26,8 +27,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="where the comparison goes (default: beside the first run)"
     )
+    add_trust(parser)
     words = parser.parse_args(argv)
     runs = list(dict.fromkeys(find_run(word) for word in words.run_dirs))
+    for run in runs:
+        check_files(run.root, words.trust)
     if words.out is not None and len(runs) == 1:
         raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
 

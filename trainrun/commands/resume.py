@@ -18,4 +18,4 @@ def main(argv: list[str]) -> int:
 
         return follow_run()
     run = open_run(words.run_dir)
-    return told(run.root, lambda: resume_run(run, words.overrides, add_import_paths([])))
+    return told(run.root, lambda: resume_run(run, words.overrides, add_import_paths([]), words.trust))

@@ -126,7 +126,7 @@ def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
             return
         try:
             text = line.decode("utf-8")
-            row = json.loads(text, parse_constant=_refuse)
+            row = _parsed(text)
             if not isinstance(row, dict):
                 raise ValueError("no JSON object")
         except ValueError as error:
@@ -136,6 +136,13 @@ def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
                 f"{path}: line {number} is damaged ({error}); delete that line to read the others"
             ) from error
         yield text, _numbers(row) if '"nan"' in text or 'inf"' in text else row
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 def _refuse(word: str) -> None:

@@ -6,9 +6,10 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from trainrun.errors import DataError
+from trainrun.errors import ConfigError, DataError
 from trainrun.monitor.metrics_file import Row, read_rows
 from trainrun.rundir import RunDir, read_json
+from trainrun.yaml_limits import LOADER, read_yaml_text
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,10 @@ def read_config(run: RunDir) -> dict[str, Any]:
     if not run.config.is_file():
         return {}
     import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = OmegaConf.to_container(OmegaConf.load(run.config))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        config = yaml.load(read_yaml_text(run.config), Loader=LOADER)
+    except (yaml.YAMLError, ValueError, TypeError, ConfigError) as error:
         raise DataError(
             f"{run.config}: not a config of a run ({str(error).partition(chr(10))[0]})"
         ) from error

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from trainrun.errors import ConfigError
 from trainrun.rundir import read_json, write_json
 from trainrun.sweep.results import Result
+from trainrun.trust import check_files
 
 NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable
 
@@ -107,6 +108,10 @@ def load_sweep(folder: Path) -> Sweep:
             Job(job["num"], tuple(job["words"]), job["folder"], Result(**job["result"]))
             for job in saved["jobs"]
         ]
+        check_files(folder, trust=False)
+        for job in jobs:  # they are written to, and deleted where nothing was saved
+            if not re.fullmatch(rf"{int(job.num)}-[A-Za-z0-9_.=+-]+", job.folder, re.ASCII):
+                raise ValueError(f"{job.folder[:80]!r} is no folder of a job")
         return Sweep(folder, saved["calls"], {job.num: job for job in jobs}, [])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

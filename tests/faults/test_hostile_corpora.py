@@ -1,0 +1,79 @@
+"""Damaged checkpoints, hostile files and bad input: the short sets of the corpora, and that each of them can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import trainrun.checkpoint.format as checkpoint_format
+import trainrun.compose as compose
+from faults import corpus_damage, corpus_fuzz, corpus_hostile, corpus_inputs
+
+# What the suite has time for; scripts/faults.py checks all.
+FUZZ, DAMAGES, SHARE = 300, 75, 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Also the working directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("corpora")
+        (folder / "home").mkdir()
+        patch.setenv("HOME", str(folder / "home"))
+        patch.chdir(folder)
+        corpus_damage.with_base(folder)  # its short run is what the others copy from
+        patch.setattr(corpus_fuzz, "train_base", lambda _: None)
+        patch.setattr(corpus_hostile, "train_base", lambda _: None)
+        corpus_fuzz.with_base(folder)
+        corpus_hostile.with_base(folder)
+        yield folder
+
+
+def faults_of(corpus: ModuleType, cases: list[corpus_damage.Case], place: Path) -> list[str]:
+    assert cases
+    return [f"{case.name}: {fault}" for case in cases if (fault := corpus.check(case, place))]
+
+
+def test_a_damaged_checkpoint_is_never_loaded(place: Path) -> None:
+    assert faults_of(corpus_damage, corpus_damage.cases(DAMAGES), place) == []
+
+
+def test_parsers_read_or_refuse(place: Path) -> None:
+    assert faults_of(corpus_fuzz, corpus_fuzz.cases(FUZZ), place) == []
+
+
+def test_nothing_of_a_stranger_runs(place: Path) -> None:
+    cases = [case for case in corpus_hostile.cases() if case.expect is not corpus_hostile.attack_process]
+    assert faults_of(corpus_hostile, cases[::SHARE], place) == []
+
+
+@pytest.mark.parametrize("name", ["giant-bytes", "system"])
+def test_the_limited_process_refuses(place: Path, name: str) -> None:
+    cases = [case for case in corpus_hostile.cases() if case.name == f"process-{name}"]
+    assert faults_of(corpus_hostile, cases, place) == []
+
+
+def test_bad_input_is_one_short_message(place: Path) -> None:
+    assert faults_of(corpus_inputs, corpus_inputs.cases()[::SHARE], place) == []
+
+
+def test_the_corpora_can_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that compares no hashes, one that lets its own exceptions out, and a run folder that is believed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_format, "_check_hash", lambda *_: None)
+        flips = [case for case in corpus_damage.cases(60) if "flip" in case.name]
+        assert faults_of(corpus_damage, flips, place)
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_fuzz, "CheckpointError", PermissionError)
+        assert faults_of(corpus_fuzz, corpus_fuzz.cases(20), place)
+    with monkeypatch.context() as patch:
+        patch.setattr(compose, "check_run", lambda *_: None)
+        planted = [
+            case
+            for case in corpus_hostile.cases()
+            if case.name in ("target-planted", "target-shell-of-torch")
+        ]
+        assert len(faults_of(corpus_hostile, planted, place)) == 2
