@@ -68,9 +68,9 @@ class Listeners:
                 draw_run(self._run)
 
     def flush(self) -> None:
-        """Ahead of a checkpoint: a killed run that goes on from it has every row before it."""
+        """Ahead of a checkpoint: a run that goes on from it has every row before it, also after a power loss."""
         if self._file is not None:
-            self._file.flush()
+            self._file.sync()
 
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The last rows, the pictures and the report, and last the summary on the screen."""
