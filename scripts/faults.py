@@ -32,6 +32,7 @@ from faults.plan import Case, parse_case  # noqa: E402
 from faults.referee import Referee  # noqa: E402
 from faults.suites import SUITES, soak  # noqa: E402
 
+PORTION = 100  # faults of a soak between two lines of progress
 OWN = {"F6": cold.what, "F10": power.what}  # not made of cases that are played
 
 
@@ -45,7 +46,7 @@ def main() -> int:
         if words.case is not None:
             tallies.append(play(referee, [parse_case(words.case)], "case", "as typed", words.judges))
         elif words.controls:
-            return controls.run(referee, words.judges)
+            return controls.run(referee, words.judges, around=words.size > 0)
         elif words.soak:
             tallies.append(soaked(referee, words))
         else:
@@ -94,9 +95,13 @@ def suites(referee: Referee, words: argparse.Namespace, folder: Path) -> list[Ta
 def soaked(referee: Referee, words: argparse.Namespace) -> Tally:
     """In portions, because a fault drawn for late in a run may find it at its end."""
     rng, tally = random.Random(f"{words.seed} soak"), Tally("F26", "mixed faults")
+    told = 0
     while tally.faults < words.soak:
-        for case in portion(referee, rng, min(words.soak - tally.faults, 400), words.judges):
+        for case in portion(referee, rng, min(words.soak - tally.faults, PORTION), words.judges):
             tally.add(case)
+        for case, why in tally.failed[told:]:
+            print(f'  failed: python scripts/faults.py --case "{case}"\n    {why}', flush=True)
+        told = len(tally.failed)
         print(f"{tally.faults} faults, {len(tally.failed)} failed, {tally.seconds:.0f} s of runs", flush=True)
     return tally
 

@@ -46,7 +46,7 @@ class Listeners:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
         if self._file is None:
             return
-        cut_rows_after(self._run.metrics, state.step)
+        cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
         if self._config.monitor.hardware:
             ranks = parts.parallel.world_size > 1  # then whoever started them is the root of all processes
             root = os.getppid() if ranks else None

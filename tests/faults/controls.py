@@ -50,8 +50,8 @@ def without(name: str, folders: bool) -> Callable[[list[Operation]], list[Operat
 CHANGES = [without("no-fsync-of-files", folders=False), without("no-fsync-of-folders", folders=True)]
 
 
-def play(referee: Referee, names: list[str], judges: int) -> dict[str, Outcome]:
-    """By defect. A kill at one place may miss it: a few places around are tried too."""
+def play(referee: Referee, judges: int, around: bool) -> dict[str, Outcome]:
+    """By defect. around: a kill at one place may miss it, so a few others are tried too."""
     outcomes: dict[str, Outcome] = {}
 
     def note(outcome: Outcome) -> None:
@@ -59,28 +59,33 @@ def play(referee: Referee, names: list[str], judges: int) -> dict[str, Outcome]:
         if known is None or known.good:
             outcomes[outcome.case.defect] = outcome
 
-    judge(referee, [case for name in names for case in _around(name)], judges, note)
+    more = (0, 3, 7) if around else (0,)
+    judge(referee, [case for name in DEFECTS for case in _cases(name, more)], judges, note)
     return outcomes
 
 
-def _around(name: str) -> list[Case]:
+def _cases(name: str, more: tuple[int, ...]) -> list[Case]:
     subject, fault = WHERE[name].split()
     place, _, value = fault.partition("=")
-    return [parse_case(f"{subject} {place}={int(value) + more} defect={name}") for more in (0, 3, 7)]
+    return [parse_case(f"{subject} {place}={int(value) + one} defect={name}") for one in more]
 
 
 def play_power(folder: Path, size: float, rng: random.Random) -> dict[str, int]:
     """How many states are judged badly, by defect."""
-    return {change.__name__: power.run(folder / change.__name__, rng, size, change).lost for change in CHANGES}
+    return {
+        change.__name__: power.run(folder / change.__name__, rng, size, change).lost for change in CHANGES
+    }
 
 
-def run(referee: Referee, judges: int) -> int:
+def run(referee: Referee, judges: int, around: bool) -> int:
     """Prints what each was found by; returns 1 where one was not."""
     missed = 0
-    for name, outcome in sorted(play(referee, list(DEFECTS), judges).items()):
+    for name, outcome in sorted(play(referee, judges, around).items()):
         missed += outcome.good
         print(f"{'MISSED' if outcome.good else 'found ':7} {name:30} {'; '.join(outcome.problems)[:100]}")
-    for name, lost in play_power(referee.folder, 0.05, random.Random(1)).items():
+    for name, lost in play_power(referee.folder, 0.02, random.Random(1)).items():
         missed += lost == 0
-        print(f"{'MISSED' if lost == 0 else 'found ':7} {name:30} {lost} states from which the run cannot go on")
+        print(
+            f"{'MISSED' if lost == 0 else 'found ':7} {name:30} {lost} states from which the run cannot go on"
+        )
     return 1 if missed else 0

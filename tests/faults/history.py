@@ -63,7 +63,9 @@ def check_reference(lives: list[Life], num_samples: int, epochs: int, whole: boo
         for batch in life.batches:
             for sample in batch.split()[0].split(","):
                 seen[sample] = seen.get(sample, 0) + 1
-    wrong = [f"sample {i}: {seen.get(str(i), 0)} times" for i in range(num_samples) if seen.get(str(i)) != epochs]
+    wrong = [
+        f"sample {i}: {seen.get(str(i), 0)} times" for i in range(num_samples) if seen.get(str(i)) != epochs
+    ]
     return wrong if whole else []
 
 

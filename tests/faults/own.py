@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +84,6 @@ def perish(index: int) -> None:
     if index == int(sample) and torch.utils.data.get_worker_info() is not None and not os.path.exists(note):
         open(note, "w").close()
         os.kill(os.getpid(), int(number))
-        signal.pause()
 
 
 class Net(nn.Module):
@@ -136,10 +134,10 @@ class Watched:
             return StepOutput(loss, {"acc": (logits.argmax(1) == target % 2).sum()})
         global num_batches
         num_batches += 1
-        for hook in on_batch:
-            loss = loss * hook(num_batches)
         ids = ",".join(map(str, (target // 2).tolist()))
         write_line(f"batch {ids} {float(loss.detach()).hex()}")
+        for hook in on_batch:
+            loss = loss * hook(num_batches)
         return StepOutput(loss)
 
 

@@ -65,7 +65,9 @@ class Data:
     size: int | None = None
 
 
-Step = Named | Data | int | str  # an int: fsync of that file or folder; a str: an acknowledged step, or nothing
+Step = (
+    Named | Data | int | str
+)  # an int: fsync of that file or folder; a str: an acknowledged step, or nothing
 
 
 @dataclass
@@ -190,7 +192,7 @@ def _walk(
 ) -> Iterator[tuple[str, bytes | None]]:
     for name, child in sorted(folders.get(number, {}).items()):
         place = f"{path}{name}"
-        if child in folders or child not in files and _is_folder(name):
+        if child in folders or (child not in files and _is_folder(name)):
             yield place, None
             yield from _walk(folders, files, child, f"{place}/")
         else:
@@ -247,7 +249,9 @@ def _hear_of_commits(operations: list[Operation]) -> None:
 Change = Callable[[list[Operation]], list[Operation]]
 
 
-def run(folder: Path, rng: random.Random, size: float, change: Change = lambda operations: operations) -> Tally:
+def run(
+    folder: Path, rng: random.Random, size: float, change: Change = lambda operations: operations
+) -> Tally:
     """change: makes the record of a runner with a defect of the true one."""
     tally, began = Tally("F10", what), time.monotonic()
     referee = Referee(folder / "power")
@@ -260,14 +264,14 @@ def run(folder: Path, rng: random.Random, size: float, change: Change = lambda o
         for moment in moments if size >= 0.5 else sorted(rng.sample(moments, round(len(steps) * size * 2))):
             acknowledged = max((int(step) for step in steps[:moment] if isinstance(step, str)), default=0)
             for state in states(steps, moment, rng):
-                _judge(tally, state, acknowledged, seen, folder / "state", f"{name} after {moment} operations")
+                _judge(
+                    tally, state, acknowledged, seen, folder / "state", f"{name} after {moment} operations"
+                )
     tally.seconds = time.monotonic() - began
     return tally
 
 
-def _judge(
-    tally: Tally, state: State, acknowledged: int, seen: set[bytes], place: Path, told: str
-) -> None:
+def _judge(tally: Tally, state: State, acknowledged: int, seen: set[bytes], place: Path, told: str) -> None:
     key = _key(state, acknowledged)
     if key in seen:
         return

@@ -9,6 +9,7 @@ PLAIN = [
     "data.val.count=13", "model._target_=faults.own.Net", "task._target_=faults.own.Watched",
     "data.batch_size=4", "data.num_workers=0", "trainer.max_epochs=3", "trainer.accumulate_grad_batches=3",
     "trainer.gradient_clip_val=1.0", "trainer.val_check_interval=0.5", "trainer.num_threads=1",
+    "trainer.out_of_memory=stop",
     "trainer.ema.enabled=true", "trainer.ema.decay=0.9", "scheduler=cosine", "scheduler.warmup_steps=3",
     "checkpoint.every_n_train_steps=2", "checkpoint.keep_last=2", "checkpoint.save_top_k=2",
     "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",

@@ -39,7 +39,18 @@ class Tap:
         self.lock = threading.RLock()
         self.real: dict[str, Any] = {
             name: getattr(os, name)
-            for name in ("open", "close", "write", "fsync", "replace", "rename", "mkdir", "rmdir", "unlink", "remove")
+            for name in (
+                "open",
+                "close",
+                "write",
+                "fsync",
+                "replace",
+                "rename",
+                "mkdir",
+                "rmdir",
+                "unlink",
+                "remove",
+            )
         }
         self.real_open = io.open
 
@@ -68,7 +79,9 @@ class Tap:
         view = memoryview(data).cast("B")
         operation = Operation("write", self.paths[descriptor], data=bytes(view), offset=offset)
         self.hook("before", operation)
-        middle = len(view) // 2 if len(view) < 1 << 20 else 0  # long ones may go by O_DIRECT, in whole sectors
+        middle = (
+            len(view) // 2 if len(view) < 1 << 20 else 0
+        )  # long ones may go by O_DIRECT, in whole sectors
         done = act(view[:middle]) if middle else 0
         self.hook("half", operation)
         while done < len(view):
@@ -123,8 +136,17 @@ class Tap:
             return
         self.around(Operation("fsync", self.paths[descriptor]), lambda: None)  # kills spare the page cache
 
-    def _python_open(self, file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None,
-                     errors: Any = None, newline: Any = None, closefd: bool = True, opener: Any = None) -> Any:  # fmt: skip
+    def _python_open(
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: Any = None,
+        errors: Any = None,
+        newline: Any = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
         if opener is not None or not WRITES & set(mode) or not self.inside(file):  # opener: a nameless file
             return self.real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
         path = os.path.abspath(file)
@@ -156,7 +178,9 @@ class TappedFile(io.FileIO):
         return self._tap.write(self.fileno(), data, lambda part: super(TappedFile, self).write(part) or 0)
 
     def truncate(self, size: int | None = None) -> int:
-        operation = Operation("cut", self._tap.paths[self.fileno()], offset=self.tell() if size is None else size)
+        operation = Operation(
+            "cut", self._tap.paths[self.fileno()], offset=self.tell() if size is None else size
+        )
         return int(self._tap.around(operation, lambda: super(TappedFile, self).truncate(size)))
 
     def close(self) -> None:

@@ -113,14 +113,19 @@ def read_rows(path: Path) -> list[Row]:
     return [row for _, row in _numbered_rows(path)]
 
 
-def cut_rows_after(path: Path, step: int) -> None:
-    """Drops the rows behind `step`, ends of earlier sessions, a line that was cut off. No file is fine."""
+def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
+    """Drops the rows behind `step`, ends of earlier sessions, a line that was cut off. No file is fine.
+
+    validated: whether the validation of that very step is part of what the run goes on from; else it is done again.
+    """
     if not path.exists():
         return
+    last = step if validated else step - 1
     kept = [
         line
         for line, row in _numbered_rows(path)
-        if row.get("kind") not in OF_THE_END and row.get("step", 0) <= step
+        if row.get("kind") not in OF_THE_END
+        and row.get("step", 0) <= (last if row.get("kind") == "eval" else step)
     ]
     write_text(path, "".join(f"{line}\n" for line in kept), durable=True)
 
