@@ -88,7 +88,7 @@ def suites(referee: Referee, words: argparse.Namespace, folder: Path) -> list[Ta
             what, make = SUITES[name]
             tally = play(referee, make(referee.reference, rng, size), name, what, words.judges)
         tallies.append(tally)
-        show([tally])
+        show([tally])  # with what failed, at once
     return tallies
 
 

@@ -99,8 +99,8 @@ def _be_child(work: Callable[[], int], output: Path) -> None:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         code = work()
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 1
