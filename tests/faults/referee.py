@@ -22,10 +22,12 @@ from trainrun.compose import Composition, compose_run
 from trainrun.errors import TrainrunError
 
 TIMEOUT = 60.0
-# a full disk or a fault of the model fails the run, unless only a deletion failed; a stop may come too late
+# a full disk or a fault of the model fails the run, unless only a deletion failed; a stop may come too late; a worker
+# that stalls ends the run with words about data.worker_timeout_seconds
 CODES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(DISK, (0, 1, 2)), **dict.fromkeys(CODE, (0, 1)), **dict.fromkeys(WORKER, (0,)),
     "kill": (0, KILL_CODE), "term": (0, 75, 143), "usr1": (0, 75, 138), "usr2": (0, 75, 140), "int": (0, 130),
+    "worker-stop": (0, 2),
 }  # fmt: skip
 EARLY = {"term": -15, "usr1": -10, "usr2": -12, "int": -2}  # ahead of the first handler
 
