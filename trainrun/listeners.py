@@ -49,7 +49,7 @@ class Listeners:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
         if self._file is None:
             return
-        cut_rows_after(self._run.metrics, state.step)
+        cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
         if self._config.monitor.hardware:
             ranks = parts.parallel.world_size > 1  # then whoever started them is the root of all processes
             root = os.getppid() if ranks else None
@@ -71,9 +71,9 @@ class Listeners:
                 draw_run(self._run)
 
     def flush(self) -> None:
-        """Ahead of a checkpoint: a killed run that goes on from it has every row before it."""
+        """Ahead of a checkpoint: a run that goes on from it has every row before it, also after a power loss."""
         if self._file is not None:
-            self._file.flush()
+            self._file.sync()
 
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The last rows, the pictures and the report, and last the summary on the screen."""

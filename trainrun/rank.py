@@ -136,7 +136,7 @@ def note_choices(run: RunDir, parts: Parts, chosen: Chosen) -> None:
     facts = parts.data_facts
     told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if parts.config.trainer.num_threads == "auto" else {}
-    write_json(run.identity, read_identity(run) | {"data": told} | threads | chosen)
+    write_json(run.identity, read_identity(run) | {"data": told} | threads | chosen, durable=True)
 
 
 def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:

@@ -93,7 +93,10 @@ class RunDir:
     def create(self) -> None:
         """Makes the folder; refuses a place where nothing can be written."""
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            for folder in [*reversed(self.root.parents), self.root]:
+                if not folder.is_dir():
+                    folder.mkdir(exist_ok=True)
+                    sync_path(folder.parent)
             with tempfile.TemporaryFile(dir=self.root):
                 pass
         except OSError as error:
@@ -107,20 +110,38 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
     )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file as a whole: nobody ever sees half of it."""
+def write_text(path: Path, text: str, durable: bool = False) -> None:
+    """Replaces a file as a whole: nobody ever sees half of it.
+
+    durable: also after a power loss, where else an empty file could have taken its place.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
+        if durable:
+            sync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, durable: bool = False) -> None:
     """Strict JSON, one key a line."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable)
+
+
+def sync_path(path: Path) -> None:
+    """What a file holds, or which names a folder has, outlives a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_json(path: Path) -> Any:

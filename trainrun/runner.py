@@ -49,10 +49,10 @@ def new_run(composition: Composition, words: list[str]) -> RunDir:
     if config.seed is None:
         config.seed = secrets.randbelow(2**32)
     try:
-        write_text(run.config, save_config(config))
+        write_text(run.config, save_config(config), durable=True)
         write_text(run.overrides, "".join(f"{word}\n" for word in words))
         write_json(run.environment, describe(Path.cwd()))
-        write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()})
+        write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()}, durable=True)
     except OSError as error:
         raise cannot_write(run.root, error) from error
     return run
@@ -79,7 +79,7 @@ def _folder_of(composition: Composition) -> Path:
 
 def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
-    write_text(run.config, save_config(config))
+    write_text(run.config, save_config(config), durable=True)
     if any(foreign_nodes(asdict(config))):
         seal_run(run, plain_config(run.config))
     if external_ranks():
@@ -126,7 +126,7 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
     if told := finished(run, config):
         print(told)
         return EXIT_DONE
-    write_text(run.config_before, run.config.read_text(encoding="utf-8"))
+    write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
         return execute(run, config, Order(resume=True, paths=paths))
     finally:

@@ -142,20 +142,20 @@ def test_foreign_files_are_refused_unopened(tmp_path: Path) -> None:
 def test_a_step_validated_only_after_a_resume_is_one_of_the_best(
     make_run: MakeRun, faults: Any, killed: type[BaseException]
 ) -> None:
-    """A signal came at the step of a validation; a kill at any moment of the new save changes nothing."""
+    """A signal came at the step of a validation; a kill at any moment of a resume and its save changes nothing."""
     first = make_run(save_top_k=2)
     first.go(3, acc=0.7, save_request=1)
     first.state.validated_step = 3
     first.go(5, stop="asked to stop by a signal", request=3)
     for at in range(1, 40):
         again = make_run(save_top_k=2, faults=faults(at))
-        loaded = again.keep.load_latest()
-        assert loaded is not None
-        assert loaded.manifest.step == 5
-        again.state.saved_step = 5
-        if loaded.manifest.metric is None:
-            assert not again.go(5)
         try:
+            loaded = again.keep.load_latest()
+            assert loaded is not None
+            assert loaded.manifest.step == 5
+            again.state.saved_step = 5
+            if loaded.manifest.metric is None:
+                assert not again.go(5)
             again.go(5, acc=0.9)
             break
         except killed:
@@ -169,3 +169,19 @@ def test_a_step_validated_only_after_a_resume_is_one_of_the_best(
     assert not last.go(5, acc=0.9)
     last.go(9, save_request=1)
     assert json.loads((last.folder / "best.json").read_text())["entries"][0]["step"] == 5
+
+
+def test_a_kill_between_a_commit_and_best_json_is_made_good(
+    make_run: MakeRun, faults: Any, killed: type[BaseException], tmp_path: Path
+) -> None:
+    """There may be no later commit that would write it."""
+    seen = faults()
+    make_run(folder=tmp_path / "seen", faults=seen).go(5, acc=0.9, stop="done")
+    at = 1 + next(i for i, (_, path) in enumerate(seen.seen, start=1) if path.startswith(".tmp-best"))
+    run = make_run(faults=faults(at))
+    with pytest.raises(killed):
+        run.go(5, acc=0.9, stop="done")
+    assert run.steps() == [5]
+    assert not (run.folder / "best.json").exists()
+    make_run().keep.load_latest()
+    assert json.loads((run.folder / "best.json").read_text())["entries"][0]["step"] == 5

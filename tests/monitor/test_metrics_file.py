@@ -125,6 +125,19 @@ def test_what_an_ended_session_wrote_at_its_end_is_cut(path: Path) -> None:
     assert [row["kind"] for row in read_rows(path)] == ["eval"]
 
 
+def test_a_validation_that_a_resume_does_again_is_cut(path: Path) -> None:
+    file = MetricsFile(path)
+    for step in (2, 4):
+        file.on_step(step, step / 4, {"train/loss": 1.0})
+        file.on_eval(step, step / 4, {"val/loss": 1.0})
+    cut_rows_after(path, 4, validated=False)
+    assert [(row["kind"], row["step"]) for row in read_rows(path)] == [
+        ("train", 2),
+        ("eval", 2),
+        ("train", 4),
+    ]
+
+
 def test_nothing_is_cut_where_there_is_no_file(path: Path) -> None:
     cut_rows_after(path, 0)
     assert not path.exists()

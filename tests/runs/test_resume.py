@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+from faults.evidence import facts_of, same
 
 import trainrun as package
 from trainrun.checkpoint.format import read_checkpoint
@@ -77,15 +77,6 @@ WORDS = [
     "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",
     "checkpoint.keep_last=9",
 ]  # fmt: skip
-WALL_CLOCK = {
-    "time",
-    "samples_per_second",
-    "tokens_per_second",
-    "step_seconds",
-    "val/seconds",
-    "facts",
-    "summary",
-}
 
 
 @pytest.fixture
@@ -99,37 +90,6 @@ def changed(words: list[str], *new: str) -> list[str]:
     """The words with other values for some keys."""
     keys = {word.partition("=")[0] for word in new}
     return [word for word in words if word.partition("=")[0] not in keys] + list(new)
-
-
-def facts_of(folder: Path) -> tuple[dict, list[dict]]:
-    """Every tensor and number of the last checkpoint, and every row, without wall-clock times."""
-    loaded = read_checkpoint(resolve(folder / "checkpoints", "last"))
-    rows = [
-        {name: value for name, value in row.items() if name not in WALL_CLOCK}
-        for row in package.load_run(folder).metrics
-        if row["kind"] in ("train", "eval")
-    ]
-    train = {
-        k: v for k, v in loaded.shared["train"].items() if k not in ("seconds", "last_metrics", "saved_step")
-    }
-    return {"shared": {**loaded.shared, "train": train}, "own": loaded.own}, rows
-
-
-def same(left: object, right: object, path: str = "") -> None:
-    assert type(left) is type(right), path
-    if isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype, path
-        assert torch.equal(left, right), path
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), path
-        for name in left:
-            same(left[name], right[name], f"{path}.{name}")
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right), path
-        for i, pair in enumerate(zip(left, right, strict=True)):
-            same(*pair, f"{path}[{i}]")
-    else:
-        assert left == right, path
 
 
 def stop_at(step: int, name: str) -> list[str]:

@@ -83,8 +83,7 @@ class Checkpoints:
         self._snapshots, self._told_no_room = Snapshots(free_bytes), False
         self._saves = Saves(folder, parallel, self._files, note)
         self._waiting: dict[int, Record] = {}
-        self._saved_before = -1
-        self._last_commit = clock()
+        self._saved_before, self._last_commit = -1, clock()
         self._unprepared: tuple[HasTree, int] | None = None  # from that step on the state has its full size
 
     def start(self, parts: HasTree, state: TrainState) -> None:
@@ -295,5 +294,7 @@ class Checkpoints:
             return committed_values(self.folder, options.monitor, up_to=step)
 
         entries = [Entry(*one) for one in on_rank_zero(self._parallel, look)]
-        self._ranking = Ranking(options.mode, options.save_top_k, entries)
-        self._waiting = {}
+        self._ranking, self._waiting = Ranking(options.mode, options.save_top_k, entries), {}
+        best = self._ranking.entries
+        if options.enabled:  # a kill may have come between the last commit and this
+            on_rank_zero(self._parallel, lambda: self._retention.tidy(best, self._files, self._note))

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainrun.errors import DataError
 from trainrun.interfaces import RunFacts
-from trainrun.rundir import write_text
+from trainrun.rundir import sync_path, write_text
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 TEXTS = ("kind", "text", "split", "facts", "class_names")  # never numbers, whatever they say
@@ -52,6 +52,14 @@ class MetricsFile:
         """Writes what was held back."""
         with self._lock:
             self._flush()
+
+    def sync(self) -> None:
+        """Writes what was held back, and returns when the disk has it."""
+        with self._lock:
+            self._flush()
+            if self._path.exists():
+                sync_path(self._path)
+                sync_path(self._path.parent)
 
     def _flush(self) -> None:
         if self._lines:
@@ -105,16 +113,21 @@ def read_rows(path: Path) -> list[Row]:
     return [row for _, row in _numbered_rows(path)]
 
 
-def cut_rows_after(path: Path, step: int) -> None:
-    """Drops the rows behind `step`, ends of earlier sessions, a line that was cut off. No file is fine."""
+def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
+    """Drops the rows behind `step`, ends of earlier sessions, a line that was cut off. No file is fine.
+
+    validated: whether the validation of that very step is part of what the run goes on from; else it is done again.
+    """
     if not path.exists():
         return
+    last = step if validated else step - 1
     kept = [
         line
         for line, row in _numbered_rows(path)
-        if row.get("kind") not in OF_THE_END and row.get("step", 0) <= step
+        if row.get("kind") not in OF_THE_END
+        and row.get("step", 0) <= (last if row.get("kind") == "eval" else step)
     ]
-    write_text(path, "".join(f"{line}\n" for line in kept))
+    write_text(path, "".join(f"{line}\n" for line in kept), durable=True)
 
 
 def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:

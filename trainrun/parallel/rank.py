@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -62,7 +63,10 @@ def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        report_failure(run_dir, rank, error)
+        try:
+            report_failure(run_dir, rank, error)
+        except OSError:  # the disk is full, perhaps: the driver knows the code, the rank's output the reason
+            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
         return error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED
 
 

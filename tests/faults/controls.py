@@ -1,0 +1,91 @@
+"""Negative controls: with each planted defect, one of its cases must be judged badly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from faults import power
+from faults.defects import DEFECTS
+from faults.judges import judge
+from faults.plan import Case, parse_case
+from faults.referee import Outcome, Referee
+from faults.taps import Operation
+
+# kills in the middle of a run, in the subject where the defect shows
+WHERE = {
+    "no-random-state": "fp32 kill@batch=26",
+    "random-state-before-iter": "fp32 kill@batch=26",
+    "no-position": "fp32 kill@batch=28",
+    "no-optimizer-state": "fp32 kill@batch=26",
+    "no-schedule": "fp32 kill@batch=26",
+    "no-average": "fp32 kill@batch=26",
+    "no-loss-scale": "fp16 kill@batch=26",
+    "rows-not-cut": "fp32 kill@batch=26",
+    "rows-after-the-commit": "sync kill@batch=24",
+    "deletion-before-the-commit": "sync kill@file=155",
+    "acknowledged-too-early": "sync kill@batch=26",
+    "other-buckets": "ddp3 kill@batch=16",
+}
+assert WHERE.keys() == DEFECTS.keys()
+
+
+def without(name: str, folders: bool) -> Callable[[list[Operation]], list[Operation]]:
+    """The record of a runner that never calls fsync on files, or on folders."""
+
+    def change(operations: list[Operation]) -> list[Operation]:
+        made = {operation.path for operation in operations if operation.name == "mkdir"}
+        roots = {str(Path(path).parent) for path in made}
+        return [
+            operation
+            for operation in operations
+            if operation.name != "fsync" or (operation.path in made | roots) != folders
+        ]
+
+    change.__name__ = name
+    return change
+
+
+CHANGES = [without("no-fsync-of-files", folders=False), without("no-fsync-of-folders", folders=True)]
+
+
+def play(referee: Referee, judges: int, around: bool) -> dict[str, Outcome]:
+    """By defect. around: a kill at one place may miss it, so a few others are tried too."""
+    outcomes: dict[str, Outcome] = {}
+
+    def note(outcome: Outcome) -> None:
+        known = outcomes.get(outcome.case.defect)
+        if known is None or known.good:
+            outcomes[outcome.case.defect] = outcome
+
+    more = (0, 3, 7) if around else (0,)
+    judge(referee, [case for name in DEFECTS for case in _cases(name, more)], judges, note)
+    return outcomes
+
+
+def _cases(name: str, more: tuple[int, ...]) -> list[Case]:
+    subject, fault = WHERE[name].split()
+    place, _, value = fault.partition("=")
+    return [parse_case(f"{subject} {place}={int(value) + one} defect={name}") for one in more]
+
+
+def play_power(folder: Path, size: float, rng: random.Random) -> dict[str, int]:
+    """How many states are judged badly, by defect."""
+    return {
+        change.__name__: power.run(folder / change.__name__, rng, size, change).lost for change in CHANGES
+    }
+
+
+def run(referee: Referee, judges: int, around: bool) -> int:
+    """Prints what each was found by; returns 1 where one was not."""
+    missed = 0
+    for name, outcome in sorted(play(referee, judges, around).items()):
+        missed += outcome.good
+        print(f"{'MISSED' if outcome.good else 'found ':7} {name:30} {'; '.join(outcome.problems)[:100]}")
+    for name, lost in play_power(referee.folder, 0.02, random.Random(1)).items():
+        missed += lost == 0
+        print(
+            f"{'MISSED' if lost == 0 else 'found ':7} {name:30} {lost} states from which the run cannot go on"
+        )
+    return 1 if missed else 0

@@ -1,0 +1,109 @@
+"""Defects planted in the runner, in a forked life: the suites must notice every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainrun import parts
+from trainrun.cadence import Cadence
+from trainrun.checkpoint import keep, saving
+from trainrun.checkpoint.files import FileLayer
+from trainrun.optimizer.ema import Ema
+from trainrun.parallel import ddp
+from trainrun.parts import Parts
+from trainrun.scheduler.schedule import Schedule
+
+
+def plant(name: str) -> None:
+    DEFECTS[name]()
+
+
+def no_random_state() -> None:
+    parts.set_random_state = lambda state: None  # type: ignore[assignment]
+
+
+def random_state_before_iter() -> None:
+    """Making an iterator of a loader draws a number, as torch's own does, after the states were put back."""
+    start = Cadence.start
+
+    def started(self: Cadence, state: Any) -> None:
+        torch.empty((), dtype=torch.int64).random_()
+        start(self, state)
+
+    Cadence.start = started  # type: ignore[method-assign]
+
+
+def no_position() -> None:
+    """A resume begins its epoch again."""
+    Parts._position = lambda self, place, shared: 0  # type: ignore[method-assign]
+
+
+def no_optimizer_state() -> None:
+    parts.load_named_optimizer_state = lambda *rest: None  # type: ignore[assignment]
+
+
+def no_schedule() -> None:
+    Schedule.load_state_dict = lambda self, state: None  # type: ignore[method-assign, assignment]
+
+
+def no_average() -> None:
+    Ema.load_state_dict = lambda self, state: None  # type: ignore[method-assign, assignment]
+
+
+def no_loss_scale() -> None:
+    from trainrun.precision import guarded
+
+    for value in vars(guarded).values():
+        if isinstance(value, type) and hasattr(value, "load_state_dict"):
+            value.load_state_dict = lambda self, state: None  # type: ignore[attr-defined]
+
+
+def rows_not_cut() -> None:
+    from trainrun import listeners
+
+    listeners.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
+
+
+def rows_after_the_commit() -> None:
+    """Rows are not flushed ahead of a checkpoint."""
+    init = keep.Checkpoints.__init__
+
+    def without(self: Any, *rest: Any, **more: Any) -> None:
+        init(self, *rest, **{**more, "before_commit": None})
+
+    keep.Checkpoints.__init__ = without  # type: ignore[method-assign]
+
+
+def deletion_before_the_commit() -> None:
+    """What is old goes before what is new is there: all but the file operations stay as they are."""
+    commits = saving.commit
+
+    def deletes_first(temporary: Any, facts: Any, reports: Any, files: FileLayer) -> None:
+        for old in temporary.parent.glob("step-*"):
+            files.remove_tree(old)
+        commits(temporary, facts, reports, files)
+
+    saving.commit = deletes_first
+
+
+def acknowledged_too_early() -> None:
+    """The runner goes on as if a save were on the disk that is not begun: nothing is written."""
+    saving.commit = lambda *rest: None  # type: ignore[assignment]
+
+
+def other_buckets() -> None:
+    """DDP's layout of the first step is not the one of the others: three ranks round differently."""
+    ddp.fix_buckets = lambda model: None  # type: ignore[assignment]
+
+
+DEFECTS: dict[str, Callable[[], None]] = {
+    function.__name__.replace("_", "-"): function
+    for function in [
+        no_random_state, random_state_before_iter, no_position, no_optimizer_state, no_schedule, no_average,
+        no_loss_scale, rows_not_cut, rows_after_the_commit, deletion_before_the_commit,
+        acknowledged_too_early, other_buckets,
+    ]
+}  # fmt: skip

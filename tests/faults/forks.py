@@ -1,0 +1,178 @@
+"""A warm parent: torch is imported once, and every life of a run is a forked child that calls the real entry point.
+
+Ranks are forked too, in place of new interpreters; everything else of the launcher is the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KILL_CODE = -signal.SIGKILL
+POLL_SECONDS = 0.001
+ARMED = "FAULTS_PIPE"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """code: as Popen says it, negative for a signal; hung: it had to be killed at `timeout`."""
+
+    code: int
+    hung: bool
+    seconds: float
+    struck: bool
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A signal for the child, `seconds` after it began; or for one of its ranks, after that began."""
+
+    signal: int
+    seconds: float
+    rank: int | None
+
+
+def run_forked(
+    work: Callable[[], int],
+    output: Path,
+    timeout: float,
+    strike: Strike | None = None,
+) -> Ending:
+    """Runs `work` in a child whose output goes to a file, and reaps the child."""
+    reader, writer = os.pipe()
+    os.environ[ARMED] = str(writer)
+    sys.stdout.flush()
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _be_child(work, output)
+    os.close(writer)
+    strike_at = began + strike.seconds if strike is not None and strike.rank is None else None
+    victim, struck = child, False
+    try:
+        while True:
+            done, status = os.waitpid(child, os.WNOHANG)
+            now = time.monotonic()
+            if done:
+                return Ending(os.waitstatus_to_exitcode(status), False, now - began, struck)
+            if now - began > timeout:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return Ending(KILL_CODE, True, now - began, struck)
+            if strike is not None and strike.rank is not None and strike_at is None:
+                victim = _rank_that_began(reader, strike.rank)
+                strike_at = now + strike.seconds if victim else None
+            if strike is not None and strike_at is not None and not struck and now >= strike_at:
+                with suppress(ProcessLookupError):  # it was faster
+                    os.kill(victim, strike.signal)
+                struck = True
+            time.sleep(POLL_SECONDS)
+    finally:
+        os.close(reader)
+
+
+def _rank_that_began(reader: int, rank: int) -> int:
+    """Its process, 0 while there is none."""
+    while select.select([reader], [], [], 0)[0] and (text := os.read(reader, 65536).decode()):
+        for line in text.splitlines():
+            number, process = line.split()
+            if int(number) == rank:
+                return int(process)
+    return 0
+
+
+def _be_child(work: Callable[[], int], output: Path) -> None:
+    """Never returns. A process group of its own, so that nothing of it is left behind."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        code = work()
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+class ForkedRank:
+    """What the launcher needs of a Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def fork_ranks(prepare: Callable[[int], None]) -> None:
+    """From now on the launcher forks its ranks. prepare: called in each, with its number, before it begins."""
+    from trainrun.parallel import launch
+    from trainrun.signals import stops_held_back
+
+    def start_rank(command: Sequence[str], rank: int, run_dir: Any, env: dict[str, str]) -> ForkedRank:
+        with stops_held_back():
+            child = os.fork()
+            if child:
+                return ForkedRank(child)
+            output = run_dir.rank_log(rank) if rank else Path(os.devnull)
+            _be_rank(list(command[-2:]), rank, env, output, prepare)
+        raise AssertionError("a rank does not return")
+
+    launch.start_rank = start_rank  # type: ignore[assignment]
+
+
+def _be_rank(
+    words: list[str], rank: int, env: dict[str, str], output: Path, prepare: Callable[[int], None]
+) -> None:
+    code = 1
+    try:
+        os.setsid()
+        os.environ.clear()
+        os.environ.update(env)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+        if rank:
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+        os.write(int(os.environ[ARMED]), f"{rank} {os.getpid()}\n".encode())
+        prepare(rank)
+        from trainrun import rank as rank_module
+
+        code = rank_module.main(words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

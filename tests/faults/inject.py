@@ -1,0 +1,147 @@
+"""In the process that trains: the hooks that leave a history, and the fault of this life, armed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from faults import own
+from faults.history import write_line
+from faults.plan import CODE, DISK, SIGNALS, Fault
+from faults.taps import Hook, Operation, Tap
+from trainrun.cadence import Cadence
+from trainrun.checkpoint import saving
+from trainrun.ledger import Ledger
+
+NUMBERS = {"kill": 9, "segv": 11, "term": 15, "int": 2, "usr1": 10, "usr2": 12, "stop": 19}
+ERRORS = {name: getattr(errno, name.upper()) for name in DISK}
+COUNTS = "FAULTS_COUNTS"  # a file that is told how many marks, batches and file operations there were
+
+
+def keep_history() -> None:
+    """Lines of a life's start and of every commit that the runner was told of."""
+    start, settle = Cadence.start, saving.Saves.settle
+
+    def started(self: Cadence, state: Any) -> None:
+        write_line(f"start {state.step}")
+        start(self, state)
+
+    def settled(self: saving.Saves) -> Any:
+        save = settle(self)
+        for step in sorted(save.committed) if save is not None and self._parallel.rank == 0 else []:
+            write_line(f"commit {step}")
+        return save
+
+    Cadence.start = started  # type: ignore[method-assign]
+    saving.Saves.settle = settled  # type: ignore[method-assign]
+
+
+class Counter:
+    """Counts the places of one kind, and strikes at one of them."""
+
+    def __init__(self, fault: Fault | None, driver: int) -> None:
+        self.fault, self.driver, self.count = fault, driver, 0
+        self.lock = threading.Lock()
+
+    def pass_by(self) -> bool:
+        """Whether it is here that it happens."""
+        with self.lock:
+            self.count += 1
+            here = self.fault is not None and self.count == self.fault.value
+        if here:
+            write_line(f"struck {self.fault}")
+        return here
+
+    def signal(self) -> None:
+        """A kill hits this very process; a wish to stop is sent to the one that the user started."""
+        assert self.fault is not None
+        number = NUMBERS[self.fault.action]
+        os.kill(os.getpid() if self.fault.action == "kill" else self.driver, number)
+
+
+def arm(fault: Fault | None, run: Path, driver: int) -> None:
+    """The fault of this life in this process; with none, places are counted for the reference."""
+    if fault is not None and fault.place in ("time", "driver", "sample"):
+        return  # of the parent, and of a worker
+    counts = os.environ.get(COUNTS)
+    if fault is None and counts is None:
+        return
+    counters = {place: Counter(fault if fault and fault.place == place else None, driver) for place in
+                ("mark", "batch", "file", "half", "after")}  # fmt: skip
+    place = fault.place if fault else None
+    if place in (None, "mark"):
+        _mark(counters["mark"])
+    if place in (None, "batch"):
+        own.on_batch.append(_batch(counters["batch"]))
+    if place in (None, "file", "half", "after"):
+        file = counters[place or "file"]
+        Tap(run, _disk(file, {"file": "before"}.get(place or "file", place or ""))).install()
+    if counts is not None:
+        _tell_counts(Path(counts), counters)
+
+
+def _tell_counts(path: Path, counters: dict[str, Counter]) -> None:
+    rank = os.environ.get("RANK", "0")
+    ending = os._exit
+
+    def told(code: int) -> None:
+        with open(f"{path}.{rank}", "w") as file:
+            file.write(" ".join(str(counters[name].count) for name in ("mark", "batch", "file")))
+        ending(code)
+
+    os._exit = told  # type: ignore[assignment]
+
+
+def _mark(counter: Counter) -> None:
+    opened = Ledger.open
+
+    def open_(self: Ledger, account: int) -> int:
+        if counter.pass_by():
+            counter.signal()
+        return opened(self, account)
+
+    Ledger.open = open_  # type: ignore[method-assign]
+
+
+def _batch(counter: Counter) -> Any:
+    def strike(number: int) -> float:
+        if not counter.pass_by():
+            return 1.0
+        assert counter.fault is not None
+        action = counter.fault.action
+        if action in SIGNALS:
+            counter.signal()
+        elif action == "error":
+            raise ValueError("a fault of the model")
+        elif action == "oom":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        return float("nan") if action == "nan" else 1.0
+
+    return strike
+
+
+def _disk(counter: Counter, when: str) -> Hook:
+    def hook(now: str, operation: Operation) -> None:
+        if now != when:
+            return
+        fault = counter.fault
+        here = counter.pass_by()
+        forever = fault is not None and fault.action.endswith("+") and counter.count > fault.value
+        if not here and not forever:
+            return
+        assert fault is not None
+        if fault.action in SIGNALS:
+            counter.signal()
+            return
+        if operation.name in ("unlink", "rmdir") and fault.action.removesuffix("+") in ("enospc", "edquot"):
+            return  # a full disk still deletes
+        number = ERRORS[fault.action.removesuffix("+")]
+        raise OSError(number, os.strerror(number), operation.path)
+
+    return hook
+
+
+assert set(CODE) == {"nan", "error", "oom"}
