@@ -47,6 +47,7 @@ from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
 from trainrun.retry import ONE_SAMPLE, no_memory
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
+from trainrun.runlock import take_over
 from trainrun.showcase import show
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
@@ -267,6 +268,7 @@ def main(argv: list[str]) -> int:
     """The entry of a rank that the launcher started."""
     from trainrun.parallel.worker import run_as_rank
 
+    take_over()
     run = RunDir(Path(argv[0]))
     attempt = int(argv[1])
     job = read_json(run.job)

@@ -45,6 +45,11 @@ class RunDir:
         return self.root / "RUN.json"
 
     @property
+    def lock(self) -> Path:
+        """Open and locked by the processes that train here; stays when they end."""
+        return self.root / ".lock"
+
+    @property
     def job(self) -> Path:
         """What the ranks are told besides the config; there while a run is going on."""
         return self.root / ".job.json"

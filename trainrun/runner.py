@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +21,7 @@ from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
 from trainrun.rundir import RunDir, cannot_write, write_json, write_text
+from trainrun.runlock import only_writer
 from trainrun.signals import StopFlag, catch_signals
 from trainrun.status import read_status, run_status
 
@@ -36,9 +39,18 @@ class Order:
     began: float | None = None
 
 
-def new_run(composition: Composition, words: list[str]) -> RunDir:
-    """Makes the folder of a new run and writes down what was asked for."""
+@contextmanager
+def begun(composition: Composition, words: list[str]) -> Iterator[RunDir]:
+    """`new_run`; nobody else trains in its folder inside."""
     run = RunDir(_folder_of(composition))
+    run.create()
+    with only_writer(run):
+        yield new_run(composition, words, run)
+
+
+def new_run(composition: Composition, words: list[str], run: RunDir | None = None) -> RunDir:
+    """Makes the folder of a new run and writes down what was asked for."""
+    run = run or RunDir(_folder_of(composition))
     if run.config.exists() and not forget_failure(run):
         raise ConfigError(
             f"hydra.run.dir={run.root}: holds a run already; go on with `trainrun resume {run.root}`, or name another"
@@ -118,6 +130,11 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
 
 def resume_run(run: RunDir, overrides: list[str], paths: list[str]) -> int:
     """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
+    with only_writer(run):
+        return _go_on(run, overrides, paths)
+
+
+def _go_on(run: RunDir, overrides: list[str], paths: list[str]) -> int:
     take_back(run)
     config = load_config(run.config, overrides)
     if told := finished(run, config):

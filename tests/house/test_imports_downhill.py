@@ -25,7 +25,7 @@ FLOORS = {
     3: ["parts", "retry", "window_start", "cadence", "compose", "status", "plots/"],
     2: ["config", "checks", "check_compile", "memory_rules", "words", "explain", "data/", "task/", "precision/",
         "parallel/", "monitor/", "checkpoint/"],
-    1: ["interfaces", "ledger", "rundir", "randomness", "signals", "state", "instantiate", "environment",
+    1: ["interfaces", "ledger", "rundir", "runlock", "randomness", "signals", "state", "instantiate", "environment",
         "optimizer/", "scheduler/"],
     0: ["errors", "host_memory", "usercode", "eager", "fused_adam", "collector", "model/", "transform/"],
 }  # fmt: skip

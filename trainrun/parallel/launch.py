@@ -20,10 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
 from trainrun.parallel.rank import listening_file
 from trainrun.rundir import RunDir, read_json
+from trainrun.runlock import passed_on
 from trainrun.signals import catch_stops, stops_held_back
 
 POLL_SECONDS = 0.02
@@ -169,13 +171,19 @@ def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str
     A session of its own keeps the terminal's Ctrl-C away from a rank: it hears of it from the driver, once,
     and not before it can listen: an interrupt in the middle of its imports would show a traceback.
     """
-    if rank == 0:
+    lock, word = passed_on()
+
+    def start(output: BinaryIO | None) -> Rank:
         with stops_held_back():
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
-    with run_dir.rank_log(rank).open("ab") as log, stops_held_back():
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
-        )
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env | word,
+                start_new_session=True, pass_fds=lock,
+            )  # fmt: skip
+
+    if rank == 0:
+        return start(None)
+    with run_dir.rank_log(rank).open("ab") as log:
+        return start(log)
 
 
 def watch(ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds: float, store: Path) -> int:
