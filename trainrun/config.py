@@ -122,7 +122,8 @@ class TrainerConfig:
     limit_train_batches: Any = 1.0
     limit_val_batches: Any = 1.0
     out_of_memory: str = one_of("split", "split-batchnorm", "stop", default="split")
-    nan_policy: str = one_of("stop", "skip", "ignore", default="stop")
+    nan_policy: str = one_of("stop", "skip", "rollback", "ignore", default="stop")
+    max_rollbacks: int = number(3, at_least=1)
     compile: CompileConfig = field(default_factory=CompileConfig)
     cuda_graphs: bool = False
     channels_last: bool = False
@@ -145,6 +146,7 @@ class CheckpointConfig:
     """What is kept: the newest (`last`), the best by a metric, and others by steps or time.
 
     async_save: the training goes on while a checkpoint is written, for one copy of the state in memory.
+    strict: a resume elsewhere (torch, threads, ranks, device, chip) than where it was saved is refused.
     """
 
     enabled: bool = True
@@ -156,6 +158,7 @@ class CheckpointConfig:
     every_n_train_steps: int | None = number(None, at_least=1)
     train_time_interval: Any = 60
     async_save: bool = True
+    strict: bool = False
 
 
 @dataclass

@@ -20,7 +20,6 @@ from trainrun import loop
 from trainrun.audition import choose_engine
 from trainrun.backends import kept_backends
 from trainrun.build import Site, build_parts
-from trainrun.checkpoint.resume import resolve
 from trainrun.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.compose import load_config
 from trainrun.config import RunConfig
@@ -29,7 +28,6 @@ from trainrun.errors import (
     EXIT_AGAIN,
     EXIT_DONE,
     EXIT_INTERRUPTED,
-    CheckpointError,
     DataError,
     PluginError,
     TrainingError,
@@ -40,11 +38,13 @@ from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.ledger import CHECKPOINT, PLOTS, RUNNER, Ledger, process_start
 from trainrun.listeners import Listeners
+from trainrun.nonfinite import RollBack
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
+from trainrun.resumption import first_state
 from trainrun.retry import ONE_SAMPLE, no_memory
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
 from trainrun.runlock import take_over
@@ -71,7 +71,20 @@ def train_here(run: RunDir, config: RunConfig, resume: bool, flag: StopFlag, beg
 def train(
     run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag, ledger: Ledger
 ) -> int:
-    """What every rank does. Raises TrainrunError for what a user can mend."""
+    """What every rank does; after a step that sends the run back to a checkpoint, as a resume would do it."""
+    back: RollBack | None = None
+    while True:
+        try:
+            return train_once(run, config, resume or back is not None, parallel, flag, ledger, back)
+        except RollBack as error:
+            back = error.with_traceback(None)  # or its frames would hold the parts from before
+
+
+def train_once(
+    run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag, ledger: Ledger,
+    back: RollBack | None,
+) -> int:  # fmt: skip
+    """Raises TrainrunError for what a user can mend."""
     assert config.seed is not None
     leader = parallel.rank == 0
     with contextlib.ExitStack() as closing:
@@ -106,7 +119,7 @@ def train(
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt
         flag.training = True
-        state = first_state(parts, run, config, resume)
+        state = first_state(parts, run, config, resume, back)
         if listeners is not None:
             run.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on
             note_choices(run, parts)
@@ -123,7 +136,9 @@ def train(
 
 def end_save(parts: Parts, kind: type[BaseException] | None) -> bool:
     """A checkpoint that is being written when the run fails is still finished; a second Ctrl-C waits for nothing."""
-    if kind is not None and not issubclass(kind, KeyboardInterrupt):
+    if kind is RollBack:  # all ranks are here: what was begun or kept in memory is the newest checkpoint
+        parts.checkpoints.close()
+    elif kind is not None and not issubclass(kind, KeyboardInterrupt):
         parts.checkpoints.leave()
     return False  # the exception goes on
 
@@ -134,35 +149,6 @@ def note_choices(run: RunDir, parts: Parts) -> None:
     told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if parts.config.trainer.num_threads == "auto" else {}
     write_json(run.identity, read_identity(run) | {"data": told} | threads)
-
-
-def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:
-    """A fresh state, or the one of the checkpoint to go on from."""
-    loaded = None
-    if resume:
-        loaded = parts.checkpoints.load_latest()
-        if loaded is None:
-            parts.board.note("no checkpoint was written yet: the run starts again from its beginning")
-    if loaded is None and config.ckpt_path is not None:
-        loaded = parts.checkpoints.restore(checkpoint_at(config.ckpt_path))
-    if loaded is None:
-        return TrainState()
-    same_ranks = loaded.manifest.world_size == parts.parallel.world_size
-    state = parts.load_tree(loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
-    state.saved_step = state.step
-    if not resume:  # a new run has none of the other run's checkpoints, and no best of its own yet
-        state.saved_step, state.best_step, state.best_metric = -1, -1, None
-    return state
-
-
-def checkpoint_at(ckpt_path: str) -> Path:
-    """A checkpoint's folder, or the newest one of a run's folder. Raises CheckpointError."""
-    path = Path(ckpt_path).expanduser().absolute()
-    inside = RunDir(path).checkpoints
-    try:
-        return resolve(inside, "last") if inside.is_dir() else resolve(path.parent, path)
-    except CheckpointError as error:
-        raise CheckpointError(f"ckpt_path={ckpt_path}: {error}") from error
 
 
 def run_loop(parts: Parts, state: TrainState) -> TrainState:

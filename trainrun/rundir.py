@@ -78,6 +78,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def nonfinite(self) -> Path:
+        """The steps whose gradients were not finite, with their batches."""
+        return self.root / "nonfinite"
+
+    @property
     def plots(self) -> Path:
         return self.root / "plots"
 
