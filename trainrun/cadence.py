@@ -80,6 +80,7 @@ class Cadence:
         self._limits, self.rhythm, self._watch, self.best = limits, rhythm, watch, best
         self._schedule, self._stop, self._failure = schedule, stop, failure
         self.save_request, self._on_bad = save_request, on_bad
+        self.looks = 0
         self._started = time.monotonic()
         self._deadline = math.inf
         self._seconds_before = 0.0
@@ -127,7 +128,11 @@ class Cadence:
         return STOP_TIME if time.monotonic() >= self._deadline else 0
 
     def interrupted(self) -> bool:
-        """Whether a signal asked this rank to stop; a validation ends for it, for the end of the time it does not."""
+        """Whether a signal asked this rank to stop; a validation ends for it, for the end of the time it does not.
+
+        Asked at every batch of a validation, which is progress.
+        """
+        self.looks += 1
         return self._stop.request > 0
 
     def log_due(self, step: int) -> bool:

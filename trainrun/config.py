@@ -114,6 +114,8 @@ class TrainerConfig:
     max_epochs: int | None = number(20, at_least=0)
     max_steps: int | None = number(None, at_least=0)
     max_time: Any = None
+    stop_grace_seconds: float = number(120.0, at_least=0)
+    watchdog_seconds: Any = number("auto", at_least=0)
     accumulate_grad_batches: int = number(1, at_least=1)
     gradient_clip_val: float | None = number(None, at_least=0)
     gradient_clip_algorithm: str = one_of("norm", "value", default="norm")
@@ -188,7 +190,6 @@ class ParallelConfig:
     bucket_cap_mb: float = number(25.0, above=0)
     timeout_seconds: float = number(1800.0, above=0)
     max_restarts: int = number(0, at_least=0)
-    stop_grace_seconds: float = number(30.0, at_least=0)
 
 
 @dataclass

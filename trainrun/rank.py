@@ -27,6 +27,7 @@ from trainrun.eager import unloaded_compiler
 from trainrun.errors import (
     EXIT_AGAIN,
     EXIT_DONE,
+    EXIT_FAILED,
     EXIT_INTERRUPTED,
     DataError,
     PluginError,
@@ -36,10 +37,12 @@ from trainrun.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
 from trainrun.forecast import memory_line
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel, RunFacts
-from trainrun.ledger import CHECKPOINT, PLOTS, RUNNER, Ledger, process_start
+from trainrun.ledger import CHECKPOINT, PLOTS, RANKS, RUNNER, Ledger, process_start
 from trainrun.listeners import Listeners
 from trainrun.nonfinite import RollBack
 from trainrun.parallel.devices import choose_device
+from trainrun.parallel.external import external_ranks
+from trainrun.parallel.rank import LostContact, report_failure
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
@@ -51,8 +54,9 @@ from trainrun.runlock import take_over
 from trainrun.showcase import show
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
-from trainrun.status import write_status
+from trainrun.status import end_process, leave_now, write_status
 from trainrun.threads import choose_threads
+from trainrun.watchdog import Hung, Watchdog
 
 # of torch's linear and convolution layers
 WHOLE_INPUTS = re.compile(
@@ -78,6 +82,8 @@ def train(
             return train_once(run, config, resume or back is not None, parallel, flag, ledger, back)
         except RollBack as error:
             back = error.with_traceback(None)  # or its frames would hold the parts from before
+        except Hung as error:
+            raise TrainingError(str(error)) from error
 
 
 def train_once(
@@ -88,6 +94,10 @@ def train_once(
     assert config.seed is not None
     leader = parallel.rank == 0
     with contextlib.ExitStack() as closing:
+        watchdog = closing.enter_context(
+            Watchdog(config.trainer.watchdog_seconds, ledger, flag, run.stacks(parallel.rank),
+                     lambda text, account: end_hung(run, config, parallel, text, account))
+        )  # fmt: skip
         listeners = Listeners(run, config, ledger) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
@@ -130,8 +140,19 @@ def train_once(
         parts.cadence.start(state)
         parts.checkpoints.start(parts, state)
         parts.board.on_start(facts, state)
+        watchdog.begin(parts)
         state = run_loop(parts, state)
+        watchdog.rest()
         return finish(parts, state, run, listeners, facts)
+
+
+def end_hung(run: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:
+    """Of a rank that waits for others, whose own word counts more; one that nobody of ours started says it itself."""
+    if parallel.world_size > 1:
+        report_failure(run, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
+    if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
+        leave_now(run, config, "failed", EXIT_FAILED, text)
+    end_process(EXIT_FAILED)
 
 
 def end_save(parts: Parts, kind: type[BaseException] | None) -> bool:

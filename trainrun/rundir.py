@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,10 @@ class RunDir:
     def rank_log(self, rank: int) -> Path:
         return self.root / f"rank{rank}.log"
 
+    def stacks(self, rank: int) -> Path:
+        """Where every thread of a rank stood when it made no progress."""
+        return self.root / f"stacks-rank{rank}.txt"
+
     def rank_error(self, rank: int) -> Path:
         """Written by a rank that dies: its time, message and traceback."""
         return self.root / f".error-rank{rank}.json"
@@ -117,7 +122,7 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
 def write_text(path: Path, text: str) -> None:
     """Replaces a file as a whole: nobody ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)

@@ -6,7 +6,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from trainrun.parallel.launch import launch
 from trainrun.rundir import RunDir, cannot_write, write_json, write_text
 from trainrun.runlock import only_writer
 from trainrun.signals import StopFlag, catch_signals
-from trainrun.status import read_status, run_status
+from trainrun.status import deadline, read_status, run_status
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,13 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     began = process_start() if order.began is None else order.began
     flag = StopFlag(training=False)
     try:
-        with catch_signals(flag), run_status(run, config, order.resume, flag):
+        with (
+            catch_signals(flag),
+            run_status(run, config, order.resume, flag),
+            deadline(run, config)
+            if parallel.mode == "single"
+            else nullcontext(),  # `launch` has its own clock
+        ):
             if parallel.mode == "single":
                 code = train_here(run, config, order.resume, flag, began)
                 if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
@@ -114,7 +120,7 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
             print(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
             return launch(
                 lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
-                count, run, grace_seconds=parallel.stop_grace_seconds, max_restarts=parallel.max_restarts,
+                count, run, grace_seconds=config.trainer.stop_grace_seconds, max_restarts=parallel.max_restarts,
             )  # fmt: skip
     finally:
         run.job.unlink(missing_ok=True)

@@ -19,14 +19,14 @@ FLOORS = {
     8: ["cli", "record"],
     7: ["lab/", "verify/"],
     6: ["runner", "rank", "restore", "external_run", "sweep/"],
-    5: ["build", "build_step", "compile_auto", "plan", "resumption", "backends", "listeners"],
+    5: ["build", "build_step", "compile_auto", "plan", "resumption", "watchdog", "backends", "listeners"],
     4: ["loop", "build_data", "build_memory", "build_model", "build_optimizer", "showcase", "rehearsal", "audition",
         "stage", "flops", "forecast", "threads", "step/"],
     3: ["parts", "retry", "nonfinite", "window_start", "cadence", "compose", "status", "plots/"],
     2: ["config", "checks", "check_compile", "memory_rules", "words", "explain", "data/", "task/", "precision/",
         "parallel/", "monitor/", "checkpoint/"],
-    1: ["interfaces", "ledger", "rundir", "runlock", "randomness", "signals", "state", "instantiate", "environment",
-        "optimizer/", "scheduler/"],
+    1: ["interfaces", "ledger", "rundir", "runlock", "randomness", "signals", "deadline", "state", "instantiate",
+        "environment", "optimizer/", "scheduler/"],
     0: ["errors", "host_memory", "usercode", "eager", "fused_adam", "collector", "model/", "transform/"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli", "commands": "cli", "help": "cli"}  # the verbs and their help are part of cli
