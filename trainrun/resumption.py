@@ -57,21 +57,20 @@ def loaded_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> 
 def tell(parts: Parts, run: RunDir, config: RunConfig, loaded: Loaded) -> None:
     """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
     step = loaded.manifest.step
-    again = last_step(run.metrics) - step
-    lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
-    parts.board.note(f"goes on from step {step} ({loaded.folder.name}){lost}")
     changed = differences(loaded.manifest.fingerprint, fingerprint(config, parts.parallel))
-    if not changed:
-        return
-    if config.checkpoint.strict:
+    if changed and config.checkpoint.strict:
         raise CheckpointError(
             f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
             "checkpoint.strict out"
         )
-    parts.board.note(
-        f"the checkpoint was saved with another {changed}: the numbers that follow may differ in their last bits "
-        "from those of a run that was never stopped (checkpoint.strict=true refuses)"
-    )
+    again = last_step(run.metrics) - step
+    lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
+    parts.board.note(f"goes on from step {step} ({loaded.folder.name}){lost}")
+    if changed:
+        parts.board.note(
+            f"the checkpoint was saved with another {changed}: the numbers that follow may differ in their last bits "
+            "from those of a run that was never stopped (checkpoint.strict=true refuses)"
+        )
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
