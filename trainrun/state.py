@@ -67,15 +67,14 @@ class TrainState:
         """Counts a step after its effect."""
         if report.grad.skipped:
             self.bad = BadStep(window, report.losses, self.epoch, self.batches)
-        self.step += 1
-        self.batches += len(window)
-        if window[-1].last:
-            self.epoch, self.batches = self.epoch + 1, 0
-        if report.grad.skipped:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
         else:
             self.skipped_in_a_row = 0
+        self.step += 1
+        self.batches += len(window)
+        if window[-1].last:
+            self.epoch, self.batches = self.epoch + 1, 0
         self.items += report.agreed.items
         self.stop_request, self.save_request = report.agreed.stop, report.agreed.save
         self.losses += report.losses
