@@ -136,3 +136,12 @@ def test_resume_and_a_sweep_are_held_off_too(workdir: Path, capsys: pytest.Captu
     with only_writer(RunDir(workdir / "sweep")):
         assert main(["-m", "seed=1,2", "hydra.sweep.dir=sweep", *QUIET]) == 75
     assert capsys.readouterr().err.count("trains there") == 2
+
+
+def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
+    with only_writer(run):
+        copy = os.dup(passed_on()[0][0])
+    try:
+        assert is_free(run)
+    finally:
+        os.close(copy)

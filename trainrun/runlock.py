@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from trainrun.errors import EXIT_AGAIN, TrainrunError
 from trainrun.rundir import RunDir, cannot_write
@@ -59,6 +59,7 @@ def only_writer(run: RunDir, note: Callable[[str], None] = say, patient: bool = 
             yield
         finally:
             _held.discard(descriptor)
+            _release(descriptor)
     finally:
         os.close(descriptor)
 
@@ -90,6 +91,14 @@ def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: b
             told = True
             note(f"{run.root}: what is left of {_named(owner)} still saves; waiting for it")
         time.sleep(POLL_SECONDS)
+
+
+def _release(descriptor: int) -> None:
+    """Also where a child that is just being started (a compiler's) has a copy of the open file for a moment."""
+    import fcntl
+
+    with suppress(OSError):  # no locks here
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _owner(descriptor: int) -> dict[str, object]:
