@@ -22,6 +22,10 @@ class Heard:
         self.losses.append(metrics["val/loss"])
 
 
+def end(state: TrainState, failure: str) -> None:
+    raise TrainingError(f"step {state.step}: {failure}")
+
+
 def cadence(
     limits: Limits = Limits(None, None, None),
     per_epoch: int | None = 10,
@@ -36,7 +40,7 @@ def cadence(
 ) -> tuple[Cadence, Heard, StopFlag]:
     heard, flag = Heard(), StopFlag()
     rhythm = Rhythm(per_epoch, accumulate, val[0], val[1], every, log_every, total)
-    built = Cadence(limits, rhythm, watch, best, heard, flag, lambda wait: failure, lambda: 0)
+    built = Cadence(limits, rhythm, watch, best, heard, flag, lambda wait: failure, lambda: 0, end)
     built.start(TrainState())
     return built, heard, flag
 

@@ -16,6 +16,7 @@ from trainrun.data.pieces import cut, num_rows
 from trainrun.interfaces import MicroBatch, StepOutput
 from trainrun.parallel.single import Single
 from trainrun.retry import Retry, no_memory
+from trainrun.window_start import WindowStart
 
 SINGLE = Single(torch.device("cpu"))
 NO_MEMORY = (
@@ -258,3 +259,15 @@ def test_cuts_lose_and_repeat_nothing(data: Any, pieces: int) -> None:
 def test_what_cannot_be_cut_is_said(data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cut(MicroBatch(data), 2)
+
+
+def test_the_averages_of_batch_norm_are_put_back() -> None:
+    """Torch writes into them without a new version."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    start = WindowStart(model, torch.device("cpu"))
+    for _ in range(3):
+        start.mark()
+        before = [buffer.clone() for buffer in model.buffers()]
+        model(torch.randn(4, 3))
+    assert start.restore() == ""
+    assert all(torch.equal(now, then) for now, then in zip(model.buffers(), before, strict=True))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from trainrun.backends import set_backends, set_threads
 from trainrun.build_data import build_sources, build_transform, check_classes, open_split
 from trainrun.build_memory import build_update
@@ -27,9 +29,10 @@ from trainrun.data.skips import report_to
 from trainrun.device_times import Copying, DeviceTimes
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build
-from trainrun.interfaces import ChecksModel, Monitor, Parallel, RunFacts
+from trainrun.interfaces import ChecksModel, Monitor, Parallel, Precision, RunFacts
 from trainrun.ledger import Ledger
 from trainrun.monitor.board import Board
+from trainrun.nonfinite import BadSteps
 from trainrun.optimizer.ema import Ema
 from trainrun.parts import Parts
 from trainrun.plan import (
@@ -146,19 +149,37 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         lambda: fingerprint(config, site.parallel), board.note, lambda: host_memory().free,
         before_commit=site.before_commit,
     )  # fmt: skip
+    retry, bad_steps = build_rescue(config, site, model, task, precision, board.note)
     cadence = Cadence(
         Limits(config.trainer.max_steps, config.trainer.max_epochs, parse_seconds(config.trainer.max_time)),
         rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule, site.stop,
-        precision.failure, checkpoints.time_request,
+        precision.failure, checkpoints.time_request, bad_steps,
     )  # fmt: skip
     stepper = build_stepper(config, guarded, site.parallel.device, compile_log)
-    retry = Retry(config.trainer.out_of_memory, model, task, site.parallel, board.note)
     parts = Parts(
         config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema, retry,
         train, val, test, cadence, checkpoints, board, facts, site.ledger,
         seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)
+
+
+def build_rescue(
+    config: RunConfig,
+    site: Site,
+    model: nn.Module,
+    task: Any,
+    precision: Precision,
+    note: Callable[[str], None],
+) -> tuple[Retry, BadSteps]:
+    """What is done about a window that ran out of memory, and about one that was not finite."""
+    trainer = config.trainer
+    mends = trainer.nan_policy == "skip"
+    retry = Retry(trainer.out_of_memory, model, task, site.parallel, note, mends)
+    place = site.run.nonfinite
+    return retry, BadSteps(
+        trainer.nan_policy, trainer.max_rollbacks, place, site.parallel, precision, retry, note
+    )
 
 
 def build_task(config: RunConfig) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainrun.errors import ConfigError, TrainingError
+from trainrun.errors import ConfigError
 from trainrun.monitor.readable import counted
 from trainrun.scheduler.schedule import Schedule
 from trainrun.signals import StopFlag
@@ -75,10 +75,12 @@ class Cadence:
         stop: StopFlag,
         failure: Callable[[bool], str],
         save_request: Callable[[], int],
+        on_bad: Callable[[TrainState, str], None],
     ) -> None:
         self._limits, self.rhythm, self._watch, self.best = limits, rhythm, watch, best
         self._schedule, self._stop, self._failure = schedule, stop, failure
-        self.save_request = save_request
+        self.save_request, self._on_bad = save_request, on_bad
+        self.looks = 0
         self._started = time.monotonic()
         self._deadline = math.inf
         self._seconds_before = 0.0
@@ -96,7 +98,7 @@ class Cadence:
             self._deadline = self._started + self._limits.max_seconds - state.seconds
 
     def look(self, state: TrainState) -> None:
-        """Sets `stop_reason` where the run ends here. Raises TrainingError where it cannot go on."""
+        """Sets `stop_reason` where the run ends here. Raises TrainingError or RollBack where it cannot go on."""
         state.seconds = self._seconds_before + time.monotonic() - self._started
         self.check(state, wait=self.validation_due(state) or state.save_request == SAVE_NOW)
         limits = self._limits
@@ -114,10 +116,10 @@ class Cadence:
             state.stop_reason = state.early_stop
 
     def check(self, state: TrainState, wait: bool) -> None:
-        """Raises TrainingError where training cannot go on. `wait` allows a wait for the device."""
+        """Raises TrainingError or RollBack where training cannot go on. `wait` allows a wait for the device."""
         failure = self._failure(wait)
-        if failure:
-            raise TrainingError(f"step {state.step}: {failure}")
+        if failure or state.bad is not None:
+            self._on_bad(state, failure)
 
     def stop_request(self) -> int:
         """What this rank asks for: nothing, the end of its time, or what a signal asked for."""
@@ -126,7 +128,11 @@ class Cadence:
         return STOP_TIME if time.monotonic() >= self._deadline else 0
 
     def interrupted(self) -> bool:
-        """Whether a signal asked this rank to stop; a validation ends for it, for the end of the time it does not."""
+        """Whether a signal asked this rank to stop; a validation ends for it, for the end of the time it does not.
+
+        Asked at every batch of a validation, which is progress.
+        """
+        self.looks += 1
         return self._stop.request > 0
 
     def log_due(self, step: int) -> bool:

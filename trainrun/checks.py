@@ -130,6 +130,12 @@ def check(config: RunConfig) -> list[str]:
         faults.append(
             f"init_from={config.init_from}: ckpt_path takes over a whole state; leave one of them out"
         )
+    if trainer.nan_policy == "rollback" and not (config.checkpoint.enabled and config.checkpoint.save_last):
+        key = "save_last" if config.checkpoint.enabled else "enabled"
+        faults.append(
+            f"checkpoint.{key}=false: trainer.nan_policy=rollback goes back to a checkpoint; leave it out, or use "
+            "trainer.nan_policy=skip"
+        )
     faults += compile_faults(config)
     if config.precision.fp8 and config.precision.mode not in ("bf16-mixed", "bf16-true"):
         faults.append(

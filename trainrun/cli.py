@@ -158,13 +158,15 @@ def train_one(words: list[str], paths: list[str]) -> int:
     composition = compose_run(words)
     for note in composition.notes:
         print(f"note: {note}", file=sys.stderr)
-    from trainrun.runner import Order, execute, new_run
+    from trainrun.runlock import only_writer
+    from trainrun.runner import Order, begun, execute
 
-    run = earlier_life()
-    if run is not None:  # torchrun started the ranks anew
-        return execute(run, composition.config, Order(True, paths))
-    run = new_run(composition, words)
-    return told(run.root, lambda: execute(run, composition.config, Order(False, paths)))
+    earlier = earlier_life()
+    if earlier is not None:  # torchrun started the ranks anew
+        with only_writer(earlier):
+            return execute(earlier, composition.config, Order(True, paths))
+    with begun(composition, words) as run:
+        return told(run.root, lambda: execute(run, composition.config, Order(False, paths)))
 
 
 def follows_others() -> bool:

@@ -214,6 +214,10 @@ def _in_words_of_today(saved: Any, path: Path) -> Any:
         scope = SCOPE_WORDS.get(value, value)
         options.setdefault("scope", scope)
         _note_renamed(path, f"trainer.compile.enabled={value} is read as trainer.compile.scope={scope}")
+    ranks = OmegaConf.select(saved, "parallel") if isinstance(saved, DictConfig) else None
+    if isinstance(ranks, DictConfig) and "stop_grace_seconds" in ranks:
+        del ranks["stop_grace_seconds"]  # it was of the ranks alone; the run's own has another meaning
+        _note_renamed(path, "parallel.stop_grace_seconds is left out; it is trainer.stop_grace_seconds now")
     return saved
 
 

@@ -114,6 +114,8 @@ class TrainerConfig:
     max_epochs: int | None = number(20, at_least=0)
     max_steps: int | None = number(None, at_least=0)
     max_time: Any = None
+    stop_grace_seconds: float = number(120.0, at_least=0)
+    watchdog_seconds: Any = number("auto", at_least=0)
     accumulate_grad_batches: int = number(1, at_least=1)
     gradient_clip_val: float | None = number(None, at_least=0)
     gradient_clip_algorithm: str = one_of("norm", "value", default="norm")
@@ -122,7 +124,8 @@ class TrainerConfig:
     limit_train_batches: Any = 1.0
     limit_val_batches: Any = 1.0
     out_of_memory: str = one_of("split", "split-batchnorm", "stop", default="split")
-    nan_policy: str = one_of("stop", "skip", "ignore", default="stop")
+    nan_policy: str = one_of("stop", "skip", "rollback", "ignore", default="stop")
+    max_rollbacks: int = number(3, at_least=1)
     compile: CompileConfig = field(default_factory=CompileConfig)
     cuda_graphs: bool = False
     channels_last: bool = False
@@ -145,6 +148,7 @@ class CheckpointConfig:
     """What is kept: the newest (`last`), the best by a metric, and others by steps or time.
 
     async_save: the training goes on while a checkpoint is written, for one copy of the state in memory.
+    strict: a resume elsewhere (torch, threads, ranks, device, chip) than where it was saved is refused.
     """
 
     enabled: bool = True
@@ -156,6 +160,7 @@ class CheckpointConfig:
     every_n_train_steps: int | None = number(None, at_least=1)
     train_time_interval: Any = 60
     async_save: bool = True
+    strict: bool = False
 
 
 @dataclass
@@ -186,7 +191,6 @@ class ParallelConfig:
     bucket_cap_mb: float = number(25.0, above=0)
     timeout_seconds: float = number(1800.0, above=0)
     max_restarts: int = number(0, at_least=0)
-    stop_grace_seconds: float = number(30.0, at_least=0)
 
 
 @dataclass

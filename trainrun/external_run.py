@@ -22,7 +22,7 @@ from trainrun.parallel.worker import run_as_rank
 from trainrun.rank import train
 from trainrun.rundir import RunDir, read_json, write_text
 from trainrun.signals import StopFlag
-from trainrun.status import write_status
+from trainrun.status import deadline, write_status
 
 
 def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> int:
@@ -69,7 +69,8 @@ def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int
         return train(run, config, resume, parallel, flag, Ledger(process_start()))
 
     run.rank_error(rank).unlink(missing_ok=True)
-    code = run_as_rank(run, config.parallel, work, store=meeting.store)
+
+    code = run_as_rank(run, config.parallel, work, store=meeting.store, deadline=deadline(run, config))
     if code != EXIT_DONE and run.rank_error(rank).exists():
         told = read_json(run.rank_error(rank))
         print(

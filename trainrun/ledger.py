@@ -64,6 +64,11 @@ class Ledger:
         self._open = account
         return was
 
+    @property
+    def account(self) -> int:
+        """The one that is open."""
+        return self._open
+
     @contextmanager
     def on(self, account: int) -> Iterator[None]:
         """The account is open inside; the one from before is again after, also where an error passes."""

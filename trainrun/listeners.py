@@ -14,7 +14,7 @@ from trainrun.ledger import LOGGING, PLOTS, Ledger
 from trainrun.monitor.console import Console
 from trainrun.monitor.hardware import Hardware
 from trainrun.monitor.ledger_rows import LedgerRows
-from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after
+from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, mend_end
 from trainrun.parts import Parts
 from trainrun.rundir import RunDir
 from trainrun.state import TrainState
@@ -39,6 +39,7 @@ class Listeners:
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
             self.monitors += [self.console, Console(False, wanted.verbose, False, wanted.window_size, log)]
         if wanted.metrics_file:
+            mend_end(run.metrics)
             self._file = MetricsFile(run.metrics)
             self._rows = LedgerRows(self._file.write, ledger, device_times)
             self.monitors += [self._file, self._rows]

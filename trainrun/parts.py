@@ -13,7 +13,7 @@ from trainrun.cadence import Cadence
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.config import RunConfig
-from trainrun.errors import CheckpointError
+from trainrun.errors import CheckpointError, TrainingError
 from trainrun.interfaces import Batches, DataFacts, MicroBatch, Parallel, Precision, StepReport, Task
 from trainrun.ledger import Ledger
 from trainrun.monitor.board import Board
@@ -61,7 +61,12 @@ class Parts:
         return {name: split for name, split in (("val", self.val), ("test", self.test)) if split is not None}
 
     def checkpoint_tree(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All that changes, as plain values and tensors: what the ranks share, and what is this rank's own."""
+        """All that changes, as plain values and tensors: what the ranks share, and what is this rank's own.
+
+        Raises TrainingError: a step before was not finite, so this is no state to go on from.
+        """
+        if failure := self.precision.failure(wait=True):
+            raise TrainingError(f"step {state.step}: {failure}")
         saved = state.state_dict()
         own = {name: saved.pop(name) for name in ("losses", "logged_items")}
         shared = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import platform
 from typing import Any
 
+import numpy
 import torch
 
 from trainrun.cadence import Rhythm, Watch
@@ -97,15 +99,26 @@ def build_watch(config: RunConfig, default: str | None) -> Watch:
 def fingerprint(config: RunConfig, parallel: Parallel) -> dict[str, Any]:
     """What the bits of a run depend on besides its config."""
     return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "device": str(parallel.device),
+        **machine(parallel.device),
         "world_size": parallel.world_size,
         "num_threads": torch.get_num_threads(),
         "precision": config.precision.mode,
         "deterministic": config.trainer.deterministic,
     }
+
+
+@functools.cache
+def machine(device: torch.device) -> dict[str, str]:
+    """Versions and chips. cpu: the widest instructions that torch uses."""
+    facts = {
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": str(device),
+    }
+    return facts | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
 
 
 def best_watch(config: RunConfig, default: str | None) -> Watch:

@@ -21,7 +21,6 @@ from trainrun.backends import kept_backends
 from trainrun.build import Site, build_parts
 from trainrun.ceilings import Session
 from trainrun.checkpoint.manifest import committed_steps
-from trainrun.checkpoint.resume import resolve
 from trainrun.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.compose import load_config
 from trainrun.config import RunConfig
@@ -29,7 +28,7 @@ from trainrun.device_times import times_of
 from trainrun.eager import unloaded_compiler
 from trainrun.ending import finish
 from trainrun.errors import (
-    CheckpointError,
+    EXIT_FAILED,
     DataError,
     PluginError,
     TrainingError,
@@ -37,19 +36,26 @@ from trainrun.errors import (
 from trainrun.forecast import memory_line
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel
-from trainrun.ledger import OTHER, Ledger, process_start
+from trainrun.ledger import OTHER, RANKS, Ledger, process_start
 from trainrun.listeners import Listeners
+from trainrun.nonfinite import RollBack
 from trainrun.parallel.devices import choose_device
+from trainrun.parallel.external import external_ranks
+from trainrun.parallel.rank import LostContact, report_failure
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
+from trainrun.resumption import first_state
 from trainrun.retry import ONE_SAMPLE, no_memory
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
+from trainrun.runlock import take_over
 from trainrun.settle import Chosen, chosen_before
 from trainrun.signals import StopFlag
 from trainrun.state import TrainState
+from trainrun.status import end_process, leave_now
 from trainrun.threads import choose_threads
+from trainrun.watchdog import Hung, Watchdog
 
 # of torch's linear and convolution layers
 WHOLE_INPUTS = re.compile(
@@ -68,10 +74,29 @@ def train_here(run: RunDir, config: RunConfig, resume: bool, flag: StopFlag, beg
 def train(
     run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag, ledger: Ledger
 ) -> int:
-    """What every rank does. Raises TrainrunError for what a user can mend."""
+    """What every rank does; after a step that sends the run back to a checkpoint, as a resume would do it."""
+    back: RollBack | None = None
+    while True:
+        try:
+            return train_once(run, config, resume or back is not None, parallel, flag, ledger, back)
+        except RollBack as error:
+            back = error.with_traceback(None)  # or its frames would hold the parts from before
+        except Hung as error:
+            raise TrainingError(str(error)) from error
+
+
+def train_once(
+    run: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag, ledger: Ledger,
+    back: RollBack | None,
+) -> int:  # fmt: skip
+    """Raises TrainrunError for what a user can mend."""
     assert config.seed is not None
     leader = parallel.rank == 0
     with contextlib.ExitStack() as closing:
+        watchdog = closing.enter_context(
+            Watchdog(config.trainer.watchdog_seconds, ledger, flag, run.stacks(parallel.rank),
+                     lambda text, account: end_hung(run, config, parallel, text, account))
+        )  # fmt: skip
         device_times = times_of(parallel.device.type)
         listeners = Listeners(run, config, ledger, device_times) if leader else None
         if listeners is not None:
@@ -106,7 +131,7 @@ def train(
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt
         flag.training = True
-        state = first_state(parts, run, config, resume)
+        state = first_state(parts, run, config, resume, back)
         if listeners is not None:
             run.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on
             note_choices(run, parts, site.chosen)
@@ -118,14 +143,27 @@ def train(
         parts.checkpoints.start(parts, state)
         parts.board.on_start(facts, state)
         before = state.step, state.items
+        watchdog.begin(parts)
         state = run_loop(parts, state)
+        watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], parts.ledger.read())
         return finish(parts, state, run, listeners, facts, session)
 
 
+def end_hung(run: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:
+    """Of a rank that waits for others, whose own word counts more; one that nobody of ours started says it itself."""
+    if parallel.world_size > 1:
+        report_failure(run, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
+    if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
+        leave_now(run, config, "failed", EXIT_FAILED, text)
+    end_process(EXIT_FAILED)
+
+
 def end_save(parts: Parts, kind: type[BaseException] | None) -> bool:
     """A checkpoint that is being written when the run fails is still finished; a second Ctrl-C waits for nothing."""
-    if kind is not None and not issubclass(kind, KeyboardInterrupt):
+    if kind is RollBack:  # all ranks are here: what was begun or kept in memory is the newest checkpoint
+        parts.checkpoints.close()
+    elif kind is not None and not issubclass(kind, KeyboardInterrupt):
         parts.checkpoints.leave()
     return False  # the exception goes on
 
@@ -137,37 +175,6 @@ def note_choices(run: RunDir, parts: Parts, chosen: Chosen) -> None:
     told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if parts.config.trainer.num_threads == "auto" else {}
     write_json(run.identity, read_identity(run) | {"data": told} | threads | chosen, durable=True)
-
-
-def first_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:
-    """A fresh state, or the one of the checkpoint to go on from."""
-    loaded = None
-    if resume:
-        loaded = parts.checkpoints.load_latest()
-        if loaded is None:
-            parts.board.note("no checkpoint was written yet: the run starts again from its beginning")
-    if loaded is None and config.ckpt_path is not None:
-        loaded = parts.checkpoints.restore(checkpoint_at(config.ckpt_path))
-    if loaded is None:
-        return TrainState()
-    same_ranks = loaded.manifest.world_size == parts.parallel.world_size
-    state = parts.load_tree(loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
-    if state.step != loaded.manifest.step:
-        raise CheckpointError(f"checkpoint {loaded.folder.name}: holds the state of step {state.step}")
-    state.saved_step = state.step
-    if not resume:  # a new run has none of the other run's checkpoints, and no best of its own yet
-        state.saved_step, state.best_step, state.best_metric = -1, -1, None
-    return state
-
-
-def checkpoint_at(ckpt_path: str) -> Path:
-    """A checkpoint's folder, or the newest one of a run's folder. Raises CheckpointError."""
-    path = Path(ckpt_path).expanduser().absolute()
-    inside = RunDir(path).checkpoints
-    try:
-        return resolve(inside, "last") if inside.is_dir() else resolve(path.parent, path)
-    except CheckpointError as error:
-        raise CheckpointError(f"ckpt_path={ckpt_path}: {error}") from error
 
 
 def run_loop(parts: Parts, state: TrainState) -> TrainState:
@@ -225,6 +232,7 @@ def main(argv: list[str]) -> int:
     """The entry of a rank that the launcher started."""
     from trainrun.parallel.worker import run_as_rank
 
+    take_over()
     run = RunDir(Path(argv[0]))
     attempt = int(argv[1])
     job = read_json(run.job)

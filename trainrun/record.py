@@ -14,7 +14,7 @@ from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.metrics_file import read_rows
 from trainrun.randomness import kept_random_state
 from trainrun.rundir import RunDir, read_json
-from trainrun.runner import Order, execute, new_run, open_run
+from trainrun.runner import Order, begun, execute, open_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,9 +78,9 @@ def train(*words: str) -> Run:
             )
     began = time.perf_counter()
     composition = compose_run(list(words))
-    run = new_run(composition, list(words))
     order = Order(resume=False, paths=[path for path in sys.path if path], began=began)
-    with kept_random_state():  # a notebook's own random numbers go on as if nothing had been trained
+    # a notebook's own random numbers go on as if nothing had been trained
+    with begun(composition, list(words)) as run, kept_random_state():
         code = execute(run, composition.config, order)
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")

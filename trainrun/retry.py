@@ -44,6 +44,7 @@ COUPLED = 0.02  # of the loss: far above rounding, also of bfloat16
 class Retry:
     """mode: split, split-batchnorm, stop. note: told once of each choice.
 
+    mends: whether `mend_buffers` will be asked, also where nothing runs again.
     pieces: in how many parts every micro-batch is cut. refusal: why nothing runs again here, "" where it does.
     """
 
@@ -54,6 +55,7 @@ class Retry:
         task: Task,
         parallel: Parallel,
         note: Callable[[str], None],
+        mends: bool = False,
     ) -> None:
         self.pieces = 1
         self._mode, self._model, self._task, self._parallel, self._note = mode, model, task, parallel, note
@@ -61,14 +63,18 @@ class Retry:
         self._ranks = parallel if isinstance(parallel, Careful) else None
         self.refusal = refusal(mode, parallel)
         self._off = mode == "stop" or bool(self.refusal)
+        self._mends, self._marked = mends, False
         self._largest = 0
         self._fault = ""
 
     def run(self, window: list[MicroBatch], compute: Compute[T]) -> T:
         """`compute(window)`, or the same in smaller micro-batches. torch.OutOfMemoryError: neither fits."""
-        if self._off:
+        if self._off and not self._mends:
             return compute(window)
         self._start.mark()
+        self._marked = True
+        if self._off:
+            return compute(window)
         if self._ranks is not None:
             return self._run_together(self._ranks, window, compute)
         found, fault = self._attempt(window, compute)
@@ -79,6 +85,15 @@ class Retry:
             found, fault = self._attempt(window, compute)
         self._tell(window)
         return found  # type: ignore[return-value]
+
+    def mend_buffers(self) -> str:
+        """After a step that was not finite: buffers with such values (averages of batch norm) become what they were
+        before it. Says what cannot be put back."""
+        return self._start.mend_buffers(self._marked)
+
+    def unmark(self) -> None:
+        """This window runs by another way, so what was kept is not of its start."""
+        self._marked = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"pieces": self.pieces}

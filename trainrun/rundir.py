@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ class RunDir:
         return self.root / "RUN.json"
 
     @property
+    def lock(self) -> Path:
+        """Open and locked by the processes that train here; stays when they end."""
+        return self.root / ".lock"
+
+    @property
     def job(self) -> Path:
         """What the ranks are told besides the config; there while a run is going on."""
         return self.root / ".job.json"
@@ -76,6 +82,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def nonfinite(self) -> Path:
+        """The steps whose gradients were not finite, with their batches."""
+        return self.root / "nonfinite"
+
+    @property
     def plots(self) -> Path:
         return self.root / "plots"
 
@@ -85,6 +96,10 @@ class RunDir:
 
     def rank_log(self, rank: int) -> Path:
         return self.root / f"rank{rank}.log"
+
+    def stacks(self, rank: int) -> Path:
+        """Where every thread of a rank stood when it made no progress."""
+        return self.root / f"stacks-rank{rank}.txt"
 
     def rank_error(self, rank: int) -> Path:
         """Written by a rank that dies: its time, message and traceback."""
@@ -116,7 +131,7 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
     durable: also after a power loss, where else an empty file could have taken its place.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

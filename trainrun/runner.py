@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -19,8 +21,9 @@ from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
 from trainrun.rundir import RunDir, cannot_write, write_json, write_text
+from trainrun.runlock import only_writer
 from trainrun.signals import StopFlag, catch_signals
-from trainrun.status import read_status, run_status
+from trainrun.status import deadline, read_status, run_status
 from trainrun.trust import foreign_nodes, seal_run
 
 
@@ -37,9 +40,18 @@ class Order:
     began: float | None = None
 
 
-def new_run(composition: Composition, words: list[str]) -> RunDir:
-    """Makes the folder of a new run and writes down what was asked for."""
+@contextmanager
+def begun(composition: Composition, words: list[str]) -> Iterator[RunDir]:
+    """`new_run`; nobody else trains in its folder inside."""
     run = RunDir(_folder_of(composition))
+    run.create()
+    with only_writer(run):
+        yield new_run(composition, words, run)
+
+
+def new_run(composition: Composition, words: list[str], run: RunDir | None = None) -> RunDir:
+    """Makes the folder of a new run and writes down what was asked for."""
+    run = run or RunDir(_folder_of(composition))
     if run.config.exists() and not forget_failure(run):
         raise ConfigError(
             f"hydra.run.dir={run.root}: holds a run already; go on with `trainrun resume {run.root}`, or name another"
@@ -96,7 +108,13 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     began = process_start() if order.began is None else order.began
     flag = StopFlag(training=False)
     try:
-        with catch_signals(flag), run_status(run, config, order.resume, flag):
+        with (
+            catch_signals(flag),
+            run_status(run, config, order.resume, flag),
+            deadline(run, config)
+            if parallel.mode == "single"
+            else nullcontext(),  # `launch` has its own clock
+        ):
             if parallel.mode == "single":
                 code = train_here(run, config, order.resume, flag, began)
                 if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
@@ -105,7 +123,7 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
             print(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
             return launch(
                 lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
-                count, run, grace_seconds=parallel.stop_grace_seconds, max_restarts=parallel.max_restarts,
+                count, run, grace_seconds=config.trainer.stop_grace_seconds, max_restarts=parallel.max_restarts,
             )  # fmt: skip
     finally:
         run.job.unlink(missing_ok=True)
@@ -121,6 +139,11 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
 
 def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool = False) -> int:
     """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
+    with only_writer(run):
+        return _go_on(run, overrides, paths, trust)
+
+
+def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
     take_back(run)
     config = trusted_config(run, overrides, trust)
     if told := finished(run, config):

@@ -23,6 +23,7 @@ STOP_SIGNALS = tuple(
     if hasattr(signal, name)
 )
 INTERRUPTED = b"\ntrainrun: interrupted\n"
+AGAIN_SECONDS = 1.0  # from one SIGTERM to the next, before it counts as a second one
 QUIET_SECONDS = 1.0  # after an interrupt was raised: time to write down how the run ended
 HANG_UP = getattr(signal, "SIGHUP", None)
 Handler = Callable[[int, FrameType | None], None]
@@ -35,9 +36,10 @@ class StopFlag:
     training: from the first step on there is something to save, so that the first Ctrl-C only notes the
         wish. Ranks begin so: they stop together or not at all.
     quiet_until: by the monotonic clock; a Ctrl-C before that raises nothing more.
+    fault: raised by the next signal, once: a watchdog has something to say to the main thread.
     """
 
-    __slots__ = ("num_interrupts", "quiet_until", "raised", "request", "training")
+    __slots__ = ("fault", "num_interrupts", "quiet_until", "raised", "request", "training")
 
     def __init__(self, training: bool = True) -> None:
         self.request = STOP_NONE
@@ -45,6 +47,7 @@ class StopFlag:
         self.raised = False
         self.training = training
         self.quiet_until = 0.0
+        self.fault: BaseException | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler: notes the wish; a second Ctrl-C ends the process without a save.
@@ -52,6 +55,9 @@ class StopFlag:
         Foreign code may swallow what is raised: the wish is noted all the same, and the first step
         ends the run.
         """
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
         if number != signal.SIGINT:
             self.request = STOP_AGAIN
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,16 @@ SAVE_NOW = 1  # the time between two saves is over
 SAVE_BUSY = 2  # its part of the save under way is not done
 SAVE_FAILED = 3
 
-_OF_THIS_SESSION = ("stop_request", "save_request", "stop_reason")
+_OF_THIS_SESSION = ("stop_request", "save_request", "stop_reason", "bad")
+
+
+class BadStep(NamedTuple):
+    """A window whose update was left out, its losses, and the place in the data where it begins."""
+
+    window: list[MicroBatch]
+    losses: list[Tensor]
+    epoch: int
+    batches: int
 
 
 @dataclass
@@ -28,6 +37,7 @@ class TrainState:
     items: what the loss was averaged over so far, on an average rank.
     watched_metric, bad_validations, early_stop: the memory of early stopping.
     seconds: training time of all sessions of the run.
+    rollbacks: how often the run went back to a checkpoint. bad: the step just made, if its update was left out.
     losses, logged_items: of this rank, since the last log point (0-d tensors, and their items).
     """
 
@@ -45,6 +55,8 @@ class TrainState:
     early_stop: str = ""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    rollbacks: int = 0
+    bad: BadStep | None = None
     stop_reason: str = ""
     stop_request: int = 0
     save_request: int = 0
@@ -54,15 +66,16 @@ class TrainState:
 
     def advance(self, window: list[MicroBatch], report: StepReport) -> None:
         """Counts a step after its effect."""
-        self.step += 1
-        self.batches += len(window)
-        if window[-1].last:
-            self.epoch, self.batches = self.epoch + 1, 0
         if report.grad.skipped:
+            self.bad = BadStep(window, report.losses, self.epoch, self.batches)
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
         else:
             self.skipped_in_a_row = 0
+        self.step += 1
+        self.batches += len(window)
+        if window[-1].last:
+            self.epoch, self.batches = self.epoch + 1, 0
         self.items += report.agreed.items
         self.stop_request, self.save_request = report.agreed.stop, report.agreed.save
         self.losses += report.losses

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from trainrun.config import RunConfig
+from trainrun.deadline import stop_deadline
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, SaveError, TrainrunError
 from trainrun.rundir import RunDir, read_json, write_json, write_text
 from trainrun.signals import StopFlag
@@ -84,6 +87,40 @@ def _note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
     )
     write_status(run, config, state="stopped", exit_code=EXIT_INTERRUPTED, message=message)
     return message
+
+
+def deadline(run: RunDir, config: RunConfig) -> contextlib.AbstractContextManager[None]:
+    """Inside, a stop that takes too long, or is asked for twice, ends the process."""
+    return stop_deadline(
+        config.trainer.stop_grace_seconds, lambda number, twice: give_up(run, config, number, twice)
+    )
+
+
+def give_up(run: RunDir, config: RunConfig, number: int, twice: bool) -> None:
+    """A stop that took too long, or was asked for twice: the process ends here, with what is committed."""
+    seconds = config.trainer.stop_grace_seconds
+    what = (
+        "came twice" if twice else f"was not followed by a save within trainer.stop_grace_seconds={seconds:g}"
+    )
+    saved = any(run.checkpoints.glob("step-*"))
+    left = "the last checkpoint stands" if saved else "nothing was saved yet"
+    leave_now(run, config, "stopped", 128 + number, f"{signal.Signals(number).name} {what}; {left}")
+
+
+def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
+    """Ends this process from any thread, whatever the others do; how an ended run stands is not touched."""
+    with contextlib.suppress(OSError):
+        if read_status(run).get("state") in (None, "running"):
+            write_status(run, config, state=state, exit_code=exit_code, message=message)
+        os.write(2, f"\ntrainrun: {message}\n".encode())
+    end_process(exit_code)
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """At once, with the loader workers."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(exit_code)
 
 
 def read_status(run: RunDir) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def seal_run(run: RunDir, config: dict[str, Any]) -> None:
     known = seals_of(run)
     new = known | {mark for node in foreign_nodes(config) if (mark := seal(run, node))}
     if new != known:
-        write_json(run.identity, read_identity(run) | {SEALS: sorted(new)})
+        write_json(run.identity, read_identity(run) | {SEALS: sorted(new)}, durable=True)
 
 
 def seals_of(run: RunDir) -> set[str]:

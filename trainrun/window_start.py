@@ -26,6 +26,7 @@ class WindowStart:
         self._states: list[Tensor] = []
         self._host: tuple[Any, ...] = ()
         self._draws = self._host_draws = True
+        self._never_finite: list[str] = []
         self._still: dict[str, tuple[Tensor, int]] = {}  # buffers, with the version of their contents
         self._copies: dict[
             str, tuple[Tensor, Tensor]
@@ -49,11 +50,17 @@ class WindowStart:
         host, buffers = host_state(), dict(self._model.named_buffers())
         states = [generator.get_state() for generator in self._generators]
         if first:
+            self._never_finite = not_finite(self._model)
             self._still = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
             self._copy(buffers)
         else:
             self._draws, self._host_draws = not same(states, self._states), host != self._host
-            moved = [name for name in buffers if not self._is_still(name, buffers[name])]
+            # by contents too: batch norm writes into its averages without a new version (torch 2.13)
+            moved = [
+                name
+                for name, buffer in buffers.items()
+                if not self._is_still(name, buffer) or not torch.equal(buffer, self._copies[name][1])
+            ]
             self._still = {name: kept for name, kept in self._still.items() if name not in moved}
             self._copy(moved)
         self._states, self._host = states, host
@@ -85,6 +92,29 @@ class WindowStart:
             else:
                 return f"the model's buffer {name} was written into, which the first window did not do"
         return ""
+
+    @torch.no_grad()
+    def mend_buffers(self, marked: bool) -> str:
+        """All buffers as `mark` found them, if one of them is not finite now; says what cannot be put back.
+
+        marked: `mark` was called at the start of this window. Buffers that never were finite (a mask) are let be.
+        """
+        poisoned = [name for name in not_finite(self._model) if name not in self._never_finite]
+        for name in poisoned:
+            if not marked or name not in self._copies or not is_finite(self._copies[name][1]):
+                return f"the model's buffer {name} is not finite any more, and no copy of it from before is there"
+        if poisoned:
+            for name, (buffer, contents) in self._copies.items():
+                put_back(self._model, name, buffer, contents)
+        return ""
+
+
+def not_finite(model: nn.Module) -> list[str]:
+    return [name for name, buffer in model.named_buffers() if not is_finite(buffer)]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def put_back(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> None:

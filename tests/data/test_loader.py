@@ -186,17 +186,21 @@ def test_workers_ignore_stop_signals(opened):
     for pid in pids(got):
         os.kill(pid, signal.SIGINT)
         os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGUSR1)
     got += list(batches)
     assert contents(got) == contents(opened(Augmented()).epoch(0))
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()  # of this process
 
 
-def test_a_worker_that_hangs_is_killed(opened, monkeypatch):
+def test_a_worker_that_hangs_is_killed(opened, monkeypatch, capfd):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     hanging = Broken(lambda: time.sleep(600), index=1)
     stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=0.5)
-    with pytest.raises(DataError, match=r"data.worker_timeout_seconds=0.5: data.train gave no batch"):
+    with pytest.raises(
+        DataError, match=r"worker_timeout_seconds=0.5: data.train gave no batch .* were the samples 0, 1"
+    ):
         list(stream.epoch(0))
+    assert "test_loader.py" in capfd.readouterr().err  # where the worker stands
     assert multiprocessing.active_children() == []
 
 

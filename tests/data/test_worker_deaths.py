@@ -80,7 +80,8 @@ def test_it_is_an_error_in_the_end(tmp_path):
     said = []
     stream = opened(Deadly(tmp_path, 99), said)
     with pytest.raises(
-        DataError, match=r"GB of memory are free .* \(the workers were started again 3 times\)"
+        DataError,
+        match=r"GB of memory .* were the samples .*\b17\b.* \(the workers were started again 3 times\)",
     ):
         list(stream.epoch(0))
     assert len(said) == MOST_RESTARTS

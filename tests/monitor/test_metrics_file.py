@@ -11,7 +11,7 @@ import pytest
 
 from trainrun.errors import DataError
 from trainrun.interfaces import RunFacts
-from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, read_rows
+from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, mend_end, read_rows
 
 FACTS = RunFacts("nan", "runs/x", "cpu", 1, 32, 1, 100, 20, 4, 8, 2, "MLP", 10, 10, ("a=1: why",))
 
@@ -167,3 +167,17 @@ def test_a_full_disk_leaves_no_half_line() -> None:
     file.on_step(1, 0.1, {"train/loss": 1.0})
     with pytest.raises(OSError):
         file.close()
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+def test_a_line_that_was_cut_off_is_taken_away_before_more_is_written(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainrun.monitor.metrics_file.BLOCK_BYTES", block)
+    path = tmp_path / "metrics.jsonl"
+    mend_end(path)
+    for whole in ("", '{"a": 1}\n', '{"a": 1}\n{"b": 22}\n'):
+        for cut in ("", "{", '{"a": 100000'):
+            path.write_text(whole + cut)
+            mend_end(path)
+            assert path.read_text() == whole

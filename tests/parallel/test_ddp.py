@@ -15,8 +15,9 @@ from torch import nn
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.parallel.ddp import Ddp, check_parameters
+from trainrun.parallel.failures import RankFailed
 from trainrun.parallel.group import Group
-from trainrun.parallel.launch import RankFailed, launch
+from trainrun.parallel.launch import launch
 from trainrun.rundir import RunDir, read_json
 
 NUM_STEPS = 4

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainrun.parallel.launch import RankFailed, launch, rank_environment
+from trainrun.parallel.failures import RankFailed
+from trainrun.parallel.launch import launch, rank_environment
 from trainrun.rundir import RunDir
 
 Script = Callable[[str], list[str]]
@@ -285,7 +286,7 @@ def test_the_time_to_save_is_bounded(driver: Start, run_dir: RunDir) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     assert (
-        "did not stop within parallel.stop_grace_seconds=0.3 of SIGTERM"
+        "did not stop within trainer.stop_grace_seconds=0.3 of SIGTERM"
         in (run_dir.root / "message").read_text()
     )
 

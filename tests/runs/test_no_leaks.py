@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from trainrun.rundir import RunDir
+from trainrun.runlock import only_writer
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path("/dev/shm")
@@ -77,9 +81,9 @@ def started_by(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [command, *command.children(recursive=True)]
 
 
-def left_of(processes: list[psutil.Process]) -> list[psutil.Process]:
+def left_of(processes: list[psutil.Process], seconds: float = 5) -> list[psutil.Process]:
     """After a moment for the system to take them away."""
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
     return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -128,5 +132,26 @@ def test_an_exception_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> No
         assert "sample 17 of Slow cannot be read: KeyError" in err
         assert left_of(running) == []
         assert shared_of(running) == set()
+    finally:
+        end(running)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["workers, cache", "two ranks with workers"])
+def test_kill_9_of_the_command(name: str, tmp_path: Path) -> None:
+    process = start(tmp_path, ENGINES[name])
+    running = [psutil.Process(process.pid)]
+    try:
+        wait_for((tmp_path / "started").exists, process)
+        running = started_by(process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)  # whoever is left has the same pipes
+        assert left_of(running, 10) == []
+        assert shared_of(running) == set()
+        with only_writer(RunDir(tmp_path / "run")):  # and the folder is free
+            state = json.loads((tmp_path / "run" / "status.json").read_text())["state"]
+        assert state == (
+            "stopped" if "ranks" in name else "running"
+        )  # ranks save when their launcher is gone
     finally:
         end(running)

@@ -22,6 +22,10 @@ class WorkerDied(DataError):
     """A loader worker is gone, and no fault of its own is known."""
 
 
+class WorkerLate(DataError):
+    """A loader worker gave no batch for too long."""
+
+
 class Ear:
     """A handler in front of torch's."""
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trainrun.data.deaths import MOST_RESTARTS, WorkerDied
+from trainrun.data.deaths import MOST_RESTARTS, WorkerDied, WorkerLate
 from trainrun.data.order import StreamPlan
 from trainrun.data.reader import BatchReader, Key, Reading
 from trainrun.data.skips import Report, Skips, to_stderr
 from trainrun.data.workers import WorkerOptions, build_loader, received, shut_down, starting
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
+
+MOST_NAMED = 32
 
 
 class KeySource:
@@ -102,7 +105,18 @@ class LoaderBatches:
                     place += 1
                 return
             except WorkerDied as error:
-                self._start_again(error)
+                self._start_again(WorkerDied(f"{error}; {self._in_flight(epoch, place)}"))
+            except WorkerLate as error:
+                raise DataError(f"{error}; {self._in_flight(epoch, place)}") from error
+
+    def _in_flight(self, epoch: int, place: int) -> str:
+        """The samples that the workers were asked for and did not give: one of them may be the reason."""
+        number = max(1, self._options.num_workers * self._options.prefetch_factor)
+        keys = islice(keys_of(self._plan, epoch, place), number)
+        asked = [index for key in keys for index in key.indices]
+        more = len(asked) - MOST_NAMED
+        shown = ", ".join(map(str, asked[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+        return f"on their way were the samples {shown or 'of no batch'}"
 
     def _start_again(self, error: WorkerDied) -> None:
         if self._restarts == MOST_RESTARTS:

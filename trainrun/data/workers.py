@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import random
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from trainrun.data.deaths import WorkerDied, lend_an_ear, listening
+from trainrun.data.deaths import WorkerDied, WorkerLate, lend_an_ear, listening
 from trainrun.data.memory import memory_line
 from trainrun.errors import DataError
 from trainrun.randomness import derive_seed, kept_random_state
@@ -26,7 +27,9 @@ from trainrun.randomness import derive_seed, kept_random_state
 DEATH_NOTICE = "DataLoader worker"  # how torch begins its message about a dead worker
 KILLED = "killed by signal: Killed"  # SIGKILL: nobody but the system, or a person, sends it
 NOTICE_SECONDS = 1.0  # longest time from a worker's death to its signal
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STANDARD_ERROR = 2
+STACK_SECONDS = 0.3  # to write them
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def ignore_stop_signals(worker: int) -> None:
     """A stop request goes to the whole process group, but the batches on the way are still wanted."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
@@ -146,13 +150,22 @@ def _from_workers(iterator: Iterator[Any], end: object, key: str, options: Worke
     except RuntimeError as error:
         text = str(error).split("\n")[0]
         if "DataLoader timed out" in text:
-            raise DataError(
+            show_stacks(iterator)
+            raise WorkerLate(
                 f"data.worker_timeout_seconds={options.timeout_seconds:g}: {key} gave no batch for that "
-                "long; raise it (0 waits for ever), or see with data.num_workers=0 where reading hangs"
+                "long (where its workers stand is above); raise it (0 waits for ever)"
             ) from error
         if DEATH_NOTICE in text:
             raise WorkerDied(f"{key}: {_of_death(text)}") from error
         raise
+
+
+def show_stacks(iterator: Any) -> None:
+    """Of the workers, on the standard error: what they are doing, in C code too."""
+    for worker in iterator._workers:
+        if worker.is_alive():
+            os.kill(worker.pid, signal.SIGQUIT)
+    time.sleep(STACK_SECONDS)
 
 
 def _of_death(notice: str) -> str:

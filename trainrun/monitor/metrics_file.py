@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from trainrun.rundir import sync_path, write_text
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 TEXTS = ("kind", "text", "split", "facts", "class_names")  # never numbers, whatever they say
+BLOCK_BYTES = 1 << 16
 OF_THE_END = ("confusion", "end")  # written once more by the session that goes on
 
 Row = dict[str, Any]
@@ -103,6 +105,24 @@ def _append(path: Path, data: bytes) -> None:
         except OSError:
             file.truncate(before)
             raise
+
+
+def mend_end(path: Path) -> None:
+    """Takes away a last line that was cut off, before anything is appended to it. No file is fine."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        kept = end
+        while kept > 0:
+            start = max(0, kept - BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(kept - start).rfind(b"\n")
+            kept = start + newline + 1
+            if newline >= 0:
+                break
+        if kept < end:
+            file.truncate(kept)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -17,47 +17,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
+from trainrun.errors import EXIT_DONE, EXIT_USAGE
+from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, signal_name
 from trainrun.parallel.rank import listening_file
-from trainrun.rundir import RunDir, read_json
-from trainrun.signals import catch_stops, stops_held_back
+from trainrun.rundir import RunDir
+from trainrun.runlock import passed_on
+from trainrun.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 5.0  # how long the other ranks get to notice a failure and to close their files
 END_SECONDS = 2.0  # between SIGTERM and SIGKILL
-CLEAN_CODES = (EXIT_DONE, EXIT_AGAIN, EXIT_INTERRUPTED)
+MOST_IDLE = 3  # attempts in a row without a new checkpoint
 
 Rank = subprocess.Popen[bytes]
 CommandFor = Callable[[int], Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why one rank died. kind: as in its error file, or `death` where it could not write one."""
-
-    time: float
-    rank: int
-    exit_code: int
-    kind: str
-    message: str
-    traceback: str = ""
-
-
-class RankFailed(TrainrunError):
-    """The ranks did not end well.
-
-    exit_code: 2 for a fault of the user's, 128 + n for a stop by signal n that saved nothing, else 1.
-    failure: of the rank where it began; None where no single rank is to blame.
-    """
-
-    def __init__(self, message: str, exit_code: int, failure: Failure | None = None) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-        self.failure = failure
 
 
 def launch(
@@ -79,6 +56,7 @@ def launch(
     Raises KeyboardInterrupt at the second Ctrl-C, or one before the ranks can listen: all are killed, nothing
     more is saved; and where the first one came after the last step.
     """
+    newest, idle = newest_checkpoint(run_dir), 0
     with received_signals() as received:
         for attempt in range(max_restarts + 1):
             base = dict(os.environ if env is None else env, TRAINRUN_ATTEMPT=str(attempt))
@@ -90,17 +68,35 @@ def launch(
             except RankFailed as failed:
                 if attempt == max_restarts or received or failed.exit_code == EXIT_USAGE:
                     raise
+                before, newest = newest, newest_checkpoint(run_dir)
+                idle = idle + 1 if newest == before else 0
+                if idle == MOST_IDLE:
+                    raise RankFailed(
+                        f"{failed} (the last {MOST_IDLE} attempts saved nothing new: no further restart)",
+                        failed.exit_code, failed.failure,
+                    ) from failed  # fmt: skip
                 note(f"{failed}; the ranks start again ({attempt + 1} of {max_restarts} restarts)")
     raise AssertionError("the loop returns or raises")
 
 
+def newest_checkpoint(run_dir: RunDir) -> str:
+    return max((path.name for path in run_dir.checkpoints.glob("step-*")), default="")
+
+
 @contextmanager
 def received_signals() -> Iterator[list[int]]:
-    """The numbers of the stop signals that arrived, in order; nothing else happens on them."""
+    """The numbers of the stop signals that arrived, in order; nothing else happens on them.
+
+    One that comes again within a second was passed on by somebody else too, but for Ctrl-C.
+    """
     received: list[int] = []
+    times: dict[int, float] = {}
 
     def keep(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        now = time.monotonic()
+        if number == signal.SIGINT or now - times.get(number, -math.inf) >= AGAIN_SECONDS:
+            received.append(number)
+            times[number] = now
 
     with catch_stops(keep):
         yield received
@@ -169,13 +165,19 @@ def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str
     A session of its own keeps the terminal's Ctrl-C away from a rank: it hears of it from the driver, once,
     and not before it can listen: an interrupt in the middle of its imports would show a traceback.
     """
-    if rank == 0:
+    lock, word = passed_on()
+
+    def start(output: BinaryIO | None) -> Rank:
         with stops_held_back():
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
-    with run_dir.rank_log(rank).open("ab") as log, stops_held_back():
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
-        )
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env | word,
+                start_new_session=True, pass_fds=lock,
+            )  # fmt: skip
+
+    if rank == 0:
+        return start(None)
+    with run_dir.rank_log(rank).open("ab") as log:
+        return start(log)
 
 
 def watch(ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds: float, store: Path) -> int:
@@ -202,10 +204,12 @@ def watch(ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds
         elif len(received) > 1 and received[-1] == signal.SIGINT:
             kill(ranks)
             raise KeyboardInterrupt
+        elif received.count(signal.SIGTERM) > 1:
+            raise RankFailed("SIGTERM came twice; only the last checkpoint is kept", 128 + signal.SIGTERM)
         elif time.monotonic() > deadline:
             name = signal_name(received[0])
             raise RankFailed(
-                f"the ranks did not stop within parallel.stop_grace_seconds={grace_seconds:g} of {name} "
+                f"the ranks did not stop within trainer.stop_grace_seconds={grace_seconds:g} of {name} "
                 "and were killed; only the last checkpoint is kept",
                 128 + received[0],
             )
@@ -241,29 +245,6 @@ def explain(ranks: list[Rank], run_dir: RunDir, received: list[int], deaths: dic
     if first.exit_code == EXIT_USAGE:
         return RankFailed(first.message, EXIT_USAGE, first)
     return RankFailed(f"rank {first.rank} {first.message}", first.exit_code, first)
-
-
-def failure_of(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | None:
-    """What a dead rank wrote down, else what its exit code tells; None if it ended well."""
-    if code in CLEAN_CODES:
-        return None
-    path = run_dir.rank_error(rank)
-    if path.exists():
-        row = read_json(path)
-        message = row["message"] if row["exit_code"] == EXIT_USAGE else f"failed: {row['message']}"
-        return Failure(row["time"], rank, row["exit_code"], row["kind"], message, row["traceback"])
-    if code < 0:
-        name = signal_name(-code)
-        guess = " (out of memory?)" if name == "SIGKILL" else ""
-        # NCCL's watchdog aborts a process that lost contact
-        kind = "echo" if name == "SIGABRT" else "death"
-        return Failure(died, rank, EXIT_FAILED, kind, f"was killed by {name}{guess}")
-    place = "" if rank == 0 else f"; its output is in {run_dir.rank_log(rank)}"
-    return Failure(died, rank, EXIT_FAILED, "death", f"ended with exit code {code}{place}")
-
-
-def signal_name(number: int) -> str:
-    return {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
 
 
 def send(ranks: list[Rank], number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
@@ -32,10 +33,17 @@ class Options(Protocol):
     timeout_seconds: float
 
 
-def run_as_rank(run_dir: RunDir, options: Options, work: Work, store: Store | None = None) -> int:
+def run_as_rank(
+    run_dir: RunDir,
+    options: Options,
+    work: Work,
+    store: Store | None = None,
+    deadline: AbstractContextManager[None] | None = None,
+) -> int:
     """One rank from its first to its last line; returns its exit code and never raises an Exception.
 
-    store: where the ranks meet, from `handshake`, if torchrun started them.
+    store: where the ranks meet, from `handshake`, if torchrun started them. deadline: surrounds the work where no
+    driver of ours has an eye on the time that a stop takes.
     """
     die_with_parent()
     flag = StopFlag()
@@ -46,7 +54,7 @@ def run_as_rank(run_dir: RunDir, options: Options, work: Work, store: Store | No
         parallel.close()  # not after a failure: it could wait for ranks that are gone
         return code
 
-    with catch_signals(flag):
+    with catch_signals(flag), deadline or nullcontext():
         if store is None:  # else nobody of ours started this rank
             say_listening()
         return run_rank(run_dir, int(os.environ["RANK"]), whole)

@@ -29,7 +29,8 @@ MATMUL_NOTES = {
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, ignore.
+    """clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback,
+    ignore.
 
     offloaded: the update happens on a device other than the model's, which cannot read a flag there.
     """

@@ -2,7 +2,7 @@
 
 The order is fixed: unscale, check, clip, update, clear. On a CPU reading a flag costs 0.2 us, so the
 check is read at once. On a GPU reading it makes the host wait for every kernel before it, so it is read
-only where a skipped step is a normal event (float16, nan_policy=skip); with nan_policy=stop the fused
+only where a skipped step is a normal event (float16, nan_policy=skip, rollback); with nan_policy=stop the fused
 optimizers read it on the device, leave the weights alone from the first bad step on, and `failure`
 asks when the host waits anyway.
 """
@@ -42,7 +42,7 @@ class Guarded:
     """Fills `Precision`.
 
     autocast_dtype: None computes in the type of the weights; float16 also scales the loss.
-    clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, ignore.
+    clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback, ignore.
     lazy: the flag stays on the device where the optimizer can read it there. ledger: where time is booked.
     """
 

@@ -76,6 +76,7 @@ class WholeStep:
         if not (full and self._ready and parts.retry.pieces == 1):
             self._held = None  # it may replace tensors
             return self._plain(parts, window, log)
+        parts.retry.unmark()
         held = self._held = self._held or self._hold(parts)
         last = len(window) - 1
         graphs = [

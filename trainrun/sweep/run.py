@@ -13,12 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.monitor.readable import counted
+from trainrun.rundir import RunDir
+from trainrun.runlock import only_writer
 from trainrun.signals import catch_stops
 from trainrun.sweep.jobs import Job, Sweep, open_sweep
 from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, is_done, read_result, read_status
@@ -82,10 +84,9 @@ def run_sweep(words: list[str], folder: Path | None, command: Command = job_comm
     folder: of the sweep; a new one under `sweeps/` where None. The table, `sweep.csv` and `sweep.png`
     come at the end, however it ends.
     """
-    sweep = open_sweep(words, folder)
     relay = StopRelay()
-    print(f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}", flush=True)
-    with catch_stops(relay.handle):
+    with locked_sweep(words, folder) as sweep, catch_stops(relay.handle):
+        print(f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}", flush=True)
         try:
             for position, num in enumerate(sweep.wanted, start=1):
                 if relay.number:
@@ -100,6 +101,22 @@ def run_sweep(words: list[str], folder: Path | None, command: Command = job_comm
     return EXIT_DONE if done else EXIT_FAILED
 
 
+@contextlib.contextmanager
+def locked_sweep(words: list[str], folder: Path | None) -> Iterator[Sweep]:
+    """`open_sweep`; no other process runs jobs in its folder inside."""
+    with contextlib.ExitStack() as closing:
+        if folder is not None:
+            folder = folder.expanduser().absolute()
+            with contextlib.suppress(OSError):  # `open_sweep` says it
+                folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                closing.enter_context(only_writer(RunDir(folder)))
+        sweep = open_sweep(words, folder)
+        if folder is None:
+            closing.enter_context(only_writer(RunDir(sweep.folder)))
+        yield sweep
+
+
 def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Command) -> Result:
     """Runs one job to its end, or keeps the result of an earlier call."""
     folder = sweep.folder / job.folder
@@ -107,10 +124,12 @@ def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Comma
         result = read_result(folder)
         print(f"{label} {job.folder}: kept, {shown_value(result)}", flush=True)
         return result
-    going_on = has_checkpoint(folder)
-    if folder.exists() and not going_on:
-        shutil.rmtree(folder)  # an earlier try that saved nothing
     folder.mkdir(exist_ok=True)
+    with only_writer(RunDir(folder), patient=True):  # the job of a sweep that was killed saves and ends
+        going_on = has_checkpoint(folder)
+        if not going_on:
+            shutil.rmtree(folder)  # an earlier try that saved nothing
+            folder.mkdir()
     print(f"{label} {job.folder}: {'goes on' if going_on else 'starts'}", flush=True)
     earlier = read_status(folder)
     with (folder / OUTPUT).open("wb") as output:

@@ -1,0 +1,164 @@
+"""What never ends by itself: a loader, a step, a save after a signal, a rank. Each is ended and says where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trainrun.cli import main
+
+ROOT = Path(__file__).parents[2]
+CODE = """
+import hashlib, os, signal, time
+import torch
+from torch import nn
+
+def hang(how):
+    open("hangs", "w").close()
+    if how == "python":
+        time.sleep(3600)
+    if how == "c":  # hears no signal until it ends
+        hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2**31 - 1)
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, at=-1, how="python", rank="0"):
+        self.at, self.how, self.rank = at, how, str(rank)
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == self.at and os.environ.get("RANK", "0") == self.rank and not os.path.exists("once"):
+            if os.path.exists("only_once"):
+                open("once", "w").close()
+            hang(self.how)
+        return torch.full((6,), index / 64), index % 2
+
+class Stop:
+    # asks for a stop at a step, and then lets nobody save
+    def __init__(self, at, name, times=1, how=""):
+        self.at, self.number, self.times, self.how = at, getattr(signal, name), times, how
+    def on_start(self, facts, step): pass
+    def on_step(self, step, epoch, row):
+        if step == self.at:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+                time.sleep(1.2)
+            hang(self.how)
+    def on_eval(self, step, epoch, row): pass
+    def on_note(self, text): pass
+    def on_end(self, summary): pass
+    def close(self): pass
+"""
+WORDS = [
+    "data.train._target_=own.Slow", "data.num_classes=2", "model=mlp", "data.batch_size=4", "data.shuffle=false",
+    "data.engine=workers", "data.num_workers=0", "trainer.max_epochs=2", "trainer.num_threads=1",
+    "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",
+    "checkpoint.every_n_train_steps=2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def project(workdir: Path) -> Iterator[Path]:
+    (workdir / "own.py").write_text(CODE)
+    yield workdir
+    sys.modules.pop("own", None)
+
+
+def status_of(project: Path) -> dict[str, object]:
+    return json.loads((project / "run" / "status.json").read_text())
+
+
+def start(project: Path, *words: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainrun", *WORDS, *words], cwd=project, text=True,
+        env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_getitem_that_never_returns(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert main([*WORDS, "output_dir=run", "data.train.at=30", "trainer.watchdog_seconds=1"]) == 1
+    assert time.monotonic() - began < 20
+    said = capsys.readouterr().err
+    stacks = project / "run" / "stacks-rank0.txt"
+    assert "no progress for 1 s after step 7, in the account 'data' (trainer.watchdog_seconds)" in said
+    assert str(stacks) in said
+    assert "own.py" in stacks.read_text()
+    assert "in hang" in stacks.read_text()
+    assert (status_of(project)["state"], status_of(project)["exit_code"]) == ("failed", 1)
+    assert (project / "run" / "checkpoints" / "step-00000006").is_dir()
+    (project / "once").touch()
+    assert main(["resume", "run"]) == 0
+
+
+def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path) -> None:
+    """Both at once, since each waits for an interpreter of its own to start."""
+    hung = start(
+        project, "data.train.at=30", "data.train.how=c", "output_dir=run", "trainer.watchdog_seconds=1"
+    )
+    words = [f"monitor.listeners.stop.{name}={value}" for name, value in
+             {"_target_": "own.Stop", "at": 3, "name": "SIGTERM", "how": "c"}.items()]  # fmt: skip
+    late = start(project, *words, "output_dir=late", "trainer.stop_grace_seconds=1")
+    twice = start(project, *[word.replace("how=c", "how=python") for word in words],
+                  "monitor.listeners.stop.times=2", "output_dir=twice")  # fmt: skip
+    ends = {}
+    said = {}
+    try:
+        for name, process in (("run", hung), ("late", late), ("twice", twice)):
+            said[name] = process.communicate(timeout=120)[1]
+            status = json.loads((project / name / "status.json").read_text())
+            ends[name] = process.returncode, status["state"], status["exit_code"]
+            assert "Traceback" not in said[name], said[name]
+            assert list((project / name / "checkpoints").glob("step-*")), name
+    finally:
+        for process in (hung, late, twice):
+            process.kill()
+            process.communicate()
+    assert "no progress for 1 s after step 7" in said["run"]
+    assert "SIGTERM was not followed by a save within trainer.stop_grace_seconds=1; the last" in said["late"]
+    assert "SIGTERM came twice; the last checkpoint stands" in said["twice"]
+    assert ends == {"run": (1, "failed", 1), "late": (143, "stopped", 143), "twice": (143, "stopped", 143)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts processes")
+def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(project: Path) -> None:
+    (project / "only_once").touch()
+    words = ["parallel=ddp", "parallel.devices=2", "parallel.max_restarts=2", "trainer.watchdog_seconds=2"]
+    process = start(project, *words, "output_dir=run", "data.train.at=45", "data.train.rank=1")
+    try:
+        _, err = process.communicate(timeout=180)
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+    assert process.returncode == 0, err
+    assert "rank 1 failed: no progress for 2 s after step" in err
+    assert "the ranks start again (1 of 2 restarts)" in err
+    assert "in hang" in (project / "run" / "stacks-rank1.txt").read_text()
+    assert (project / "run" / "stacks-rank0.txt").exists()
+    assert status_of(project)["state"] == "done"
+    rows = [json.loads(line) for line in (project / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if row["kind"] == "train"]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("trainer.watchdog_seconds=-1", "must be 0 or more"),
+        ("trainer.watchdog_seconds=soon", "must be a whole number or auto"),
+        ("trainer.stop_grace_seconds=-1", "must be 0 or more"),
+        ("trainer.stop_grace_seconds=null", "is not Optional"),
+    ],
+)
+def test_wrong_words(project: Path, word: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "output_dir=run", word]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,34 @@
+"""Runs one after the other in one process leave nothing behind; the long version is scripts/leaks.py."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+import trainrun as package
+
+WORDS = [
+    "data=digits", "model=mlp", "data.engine=workers", "data.batch_size=512", "trainer.max_steps=2",
+    "trainer.num_threads=1", "monitor.plots=false", "monitor.progress_bar=false", "monitor.verbose=false",
+]  # fmt: skip
+
+
+def held() -> tuple[int, int, int]:
+    """Files, threads and children."""
+    gc.collect()
+    process = psutil.Process()
+    return process.num_fds(), threading.active_count(), len(process.children(recursive=True))
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process, "num_fds"), reason="counts open files")
+def test_run_after_run(tmp_path: Path) -> None:
+    counts = []
+    for number, workers in enumerate((0, 1, 0, 0, 0, 1)):  # the first two load what is kept
+        package.train(*WORDS, f"data.num_workers={workers}", f"output_dir={tmp_path}/{number}")
+        counts.append(held())
+    assert counts[-1] == counts[1]
+    assert counts[-2] == counts[1]

@@ -1,0 +1,209 @@
+"""Steps that are not finite: written down, left out, gone back from; and never in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.resume import resolve
+from trainrun.cli import main
+
+CODE = """
+import torch
+from torch import nn
+
+def data(count=48, bad=(), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    x[list(bad)] = torch.nan
+    return x, (x[:, 0].nan_to_num() > 0).long()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+    def forward(self, x):
+        return self.layers(x)
+"""
+WORDS = [
+    "data.train._target_=own.data", "data.val._target_=own.data", "data.val.seed=1", "model=own.Net",
+    "data.num_classes=2", "data.batch_size=4", "trainer.val_check_interval=4",
+    "ema=true", "ema.decay=0.9", "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false",
+    "monitor.progress_bar=false", "checkpoint.every_n_train_steps=3", "checkpoint.train_time_interval=null",
+    "checkpoint.save_top_k=0", "data.engine=resident", "trainer.num_threads=1",
+]  # fmt: skip
+TWO = "trainer.max_epochs=2"
+ENDLESS = "trainer.max_epochs=null"
+BAD = "data.train.bad=[17]"
+
+
+@pytest.fixture
+def project(workdir: Path) -> Iterator[Path]:
+    (workdir / "own.py").write_text(CODE)
+    yield workdir
+    sys.modules.pop("own", None)
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text())
+
+
+def steps_of(run: Path) -> list[int]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if row["kind"] == "train"]
+
+
+def last(run: Path) -> Any:
+    return read_checkpoint(resolve(run / "checkpoints", "last")).shared
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    parts = list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else []
+    return [leaf for part in parts for leaf in tensors(part)]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
+
+
+def is_finite(state: Any) -> bool:
+    return all(bool(value.isfinite().all()) for name, value in state["model"].items() if name != "mask")
+
+
+def test_stop_writes_down_what_the_step_was_made_of(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, TWO, BAD, "output_dir=run"]) == 1
+    run, said = project / "run", capsys.readouterr().err
+    (place,) = (run / "nonfinite").iterdir()
+    assert str(place) in said
+    assert "safetensors.torch.load_file" in said
+    assert "rank 0: the loss was not, 6 values of its batch were not" in said
+    told = json.loads((place / "rank-00000.json").read_text())
+    (batch,) = told["batches"]
+    assert 17 in batch["samples"]
+    assert batch["tensors"]["0.0"] == {"shape": [4, 6], "nonfinite": 6}
+    assert batch["loss_sum"] == "nan"
+    assert (told["step"], told["loss_scale"]) == (int(place.name[5:]), None)
+    rows = load_file(place / "rank-00000.safetensors")["0.0"]
+    assert rows[batch["samples"].index(17)].isnan().all()
+    assert int(rows.isnan().sum()) == 6
+    assert (status(run)["state"], status(run)["exit_code"]) == ("failed", 1)
+    assert is_finite(last(run))
+    assert last(run)["train"]["step"] < told["step"]
+    assert main(["resume", "run", "trainer.nan_policy=skip"]) == 0  # meets the same step again
+    assert status(run)["skipped_steps"] == 2
+    assert steps_of(run) == list(range(1, 25))
+
+
+@pytest.mark.parametrize("memory", ["split", "stop"])
+def test_skip_leaves_no_trace_in_the_averages_of_batch_norm(
+    project: Path, memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trainer.nan_policy=skip", f"trainer.out_of_memory={memory}"]
+    assert main([*WORDS, TWO, BAD, "output_dir=run", *words]) == 0
+    run = project / "run"
+    assert status(run)["skipped_steps"] == 2
+    assert is_finite(last(run))
+    assert len(list((run / "nonfinite").iterdir())) == 2
+    assert capsys.readouterr().out.count("so the step is left out") == 1
+
+
+def test_skip_gives_up_where_too_many_are_left_out(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainrun.nonfinite.LEAST_STEPS", 10)
+    monkeypatch.setattr("trainrun.nonfinite.MAX_WRITTEN", 1)
+    words = ["data.train.bad=[1,5,9,17,22,30]", "trainer.nan_policy=skip"]
+    assert main([*WORDS, TWO, *words, "output_dir=run"]) == 1
+    said = capsys.readouterr().err
+    assert "more than 10% of all" in said
+    assert "1 such steps are in" in said
+
+
+def rolled_back(project: Path, name: str, *stops: int) -> Path:
+    """A whole run, in one piece or stopped after some steps and resumed."""
+    limits = [f"trainer.max_steps={stop}" for stop in stops] + ["trainer.max_steps=15"]
+    words = [*WORDS, BAD, "trainer.nan_policy=rollback", ENDLESS]
+    assert main([*words, limits[0], f"output_dir={name}"]) == 0
+    for limit in limits[1:]:
+        assert main(["resume", name, limit]) == 0
+    return project / name
+
+
+def test_rollback_passes_over_the_data_since_the_checkpoint_and_is_exact(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = rolled_back(project, "whole")
+    bad = [int(path.name[5:]) for path in sorted((whole / "nonfinite").iterdir())]
+    state = last(whole)
+    assert "back to the newest checkpoint" in capsys.readouterr().out
+    assert len(bad) == state["train"]["rollbacks"] >= 1
+    assert is_finite(state)
+    assert state["train"]["skipped_steps"] == 0
+    assert steps_of(whole) == list(range(1, 16))
+    # each time back, the steps since the last checkpoint are made again, with other data
+    passed_over = sum(1 + (step - 1) % 3 for step in bad)
+    assert 12 * state["train"]["epoch"] + state["train"]["batches"] == 15 + passed_over
+    for name, stop in (("before", 3 * ((bad[0] - 1) // 3) or 3), ("after", 12)):
+        again = rolled_back(project, name, stop)
+        assert same(last(again), state)
+        assert steps_of(again) == list(range(1, 16))
+
+
+def test_rollback_without_an_earlier_checkpoint_goes_back_to_the_start_and_is_bounded(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = "data.train.bad=[" + ",".join(map(str, range(48))) + "]"
+    words = [every, "trainer.nan_policy=rollback", "trainer.max_rollbacks=2"]
+    assert main([*WORDS, TWO, *words, "output_dir=run"]) == 1
+    assert "after trainer.max_rollbacks=2 times back to a checkpoint" in capsys.readouterr().err
+    assert last(project / "run")["train"]["step"] == 0
+    assert status(project / "run")["exit_code"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trainer.max_rollbacks=0"], "trainer.max_rollbacks=0: must be 1 or more"),
+        (["trainer.nan_policy=rolback"], "Did you mean rollback?"),
+        (
+            ["trainer.nan_policy=rollback", "checkpoint.enabled=false"],
+            "checkpoint.enabled=false: trainer.nan_policy",
+        ),
+        (["trainer.nan_policy=rollback", "checkpoint.save_last=false"], "use trainer.nan_policy=skip"),
+    ],
+)
+def test_wrong_words(project: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, TWO, *words, "output_dir=run"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_rank_that_had_it_is_named_and_all_ranks_write_their_part(
+    project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    words = ["parallel=ddp", "parallel.devices=2", "trainer.nan_policy=rollback", "data.shuffle=false"]
+    bad = "data.train.bad=[13]"  # in the second batch of two times 4: of rank 1
+    assert main([*WORDS, bad, *words, "trainer.max_steps=4", ENDLESS, "output_dir=run"]) == 0
+    (place,) = (project / "run" / "nonfinite").iterdir()
+    assert place.name == "step-00000002"
+    samples = [
+        json.loads((place / f"rank-0000{rank}.json").read_text())["batches"][0]["samples"] for rank in (0, 1)
+    ]
+    assert 13 in samples[0] + samples[1]
+    owner = 0 if 13 in samples[0] else 1
+    assert f"rank {owner}: the loss was not" in capfd.readouterr().out
+    assert steps_of(project / "run") == list(range(1, 5))
+    assert is_finite(last(project / "run"))

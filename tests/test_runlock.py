@@ -1,0 +1,147 @@
+"""One writer a run folder: who comes second is told at once, and no dead process stands in the way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli import main
+from trainrun.rundir import RunDir
+from trainrun.runlock import RunBusy, only_writer, passed_on, take_over
+
+QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false", "trainer.max_steps=3"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def holder(run: RunDir, then: str) -> subprocess.Popen[str]:
+    """Another process that has the lock."""
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from trainrun.rundir import RunDir; from trainrun.runlock import *\n"
+        f"with only_writer(RunDir(Path({str(run.root)!r}))):\n    {then}\n"
+    )
+    root = str(Path(__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def is_free(run: RunDir) -> bool:
+    try:
+        with only_writer(run):
+            return True
+    except RunBusy:
+        return False
+
+
+def test_the_second_is_told_who_is_first_and_kill_9_frees_the_folder(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = holder(run, "print('there', flush=True); time.sleep(60)")
+    began = time.monotonic()
+    with (
+        pytest.raises(RunBusy, match=rf"process {process.pid} on \S+ trains there") as caught,
+        only_writer(run),
+    ):
+        pass
+    assert caught.value.exit_code == 75
+    assert main(["data=digits", "model=mlp", f"output_dir={run.root}", *QUIET]) == 75
+    assert f"process {process.pid}" in capsys.readouterr().err
+    assert time.monotonic() - began < 5  # no wait for a living process
+    assert sorted(path.name for path in run.root.iterdir()) == [".lock"]
+    kill(process)
+    assert is_free(run)
+
+
+def test_a_child_that_outlives_a_killed_process_holds_no_lock(run: RunDir) -> None:
+    child = "os.fork() or (print('there', flush=True), time.sleep(3), os._exit(0)); time.sleep(60)"
+    process = holder(run, child)
+    assert not is_free(run)
+    kill(process)
+    assert is_free(run)
+
+
+def test_a_rank_holds_the_lock_of_its_launcher(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    rank = "import time; from trainrun.runlock import take_over; take_over(); print('there', flush=True); time.sleep(1)"
+    start = (
+        "lock, word = passed_on(); import subprocess; "
+        f"subprocess.Popen([sys.executable, '-c', {rank!r}], pass_fds=lock, env=os.environ | word); time.sleep(60)"
+    )
+    process = holder(run, start)
+    kill(process)
+    with only_writer(run):  # waits for the rank, which ends by itself
+        pass
+    assert f"what is left of process {process.pid}" in capsys.readouterr().err
+
+
+def test_no_file_of_the_lock_stays_open(run: RunDir) -> None:
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    for _ in range(3):
+        with only_writer(run):
+            assert passed_on()[0]
+            with pytest.raises(RunBusy), only_writer(run):
+                pass
+    assert passed_on()[0] == []
+    if sys.platform == "linux":
+        assert len(os.listdir("/proc/self/fd")) == before
+    env = {"TRAINRUN_LOCK": ""}
+    take_over(env)
+    assert env == {}
+
+
+def test_where_there_are_no_locks_that_is_said(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with only_writer(run):
+        pass
+    assert "this file system has no locks" in capsys.readouterr().err
+
+
+def test_resume_and_a_sweep_are_held_off_too(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data=digits", "model=mlp", "output_dir=run", *QUIET]) == 0
+    before = (workdir / "run" / "status.json").read_bytes()
+    with only_writer(RunDir(workdir / "run")):
+        assert main(["resume", "run", "trainer.max_steps=5"]) == 75
+    assert (workdir / "run" / "status.json").read_bytes() == before
+    (workdir / "sweep").mkdir()
+    with only_writer(RunDir(workdir / "sweep")):
+        assert main(["-m", "seed=1,2", "hydra.sweep.dir=sweep", *QUIET]) == 75
+    assert capsys.readouterr().err.count("trains there") == 2
+
+
+def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
+    with only_writer(run):
+        copy = os.dup(passed_on()[0][0])
+    try:
+        assert is_free(run)
+    finally:
+        os.close(copy)
