@@ -50,6 +50,7 @@ from trainrun.precision.amp import (
 )
 from trainrun.retry import Retry
 from trainrun.rundir import RunDir
+from trainrun.scheduler.schedule import Schedule
 from trainrun.settle import Chosen, settled
 from trainrun.signals import StopFlag
 
@@ -115,8 +116,9 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     if site.init_from is not None:
         notes.append(load_initial(model, site.init_from))
     rhythm = build_rhythm(config, train, val is not None)
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
-    config = with_scope(config, num_weights, rhythm.total_steps, site.parallel.device, notes)
+    config = with_scope(
+        config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, site.parallel.device, notes
+    )
     set_threads(config, model, site.parallel.device, notes)
     task = build_task(config)
     if isinstance(task, ChecksModel):
@@ -136,19 +138,10 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     ema = Ema(
         model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps
     )
-    between = config.trainer.python_gc == "between_steps"
-    board = Board(
-        site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
-        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), tidy if between else None, tally,
-        site.ledger,
-    )  # fmt: skip
+    board = build_board(config, site, schedule, rhythm, task, tally)
     compile_log = build_log(board, site.ledger)
     default_metric = default_monitor(task, val is not None)
-    checkpoints = Checkpoints(
-        site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
-        lambda: fingerprint(config, site.parallel), board.note, lambda: host_memory().free,
-        before_commit=site.before_commit,
-    )  # fmt: skip
+    checkpoints = build_checkpoints(config, site, default_metric, board.note)
     retry, bad_steps = build_rescue(config, site, model, task, precision, board.note)
     cadence = Cadence(
         Limits(config.trainer.max_steps, config.trainer.max_epochs, parse_seconds(config.trainer.max_time)),
@@ -162,6 +155,27 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)
+
+
+def build_board(
+    config: RunConfig, site: Site, schedule: Schedule, rhythm: Rhythm, task: Any, tally: Tally
+) -> Board:
+    between = config.trainer.python_gc == "between_steps"
+    return Board(
+        site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
+        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), tidy if between else None, tally,
+        site.ledger,
+    )  # fmt: skip
+
+
+def build_checkpoints(
+    config: RunConfig, site: Site, default_metric: str | None, note: Callable[[str], None]
+) -> Checkpoints:
+    return Checkpoints(
+        site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
+        lambda: fingerprint(config, site.parallel), note, lambda: host_memory().free,
+        before_commit=site.before_commit,
+    )  # fmt: skip
 
 
 def build_rescue(

@@ -15,6 +15,7 @@ from trainrun.check_compile import compile_faults
 from trainrun.config import RunConfig
 from trainrun.memory_rules import memory_faults
 from trainrun.model.names import CHOICES
+from trainrun.pair_rules import pair_faults
 
 _INTERVAL = re.compile(r"(\d+(?:\.\d*)?)\s*(step|epoch)s?\Z")
 _DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|sec|second|m|min|minute|h|hour|d|day)s?\Z")
@@ -89,7 +90,7 @@ def check(config: RunConfig) -> list[str]:
             for key, value in nodes.items() if value is not None and not isinstance(value, dict)]  # fmt: skip
     if flat:
         return [*faults, *flat]
-    trainer, data = config.trainer, config.data
+    trainer = config.trainer
     for key, value, parse in (
         ("trainer.val_check_interval", trainer.val_check_interval, parse_interval),
         ("trainer.max_time", trainer.max_time, parse_seconds),
@@ -103,45 +104,7 @@ def check(config: RunConfig) -> list[str]:
             faults.append(f"{key}={value}: {error}")
     if trainer.max_epochs is None and trainer.max_steps is None and trainer.max_time is None:
         faults.append("trainer.max_epochs=null: give a limit: trainer.max_epochs, max_steps or max_time")
-    if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch != 1:
-        faults.append(
-            f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch}: does not go with "
-            f"trainer.val_check_interval={trainer.val_check_interval} steps; leave one of them out"
-        )
-    if data.global_batch_size is not None and trainer.accumulate_grad_batches != 1:
-        faults.append(
-            f"data.global_batch_size={data.global_batch_size}: sets the accumulation itself; "
-            "leave out trainer.accumulate_grad_batches"
-        )
-    if config.parallel.mode == "single" and config.parallel.devices not in ("auto", 1, "1"):
-        faults.append(
-            f"parallel.devices={config.parallel.devices}: parallel=single is one device; use parallel=ddp"
-        )
-    if trainer.deterministic and trainer.benchmark:
-        faults.append(
-            "trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out"
-        )
-    if config.monitor.sync_debug and config.parallel.accelerator in ("cpu", "mps"):
-        faults.append(
-            f"monitor.sync_debug=true: does not go with parallel.accelerator={config.parallel.accelerator}: looks for "
-            "what makes the host wait for a CUDA device; leave it out"
-        )
-    if config.init_from is not None and config.ckpt_path is not None:
-        faults.append(
-            f"init_from={config.init_from}: ckpt_path takes over a whole state; leave one of them out"
-        )
-    if trainer.nan_policy == "rollback" and not (config.checkpoint.enabled and config.checkpoint.save_last):
-        key = "save_last" if config.checkpoint.enabled else "enabled"
-        faults.append(
-            f"checkpoint.{key}=false: trainer.nan_policy=rollback goes back to a checkpoint; leave it out, or use "
-            "trainer.nan_policy=skip"
-        )
-    faults += compile_faults(config)
-    if config.precision.fp8 and config.precision.mode not in ("bf16-mixed", "bf16-true"):
-        faults.append(
-            f"precision.fp8=true: rounds products of bfloat16 further, and precision.mode={config.precision.mode} is "
-            "another type; use precision=bf16-mixed or bf16-true"
-        )
+    faults += [*pair_faults(config), *compile_faults(config)]
     for key in ("data.train", "model", "task", "optimizer"):
         faults += _node_faults(config, key)
     return [

@@ -31,9 +31,10 @@ from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options, us
 from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.explain import explain, explain_value, first_line
+from trainrun.renamed import in_words_of_today
 from trainrun.rundir import RunDir
 from trainrun.trust import check_run
-from trainrun.words import SCOPE_WORDS, Words, split_words, translate, with_one_warmup
+from trainrun.words import Words, split_words, translate, with_one_warmup
 from trainrun.yaml_limits import limit_fault, read_yaml_text, yaml_fault
 
 _user_dirs: list[Path] = []
@@ -170,7 +171,7 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunConfig:
     """The config that `path` holds as plain values, with the words of a command line."""
     try:
-        saved = _in_words_of_today(OmegaConf.create(found), path)
+        saved = in_words_of_today(OmegaConf.create(found), path)
         cfg = OmegaConf.merge(OmegaConf.structured(RunConfig), saved)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
@@ -204,27 +205,6 @@ def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunCo
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])
     return config
-
-
-def _in_words_of_today(saved: Any, path: Path) -> Any:
-    """A saved config in which keys that were renamed since have their new names."""
-    options = OmegaConf.select(saved, "trainer.compile") if isinstance(saved, DictConfig) else None
-    if isinstance(options, DictConfig) and "enabled" in options:
-        value = str(options.pop("enabled")).lower()
-        scope = SCOPE_WORDS.get(value, value)
-        options.setdefault("scope", scope)
-        _note_renamed(path, f"trainer.compile.enabled={value} is read as trainer.compile.scope={scope}")
-    ranks = OmegaConf.select(saved, "parallel") if isinstance(saved, DictConfig) else None
-    if isinstance(ranks, DictConfig) and "stop_grace_seconds" in ranks:
-        del ranks["stop_grace_seconds"]  # it was of the ranks alone; the run's own has another meaning
-        _note_renamed(path, "parallel.stop_grace_seconds is left out; it is trainer.stop_grace_seconds now")
-    return saved
-
-
-@cache
-def _note_renamed(path: Path, text: str) -> None:
-    """Once, though a run reads its config several times."""
-    print(f"note: {path}: {text}", file=sys.stderr)
 
 
 def _compose_without_faults(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,15 +108,9 @@ def train_once(
             closing.enter_context(unloaded_compiler())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         identity = read_identity(run)
-        site = Site(
-            run, identity["run_id"], parallel, flag,
-            listeners.monitors if listeners is not None else [],
-            listeners.on_position if listeners is not None else None,
-            listeners.on_log if listeners is not None else None,
-            listeners.flush if listeners is not None else None,
-            None if resume and committed_steps(run.checkpoints) else config.init_from,
-            ledger, chosen_before(identity), measures=not resume, device_times=device_times,
-        )  # fmt: skip
+        begin = None if resume and committed_steps(run.checkpoints) else config.init_from
+        site = site_of(run, identity, parallel, flag, listeners, begin)
+        site = replace(site, ledger=ledger, measures=not resume, device_times=device_times)
         parts, facts = build_parts(config, site)
         closing.push(lambda kind, error, trace: end_save(parts, kind))
         if parts.config.trainer.compile.scope in ("model", "regional"):
@@ -148,6 +143,21 @@ def train_once(
         watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], parts.ledger.read())
         return finish(parts, state, run, listeners, facts, session)
+
+
+def site_of(
+    run: RunDir, identity: dict[str, Any], parallel: Parallel, flag: StopFlag, listeners: Listeners | None,
+    init_from: str | None,
+) -> Site:  # fmt: skip
+    site = Site(
+        run, identity["run_id"], parallel, flag, [], init_from=init_from, chosen=chosen_before(identity)
+    )
+    if listeners is None:
+        return site
+    return replace(
+        site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
+        before_commit=listeners.flush,
+    )  # fmt: skip
 
 
 def end_hung(run: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:
