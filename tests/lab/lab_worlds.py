@@ -71,7 +71,8 @@ class Runner:
     def trace(self, steps: int) -> Path:
         self.world.now += 0.2
         name = "wrong" if self.world.wrong(self.config) else "right"
-        return Path((1.0,) * steps, (32.0,) * steps, str(self.world.updates / name))
+        loss = 1.005 if self.config.precision.mode == "bf16-mixed" else 1.0
+        return Path((loss,) * steps, (32.0,) * steps, str(self.world.updates / name))
 
     def pace(self, seconds: float) -> None:
         self.world.now += 2 * seconds

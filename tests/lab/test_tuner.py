@@ -55,6 +55,11 @@ def test_the_best_is_found_and_claimed_at_its_size(tmp_path: Path, noise: float)
     assert world.now <= 1.1 * 120
 
 
+def test_an_exact_setting_on_top_of_one_that_rounds_more(tmp_path: Path) -> None:
+    outcome = tuned(World(tmp_path, known), knobs=FEW[::-1])
+    assert {"precision=bf16-mixed", "trainer.num_threads=1"} <= set(outcome.words)
+
+
 def test_only_what_is_allowed_is_tried(tmp_path: Path) -> None:
     world = World(tmp_path, known)
     outcome = tuned(world, allow="exact")
@@ -137,8 +142,8 @@ def test_compiling_must_pay_for_itself(tmp_path: Path) -> None:
 
 def test_time_that_is_short_is_kept(tmp_path: Path) -> None:
     world = World(tmp_path, known, start_seconds=4.0)
-    outcome = tuned(world, budget=60.0, knobs=KNOBS)
-    assert world.now <= 1.1 * 60
+    outcome = tuned(world, budget=30.0)
+    assert world.now <= 1.1 * 30
     assert "no time left for it" in {trial.reason for trial in outcome.trials}
 
 
@@ -178,7 +183,7 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
 
 def test_processes_do_not_pile_up(tmp_path: Path) -> None:
     world = World(tmp_path, known)
-    tuned(world, knobs=KNOBS)
+    tuned(world)
     assert world.most_alive <= 12
     assert world.alive <= 1  # the bench closes the last one
 

@@ -15,6 +15,7 @@ from trainrun.lab.contender import Contender, Stand
 from trainrun.lab.contest import Limits, between
 from trainrun.lab.duel import Duel, take_pair
 from trainrun.lab.evidence import Rung, Trial
+from trainrun.lab.gate import loosest
 from trainrun.lab.knobs import NUMBERS
 from trainrun.lab.starter import Starter
 from trainrun.lab.statistics import EARLY, Ratio, settled
@@ -40,7 +41,7 @@ def confirmed(starter: Starter, stand: Stand, base: Sequence[str], words: Sequen
     began = stand.clock()
     for number in range(FRESH):
         first, _ = starter.base(base, max(5.0, left()))
-        one = starter.candidate(exchanged(base, words), trial, max(5.0, left()), patient=True)
+        one = starter.candidate(exchanged(base, words), trial, max(5.0, left()), True, mathematics)
         if one.contender is None:
             first.close()
             return Confirmed(None, one.trial)
@@ -81,12 +82,14 @@ def ablated(starter: Starter, base: Sequence[str], rungs: Sequence[Rung], champi
     without: dict[str, Contender] = {}
     for rung in rungs:
         title = " ".join(rung.words)
-        others = [word for other in rungs if other is not rung for word in other.words]
-        for place, words in ((alone, rung.words), (without, others)):
+        rest = [other for other in rungs if other is not rung]
+        others = [word for other in rest for word in other.words]
+        gates = rung.mathematics, loosest(*[other.mathematics for other in rest])
+        for place, words, gate in ((alone, rung.words, gates[0]), (without, others, gates[1])):
             trial = Trial(rung.knob, tuple(words), rung.mathematics)
             if left() < 2 * starter.measure.seconds:
                 continue
-            one = starter.candidate(exchanged(base, words), trial, left())
+            one = starter.candidate(exchanged(base, words), trial, left(), gate=gate)
             if one.contender is not None:
                 place[title] = one.contender
     firsts = _rounds(original, alone, limits)

@@ -29,6 +29,11 @@ class Verdict(NamedTuple):
     cosine: float
 
 
+def loosest(*mathematics: str) -> str:
+    """What settings together may differ by."""
+    return max(mathematics, key=MATHEMATICS.index, default=EXACT)
+
+
 REPEATS: Final = Verdict("", 0.0, 1.0)
 
 

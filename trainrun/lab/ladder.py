@@ -150,7 +150,9 @@ class Ladder:
         told: dict[str, Height] = {}
         for height in group:
             self._progress(height.title)
-            height, contender = self._started(height, self._words, ends.deadline - self._stand.clock())
+            gate = None if height.mathematics == OTHER else height.mathematics
+            left = ends.deadline - self._stand.clock()
+            height, contender = self._started(height, self._words, left, gate)
             told[height.title] = height
             if contender is not None:
                 running[height.title] = contender
@@ -172,16 +174,15 @@ class Ladder:
         """A round that was begun is ended, as long as there is any time at all."""
         return self._ends(self._left(TOGETHER_SHARE))
 
-    def _started(self, height: Height, words: Sequence[str], left: float) -> tuple[Height, Contender | None]:
+    def _started(self, height: Height, words: Sequence[str], left: float,
+                 gate: str | None) -> tuple[Height, Contender | None]:  # fmt: skip
         if left < self._starter.measure.seconds:
             return replace(height, reason="no time left for it"), None
-        mathematics = NUMERIC if height.mathematics == OTHER else height.mathematics
-        trial = Trial(height.title, height.words, mathematics)
+        trial = Trial(height.title, height.words, height.mathematics)
         patient = any("compile" in word for word in height.words)
-        gated = height.mathematics != OTHER
-        one = self._starter.candidate(exchanged(words, height.words), trial, left, patient, gated)
+        one = self._starter.candidate(exchanged(words, height.words), trial, left, patient, gate)
         reason = one.trial.reason
-        return replace(height, reason=reason, loss=one.trial.loss if gated else None), one.contender
+        return replace(height, reason=reason, loss=one.trial.loss), one.contender
 
     def _climbed(self, heights: list[Height]) -> tuple[list[Height], list[str]]:
         """Each rung on top of those that helped; of rungs that say the same word the last that helps stays."""
@@ -189,7 +190,9 @@ class Ladder:
         champion = self._base
         found = []
         for height in heights:
-            candidates = height.alone is not None and not height.on and height.mathematics != OTHER
+            candidates = (
+                height.alone is not None and not height.on and height.mathematics not in (OTHER, CADENCE)
+            )
             if (
                 not candidates
                 or height.alone is None
@@ -199,7 +202,8 @@ class Ladder:
                 found.append(height)
                 continue
             self._progress(f"together with {height.title}")
-            taken, one = self._started(height, exchanged(self._words, words), self._left(TOGETHER_SHARE))
+            left = self._left(TOGETHER_SHARE)
+            taken, one = self._started(height, exchanged(self._words, words), left, NUMERIC)
             if one is None:
                 found.append(height if taken.reason == "no time left for it" else taken)
                 continue

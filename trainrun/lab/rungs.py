@@ -81,11 +81,7 @@ def shorter(facts: Facts) -> Words:
 
 
 def validates(facts: Facts) -> str:
-    return (
-        ""
-        if facts.config.data.val and facts.ready.val_every
-        else "no validation after a number of steps"
-    )
+    return "" if facts.config.data.val and facts.ready.val_every else "no validation after a number of steps"
 
 
 def threads_apply(facts: Facts) -> str:

@@ -12,7 +12,7 @@ from trainrun.lab.choices import config_of
 from trainrun.lab.contender import Contender, Stand
 from trainrun.lab.contest import FIRST_ROUNDS
 from trainrun.lab.evidence import REJECTED, SLOWER, Trial
-from trainrun.lab.gate import REPEATS, Verdict, judge
+from trainrun.lab.gate import EXACT, REPEATS, Verdict, judge
 from trainrun.lab.orders import Path
 
 FAR_SLOWER: Final = 4  # times as long for the first steps, and it is not looked at further
@@ -71,9 +71,9 @@ class Starter:
         return contender, path
 
     def candidate(self, words: Sequence[str], trial: Trial, left: float, patient: bool = False,
-                  gated: bool = True) -> Started:  # fmt: skip
+                  gate: str | None = EXACT) -> Started:  # fmt: skip
         """trial: what is told of it is filled in. left: seconds. patient: it may take long, as compiling does.
-        gated: it must be the same training."""
+        gate: what its first steps may differ by; None: it is another training."""
         began = self._stand.clock()
         usual = PATIENCE * self.measure.seconds + LEAST_LIMIT
         limit = max(LEAST_LIMIT, left if patient else min(left, usual))
@@ -83,7 +83,7 @@ class Starter:
             traced = self._stand.clock()
             path = contender.trace(self.measure.gate_steps)
             took = self._stand.clock() - traced
-            trial = self._judged(trial, path, took, patient) if gated else trial
+            trial = self._judged(trial, path, took, patient, gate) if gate is not None else trial
             if not trial.reason:
                 contender.pace(self.measure.turn_seconds)
         except ConfigError as error:
@@ -95,9 +95,9 @@ class Starter:
             contender.close()
         return Started(None if trial.reason else contender, trial, seconds)
 
-    def _judged(self, trial: Trial, path: Path, seconds: float, patient: bool) -> Trial:
+    def _judged(self, trial: Trial, path: Path, seconds: float, patient: bool, gate: str) -> Trial:
         assert self.measure.reference is not None
-        verdict = judge(self.measure.reference, path, trial.mathematics, self.measure.usual)
+        verdict = judge(self.measure.reference, path, gate, self.measure.usual)
         trial = replace(trial, loss=verdict.loss, cosine=verdict.cosine)
         if verdict.fault:
             return replace(trial, state=REJECTED, reason=verdict.fault)

@@ -31,7 +31,7 @@ from trainrun.lab.evidence import (
     ratio_row,
     trial_from,
 )
-from trainrun.lab.gate import EXACT, MATHEMATICS, NUMERIC
+from trainrun.lab.gate import EXACT, MATHEMATICS, NUMERIC, loosest
 from trainrun.lab.journal import END, Journal
 from trainrun.lab.knobs import COMPILE, KNOBS, NUMBERS, THREADS, Facts, Knob, Value, different
 from trainrun.lab.look import look, measure_for, measured_twins
@@ -212,7 +212,8 @@ class Tuner:
         if left < 1.2 * self._starter.measure.seconds:
             return Started(None, replace(trial, reason="no time left for it"), 0.0)
         self._progress(f"{knob.name}: {trial.title}")
-        return self._starter.candidate(self._with(value.words), trial, left, patient=knob.name == COMPILE)
+        gate = loosest(value.mathematics, *[rung.mathematics for rung in self._rungs])
+        return self._starter.candidate(self._with(value.words), trial, left, knob.name == COMPILE, gate)
 
     def _weighed(self, one: Started, duel: Duel) -> Trial:
         trial = weighed(one.trial, duel, self._facts.memory_bytes, SMALLEST)
@@ -259,7 +260,7 @@ class Tuner:
             if self._champion is not None:
                 self._champion.close()
             self._progress("the champion against your own words, in fresh processes")
-            mathematics = max((rung.mathematics for rung in self._rungs), key=MATHEMATICS.index)
+            mathematics = loosest(*[rung.mathematics for rung in self._rungs])
             words = self._found_words()
             claim, trial = confirmed(self._starter, self._stand, self._words, words, mathematics, self._left)
             claimed = claim is not None and claim.low > 1 and claim.value >= 1 + SMALLEST
