@@ -32,10 +32,10 @@ from trainrun.lab.contender import Contender, RealStand  # noqa: E402
 from trainrun.lab.duel import Duel, take_pair  # noqa: E402
 from trainrun.lab.evidence import Outcome  # noqa: E402
 from trainrun.lab.journal import Journal  # noqa: E402
-from trainrun.lab.knobs import COMPILE, KNOBS, Knob, Value, different  # noqa: E402
+from trainrun.lab.knobs import COMPILE, KNOBS, Knob, Value, Wish, different  # noqa: E402
 from trainrun.lab.look import look, measure_for  # noqa: E402
 from trainrun.lab.statistics import Ratio  # noqa: E402
-from trainrun.lab.tuner import Tuner, Wish  # noqa: E402
+from trainrun.lab.tuner import Tuner  # noqa: E402
 from trainrun.parallel.launch import num_cores  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "monitor.hardware=false"]

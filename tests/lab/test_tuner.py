@@ -12,8 +12,8 @@ from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.lab.evidence import NEEDLESS, NOISE, REJECTED, UNPAID, Outcome
 from trainrun.lab.journal import NAME, Journal, read_rows, unfinished
-from trainrun.lab.knobs import KNOBS, Knob
-from trainrun.lab.tuner import Tuner, Wish
+from trainrun.lab.knobs import KNOBS, Knob, Wish
+from trainrun.lab.tuner import Tuner
 
 WORDS = ["seed=1", "trainer.num_threads=2"]
 

@@ -114,7 +114,8 @@ def measured(wish: Namespace, typed: list[str], folder: Path, rows: list[dict[st
     from trainrun.lab.contender import RealStand
     from trainrun.lab.errand import end_of_progress, progress
     from trainrun.lab.journal import NAME, Journal
-    from trainrun.lab.tuner import Tuner, Wish
+    from trainrun.lab.knobs import Wish
+    from trainrun.lab.tuner import Tuner
     from trainrun.parallel.launch import num_cores
 
     asked = Wish(wish.allow, wish.budget, num_cores())

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.lab.choices import config_of, loader_words
+from trainrun.lab.facts import Facts
 from trainrun.lab.gate import EXACT, NUMERIC
-from trainrun.lab.orders import Ready
 from trainrun.threads import numbers_up_to
 
 NEGLIGIBLE_LOAD: Final = 0.02  # of a step: no engine can give back more
@@ -29,32 +29,6 @@ READERS: Final = 4  # threads or workers; reading may wait for a disk, so also o
 GPT: Final = "trainrun.model.gpt.Gpt"
 
 Words = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of the run before anything is tried.
-
-    step_seconds, load_seconds: of one step, and of reading the samples of one. memory_bytes: of the device.
-    run_seconds: how long the whole training would take; infinite where only its user ends it.
-    """
-
-    config: RunConfig
-    ready: Ready
-    cores: int
-    step_seconds: float
-    load_seconds: float
-    peak_bytes: int
-    memory_bytes: int
-    run_seconds: float
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.ready.device == "cpu"
-
-    def has(self, *parts: str) -> bool:
-        """Whether the model has a layer with such a word in its name."""
-        return any(part in name for name in self.ready.layers for part in parts)
 
 
 class Value(NamedTuple):
@@ -248,11 +222,6 @@ def compile_applies(facts: Facts) -> str:
     return ""
 
 
-def seconds_of_run(total_steps: int | None, step_seconds: float, max_time: float | None) -> float:
-    trained = math.inf if total_steps is None else total_steps * step_seconds
-    return min(trained, math.inf if max_time is None else max_time)
-
-
 def always(facts: Facts) -> str:
     return ""
 
@@ -288,3 +257,18 @@ KNOBS: Final = (
     Knob("memory", memory, memory_applies, 1.0),
     Knob(COMPILE, compiled, compile_applies, 3.0),
 )
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Of a search. mathematics: what may differ. budget: seconds in all. cores: that the run may use."""
+
+    mathematics: str
+    budget: float
+    cores: int
+    knobs: Sequence[Knob] = KNOBS
+
+
+def share_of(knob: Knob, rest: Sequence[Knob], facts: Facts) -> float:
+    """Of the time that is left, against all of the rest that may still matter."""
+    return knob.share / sum(other.share for other in rest if other is knob or not other.applies(facts))

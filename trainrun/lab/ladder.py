@@ -17,8 +17,8 @@ from trainrun.lab.contender import Contender, Stand
 from trainrun.lab.contest import Limits, between
 from trainrun.lab.duel import Duel
 from trainrun.lab.evidence import Trial, ratio_row
+from trainrun.lab.facts import Facts
 from trainrun.lab.gate import NUMERIC
-from trainrun.lab.knobs import Facts
 from trainrun.lab.look import look, measure_for, measured_twins
 from trainrun.lab.rungs import CADENCE, FEWER, OTHER, STEPS, Step
 from trainrun.lab.starter import Starter
@@ -26,7 +26,8 @@ from trainrun.lab.statistics import Ratio, paired_ratio
 
 ALONE_SHARE, TOGETHER_SHARE = 0.55, 0.85  # of the budget, until when
 AT_ONCE: Final = 4  # runs beside the base: as many share its turns, and lie in memory
-LEAST_ROUNDS, MOST_ROUNDS = 4, 9
+LEAST_ROUNDS, MOST_ROUNDS = 3, 9
+TURNS: Final = 0.5  # as long as those of `tune`: there are more rungs than knobs
 SMALLEST: Final = 0.02
 Progress = Callable[[str, float], None]
 
@@ -77,7 +78,7 @@ class Ladder:
         self._words, self._stand, self._cores, self._budget = list(words), stand, cores, budget
         self._say, self._steps = progress, steps
         self._began = stand.clock()
-        self._starter = Starter(stand, measure_for(budget))
+        self._starter = Starter(stand, measure_for(TURNS * budget))
         self._facts: Facts
         self._base: Contender
 
@@ -190,15 +191,11 @@ class Ladder:
         champion = self._base
         found = []
         for height in heights:
-            candidates = (
-                height.alone is not None and not height.on and height.mathematics not in (OTHER, CADENCE)
+            same = not height.on and height.mathematics not in (OTHER, CADENCE)
+            may_help = (
+                height.alone is not None and height.alone.value > 1 + SMALLEST and height.alone.high > 1
             )
-            if (
-                not candidates
-                or height.alone is None
-                or height.alone.high < 1
-                or self._left(TOGETHER_SHARE) < 0
-            ):
+            if not (same and may_help) or self._left(TOGETHER_SHARE) < 0:
                 found.append(height)
                 continue
             self._progress(f"together with {height.title}")
@@ -208,7 +205,7 @@ class Ladder:
                 found.append(height if taken.reason == "no time left for it" else taken)
                 continue
             duels = {height.title: Duel()}
-            for _ in range(LEAST_ROUNDS + 2):
+            for _ in range(2 * LEAST_ROUNDS):
                 between(champion.turn, {height.title: one.turn}, duels, self._unhurried())
             height = _climb(height, duels[height.title])
             found.append(height)
@@ -225,7 +222,7 @@ class Ladder:
             return height
         steps = self._facts.ready.val_every or 1.0
         pairs = []
-        for _ in range(LEAST_ROUNDS + 2):
+        for _ in range(2 * LEAST_ROUNDS):
             turn, check = self._base.turn(), self._base.validate()
             trained = steps * turn.seconds / turn.steps
             pairs.append((1 / (trained + check.seconds), 1 / (trained + check.seconds / FEWER)))

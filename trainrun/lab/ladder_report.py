@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from trainrun.lab.gate import EXACT
 from trainrun.lab.ladder import Height, Heights
@@ -10,10 +11,11 @@ from trainrun.lab.rungs import CADENCE, OTHER
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.tune_report import interval, megabytes, off
 from trainrun.monitor.readable import quantity
-from trainrun.plots.bars import Bar, draw_bars
+from trainrun.plots.bars import Bar, draw_bars, short
 from trainrun.plots.compare import text_table
 
 HEAD = ("rung", "alone", "interval", "says", "on top", "memory", "loss off", "training", "words")
+LONGEST_REASON: Final = 20
 CHANGES = {EXACT: "the same", "numeric": "rounds more", OTHER: "another", CADENCE: "the same"}
 
 
@@ -30,7 +32,8 @@ def table(found: Heights) -> str:
 def line(height: Height) -> list[str]:
     words = " ".join(height.words)
     if height.alone is None:
-        return [height.title, "-", "", height.reason, "", "", "", CHANGES[height.mathematics], words]
+        reason = height.reason if len(height.reason) <= LONGEST_REASON else "see below"
+        return [height.title, "-", "", reason, "", "", "", CHANGES[height.mathematics], words]
     together = (
         ""
         if height.together is None
@@ -45,7 +48,8 @@ def line(height: Height) -> list[str]:
 
 def summary(found: Heights) -> list[str]:
     noise = found.noise
-    lines = [f"noise: your words against themselves {noise}, at {quantity(found.speed)} {found.unit}/s"]
+    lines = [f"{rung.title}: {rung.reason}" for rung in found.rungs if len(rung.reason) > LONGEST_REASON]
+    lines += [f"noise: your words against themselves {noise}, at {quantity(found.speed)} {found.unit}/s"]
     if found.total is not None:
         told = f"{found.total.value:.2f}x ({found.total.low:.2f} to {found.total.high:.2f}, 99 %, fresh processes)"
         lines.append(
@@ -65,7 +69,7 @@ def picture(found: Heights, path: Path, title: str) -> Path:
     top = [bar(height.title, height.together, "" if height.alone is None else "-") for height in found.rungs]
     alone.append(Bar("all that helped, measured anew", None))
     top.append(bar("all that helped, measured anew", found.total, "not measured"))
-    about = "green: helps, red: hurts, grey: not told from 1; lines: 95 % intervals, 99 % for all together"
+    about = "green: helps, orange: hurts, grey: not told from 1; lines: 95 % intervals, 99 % for all together"
     return draw_bars(
         path, title, {"alone, over your words": alone, "on top of what helped before": top}, about
     )
@@ -73,5 +77,7 @@ def picture(found: Heights, path: Path, title: str) -> Path:
 
 def bar(label: str, ratio: Ratio | None, note: str) -> Bar:
     return (
-        Bar(label, None, note=note[:60]) if ratio is None else Bar(label, ratio.value, ratio.low, ratio.high)
+        Bar(label, None, note=short(note))
+        if ratio is None
+        else Bar(label, ratio.value, ratio.low, ratio.high)
     )

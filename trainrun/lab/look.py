@@ -11,8 +11,8 @@ from trainrun.errors import TrainingError
 from trainrun.lab.choices import config_of, measured_choices
 from trainrun.lab.contender import Contender, Stand
 from trainrun.lab.duel import Duel, take_pair
+from trainrun.lab.facts import Facts, seconds_of_run
 from trainrun.lab.gate import NUMERIC, Verdict, judge
-from trainrun.lab.knobs import Facts, seconds_of_run
 from trainrun.lab.starter import Measure, Starter
 from trainrun.lab.statistics import EARLY, Ratio, settled
 

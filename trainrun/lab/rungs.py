@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from trainrun.lab.choices import loader_words
+from trainrun.lab.facts import Facts
 from trainrun.lab.gate import EXACT, NUMERIC
-from trainrun.lab.knobs import Facts, Words, parts_of_a_batch
+from trainrun.lab.knobs import Words, parts_of_a_batch
 
 OTHER: Final = "other"  # another training: other batches, other samples
 CADENCE: Final = "cadence"  # of what happens beside the steps: computed from its measured seconds

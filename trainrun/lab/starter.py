@@ -19,6 +19,7 @@ FAR_SLOWER: Final = 4  # times as long for the first steps, and it is not looked
 ALLOWANCE_SECONDS: Final = 2.0  # for what only the first steps have
 PATIENCE: Final = 10  # times as long as the user's own words took
 LEAST_LIMIT: Final = 5.0
+MOST_SHARES: Final = 1.3  # of its own share, for a knob that needs more
 
 
 @dataclass
@@ -42,6 +43,12 @@ class Measure:
 def rounds_cost(count: int, measure: Measure) -> float:
     """Seconds of the first rounds of so many contenders, or a little more."""
     return 1.2 * FIRST_ROUNDS * (2 * count + 1) * measure.turn_cost
+
+
+def slice_of(left: float, share: float, count: int, measure: Measure) -> float:
+    """Seconds for so many contenders: what they need, or little more than their share of what is left."""
+    needed = 1.5 * count * measure.seconds + 2 * rounds_cost(count, measure)
+    return min(left, max(share * left, min(needed, MOST_SHARES * share * left)))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ itself, see `scripts/bench_tune.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from trainrun.errors import ConfigError
@@ -31,30 +31,31 @@ from trainrun.lab.evidence import (
     ratio_row,
     trial_from,
 )
+from trainrun.lab.facts import Facts
 from trainrun.lab.gate import EXACT, MATHEMATICS, NUMERIC, loosest
 from trainrun.lab.journal import END, Journal
-from trainrun.lab.knobs import COMPILE, KNOBS, NUMBERS, THREADS, Facts, Knob, Value, different
+from trainrun.lab.knobs import (
+    COMPILE,
+    COMPILE_SECONDS,
+    NUMBERS,
+    THREADS,
+    Knob,
+    Value,
+    Wish,
+    different,
+    share_of,
+)
 from trainrun.lab.look import look, measure_for, measured_twins
-from trainrun.lab.starter import Started, Starter, rounds_cost
+from trainrun.lab.starter import Started, Starter, rounds_cost, slice_of
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.weighing import paid, resolved, value_of, weighed
 
 SEARCH_SHARE, ABLATION_SHARE = 0.68, 0.82  # of the budget, until when
 VISITS: Final = 2
+THREADS_SHARE: Final = 0.15  # for threads once more
 MOST_SPENT: Final = 0.6  # of the budget by a search that was killed: the end is measured in any case
-MOST_SHARES: Final = 1.3  # of its own share, for a knob that needs more
 SMALLEST: Final = 0.02  # an effect below it is not worth a word in a preset
 Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Wish:
-    """mathematics: what may differ. budget: seconds in all. cores: that the run may use."""
-
-    mathematics: str
-    budget: float
-    cores: int
-    knobs: Sequence[Knob] = KNOBS
 
 
 class Tuner:
@@ -127,25 +128,18 @@ class Tuner:
         knobs = list(self._wish.knobs)
         for visit in range(VISITS):
             for number, knob in enumerate(knobs):
-                self._stage(knob, self._share_of(knob, knobs[number:]), visit)
+                self._stage(knob, share_of(knob, knobs[number:], self._facts), visit)
                 self._changed_threads(knobs, knob, visit)
             late = {trial.knob for trial in self._trials if trial.state == UNTRIED}
             knobs = [knob for knob in knobs if knob.name in late]
             if visit < VISITS - 1:
                 self._trials = [trial for trial in self._trials if trial.state != UNTRIED]
 
-    def _share_of(self, knob: Knob, rest: Sequence[Knob]) -> float:
-        """Of the time that is left, against all that may still matter."""
-        return knob.share / sum(
-            other.share for other in rest if other is knob or not other.applies(self._facts)
-        )
-
     def _changed_threads(self, knobs: list[Knob], knob: Knob, visit: int) -> None:
         """Other numbers may want other threads than those that were tried with the user's own."""
-        threads = next((other for other in knobs if other.name == THREADS), None)
-        last = self._rungs[-1] if self._rungs else None
-        if knob.name == NUMBERS and threads is not None and last is not None and last.knob == knob.name:
-            self._stage(threads, 0.15, VISITS + visit)
+        if knob.name == NUMBERS and self._rungs and self._rungs[-1].knob == NUMBERS:
+            for threads in (other for other in knobs if other.name == THREADS):
+                self._stage(threads, THREADS_SHARE, VISITS + visit)
 
     def _stage(self, knob: Knob, share: float, visit: int) -> None:
         if earlier := self._journal.earlier("stage", knob=knob.name, visit=visit):
@@ -153,19 +147,23 @@ class Tuner:
             if earlier["chosen"]:
                 self._take(next(t for t in self._trials[::-1] if list(t.words) == earlier["chosen"]), None)
             return
-        trials, chosen = self._tried(knob, share)
+        trials, chosen = self._tried(knob, share, visit)
         self._trials += trials
         told = [trial.row() for trial in trials]
         self._note(
             "stage", knob=knob.name, visit=visit, trials=told, chosen=list(chosen.words) if chosen else []
         )
 
-    def _tried(self, knob: Knob, share: float) -> tuple[list[Trial], Trial | None]:
+    def _tried(self, knob: Knob, share: float, visit: int) -> tuple[list[Trial], Trial | None]:
         """Everything that was tried, and the setting that is the champion's from here on."""
         if reason := knob.applies(self._facts):
             return [Trial(knob.name, (), state=NEEDLESS, reason=reason)], None
+        known = {trial.words for trial in self._trials if trial.knob == knob.name and 0 < visit < VISITS}
         values = different(knob.values(self._facts), self._facts.config, self._with)
-        ends = self._stand.clock() + self._slice(share, len(values))
+        values = [value for value in values if value.words not in known]
+        ends = self._stand.clock() + slice_of(
+            self._left(SEARCH_SHARE), share, len(values), self._starter.measure
+        )
         all_started = [self._start(knob, value, ends) for value in values]
         lost = [one.trial for one in all_started if one.contender is None]
         running = {one.trial.title: one.contender for one in all_started if one.contender is not None}
@@ -195,12 +193,6 @@ class Tuner:
         ]  # fmt: skip
         return lost + beaten, best
 
-    def _slice(self, share: float, count: int) -> float:
-        """Seconds for a knob: what it needs, or little more than its share."""
-        left, measure = self._left(SEARCH_SHARE), self._starter.measure
-        needed = 1.5 * count * measure.seconds + 2 * rounds_cost(count, measure)
-        return min(left, max(share * left, min(needed, MOST_SHARES * share * left)))
-
     def _with(self, words: Sequence[str]) -> list[str]:
         return exchanged(self._words, exchanged(self._found_words(), words))
 
@@ -209,7 +201,7 @@ class Tuner:
         left = ends - self._stand.clock()
         if value.mathematics == NUMERIC and self._wish.mathematics == EXACT:
             return Started(None, replace(trial, state=REJECTED, reason="rounds more: --allow numeric"), 0.0)
-        if left < 1.2 * self._starter.measure.seconds:
+        if left < 1.2 * self._starter.measure.seconds + (COMPILE_SECONDS if knob.name == COMPILE else 0.0):
             return Started(None, replace(trial, reason="no time left for it"), 0.0)
         self._progress(f"{knob.name}: {trial.title}")
         gate = loosest(value.mathematics, *[rung.mathematics for rung in self._rungs])

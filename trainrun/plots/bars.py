@@ -10,6 +10,7 @@ from trainrun.plots import canvas
 
 HELPS, HURTS, UNSEEN = canvas.BEST, canvas.VAL, canvas.QUIET
 ROW: Final = 0.34  # inches
+ROOM: Final = 1.45  # beyond the longest bar, for its interval and number
 WIDTH: Final = 9.0
 LONGEST_LABEL: Final = 46
 
@@ -38,6 +39,7 @@ def draw_bars(path: Path, title: str, panels: dict[str, Sequence[Bar]], about: s
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for ax, (name, bars) in zip(axes, panels.items(), strict=True):
         places = range(len(bars))
+        end = ROOM * max([1.0, *[bar.value for bar in bars if bar.value is not None]])
         known = [
             (place, bar, bar.value) for place, bar in zip(places, bars, strict=True) if bar.value is not None
         ]
@@ -45,14 +47,16 @@ def draw_bars(path: Path, title: str, panels: dict[str, Sequence[Bar]], about: s
                 color=[bar.color for _, bar, _ in known])  # fmt: skip
         for place, bar, value in known:
             ax.plot([bar.low, bar.high], [place, place], color="black", linewidth=1.2, solid_capstyle="butt")
-            ax.annotate(f"{value:.2f}x", (max(bar.high, value), place), (5, 0), textcoords="offset points",
-                        va="center", fontsize=9)  # fmt: skip
+            at = min(max(bar.high, value), 0.86 * end)
+            ax.annotate(
+                f"{value:.2f}x", (at, place), (5, 0), textcoords="offset points", va="center", fontsize=9
+            )
         for place, bar in zip(places, bars, strict=True):
             if bar.value is None:
                 ax.annotate(bar.note, (0, place), (5, 0), textcoords="offset points", va="center", fontsize=8,
                             color=UNSEEN, parse_math=False)  # fmt: skip
         ax.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-        ax.set_xlim(0, 1.18 * max([1.0, *[max(bar.high, value) for _, bar, value in known]]))
+        ax.set_xlim(0, end)  # an interval may reach beyond it
         ax.set_yticks(list(places), [short(bar.label) for bar in bars], parse_math=False)
         ax.set_ylim(rows - 0.5, -0.5)
         ax.set_title(name, fontsize=10, parse_math=False)
