@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from trainrun.lab.bench import SubjectFailed
@@ -23,28 +23,36 @@ Take = Callable[[], Turn]
 
 @dataclass(frozen=True)
 class Limits:
-    """deadline: by `clock`. smallest: an effect below it does not matter. resolved: one below it is not seen."""
+    """deadline: by `clock`; the first rounds may go on until `last`, since without them all was for nothing.
+
+    smallest: an effect below it does not matter. resolved: one below it is not seen.
+    """
 
     clock: Callable[[], float]
     deadline: float
     smallest: float
     resolved: float
+    last: float = 0.0
 
     @property
     def over(self) -> bool:
         return self.clock() >= self.deadline
+
+    def first(self) -> Limits:
+        return replace(self, deadline=max(self.deadline, self.last))
 
 
 def contest(base: Take, others: Mapping[str, Take], limits: Limits) -> dict[str, Duel]:
     """All pairs that were taken, by name. One that fails keeps what it has, and `fault` says why."""
     found = {name: Duel() for name in others}
     staying, rounds, done = list(others), FIRST_ROUNDS, 0
-    while staying and not limits.over:
+    while staying and not (limits if done else limits.first()).over:
+        now = limits if done else limits.first()
         for number in range(rounds):
             order = staying if number % 2 == 0 else staying[::-1]
-            between(base, {name: others[name] for name in order}, found, limits)
+            between(base, {name: others[name] for name in order}, found, now)
             staying = [name for name in staying if not found[name].fault]
-            if limits.over:
+            if now.over:
                 break
         staying = kept(found, staying, limits)
         rounds, done = done + rounds, done + rounds

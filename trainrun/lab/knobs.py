@@ -98,7 +98,8 @@ def numbers(facts: Facts) -> list[Value]:
     mode = facts.config.precision.mode
     modes = [mode]
     if mode in ("32-true", "bf16-mixed", "16-mixed"):
-        modes = list(dict.fromkeys([mode, "32-true", "bf16-mixed", *([] if facts.on_cpu else ["16-mixed"])]))
+        others = ["bf16-mixed", *([] if facts.on_cpu else ["16-mixed"]), "32-true"]
+        modes = [*[other for other in others if other != mode], mode]
     layouts = [False, True] if facts.has("Conv2d") else [facts.config.trainer.channels_last]
     found = [_numbers(facts, *choice) for choice in product(modes, layouts, _kernels(facts, modes))]
     if mode == "32-true" and facts.config.precision.matmul == "highest":

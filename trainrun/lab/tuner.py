@@ -164,16 +164,17 @@ class Tuner:
         ends = self._stand.clock() + slice_of(
             self._left(SEARCH_SHARE), share, len(values), self._starter.measure
         )
-        all_started = [self._start(knob, value, ends) for value in values]
+        all_started: list[Started] = []
+        for value in values:
+            number = sum(one.contender is not None for one in all_started)
+            all_started.append(self._start(knob, value, ends, number))
         lost = [one.trial for one in all_started if one.contender is None]
         running = {one.trial.title: one.contender for one in all_started if one.contender is not None}
         if not running:
             return lost, None
         self._progress(f"{knob.name}: {len(running)} in turns")
-        least = self._stand.clock() + min(
-            rounds_cost(len(running), self._starter.measure), self._left(SEARCH_SHARE)
-        )
-        limits = Limits(self._stand.clock, max(ends, least), SMALLEST, resolved(self._noise))
+        last = self._stand.clock() + self._left(SEARCH_SHARE)
+        limits = Limits(self._stand.clock, ends, SMALLEST, resolved(self._noise), last)
         takes = {title: contender.turn for title, contender in running.items()}
         found = contest(self._running_champion().turn, takes, limits)
         trials = [
@@ -196,12 +197,14 @@ class Tuner:
     def _with(self, words: Sequence[str]) -> list[str]:
         return exchanged(self._words, exchanged(self._found_words(), words))
 
-    def _start(self, knob: Knob, value: Value, ends: float) -> Started:
+    def _start(self, knob: Knob, value: Value, ends: float, number: int) -> Started:
+        """number: of those that run already, and all of which need their turns."""
         trial = Trial(knob.name, value.words, value.mathematics)
-        left = ends - self._stand.clock()
+        measure = self._starter.measure
+        left = ends - self._stand.clock() - rounds_cost(number + 1, measure)
         if value.mathematics == NUMERIC and self._wish.mathematics == EXACT:
             return Started(None, replace(trial, state=REJECTED, reason="rounds more: --allow numeric"), 0.0)
-        if left < 1.2 * self._starter.measure.seconds + (COMPILE_SECONDS if knob.name == COMPILE else 0.0):
+        if left < 1.2 * measure.seconds + (COMPILE_SECONDS if knob.name == COMPILE else 0.0):
             return Started(None, replace(trial, reason="no time left for it"), 0.0)
         self._progress(f"{knob.name}: {trial.title}")
         gate = loosest(value.mathematics, *[rung.mathematics for rung in self._rungs])
