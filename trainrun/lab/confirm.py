@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from trainrun.lab.choices import exchanged
 from trainrun.lab.contender import Contender, Stand
-from trainrun.lab.contest import Limits, between
+from trainrun.lab.contest import FIRST_ROUNDS, Limits, between
 from trainrun.lab.duel import Duel, take_pair
 from trainrun.lab.evidence import Rung, Trial
 from trainrun.lab.gate import loosest
@@ -112,7 +112,7 @@ def _rounds(base: Contender, others: dict[str, Contender], limits: Limits) -> di
         open_ = {name: other for name, other in open_.items() if not _clear(duels[name], limits)}
         if limits.over:
             break
-    return {name: duel.ratio() for name, duel in duels.items() if duel.pairs}
+    return {name: duel.ratio() for name, duel in duels.items() if len(duel.pairs) >= FIRST_ROUNDS}
 
 
 def _clear(duel: Duel, limits: Limits) -> bool:

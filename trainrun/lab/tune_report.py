@@ -10,21 +10,21 @@ from trainrun.monitor.readable import quantity
 from trainrun.plots.bars import Bar, draw_bars
 from trainrun.plots.compare import text_table
 
-HEAD = ("step", "speed", "x before", "x yours", "interval", "memory", "loss off", "kept")
+HEAD = ("speed", "x before", "interval", "x yours", "memory", "loss off", "kept", "setting")
 
 
 def table(outcome: Outcome) -> str:
     """The settings that were measured, in the order in which they were, and how the best of them went on."""
-    rows = [["your own words", speed(outcome.speed, outcome), "", "1.00x", "", "", "", ""]]
-    gain, held = 1.0, 1.0
+    rows = [[speed(outcome.speed, outcome), "", "", "1.00x", "", "", "", "your own words"]]
+    gain = 1.0
     for trial in outcome.trials:
         if trial.ratio is None:
             continue
         held = gain * trial.ratio.value
         rows.append([
-            f"+ {trial.title}", speed(outcome.speed * held, outcome), f"{trial.ratio.value:.2f}x", f"{held:.2f}x",
-            interval(trial.ratio), megabytes(trial.peak_bytes), off(trial.loss),
-            f"yes ({trial.mathematics})" if trial.state == KEPT else f"no ({trial.state})",
+            speed(outcome.speed * held, outcome), f"{trial.ratio.value:.2f}x", interval(trial.ratio), f"{held:.2f}x",
+            megabytes(trial.peak_bytes), off(trial.loss),
+            f"yes ({trial.mathematics})" if trial.state == KEPT else f"no ({trial.state})", f"+ {trial.title}",
         ])  # fmt: skip
         gain = held if trial.state == KEPT else gain
     return text_table(HEAD, rows)

@@ -188,11 +188,11 @@ class Tuner:
             return lost + trials, None
         self._take(best, running[best.title])
         beaten = [
-            replace(trial, state=SLOWER, reason=f"than {best.title}")
-            if trial.state == KEPT and trial is not best else trial
+            replace(trial, state=SLOWER, reason=f"than {best.title}") if trial.state == KEPT else trial
             for trial in trials
-        ]  # fmt: skip
-        return lost + beaten, best
+            if trial is not best
+        ]
+        return [*lost, *beaten, best], best
 
     def _with(self, words: Sequence[str]) -> list[str]:
         return exchanged(self._words, exchanged(self._found_words(), words))
