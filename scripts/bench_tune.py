@@ -181,17 +181,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("grid", "null", "fresh"))
-    parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], default=list(WORKLOADS))
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--budget", type=float, default=120.0)
     parser.add_argument("--repeats", type=int, default=40)
     asked = parser.parse_args()
+    names = asked.workloads or list(WORKLOADS)
+    if unknown := set(names) - set(WORKLOADS):
+        parser.error(f"no such workload: {', '.join(unknown)}")
     print(machine())
     if asked.what == "grid":
-        against_grid(asked.workloads, asked.budget)
+        against_grid(names, asked.budget)
     elif asked.what == "null":
         nothing_to_find(asked.repeats, asked.budget)
     else:
-        in_fresh_processes(asked.workloads, asked.budget)
+        in_fresh_processes(names, asked.budget)
 
 
 if __name__ == "__main__":

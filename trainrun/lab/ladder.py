@@ -18,7 +18,7 @@ from trainrun.lab.contest import Limits, between
 from trainrun.lab.duel import Duel
 from trainrun.lab.evidence import Trial, ratio_row
 from trainrun.lab.facts import Facts
-from trainrun.lab.gate import NUMERIC
+from trainrun.lab.gate import SHOWN
 from trainrun.lab.look import look, measure_for, measured_twins
 from trainrun.lab.rungs import CADENCE, FEWER, OTHER, STEPS, Step
 from trainrun.lab.starter import Starter
@@ -97,7 +97,7 @@ class Ladder:
         total, reason = None, ""
         if words:
             self._progress("all that helped against your own words, in fresh processes")
-            found = confirmed(self._starter, self._stand, self._words, words, NUMERIC, self._left)
+            found = confirmed(self._starter, self._stand, self._words, words, SHOWN, self._left)
             total, reason = found.ratio, found.trial.reason
         seconds = self._stand.clock() - self._began
         return Heights(
@@ -151,7 +151,7 @@ class Ladder:
         told: dict[str, Height] = {}
         for height in group:
             self._progress(height.title)
-            gate = None if height.mathematics == OTHER else height.mathematics
+            gate = None if height.mathematics == OTHER else SHOWN
             left = ends.deadline - self._stand.clock()
             height, contender = self._started(height, self._words, left, gate)
             told[height.title] = height
@@ -200,7 +200,7 @@ class Ladder:
                 continue
             self._progress(f"together with {height.title}")
             left = self._left(TOGETHER_SHARE)
-            taken, one = self._started(height, exchanged(self._words, words), left, NUMERIC)
+            taken, one = self._started(height, exchanged(self._words, words), left, SHOWN)
             if one is None:
                 found.append(height if taken.reason == "no time left for it" else taken)
                 continue
