@@ -21,6 +21,8 @@ COMMANDS = {
     "predict": "predictions of a saved run as CSV or Parquet",
     "diagnose": "measure what a training of these words waits for, and what it would gain without",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
+    "tune": "find the fastest way to the same training on this machine, and write it as a preset",
+    "ladder": "measure the folklore of fast training on your own model: what helps, and what hurts",
     "report": "draw the plots of a run again, or compare several",
     "import": "the weights of a foreign torch file as safetensors, without running anything of it",
     "convert": "data in another format: .npy, Parquet, LMDB, TFRecord or tar shards",

@@ -34,6 +34,7 @@ from trainrun.explain import explain, explain_value, first_line
 from trainrun.renamed import in_words_of_today
 from trainrun.rundir import RunDir
 from trainrun.trust import check_run
+from trainrun.tuned import stale
 from trainrun.words import Words, split_words, translate, with_one_warmup
 from trainrun.yaml_limits import limit_fault, read_yaml_text, yaml_fault
 
@@ -98,7 +99,16 @@ def _composition(words: Words, folders: list[Path]) -> Composition:
     if faults:
         raise ConfigError(*faults)
     config.run_name = config.run_name or f"{config.data.name}-{choices.get('model', 'model')}"
+    words.notes += stale_preset(config, choices.get("preset", "none"), folders, working_dir or Path.cwd())
     return Composition(config, choices, kept, words.own, words.notes)
+
+
+def stale_preset(config: RunConfig, preset: str, folders: list[Path], working_dir: Path) -> list[str]:
+    """One line where the preset was measured on something else."""
+    files = [folder / "preset" / f"{preset}.yaml" for folder in folders]
+    file = next((file for file in files if preset != "none" and file.is_file()), None)
+    told = stale(file, config, working_dir) if file is not None else ""
+    return [told] if told else []
 
 
 def faults_of(config: RunConfig) -> list[str]:

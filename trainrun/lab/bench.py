@@ -66,16 +66,16 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, config: RunConfig) -> Subject:
+    def start(self, config: RunConfig, limit: float = START_SECONDS) -> Subject:
         """A run of this config, ready for its first step, and stopped.
 
-        Raises SubjectFailed with what the run itself would say.
+        Raises SubjectFailed with what the run itself would say, or where it takes more than `limit` seconds.
         """
         folder = self.folder / secrets.token_hex(4)
         folder.mkdir()
         subject = Subject(tested(config), folder, self._paths)
         self._subjects.append(subject)
-        subject.wait_until_ready()
+        subject.wait_until_ready(limit)
         return subject
 
     def close(self) -> None:
@@ -118,8 +118,8 @@ class Subject:
         self.facts: Ready
         self.start_seconds = 0.0
 
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+    def wait_until_ready(self, limit: float = START_SECONDS) -> None:
+        deadline = time.monotonic() + limit
         while self._gate is None:
             readable, _, _ = select.select([self._listener, self._process.sentinel], [], [], 1.0)
             if self._listener in readable:
@@ -131,8 +131,8 @@ class Subject:
                 raise self._failure()
             elif time.monotonic() > deadline:
                 self.close()
-                raise SubjectFailed(f"it did not come to its first step in {START_SECONDS:.0f} s")
-        self.facts = self._answer(START_SECONDS)
+                raise SubjectFailed(f"it did not come to its first step in {limit:.0f} s")
+        self.facts = self._answer(limit)
         self.start_seconds = time.perf_counter() - self.began
         self._freeze()
 

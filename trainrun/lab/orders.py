@@ -53,7 +53,8 @@ class Ready:
     """What a run says of itself before its first step.
 
     unit: what items are (`samples`, `tokens`). engine, number: how the data is read, and by how many threads
-    or workers. total_steps: None without an end. val_every: steps between validations; None without any.
+    or workers. total_steps: None without an end. val_every: steps between validations; None without any. layers:
+    the names of the model's classes of modules. memory_bytes: all that the device has.
     """
 
     unit: str
@@ -66,6 +67,8 @@ class Ready:
     steps_per_epoch: int | None
     total_steps: int | None
     val_every: float | None
+    layers: tuple[str, ...] = ()
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

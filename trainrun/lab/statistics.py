@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 RESAMPLES = 2000
-FEW_PAIRS = 10  # below that resampling is too sure of itself: the order of the pairs decides
+FEW_PAIRS = 30  # below that resampling is too sure of itself: the order of the pairs decides
 EARLY = 0.99  # the confidence of a look that may end the comparison, since there are many of them
 
 

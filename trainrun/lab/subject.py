@@ -12,6 +12,7 @@ from multiprocessing.connection import Client
 from pathlib import Path as FilePath
 from typing import Any, Final
 
+import psutil
 import torch
 from safetensors.torch import save_file
 
@@ -92,6 +93,8 @@ class Subject:
             steps_per_epoch=rhythm.steps_per_epoch,
             total_steps=rhythm.total_steps,
             val_every=val_every(rhythm),
+            layers=tuple(sorted({type(module).__name__ for module in parts.model.modules()})),
+            memory_bytes=_memory_of(parts.parallel.device),
         )
 
     def obey(self, order: Order) -> Answer:
@@ -245,3 +248,9 @@ def val_every(rhythm: Rhythm) -> float | None:
     return rhythm.steps_per_epoch * max(
         rhythm.val_epochs, rhythm.every_n_epoch if rhythm.val_epochs >= 1 else 0
     )
+
+
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return psutil.virtual_memory().total

@@ -1,0 +1,155 @@
+"""`trainrun tune [the words of a run]`: the fastest way to the same training on this machine, as a preset."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainrun.commands.arguments import Parser
+from trainrun.commands.budget import take_seconds
+from trainrun.errors import EXIT_DONE, ConfigError
+
+if TYPE_CHECKING:
+    from trainrun.lab.evidence import Outcome
+
+BUDGET_SECONDS = 120.0
+UNMEASURED_ROWS = 2  # of a journal: the question, and a first look
+ABOUT = (
+    "Takes the words of a run and measures, on its own model and data, what makes it faster without changing what "
+    "it learns: threads and data engine, kernels, precision with layout and attention, micro-batches, ranks, "
+    "compilation. Writes conf/preset/tuned-HOST.yaml, which preset=tuned-HOST finds. Interrupted, the same words "
+    "go on where it stopped."
+)
+
+
+def main(argv: list[str]) -> int:
+    argv, budget = take_seconds(argv, BUDGET_SECONDS, "tune")
+    wish, words = tune_parser().parse_known_args(argv)
+    wish.budget = budget
+    from trainrun.compose import compose_run
+    from trainrun.lab.choices import plain_words
+    from trainrun.lab.preset_file import host_preset, preset_path
+
+    composition = compose_run(words)
+    for note in composition.notes:
+        print(f"note: {note}", file=sys.stderr)
+    preset = preset_path(wish.name or host_preset(), Path.cwd())
+    folder, rows = place(
+        wish, words, composition.config.run_name or "run", composition.own.get("hydra.run.dir")
+    )
+    typed = [word for word in plain_words(words) if not word.startswith("hydra.run.dir=")]
+    with kept_if_worth(folder):
+        outcome = measured(wish, typed, folder, rows)
+    return told(wish, typed, outcome, folder, preset)
+
+
+@contextlib.contextmanager
+def kept_if_worth(folder: Path) -> Iterator[None]:
+    """The journal of a search that ends early stays where something was measured; else nothing does."""
+    from trainrun.lab.errand import forget, shown
+    from trainrun.lab.journal import NAME, read_rows
+
+    try:
+        yield
+    except BaseException as error:
+        if len(read_rows(folder / NAME)) <= UNMEASURED_ROWS:
+            forget(folder)
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"interrupted; the same words go on from {shown(folder)}") from error
+        raise
+
+
+def tune_parser() -> Parser:
+    parser = Parser(prog="trainrun tune", description=ABOUT, allow_abbrev=False, usage="trainrun tune [key=value ...] "
+                    "[--allow exact|numeric] [--budget SECONDS] [--name PRESET] [--explain] [--fresh]")  # fmt: skip
+    parser.add_argument("--allow", choices=("exact", "numeric"), default="exact",
+                        help="exact (default): other kernels, losses equal to 1e-4; numeric: other number types too, "
+                        "as bfloat16, losses within 2 %%")  # fmt: skip
+    parser.add_argument("--budget", metavar="SECONDS", help="in all (120)")
+    parser.add_argument("--name", metavar="PRESET", help="of the preset (tuned-HOST)")
+    parser.add_argument("--explain", action="store_true", help="say of every setting why it was not taken")
+    parser.add_argument("--fresh", action="store_true", help="do not go on from an interrupted search")
+    return parser
+
+
+def place(
+    wish: Namespace, words: list[str], run_name: str, own: str | None
+) -> tuple[Path, list[dict[str, object]]]:
+    """The folder, and what an interrupted search of the same words wrote."""
+    from trainrun.lab.errand import new_folder, shown
+    from trainrun.lab.journal import NAME, Journal, read_rows, unfinished
+
+    asked = question(wish, words)
+    folder = new_folder("tune", run_name, own)
+    old = (
+        None
+        if wish.fresh
+        else unfinished([folder] if own else sorted(Path("outputs").absolute().glob("*/*")), asked)
+    )
+    if old is not None:
+        print(f"goes on from {shown(old.parent)} (anew: --fresh)")
+        return old.parent, read_rows(old)
+    if (folder / NAME).is_file() or (folder / "config.yaml").is_file():
+        raise ConfigError(f"hydra.run.dir={folder}: holds something already; name another folder")
+    Journal(folder / NAME).write("begin", asked=asked)
+    return folder, []
+
+
+def question(wish: Namespace, words: list[str]) -> dict[str, object]:
+    """What two searches must share for one to go on from the other."""
+    from trainrun.compose import compose_run
+    from trainrun.tuned import fingerprint
+
+    config = compose_run(words).config
+    return {"words": words, "allow": wish.allow, "budget": wish.budget, **fingerprint(config, Path.cwd())}
+
+
+def measured(wish: Namespace, typed: list[str], folder: Path, rows: list[dict[str, object]]) -> Outcome:
+    from trainrun.lab.bench import Bench
+    from trainrun.lab.contender import RealStand
+    from trainrun.lab.errand import end_of_progress, progress
+    from trainrun.lab.journal import NAME, Journal
+    from trainrun.lab.knobs import Wish
+    from trainrun.lab.tuner import Tuner
+    from trainrun.parallel.launch import num_cores
+
+    asked = Wish(wish.allow, wish.budget, num_cores())
+    with Bench() as bench:
+        try:
+            return Tuner(typed, RealStand(bench), asked, Journal(folder / NAME, rows), progress()).run()
+        finally:
+            print(end_of_progress(), end="", flush=True)
+
+
+def told(wish: Namespace, typed: list[str], outcome: Outcome, folder: Path, preset: Path) -> int:
+    from trainrun.lab import tune_report
+    from trainrun.lab.errand import shown
+    from trainrun.lab.preset_file import write_preset
+    from trainrun.rundir import write_json
+    from trainrun.tuned import machine
+
+    head = f"trainrun tune {' '.join(typed)}".rstrip()
+    print(f"{head} | {machine()} | {outcome.seconds:.0f} s of {wish.budget:.0f} s")
+    print(tune_report.noise_line(outcome))
+    print(tune_report.table(outcome))
+    for line in tune_report.summary(outcome, wish.explain):
+        print(line)
+    print(f"result: {outcome.verdict}")
+    written = write_preset(preset, typed, outcome, Path.cwd()) if outcome.claimed else None
+    if written is not None and written.path is not None:
+        print(f"wrote {shown(written.path)}; use it with: trainrun {' '.join(written.use)}")
+    elif written is not None:
+        print(
+            f"no preset: a word of yours, or an experiment, stands above it; say: trainrun {' '.join(written.use)}"
+        )
+    elif wish.allow == "exact":
+        print("not tried: bfloat16 and other number types, which round more (--allow numeric)")
+    write_json(folder / "tune.json", {"machine": machine(), "words_typed": typed, **outcome.row()})
+    picture = tune_report.picture(outcome, folder / "ladder.png", head)
+    print(f"details: {shown(folder / 'tune.json')}, {picture.name}, journal.jsonl")
+    return EXIT_DONE

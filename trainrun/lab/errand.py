@@ -1,0 +1,50 @@
+"""What `tune` and `ladder` have in common around their measurements: a folder, the time left, a clean end."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from trainrun.monitor.readable import duration
+
+
+def new_folder(command: str, run_name: str, own: str | None) -> Path:
+    """Beside the folders of runs; `hydra.run.dir` names another. It is made when something is written."""
+    if own is not None:
+        return Path(own).expanduser().absolute()
+    now = datetime.now()
+    name = f"{now:%H-%M-%S}-{command}-{run_name}-{secrets.token_hex(2)}"
+    return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
+
+
+def forget(folder: Path) -> None:
+    """Takes away what an interrupted command began, with the folders above it that are empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for above in (folder.parent, folder.parent.parent):
+        try:
+            above.rmdir()
+        except OSError:
+            return
+
+
+def progress() -> Callable[[str, float], None]:
+    """A line on a terminal, rewritten; nothing elsewhere."""
+    terminal = sys.stdout.isatty()
+
+    def say(about: str, left: float) -> None:
+        if terminal:
+            print(f"\r\033[K  {about} ... {duration(left)} left", end="", flush=True)
+
+    return say
+
+
+def end_of_progress() -> str:
+    return "\r\033[K" if sys.stdout.isatty() else ""
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
