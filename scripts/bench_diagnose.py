@@ -20,9 +20,9 @@ sys.path.insert(0, str(HERE))
 from bench_kit import machine  # noqa: E402
 
 import trainrun.rank  # noqa: E402,F401  # once, for all runs under test
-from trainrun.compose import compose_run  # noqa: E402
 from trainrun.lab.bench import Bench  # noqa: E402
-from trainrun.lab.diagnosis import diagnose, settings  # noqa: E402
+from trainrun.lab.choices import config_of  # noqa: E402
+from trainrun.lab.diagnosis import diagnose  # noqa: E402
 from trainrun.lab.duel import Rules, Side, duel, steps_for  # noqa: E402
 from trainrun.lab.verdict import verdict  # noqa: E402
 
@@ -100,8 +100,7 @@ def main() -> None:
 def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, bool | None]:
     base = WORKLOADS[workload]
     words = [*base, *fault.words]
-    config = settings(compose_run(without_twice(words)).config)
-    found = diagnose(without_twice(words), config, time.monotonic() + budget, lambda about: None)
+    found = diagnose(without_twice(words), time.monotonic() + budget, lambda about: None)
     told = verdict(found)
     good = told.first == fault.expected
     line = f"{workload:<6} {fault.name:<26} {told.first:<12} {'yes' if good else 'NO':<6}"
@@ -118,9 +117,7 @@ def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, bool | Non
 def realised(faulty: list[str], clean: list[str], step_seconds: float):
     """How much faster the run is without the fault, validation and checkpoints as they come."""
     with Bench() as bench:
-        first, second = (
-            bench.start(settings(compose_run(without_twice(words)).config)) for words in (faulty, clean)
-        )
+        first, second = (bench.start(config_of(without_twice(words))) for words in (faulty, clean))
         steps = steps_for(lambda steps: first.train(steps, variant="whole"))
         sides = [
             Side(lambda steps, each=each: each.train(steps, variant="whole"), steps)

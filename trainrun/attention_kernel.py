@@ -50,15 +50,20 @@ class Scene(NamedTuple):
     layers: int
 
 
-def undecided_layers(model: nn.Module) -> list[Any]:
-    """The attention layers of our kind whose kernel is `auto`."""
+def attention_layers(model: nn.Module) -> list[Any]:
+    """Those of our kind."""
     if (
         "trainrun.model.gpt" not in sys.modules
     ):  # then it has none, and torch's attention need not be imported
         return []
     from trainrun.model.gpt import Attention
 
-    return [module for module in model.modules() if isinstance(module, Attention) and module.kernel == "auto"]
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def undecided_layers(model: nn.Module) -> list[Any]:
+    """The attention layers of our kind whose kernel is `auto`."""
+    return [layer for layer in attention_layers(model) if layer.kernel == "auto"]
 
 
 def set_kernel(layers: list[Any], kernel: str) -> None:

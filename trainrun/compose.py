@@ -73,12 +73,12 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
     """The config that the words ask for. Raises ConfigError with every fault of it."""
     words, folders = prepare(argv, working_dir or Path.cwd())
     try:
-        return _composition(words, folders)
+        return _composition(words, folders, working_dir or Path.cwd())
     except ConfigError as error:
         raise ConfigError(*[words.as_typed(fault) for fault in error.faults]) from error
 
 
-def _composition(words: Words, folders: list[Path]) -> Composition:
+def _composition(words: Words, folders: list[Path], working_dir: Path) -> Composition:
     wrong = {word: fault for word in words.overrides if (fault := word_fault(word))}
     faults = list(wrong.values())
     overrides = [word for word in words.overrides if word not in wrong]
@@ -99,7 +99,7 @@ def _composition(words: Words, folders: list[Path]) -> Composition:
     if faults:
         raise ConfigError(*faults)
     config.run_name = config.run_name or f"{config.data.name}-{choices.get('model', 'model')}"
-    words.notes += stale_preset(config, choices.get("preset", "none"), folders, working_dir or Path.cwd())
+    words.notes += stale_preset(config, choices.get("preset", "none"), folders, working_dir)
     return Composition(config, choices, kept, words.own, words.notes)
 
 

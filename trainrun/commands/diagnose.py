@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
 
     import trainrun.rank  # noqa: F401  # once, for all runs under test: they are copies of this process
-    from trainrun.lab.diagnosis import diagnose, settings
+    from trainrun.lab.diagnosis import diagnose
     from trainrun.lab.report import lines_of, write_report
 
     terminal = sys.stdout.isatty()
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
             print(f"\r\033[K  {about} ...", end="", flush=True)
 
     try:
-        found: Diagnosis = diagnose(argv, settings(composition.config), began + budget, progress)
+        found: Diagnosis = diagnose(argv, began + budget, progress)
     finally:
         if terminal:
             print("\r\033[K", end="", flush=True)

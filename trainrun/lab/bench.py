@@ -95,6 +95,7 @@ def tested(config: RunConfig) -> RunConfig:
     config.ckpt_path = None
     config.parallel.timeout_seconds = 24 * 3600.0  # a stopped rank is not a lost one
     config.parallel.max_restarts = 0
+    config.trainer.watchdog_seconds = 0
     return config
 
 

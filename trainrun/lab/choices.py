@@ -58,6 +58,10 @@ def composed_anew(words: Sequence[str]) -> RunConfig:
 def measured_choices(config: RunConfig, ready: Ready) -> list[str]:
     """What the run found out when it started, as words: two runs then differ only in what is compared."""
     words = [f"trainer.num_threads={ready.num_threads}"] if config.trainer.num_threads == "auto" else []
+    if config.precision.mode == "auto":
+        words.append(f"precision.mode={ready.precision}")
+    if ready.attention not in ("", "auto") and (config.model or {}).get("attention") == "auto":
+        words.append(f"model.attention={ready.attention}")
     if ready.engine:
         words += loader_words(config, ready.engine, ready.number)
     return words

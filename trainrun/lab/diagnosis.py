@@ -7,7 +7,6 @@ is read off a profile. When: before anything is tuned. Cost: 20 to 60 seconds. S
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from trainrun.checks import parse_seconds
-from trainrun.compose import compose_run
 from trainrun.config import RunConfig
 from trainrun.errors import TrainrunError
 from trainrun.lab.bench import Bench, Subject
+from trainrun.lab.choices import config_of, exchanged, measured_choices, plain_words
 from trainrun.lab.duel import TURN_SECONDS, Duel, Side, rounds, steps_for, warm_for
 from trainrun.lab.orders import Limits, Measure, Ready, Turn
 from trainrun.lab.statistics import Ratio
@@ -58,9 +57,10 @@ class Diagnosis:
     tried: dict[str, Ratio | str] = field(default_factory=dict)
 
 
-def diagnose(words: Sequence[str], config: RunConfig, deadline: float, progress: Progress) -> Diagnosis:
+def diagnose(words: Sequence[str], deadline: float, progress: Progress) -> Diagnosis:
     """Ends about the deadline, by `time.monotonic()`. Raises what a run of these words would raise before its
     first step."""
+    config = config_of(plain_words(words))
     with Bench() as bench:
         progress("starting the run")
         base = bench.start(config)
@@ -72,7 +72,7 @@ class Examination:
     """One base run, and the others that stand beside it."""
 
     def __init__(self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig) -> None:
-        self._bench, self._base, self._words, self._config = bench, base, list(words), config
+        self._bench, self._base, self._words, self._config = bench, base, plain_words(words), config
         self._steps = 1
         self._other_words: dict[str, Subject] = {}
 
@@ -131,22 +131,8 @@ class Examination:
 
     def with_words(self, words: Sequence[str]) -> RunConfig:
         """The run with other words, and with what the base chose for itself, so that nothing else differs."""
-        config = compose_run([*self._words, *words]).config
-        config.seed = self._config.seed
-        ready, named = self._base.facts, {word.partition("=")[0] for word in words}
-        if "trainer.num_threads" not in named:
-            config.trainer.num_threads = ready.num_threads
-        data = config.data
-        if ready.engine and not named & {
-            "data.engine",
-            "data.num_workers",
-            "data.num_threads",
-            "data.padding",
-        }:
-            data.engine = ready.engine
-            data.num_workers = ready.number if ready.engine == "workers" else "auto"
-            data.num_threads = ready.number if ready.engine == "threads" else "auto"
-        return config
+        own = measured_choices(self._config, self._base.facts)
+        return config_of(exchanged(exchanged(self._words, own), words))
 
     def _measured(
         self, sides: dict[str, Callable[[], Turn]], deadline: float, progress: Progress
@@ -245,11 +231,3 @@ class Examination:
 def slower(duel: Duel) -> bool:
     """Not once as fast as the base."""
     return all(other < 0.9 * base for base, other in duel.pairs)
-
-
-def settings(config: RunConfig) -> RunConfig:
-    """With a seed: all runs under test begin alike."""
-    config = copy.deepcopy(config)
-    if config.seed is None:
-        config.seed = 42
-    return config

@@ -54,7 +54,8 @@ class Ready:
 
     unit: what items are (`samples`, `tokens`). engine, number: how the data is read, and by how many threads
     or workers. total_steps: None without an end. val_every: steps between validations; None without any. layers:
-    the names of the model's classes of modules. memory_bytes: all that the device has.
+    the names of the model's classes of modules. memory_bytes: all that the device has. precision, attention: what
+    was decided for them; no attention where the model has none of ours.
     """
 
     unit: str
@@ -69,6 +70,8 @@ class Ready:
     val_every: float | None
     layers: tuple[str, ...] = ()
     memory_bytes: int = 0
+    precision: str = ""
+    attention: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainrun import loop
+from trainrun.attention_kernel import attention_layers
 from trainrun.cadence import Rhythm
 from trainrun.data.undecided import Undecided
 from trainrun.interfaces import MicroBatch, StepReport
@@ -95,6 +96,8 @@ class Subject:
             val_every=val_every(rhythm),
             layers=tuple(sorted({type(module).__name__ for module in parts.model.modules()})),
             memory_bytes=_memory_of(parts.parallel.device),
+            precision=parts.config.precision.mode,
+            attention=next((layer.kernel for layer in attention_layers(parts.model)), ""),
         )
 
     def obey(self, order: Order) -> Answer:
