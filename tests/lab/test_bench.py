@@ -78,8 +78,9 @@ def test_between_two_orders_nothing_moves(subject: Subject) -> None:
 
 
 def test_a_run_that_cannot_start_says_why(bench: Bench) -> None:
-    with pytest.raises(SubjectFailed, match="TypeError"):
-        bench.start(compose_run(["model.hidden=-3", "seed=1"]).config)
+    linear = ["model=custom", "model._target_=torch.nn.Linear", "model.in_features=-3", "model.out_features=2"]
+    with pytest.raises(SubjectFailed, match="RuntimeError"):
+        bench.start(compose_run([*linear, "seed=1"]).config)
     with pytest.raises(ConfigError, match="loop"):
         bench.start(compose_run(["loop._target_=my.fit", "seed=1"]).config)
 
