@@ -11,13 +11,14 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from trainrun.cli import main
 from trainrun.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.lab.bench import Bench, Subject, SubjectFailed
 from trainrun.lab.duel import Rules, duel, rounds, steps_for
 from trainrun.lab.orders import Turn
 from trainrun.lab.removals import REMOVALS
-from trainrun.verify.trials import Trials, quiet
+from trainrun.monitor.metrics_file import read_rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")
 WORDS = ["seed=3", "trainer.max_epochs=2", "data.num_threads=1", "data.engine=threads"]
@@ -39,12 +40,13 @@ def test_the_first_steps_are_those_of_the_run(bench: Bench, tmp_path: Path) -> N
     path = traced.trace(4)
     update = load_file(path.update)
 
-    def four_steps(config) -> None:
-        config.trainer.max_steps, config.data.val, config.checkpoint.monitor = 4, None, None
-
-    outcome = Trials(quiet(compose_run(WORDS).config), tmp_path, lambda about: None).run("plain", four_steps)
-    assert list(path.losses) == pytest.approx([row["train/loss"] for row in outcome.rows], rel=1e-6)
-    assert set(update) == set(outcome.shared["model"])
+    folder = tmp_path / "run"
+    assert (
+        main([*WORDS, f"hydra.run.dir={folder}", "trainer.max_steps=4", "monitor.log_every_n_steps=1"]) == 0
+    )
+    losses = [row["train/loss"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert list(path.losses) == pytest.approx(losses, rel=1e-6)
+    assert update
     assert all(bool(change.any()) for change in update.values())
     traced.close()
 
@@ -78,7 +80,12 @@ def test_between_two_orders_nothing_moves(subject: Subject) -> None:
 
 
 def test_a_run_that_cannot_start_says_why(bench: Bench) -> None:
-    linear = ["model=custom", "model._target_=torch.nn.Linear", "model.in_features=-3", "model.out_features=2"]
+    linear = [
+        "model=custom",
+        "model._target_=torch.nn.Linear",
+        "model.in_features=-3",
+        "model.out_features=2",
+    ]
     with pytest.raises(SubjectFailed, match="RuntimeError"):
         bench.start(compose_run([*linear, "seed=1"]).config)
     with pytest.raises(ConfigError, match="loop"):

@@ -122,7 +122,7 @@ class Trials:
             code = execute(run, config, order)
             if then and code == EXIT_AGAIN:
                 code = resume_run(run, [f"loop.steps={then}"], self._paths)
-        asked = (config.loop or {}).get("steps", math.inf) if then == 0 else then
+        asked = config.loop.get("steps", math.inf) if then == 0 else then
         if code == EXIT_INTERRUPTED or (code == EXIT_AGAIN and session_steps(run, then) < asked):
             raise KeyboardInterrupt("verify was interrupted")  # by a signal that the trial took for its own
         if code not in (EXIT_DONE, EXIT_AGAIN):
