@@ -25,6 +25,8 @@ from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir, read_json, write_json
 from trainrun.state import TrainState
 
+FIXED = [mode for mode in PRECISIONS if mode != "auto"]  # which is one of the others
+
 # The largest difference between two ways to sum, as a part of the largest weight. In the 16-bit modes
 # every micro-batch rounds its own gradient (8 bits of bfloat16, 11 of float16); bf16-true rounds the
 # sum of gradients and the weights too.
@@ -49,7 +51,7 @@ def same_rows(left: list[dict[str, float]], right: list[dict[str, float]], toler
 
 
 @pytest.mark.parametrize("kind", ["samples", "tokens"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", FIXED)
 @settings(derandomize=True, deadline=None, max_examples=12)
 @given(data=st.data())
 def test_micro_batches_equal_one_big_batch(precision: str, kind: str, data: st.DataObject) -> None:
@@ -85,7 +87,7 @@ def reference(parts: Parts, accumulate: int, algorithm: str, limit: float) -> li
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", FIXED)
 def test_gradients_are_clipped_after_unscale_as_by_hand(precision: str, algorithm: str) -> None:
     limit = 0.05 if algorithm == "norm" else 0.02
     words = (
@@ -240,7 +242,7 @@ TWO_RANKS = {
 SPARSE_LOG = {"filler, logged at the end": ("data.train.count=17", "monitor.log_every_n_steps=2")}
 SCENARIOS = {
     **{f"{name}, 64-true": (*words, "precision=64") for name, words in (TWO_RANKS | SPARSE_LOG).items()},
-    **{f"tokens, {mode}": (*TWO_RANKS["tokens, clipped"], f"precision={mode}") for mode in PRECISIONS},
+    **{f"tokens, {mode}": (*TWO_RANKS["tokens, clipped"], f"precision={mode}") for mode in FIXED},
 }  # fmt: skip
 
 
@@ -264,7 +266,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_two_ranks_equal_one(name: str, two_ranks: dict[str, Any]) -> None:
     one = json.loads(json.dumps(result((*SCENARIOS[name], "data.batch_size=8"))))
     two = two_ranks[name]
-    mode = next(mode for mode in PRECISIONS if name.endswith(mode))
+    mode = next(mode for mode in FIXED if name.endswith(mode))
     assert one["train"]
     assert difference(two["weights"], one["weights"]) <= TOLERANCES[mode]
     assert difference(two["averaged"], one["averaged"]) <= TOLERANCES[mode]
