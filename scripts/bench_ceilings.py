@@ -20,6 +20,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import as_the_command  # noqa: F401  # ahead of torch
 import bench_kit
 import torch
 from torch import Tensor, nn

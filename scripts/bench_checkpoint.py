@@ -30,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import as_the_command  # noqa: F401  # ahead of torch
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn

@@ -25,6 +25,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+import as_the_command  # noqa: F401  # ahead of torch
 import bench_auto
 import bench_images
 import bench_sets

@@ -17,6 +17,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import as_the_command  # noqa: E402,F401  # ahead of torch
 from bench_kit import machine  # noqa: E402
 
 import trainrun.rank  # noqa: E402,F401  # once, for all runs under test

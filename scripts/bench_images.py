@@ -37,6 +37,7 @@ WAYS = {
     "threads=2": "data.engine=threads data.num_threads=2",
     "workers=1": "data.engine=workers data.num_workers=1",
     "workers=2": "data.engine=workers data.num_workers=2",
+    "main cached": "data.engine=workers data.num_workers=0 data.cache=memory",
     "threads=2 cached": "data.engine=threads data.num_threads=2 data.cache=memory",
     "workers=2 cached": "data.engine=workers data.num_workers=2 data.cache=memory",
 }

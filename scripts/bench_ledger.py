@@ -19,6 +19,7 @@ from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import as_the_command  # noqa: F401  # ahead of torch
 import torch
 
 from trainrun.build import Site, build_parts

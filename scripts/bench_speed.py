@@ -25,6 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import as_the_command  # noqa: F401  # ahead of torch
 import bench_kit
 import bench_overhead
 import bench_processes

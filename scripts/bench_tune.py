@@ -23,6 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import as_the_command  # noqa: E402,F401  # ahead of torch
 from bench_kit import machine  # noqa: E402
 
 from trainrun.errors import ConfigError  # noqa: E402
