@@ -31,12 +31,12 @@ READ = ["data.engine=workers", "data.num_workers=0"]
 COMMON = ["seed=1", "data=custom", "data.num_classes=10", "trainer.max_epochs=200", "monitor.hardware=false"]
 WORKLOADS = {
     "mlp": [*COMMON, "data.train._target_=faulty_parts.Table", "model=custom", "model._target_=faulty_parts.Wide",
-            "data.batch_size=256", "trainer.num_threads=1", *READ],
+            "data.batch_size=64", *READ],
     "cnn": [*COMMON, "data.train._target_=faulty_parts.Pictures", "model=cnn", "data.batch_size=64",
-            "trainer.num_threads=1", *READ],
+            *READ],
     "gpt": ["seed=1", "data=custom", "data.train._target_=faulty_parts.Sequences", "model=gpt",
             "task=language_modeling", "model.vocab_size=256", "model.layers=2", "model.width=128", "model.heads=2",
-            "data.batch_size=16", "trainer.max_epochs=200", "trainer.num_threads=1", "monitor.hardware=false",
+            "data.batch_size=16", "trainer.max_epochs=200", "monitor.hardware=false",
             "data.padding=bucket", *READ],
 }  # fmt: skip
 
@@ -63,7 +63,7 @@ FAULTS = [
     Fault("island in fp32", "islands", ["precision=bf16-mixed", "model.island=true"],
           ["precision=bf16-mixed"], ("mlp",)),
     Fault("tiny batch", "dispatch", ["data.batch_size=1"], ["data.batch_size=2"]),
-    Fault("too many threads", "threads", ["trainer.num_threads=16"], []),
+    Fault("one thread of many", "threads", ["trainer.num_threads=1"], [], ("mlp", "cnn")),
     Fault("padding", "padding", ["data.padding=longest", "data.train.usual=32", "data.train.longest=512"],
           ["data.padding=bucket", "data.train.usual=32", "data.train.longest=512"], ("gpt",)),
     Fault("recompiling shapes", "compile",
