@@ -65,3 +65,12 @@ def test_the_last_step_of_a_file_that_was_cut(text: str, step: int, tmp_path: Pa
     assert last_step(path) == step
     path.write_text('{"step": 1}\n' * 9000 + text)
     assert last_step(path) == (max(1, step) if "broken" not in text else -1)
+
+
+def test_a_number_type_that_was_chosen_is_no_other_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert main(["precision=auto", "trainer.max_steps=4", f"hydra.run.dir={folder}"]) == 0
+    assert main(["resume", str(folder), "trainer.max_steps=6", "checkpoint.strict=true"]) == 0
+    assert "another precision" not in "".join(capsys.readouterr())

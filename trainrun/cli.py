@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except TrainrunError as error:
         return report_fault(error)
     except KeyboardInterrupt as error:
-        print(f"trainrun: {error or 'interrupted'}", file=sys.stderr)
+        print(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_DONE
@@ -195,7 +195,7 @@ def told(folder: Path, work: Callable[[], int]) -> int:
         code = work()
     except KeyboardInterrupt as error:
         with contextlib.suppress(OSError):
-            print(f"trainrun: {error or 'interrupted'}", file=sys.stderr)
+            print(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
         code = EXIT_INTERRUPTED
     if code not in (EXIT_DONE, EXIT_USAGE) and (folder / "checkpoints").is_dir() and not is_done(folder):
         shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)

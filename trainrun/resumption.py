@@ -50,17 +50,17 @@ def loaded_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> 
         raise CheckpointError(f"checkpoint {loaded.folder.name}: holds the state of step {state.step}")
     state.saved_step = state.step
     if resume:
-        tell(parts, run, config, loaded)
+        tell(parts, run, loaded)
     else:  # a new run has none of the other run's checkpoints, and no best of its own yet
         state.saved_step, state.best_step, state.best_metric = -1, -1, None
     return state
 
 
-def tell(parts: Parts, run: RunDir, config: RunConfig, loaded: Loaded) -> None:
+def tell(parts: Parts, run: RunDir, loaded: Loaded) -> None:
     """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
     step = loaded.manifest.step
-    changed = differences(loaded.manifest.fingerprint, fingerprint(config, parts.parallel))
-    if changed and config.checkpoint.strict:
+    changed = differences(loaded.manifest.fingerprint, fingerprint(parts.config, parts.parallel))
+    if changed and parts.config.checkpoint.strict:
         raise CheckpointError(
             f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
             "checkpoint.strict out"

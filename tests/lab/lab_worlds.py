@@ -27,7 +27,7 @@ class World:
         self.speed, self.noise, self.twist, self.drift, self.wrong = speed, noise, twist, drift, wrong
         self.start_seconds, self.total_steps = start_seconds, total_steps
         self.draw = random.Random(seed)
-        self.now = 0.0
+        self.now, self.validation_seconds = 0.0, 0.1
         self.weather = self.draw.uniform(0, 2 * math.pi)
         self.alive = 0
         self.most_alive = 0
@@ -89,8 +89,8 @@ class Runner:
         return Turn(0.001 * batches, batches, 32.0 * batches)
 
     def validate(self) -> Turn:
-        self.world.now += 0.1
-        return Turn(0.1, 0, 0.0)
+        self.world.now += self.world.validation_seconds
+        return Turn(self.world.validation_seconds, 0, 0.0)
 
     def close(self) -> None:
         self.world.alive -= 1

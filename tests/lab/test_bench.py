@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,3 +141,24 @@ def test_rounds_share_the_turns_of_the_base() -> None:
 def test_steps_for_some_seconds() -> None:
     assert steps_for(lambda steps: Turn(0.01 * steps, steps, steps), 0.3) == 30
     assert steps_for(lambda steps: Turn(2.0 * steps, steps, steps), 0.3) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_stopped_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    temporary, here = tmp_path / "tmp", tmp_path / "here"
+    temporary.mkdir()
+    here.mkdir()
+    command = [sys.executable, "-m", "trainrun", "diagnose", "data.engine=workers", "data.num_workers=1"]
+    paths = {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(temporary)}
+    process = subprocess.Popen(command, cwd=here, env=os.environ | paths, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(temporary.glob("trainrun-lab-*/*/run")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said.strip()) == (130, "trainrun: interrupted")
+    assert family
+    assert not psutil.wait_procs(family, timeout=5)[1]
+    assert not list(temporary.iterdir())
+    assert not list(here.iterdir())

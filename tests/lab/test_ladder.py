@@ -84,3 +84,13 @@ def test_the_table_says_what_hurts_and_what_needs_a_gpu(found: Heights, tmp_path
     assert any(line.startswith("total of all that is the same training and helped: 2.") or "1.9" in line
                for line in summary(found))  # fmt: skip
     assert picture(found, tmp_path / "ladder.png", "words").stat().st_size > 10_000
+
+
+def test_a_long_validation_is_timed_once(tmp_path: Path) -> None:
+    world = World(tmp_path / "world", speed)
+    world.validation_seconds = 100.0
+    steps = [step for step in STEPS if step.title == "validation 4x as rare"]
+    words = ["seed=1", "trainer.num_threads=2"]
+    heights = Ladder(words, world, 2, 180.0, lambda about, left: None, steps).run()
+    assert heights.seconds < 180
+    assert heights.rungs[0].alone is not None

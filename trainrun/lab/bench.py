@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import math
 import multiprocessing
 import os
 import secrets
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path as FilePath
+from types import FrameType
 from typing import Any, Final
 
 import psutil
@@ -35,6 +37,7 @@ from trainrun.errors import ConfigError, TrainingError, TrainrunError
 from trainrun.lab.orders import Load, Order, Path, Ready, Save, Trace, Train, Turn, Validate
 from trainrun.runner import Order as RunOrder
 from trainrun.runner import execute, new_run
+from trainrun.signals import QUIET_SECONDS, catch_stops
 
 START_SECONDS: Final = 120.0  # the longest that a run may take to its first step
 TURN_SECONDS: Final = 120.0  # and an order
@@ -59,12 +62,23 @@ class Bench:
         self._paths = [path for path in (sys.path if paths is None else paths) if path]
         self.folder = FilePath(tempfile.mkdtemp(prefix="trainrun-lab-"))
         self._subjects: list[Subject] = []
+        self._stops = contextlib.ExitStack()
+        self._quiet_until = 0.0
 
     def __enter__(self) -> Bench:
+        self._stops.enter_context(catch_stops(self._interrupt))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._quiet_until = math.inf
+        with self._stops:
+            self.close()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """What ends the lab ends its runs too; further signals do not keep it from that."""
+        if time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + QUIET_SECONDS
+            raise KeyboardInterrupt
 
     def start(self, config: RunConfig, limit: float = START_SECONDS) -> Subject:
         """A run of this config, ready for its first step, and stopped.
