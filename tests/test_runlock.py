@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli import main
+from trainrun.errors import ConfigError
 from trainrun.rundir import RunDir
 from trainrun.runlock import RunBusy, only_writer, passed_on, take_over
 
@@ -145,3 +146,15 @@ def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
         assert is_free(run)
     finally:
         os.close(copy)
+
+
+def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_is_written_there(
+    run: RunDir, tmp_path: Path
+) -> None:
+    """The lock is taken before it is asked whose the folder is."""
+    target = tmp_path / "precious"
+    target.write_text("kept")
+    run.lock.symlink_to(target)
+    with pytest.raises(ConfigError, match="is a link"), only_writer(run):
+        pass
+    assert target.read_text() == "kept"

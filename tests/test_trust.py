@@ -157,3 +157,13 @@ def test_a_run_folder_reads_no_references(run: Path, capsys: pytest.CaptureFixtu
     config.write_text(config.read_text().replace("run_name: digits", "run_name: ${oc.env:HOME}"))
     assert main(["evaluate", str(run)]) == 2
     assert "run_name=${oc.env:HOME}" in capsys.readouterr().err
+
+
+def test_without_a_home_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container under a number that has no name."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert own_key(make=True) == b""

@@ -155,7 +155,7 @@ def sweep_words(prepared: Words) -> int:
 
 
 def train_one(words: list[str], paths: list[str]) -> int:
-    from trainrun.compose import compose_run
+    from trainrun.compose import compose_run, load_config
 
     composition = compose_run(words)
     for note in composition.notes:
@@ -165,6 +165,8 @@ def train_one(words: list[str], paths: list[str]) -> int:
 
     earlier = earlier_life()
     if earlier is not None:  # torchrun started the ranks anew
+        if composition.config.seed is None:  # the one that was drawn in its first life
+            composition.config.seed = load_config(earlier.config, []).seed
         with only_writer(earlier):
             return execute(earlier, composition.config, Order(True, paths))
     with begun(composition, words) as run:

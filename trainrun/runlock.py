@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 
-from trainrun.errors import EXIT_AGAIN, TrainrunError
+from trainrun.errors import EXIT_AGAIN, ConfigError, TrainrunError
 from trainrun.rundir import RunDir, cannot_write
 
 INHERITED = "TRAINRUN_LOCK"  # the number of the open file, for a rank
@@ -46,8 +46,12 @@ def only_writer(run: RunDir, note: Callable[[str], None] = say, patient: bool = 
     patient: waits for that one too, for it is known to be about to end.
     """
     try:
-        descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
+        if (
+            error.errno == errno.ELOOP
+        ):  # the folder may be anybody's, and the lock is written before that is asked
+            raise ConfigError(f"{run.lock}: is a link, which no lock of ours is; take it away") from error
         raise cannot_write(run.root, error) from error
     try:
         if _taken(descriptor, run, note, patient):

@@ -132,8 +132,8 @@ def seal(run: RunDir, node: Node) -> str:
 
 def own_key(make: bool = False) -> bytes:
     """The user's key; empty where there is none, or where no home can be written."""
-    path = Path.home() / ".local" / "state" / "trainrun" / "key"
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last: nobody knows of a home
+        path = Path.home() / ".local" / "state" / "trainrun" / "key"
         if make and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".key-{secrets.token_hex(4)}")

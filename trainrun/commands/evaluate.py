@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from trainrun.commands.arguments import parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.rundir import write_json
@@ -27,9 +29,13 @@ def main(argv: list[str]) -> int:
     metrics = {
         name: value for name, value in evaluate(parts, words.split).items() if not name.endswith("/seconds")
     }
-    write_json(run.root / f"evaluation-{words.split}.json", {"checkpoint": folder.name, **metrics})
     print(
         f"{folder.name} ({words.which}): "
         + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items())
     )
+    place = run.root / f"evaluation-{words.split}.json"
+    try:
+        write_json(place, {"checkpoint": folder.name, **metrics})
+    except OSError as error:  # somebody else's folder, or a full disk; what was asked for is said
+        print(f"note: {place}: not written ({error.strerror})", file=sys.stderr)
     return EXIT_DONE
