@@ -63,7 +63,8 @@ class Runner:
         self.facts = Ready(
             unit="samples", engine="", number=0, num_threads=2, num_parameters=4, device="cpu",
             world_size=devices if isinstance(devices, int) else 1, steps_per_epoch=None,
-            total_steps=world.total_steps, val_every=45.0, layers=("Conv2d", "Linear"), memory_bytes=10**10,
+            total_steps=world.total_steps, val_every=45.0, layers=("Conv2d", "Linear"),
+            memory_bytes=10**10, thread_safe=True,
         )  # fmt: skip
         world.alive += 1
         world.most_alive = max(world.most_alive, world.alive)

@@ -56,7 +56,8 @@ def test_the_first_steps_are_those_of_the_run(bench: Bench, tmp_path: Path) -> N
 
 def test_turns_count_their_steps_and_items(subject: Subject) -> None:
     turn = subject.train(7, warm=1)
-    assert (turn.steps, turn.items) == (7, 7 * 32)
+    assert turn.steps == 7
+    assert 6 * 32 < turn.items <= 7 * 32
     assert 0 < turn.seconds < 60
     assert turn.peak_bytes > 1e6
     assert sum(turn.accounts.values()) == pytest.approx(turn.seconds, rel=0.05, abs=0.01)
@@ -71,7 +72,7 @@ def test_a_run_does_not_end_while_it_is_tested(subject: Subject) -> None:
 
 @pytest.mark.parametrize("name", [*REMOVALS, "cached", "cached+silent", "threads=1", "whole"])
 def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> None:
-    assert subject.train(5, variant=name).items == 5 * 32
+    assert 4 * 32 < subject.train(5, variant=name).items <= 5 * 32  # the last batch of an epoch is smaller
     assert subject.train(2).steps == 2
 
 

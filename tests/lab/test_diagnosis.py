@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,13 @@ def test_a_fused_update_is_no_cause() -> None:
 def test_loading_that_waits_and_loading_that_computes_get_other_words() -> None:
     waits, computes = (verdict(found(data=3.0, load_busy=busy)).causes[0].words for busy in (0.1, 1.0))
     assert waits != computes
-    assert "threads" in waits[0]
+
+
+def test_threads_are_named_only_where_the_data_bears_them() -> None:
+    told = found(data=3.0)
+    assert "workers" in verdict(told).causes[0].words[0]
+    told.ready = replace(READY, thread_safe=True)
+    assert "threads" in verdict(told).causes[0].words[0]
 
 
 def test_every_word_to_try_is_one_that_a_run_takes() -> None:
@@ -118,7 +125,7 @@ def test_a_slow_data_set_is_found(
     monkeypatch.setattr(duel, "TURN_SECONDS", 0.1)
     monkeypatch.setattr(diagnosis, "LEAST_ROUNDS", 2)
     monkeypatch.setattr(diagnosis, "MOST_ROUNDS", 3)
-    monkeypatch.setattr(diagnosis, "steps_for", lambda take: max(1, take(5).steps))
+    monkeypatch.setattr(diagnosis, "steps_for", lambda take, seconds: max(1, take(5).steps))
     began = time.monotonic()
     assert main(["diagnose", *WORDS_OF_SLOW, "--budget", "10"]) == 0
     assert time.monotonic() - began < 120

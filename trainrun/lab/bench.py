@@ -33,7 +33,7 @@ import psutil
 
 from trainrun.compose import Composition
 from trainrun.config import RunConfig
-from trainrun.errors import ConfigError, TrainingError, TrainrunError
+from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
 from trainrun.lab.orders import Load, Order, Path, Ready, Save, Trace, Train, Turn, Validate
 from trainrun.runner import Order as RunOrder
 from trainrun.runner import execute, new_run
@@ -42,12 +42,17 @@ from trainrun.signals import QUIET_SECONDS, catch_stops
 START_SECONDS: Final = 120.0  # the longest that a run may take to its first step
 TURN_SECONDS: Final = 120.0  # and an order
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+SHORT_FOLDER: Final = "/tmp"  # of sockets, whose names may have about a hundred letters
 FAULT: Final = "fault.txt"
 SAID: Final = "said.txt"
 
 
 class SubjectFailed(TrainingError):
-    """A run under test ended by itself; the message is its own."""
+    """A run under test ended by itself; message and exit code are its own."""
+
+    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 class Bench:
@@ -118,7 +123,8 @@ class Subject:
 
     def __init__(self, config: RunConfig, folder: FilePath, paths: list[str]) -> None:
         self._folder = folder
-        address, key = str(folder / "gate"), secrets.token_hex(16)
+        self._door = FilePath(tempfile.mkdtemp(prefix="trainrun-lab-", dir=SHORT_FOLDER))
+        address, key = str(self._door / "gate"), secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(1)
@@ -197,8 +203,9 @@ class Subject:
     def _failure(self) -> SubjectFailed:
         self._process.join(10.0)
         text = self._last_words() or f"its process ended with {self._process.exitcode}"
+        code = EXIT_USAGE if self._process.exitcode == EXIT_USAGE else EXIT_FAILED
         self.close()
-        return SubjectFailed(text)
+        return SubjectFailed(text, code)
 
     def _last_words(self) -> str:
         """The message of a fault, or of what the process printed the last line, such as that of a traceback."""
@@ -230,6 +237,7 @@ class Subject:
             self._gate.close()
             self._gate = None
         self._listener.close()
+        shutil.rmtree(self._door, ignore_errors=True)
         family = list(self._family())
         for process in family:
             with contextlib.suppress(psutil.Error):
@@ -255,4 +263,4 @@ def live(config: RunConfig, folder: FilePath, paths: list[str]) -> None:
         execute(run, config, RunOrder(resume=False, paths=paths, began=time.perf_counter()))
     except TrainrunError as error:
         (folder / FAULT).write_text(str(error), encoding="utf-8")
-        sys.exit(1)
+        sys.exit(error.exit_code)

@@ -23,10 +23,13 @@ from trainrun.lab.orders import Limits, Measure, Ready, Turn
 from trainrun.lab.statistics import Ratio
 
 LIMITS_SECONDS: Final = 3.0  # for the roofs, validation and checkpoints, which come last
+LEAST_TURN: Final = 0.1  # seconds
+MOST_SIDES: Final = 10
 FEW_ROUNDS: Final = 3
-LEAST_ROUNDS: Final = 5
+LEAST_ROUNDS: Final = 4
 MOST_ROUNDS: Final = 12
 FORWARD: Final = "cached+forward_only"
+MOSTLY_DATA: Final = 1.5
 BARE: Final = "cached+silent"  # what is left when nothing around the step takes time
 Progress = Callable[[str], None]
 
@@ -73,12 +76,13 @@ class Examination:
 
     def __init__(self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig) -> None:
         self._bench, self._base, self._words, self._config = bench, base, plain_words(words), config
-        self._steps = 1
-        self._other_words: dict[str, Subject] = {}
+        self._steps, self._seconds = 1, TURN_SECONDS
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
-        self._steps = steps_for(lambda steps: self._base.train(steps))
+        left = deadline - time.monotonic()
+        self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * LEAST_ROUNDS)))
+        self._steps = steps_for(lambda steps: self._base.train(steps), self._seconds)
         load = self._base.load(max(2, min(self._steps, 50)))
         variants = {name: self._variant(name) for name in self._removals()}
         beside = dict(self._beside(progress))
@@ -107,7 +111,7 @@ class Examination:
         return sorted({1, max(1, cores // 2), min(cores, 2 * own)} - {own})
 
     def _variant(self, name: str) -> Callable[[], Turn]:
-        return Side(lambda steps: self._base.train(steps, warm_for(steps), name), self._steps)
+        return Side(lambda steps: self._base.train(steps, warm_for(steps), name), self._steps, self._seconds)
 
     def _beside(self, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
         """Other words for the same run: twice the batch, and sequences of like length together."""
@@ -127,7 +131,7 @@ class Examination:
             yield name, self._turns_of(subject, variant)
 
     def _turns_of(self, subject: Subject, variant: str) -> Callable[[], Turn]:
-        return Side(lambda steps: subject.train(steps, warm_for(steps), variant), self._steps)
+        return Side(lambda steps: subject.train(steps, warm_for(steps), variant), self._steps, self._seconds)
 
     def with_words(self, words: Sequence[str]) -> RunConfig:
         """The run with other words, and with what the base chose for itself, so that nothing else differs."""
@@ -146,7 +150,7 @@ class Examination:
             asked = {
                 name: side for name, side in sides.items() if number < FEW_ROUNDS or not slower(found[name])
             }
-            if number >= LEAST_ROUNDS and left < 2 * TURN_SECONDS * len(asked):
+            if number >= LEAST_ROUNDS and left < 2 * self._seconds * len(asked):
                 break
             progress(f"round {number + 1}, {max(left, 0):.0f} s left")
             for name, duel in rounds(
@@ -203,8 +207,7 @@ class Examination:
         """Seconds a step of what happens now and then, at the pace of this config."""
         every = self._base.facts.val_every
         if every:
-            times = sorted(self._base.validate().seconds for _ in range(3))
-            yield "validation", times[1] / every
+            yield "validation", min(self._base.validate().seconds for _ in range(2)) / every
         keep = self._config.checkpoint
         if not keep.enabled:
             return
@@ -217,7 +220,7 @@ class Examination:
             yield "checkpoint", times[1] * rate
 
     def _phases(self, ratios: dict[str, Ratio], loop_seconds: float) -> dict[str, float]:
-        if FORWARD not in ratios:
+        if FORWARD not in ratios or ratios["cached"].value > MOSTLY_DATA:  # differences of noise
             return {}
         forward, bare = (loop_seconds / ratios[name].value for name in (FORWARD, BARE))
         update = max(loop_seconds - loop_seconds / ratios["without_update"].value, 0.0)

@@ -34,14 +34,15 @@ def warm_for(steps: int) -> int:
 
 
 class Side:
-    """One thing whose turns take about TURN_SECONDS, however fast it is: each follows the pace of the one before."""
+    """One thing whose turns take about so long, however fast it is: each follows the pace of the one before."""
 
-    def __init__(self, take: Taken, steps: int) -> None:
-        self._take, self._steps = take, max(1, steps // 8)  # of what may be far slower than the base
+    def __init__(self, take: Taken, steps: int, seconds: float = TURN_SECONDS) -> None:
+        self._take, self._seconds = take, seconds
+        self._steps = max(1, steps // 8)  # of what may be far slower than the base
 
     def __call__(self) -> Turn:
         turn = self._take(self._steps)
-        wanted = turn.steps * TURN_SECONDS / max(turn.seconds, 1e-9)
+        wanted = turn.steps * self._seconds / max(turn.seconds, 1e-9)
         self._steps = max(1, round(min(wanted, 8 * self._steps)))
         return turn
 

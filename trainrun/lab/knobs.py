@@ -61,11 +61,12 @@ def threads_apply(facts: Facts) -> str:
 
 
 def loader(facts: Facts) -> list[Value]:
-    """As many readers as hide the reading behind the steps, and twice as many."""
+    """As many readers as hide the reading behind the steps, and twice as many; threads only where the data bears it."""
     needed = math.ceil(facts.load_seconds / max(facts.step_seconds - facts.load_seconds, 1e-9))
     readers = {min(READERS, number) for number in (max(1, needed), 2 * needed)}
     ways = [("resident", 0), ("workers", 0)]
-    ways += [(engine, number) for number in sorted(readers) for engine in ("threads", "workers")]
+    ways += [(engine, number) for number in sorted(readers) for engine in ("threads", "workers")
+             if engine == "workers" or number == 1 or facts.ready.thread_safe]  # fmt: skip
     return [Value(tuple(loader_words(facts.config, *way))) for way in ways]
 
 

@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Validate:
-    """One validation, as the run does it."""
+    """One validation, as the run does it; of a long one its first batches, and the rest is computed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Ready:
     unit: what items are (`samples`, `tokens`). engine, number: how the data is read, and by how many threads
     or workers. total_steps: None without an end. val_every: steps between validations; None without any. layers:
     the names of the model's classes of modules. memory_bytes: all that the device has. precision, attention: what
-    was decided for them; no attention where the model has none of ours.
+    was decided for them; no attention where the model has none of ours. thread_safe: several threads may read the
+    data, by its own word or by that of the run.
     """
 
     unit: str
@@ -72,6 +73,7 @@ class Ready:
     memory_bytes: int = 0
     precision: str = ""
     attention: str = ""
+    thread_safe: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,3 +72,33 @@ class GoesOn:
     def close(self) -> None:
         self._end()
         self._train.close()
+
+
+class FirstBatches:
+    """Fills `Batches`: those of the first seconds, and at least one. num_batches: None where it is not known."""
+
+    def __init__(self, batches: Batches, seconds: float) -> None:
+        self._batches, self._seconds, self._given = batches, seconds, 0
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._batches.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return self._batches.num_samples
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        self._given, end = 0, time.monotonic() + self._seconds
+        for batch in self._batches.epoch(epoch, start):
+            self._given += 1
+            yield batch
+            if time.monotonic() >= end:
+                break
+
+    def times_longer(self) -> float:
+        """How much longer all of them take than those that were given."""
+        return max(1.0, (self.num_batches or self._given) / max(self._given, 1))
+
+    def close(self) -> None:
+        self._batches.close()

@@ -24,16 +24,15 @@ def lines_of(found: Diagnosis) -> list[str]:
     threads = f"{ready.num_threads} thread{'' if ready.num_threads == 1 else 's'}"
     ranks = f", {ready.world_size} ranks" if ready.world_size > 1 else ""
     lines = [
-        f"measured  {quantity(found.speed)} {ready.unit}/s, {short_time(found.step_seconds)} a step with its share "
-        f"of validation and checkpoints ({ready.device}, {threads}{ranks}, torch {torch.__version__})",
+        f"measured  {quantity(found.speed)} {ready.unit}/s in the loop ({ready.device}, {threads}{ranks}, torch "
+        f"{torch.__version__}); a step with its validation and checkpoints {short_time(found.step_seconds)}",
     ]
     if found.phases:
         lines.append(
             "a step    " + ", ".join(f"{name} {short_time(value)}" for name, value in found.phases.items())
         )
-    lines.append(
-        "roofs     " + "; ".join(roof_line(found, name) for name in ROOFS if name in found.limits.reasons)
-    )
+    roofs = [roof_line(found, name) for name in ROOFS if name in found.limits.reasons]
+    lines += [f"{'' if number else 'roofs':<10}{roof}" for number, roof in enumerate(roofs)]
     lines += ["", f"{'if this were free':<20} {'faster by':>10}   interval         measured with"]
     lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
     lines += ["", told.text]

@@ -19,15 +19,17 @@ from safetensors.torch import save_file
 from trainrun import loop
 from trainrun.attention_kernel import attention_layers
 from trainrun.cadence import Rhythm
+from trainrun.data.mapstyle import thread_safe
 from trainrun.data.undecided import Undecided
 from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.lab.limits import limits_of
 from trainrun.lab.orders import Answer, Load, Measure, Order, Path, Ready, Save, Trace, Train, Turn, Validate
-from trainrun.lab.pacing import GoesOn, NeverDue, OnlySteps, Paced
+from trainrun.lab.pacing import FirstBatches, GoesOn, NeverDue, OnlySteps, Paced
 from trainrun.lab.removals import Ring, removed
 from trainrun.parts import Parts
 from trainrun.state import SAVE_NOW, TrainState
 
+VALIDATION_SECONDS: Final = 3.0
 WHOLE: Final = "whole"  # in place of a removal: validations and checkpoints come as in the run
 
 
@@ -98,6 +100,9 @@ class Subject:
             memory_bytes=_memory_of(parts.parallel.device),
             precision=parts.config.precision.mode,
             attention=next((layer.kernel for layer in attention_layers(parts.model)), ""),
+            thread_safe=thread_safe(train.source)
+            if isinstance(train, Undecided)
+            else _reads_in_threads(parts),
         )
 
     def obey(self, order: Order) -> Answer:
@@ -109,7 +114,7 @@ class Subject:
             case Load():
                 return self._load(order)
             case Validate():
-                return self._timed(lambda: loop.evaluate(self._own, "val"))
+                return self._validate()
             case Save():
                 return self._save()
             case Measure():
@@ -214,6 +219,12 @@ class Subject:
         seconds = time.perf_counter() - began
         return Turn(seconds, order.batches, items * self._own.parallel.world_size, time.process_time() - cpu)
 
+    def _validate(self) -> Turn:
+        assert self._own.val is not None
+        few = FirstBatches(self._own.val, VALIDATION_SECONDS)
+        turn = self._timed(lambda: loop.evaluate(replace(self._own, val=few), "val"))
+        return replace(turn, seconds=turn.seconds * few.times_longer())
+
     def _save(self) -> Turn:
         checkpoints, state = self._own.checkpoints, copy.copy(self._state)
         state.save_request, state.saved_step = SAVE_NOW, -1
@@ -251,6 +262,12 @@ def val_every(rhythm: Rhythm) -> float | None:
     return rhythm.steps_per_epoch * max(
         rhythm.val_epochs, rhythm.every_n_epoch if rhythm.val_epochs >= 1 else 0
     )
+
+
+def _reads_in_threads(parts: Parts) -> bool:
+    """Whether the words say so themselves."""
+    data = parts.config.data
+    return data.engine == "threads" and data.num_threads not in ("auto", 1)
 
 
 def _memory_of(device: torch.device) -> int:

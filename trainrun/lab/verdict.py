@@ -51,7 +51,10 @@ class Verdict:
 def verdict(found: Diagnosis) -> Verdict:
     causes = [cause_of(found, what_if) for what_if in worth_naming(found)][:MOST_CAUSES]
     if not causes:
-        return Verdict((), f"healthy: nothing around the step costs a tenth of the time. {bound_by(found)}")
+        return Verdict(
+            (),
+            f"healthy: nothing around the step costs a tenth of the time (the update is part of it). {bound_by(found)}",
+        )
     lines = [f"{cause.text}: up to {gain_text(cause.what_if)} faster without" for cause in causes]
     together = (
         " (the two are not added up: together at most what is measured together)" if len(causes) > 1 else ""
@@ -82,8 +85,8 @@ def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
     text, words = CAUSES[what_if.name], WORDS.get(what_if.name, ())
     match what_if.name:
         case "data" if found.load_busy is not None and found.load_busy < BUSY:
-            text, words = "loading, which mostly waits (a disk, a network, a sleep)", (
-                "data.engine=threads data.num_threads=4", "data.cache=memory")  # fmt: skip
+            text = "loading, which mostly waits (a disk, a network, a sleep)"
+            words = (THREADS if found.ready.thread_safe else WORKERS, "data.cache=memory")
         case "data":
             text = "loading, which mostly computes (decoding, transforms, Python)"
         case "threads":
@@ -93,6 +96,8 @@ def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
     return Cause(what_if, text, words)
 
 
+THREADS: Final = "data.engine=threads data.num_threads=4"  # for data that says thread_safe = True
+WORKERS: Final = "data.engine=workers data.num_workers=4"
 WORDS: Final[dict[str, tuple[str, ...]]] = {
     "data": ("data.cache=memory", "data.engine=workers data.num_workers=auto"),
     "compile": ("data.padding=bucket data.pad_multiple=64", "trainer.compile.dynamic=true"),
