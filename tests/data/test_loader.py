@@ -225,6 +225,8 @@ def test_samples_read_at_once_that_cannot_be_read(opened):
         list(opened(BrokenAtOnce(fail), shuffle=False).epoch(0))
 
 
+# The exception comes with a signal, wherever Python is then: in a callback of the garbage collector it is lost.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_dies(opened):
     stream = opened(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL)), num_workers=1)
     with pytest.raises(

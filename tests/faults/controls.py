@@ -15,14 +15,14 @@ from faults.taps import Operation
 
 # kills in the middle of a run, in the subject where the defect shows
 WHERE = {
-    "no-random-state": "fp32 kill@batch=26",
-    "random-state-before-iter": "fp32 kill@batch=26",
-    "no-position": "fp32 kill@batch=28",
-    "no-optimizer-state": "fp32 kill@batch=26",
-    "no-schedule": "fp32 kill@batch=26",
-    "no-average": "fp32 kill@batch=26",
+    "no-random-state": "sync kill@batch=26",
+    "random-state-before-iter": "sync kill@batch=26",
+    "no-position": "sync kill@batch=28",
+    "no-optimizer-state": "sync kill@batch=26",
+    "no-schedule": "sync kill@batch=26",
+    "no-average": "sync kill@batch=26",
     "no-loss-scale": "fp16 kill@batch=26",
-    "rows-not-cut": "fp32 kill@batch=26",
+    "rows-not-cut": "sync kill@batch=26",
     "rows-after-the-commit": "sync kill@batch=24",
     "deletion-before-the-commit": "sync kill@file=155",
     "acknowledged-too-early": "sync kill@batch=26",

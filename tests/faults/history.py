@@ -9,6 +9,7 @@ and process.
 from __future__ import annotations
 
 import os
+import posix
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +21,12 @@ def write_line(text: str) -> None:
     path = os.environ.get(PLACE)
     if path is None:
         return
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    # posix: what `os` has may be replaced, and a write there comes in two halves
+    descriptor = posix.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, f"{os.environ.get('RANK', '0')} {os.getpid()} {text}\n".encode())
+        posix.write(descriptor, f"{os.environ.get('RANK', '0')} {os.getpid()} {text}\n".encode())
     finally:
-        os.close(descriptor)
+        posix.close(descriptor)
 
 
 @dataclass
