@@ -6,4 +6,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 
 install_trainrun gpu
 say "running: $venv/bin/trainrun $*"
-exec "$venv/bin/trainrun" "$@"
+"$venv/bin/trainrun" "$@" # a process of its own: the run's time begins with it, and not with the installation

@@ -82,7 +82,7 @@ def test_every_word_to_try_is_one_that_a_run_takes() -> None:
     words = sorted({word for several in WORDS.values() for each in several for word in each.split()})
     apart = ["monitor=fast", "data.engine=workers", "data.num_workers=auto", "trainer.compile=step"]
     compose_run([word for word in words if word not in apart])
-    compose_run(apart)
+    assert compose_run(apart).config.trainer.compile.scope == "step"
 
 
 def test_the_lines_hold_every_what_if() -> None:

@@ -57,7 +57,6 @@ class Diagnosis:
     phases: dict[str, float] = field(default_factory=dict)
     load_busy: float | None = None
     fused: bool = True
-    tried: dict[str, Ratio | str] = field(default_factory=dict)
 
 
 def diagnose(words: Sequence[str], deadline: float, progress: Progress) -> Diagnosis:
@@ -84,7 +83,7 @@ class Examination:
         self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * LEAST_ROUNDS)))
         self._steps = steps_for(lambda steps: self._base.train(steps), self._seconds)
         load = self._base.load(max(2, min(self._steps, 50)))
-        variants = {name: self._variant(name) for name in self._removals()}
+        variants = {name: self._turns(self._base, name) for name in self._removals()}
         beside = dict(self._beside(progress))
         duels = self._measured(variants | beside, deadline, progress)
         progress("measuring what the machine allows")
@@ -110,8 +109,8 @@ class Examination:
         own, cores = self._base.facts.num_threads, os.cpu_count() or 1
         return sorted({1, max(1, cores // 2), min(cores, 2 * own)} - {own})
 
-    def _variant(self, name: str) -> Callable[[], Turn]:
-        return Side(lambda steps: self._base.train(steps, warm_for(steps), name), self._steps, self._seconds)
+    def _turns(self, subject: Subject, variant: str) -> Callable[[], Turn]:
+        return Side(lambda steps: subject.train(steps, warm_for(steps), variant), self._steps, self._seconds)
 
     def _beside(self, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
         """Other words for the same run: twice the batch, and sequences of like length together."""
@@ -123,15 +122,9 @@ class Examination:
             progress(f"starting it with {' '.join(words)}")
             try:
                 subject = self._bench.start(self.with_words(words))
-            except (
-                TrainrunError
-            ):  # too few samples for twice the batch, no sequences to sort: it tells nothing then
+            except TrainrunError:  # too few samples for that, or no sequences: then it tells nothing
                 continue
-            variant = BARE if name == "double" else ""
-            yield name, self._turns_of(subject, variant)
-
-    def _turns_of(self, subject: Subject, variant: str) -> Callable[[], Turn]:
-        return Side(lambda steps: subject.train(steps, warm_for(steps), variant), self._steps, self._seconds)
+            yield name, self._turns(subject, BARE if name == "double" else "")
 
     def with_words(self, words: Sequence[str]) -> RunConfig:
         """The run with other words, and with what the base chose for itself, so that nothing else differs."""
