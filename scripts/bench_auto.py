@@ -21,10 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import bench_sets
+import torch
 from bench_rounds import Trainer, parts_for, ratio, timed
 
 from trainrun.audition import choose_engine
+from trainrun.budget import Spent
 from trainrun.data.choice import usable_cores
+from trainrun.threads import choose_threads
 
 PREFETCH = 2  # conf/trainrun.yaml: batches that each reader reads ahead
 BLOCK_SECONDS = 0.5
@@ -95,9 +98,13 @@ def compare(regime: str, model: str, rounds: int, choices: int) -> None:
 def audition(words: list[str], folder: Path) -> tuple[str, str, float]:
     """The way that is chosen, the line that says so, and how long it took."""
     parts = parts_for(words, folder)
+    spent, threads = Spent(), torch.get_num_threads()
+    with spent.more():  # as in a run, where it takes time from the engines
+        choose_threads(parts, None)
+    torch.set_num_threads(threads)  # every lane has the same
     started = time.perf_counter()
     try:
-        line = choose_engine(parts)
+        line = choose_engine(parts, spent.seconds)
     finally:
         parts.train.close()
     chosen = parts.train.chosen.name

@@ -3,7 +3,7 @@
 What: forward and backward of a *copy* of the model, on the real batches, with each engine in turn. The
 model, its buffers, the task, gradients, the loss scale and all random states stay as they are, because
 none of them takes part. When: `data.engine` or `data.num_workers` is auto and the run is long enough.
-Cost: at most 0.8 s and 2 % of the run (`budget`).
+Cost: with what else is measured at the start at most 1.8 s and 4.5 % of the run (`budget`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from statistics import median
 from time import perf_counter
 
-from trainrun.budget import ENGINE, FEW_BATCHES
+from trainrun.budget import ALL, FEW_BATCHES
 from trainrun.checks import parse_seconds
 from trainrun.data.choice import usable_cores
 from trainrun.data.contest import Alone, Outcome, contest, winner
@@ -26,14 +26,15 @@ CONTEST_SHARE = 0.8  # of that time; the rest is for a last look at the winner, 
 NEGLIGIBLE = 0.03  # of a step: loading that cannot matter
 
 
-def choose_engine(parts: Parts, clock: Clock = perf_counter) -> str:
+def choose_engine(parts: Parts, spent: float = 0.0, clock: Clock = perf_counter) -> str:
     """Decides how `parts.train` is read. Returns choice and reason in one line; "" where there is no choice.
 
-    Every rank calls it: they measure at the same time, and the slowest counts.
+    spent: seconds that other measurements of this start took. Every rank calls it: they measure at the same time,
+    and the slowest counts.
     """
     if total_batches(parts) < FEW_BATCHES:
         return ""
-    started = clock()
+    started = clock() - spent
     stream, candidates = parts.train, shared_candidates(parts)
     if not isinstance(stream, Undecided) or len(candidates) < 2:
         return ""
@@ -66,7 +67,7 @@ def _heard(parts: Parts, stream: Undecided, stage: Stage, candidates: list[Candi
         share = f"loading takes {100 * alone.load / alone.step:.2g} % of a step"
         return first, f"{quantity(speed / alone.both)} samples/s ({share})"
     run_seconds = run_seconds_of(parts, alone)
-    limit = ENGINE.of(run_seconds)
+    limit = ALL.of(run_seconds)
     left = CONTEST_SHARE * limit - max(heard.elapsed for heard in told)
     measure = stage.measure(started, CONTEST_SHARE * limit)
     cores = max(1, usable_cores() // parts.parallel.world_size)
@@ -74,7 +75,7 @@ def _heard(parts: Parts, stream: Undecided, stage: Stage, candidates: list[Candi
     if first in outcome.unheard or (outcome.unheard and set(outcome.scores) <= {first}):
         short = f"a short run, about {duration(run_seconds)}"
         slow = f"a batch takes {duration(alone.both)}, too long to compare engines in {duration(limit)}"
-        return default, f"not measured: {short if limit < ENGINE.seconds else slow}"
+        return default, f"not measured: {short if limit < ALL.seconds else slow}"
     name = winner(candidates, outcome.scores)
     if name is None:
         return default, "not measured: no engine gave its batches in time"

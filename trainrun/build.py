@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from trainrun.backends import set_backends, set_threads
+from trainrun.budget import Spent
 from trainrun.build_data import build_sources, build_transform, check_classes, open_split
 from trainrun.build_memory import build_update
 from trainrun.build_model import build_model, transform_model
@@ -74,6 +75,7 @@ class Site:
     ledger: Ledger = field(default_factory=Ledger)
     chosen: Chosen = field(default_factory=dict)
     measures: bool = False
+    spent: Spent = field(default_factory=Spent)
     device_times: DeviceTimes | None = None
 
 
@@ -125,9 +127,10 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         task.check_model(model)
     transform_model(config, model, site.parallel.device, notes)
     num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
-    config = settled(
-        config, model, task, train, site.parallel, site.chosen, site.measures, num_batches, notes
-    )
+    with site.spent.more():
+        config = settled(
+            config, model, task, train, site.parallel, site.chosen, site.measures, num_batches, notes
+        )
     guarded, more = build_precision(precision_options(config), model, site.parallel.device, site.ledger)
     notes += more
     wrapped = site.parallel.wrap(model)

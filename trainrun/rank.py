@@ -120,7 +120,9 @@ def train_once(
                 closing.callback(stream.close)
         check_monitors(parts)
         recorded = identity.get("num_threads", torch.get_num_threads() if resume else None)
-        lines = [choose_threads(parts, recorded), choose_engine(parts), memory_line(parts)]
+        with site.spent.more():
+            threads_line = choose_threads(parts, recorded)
+        lines = [threads_line, choose_engine(parts, site.spent.seconds), memory_line(parts)]
         facts = replace(facts, choices=(*facts.choices, *filter(None, lines)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         if flag.raised:  # and swallowed by foreign code
