@@ -16,6 +16,9 @@ from trainrun.errors import DataError
 
 N = 40
 
+# A worker that dies while it hands over a tensor leaves a socket of multiprocessing's to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 class Deadly(Dataset):
     """Random samples; the process that reads number 17 dies, as often as `times` says."""
