@@ -145,11 +145,13 @@ class Stage:
         stream = self._stream.stream(candidate.name)
         batches = self._batches(stream)
         try:
-            for _ in range(
-                candidate.number * self._stream.prefetch_factor
-            ):  # what was made ready while nobody trained
+            ahead = self._stream.prefetch_factor
+            for _ in range(candidate.number * ahead):  # what was made ready while nobody trained
                 next(batches)
-            self._step(next(batches).data)
+            for _ in range(
+                1 + ahead if candidate.number else 1
+            ):  # until the readers are as far ahead as they get
+                self._step(next(batches).data)
             self._since(0.0)
             if self._clock() >= deadline:
                 return math.inf

@@ -252,4 +252,4 @@ class _Budget:
         if not candidate.number:
             return load + step
         start = self._starts.get(candidate.engine, 0.0) * candidate.number
-        return start + (self._prefetch_factor + 1) * load + step
+        return start + (self._prefetch_factor + 1) * (load + step)
