@@ -56,14 +56,29 @@ def test_a_sample_that_cannot_be_read_is_left_out_and_reported_once_an_epoch(eng
 @pytest.mark.parametrize("engine", EVERY, ids=str)
 def test_more_than_the_share_is_a_fault(engine):
     assert len(list(opened(Samples(0), **engine).epoch(0))) == 10  # one is always allowed
-    stream = opened(Samples(0, 1), **engine)
+    few = opened(Samples(0, 1, 2, 3), **engine)  # 4 of 40 are a tenth, wherever they are
+    assert len(list(few.epoch(0))) == 10
+    few.close()
+    stream = opened(Samples(0, 1, 2, 3, 5), **engine)
     with pytest.raises(
-        DataError, match=r"data.max_skipped_share=0.1: 2 of the first 4 samples of data.train"
+        DataError,
+        match=r"data.max_skipped_share=0.1: 5 of the first 8 samples of data.train .*more than this share of 40",
     ):
         list(stream.epoch(0))
-    late = opened(Samples(30, 31), **engine)  # 2 of 32 are less than a tenth
-    assert len(list(late.epoch(0))) == 10
-    late.close()
+
+
+def test_in_a_long_epoch_it_is_held_against_the_samples_so_far():
+    def failing(number, seen):
+        skips = Skips("data.train", 0.01, lambda text: None, samples=1e6)
+        skips.begin(0, seen)
+        skips.add(0, ["damaged"] * number)
+
+    failing(10, 0)
+    with pytest.raises(DataError, match="11 of the first 11 samples .* share of 1000"):
+        failing(11, 0)
+    failing(21, 2200)
+    with pytest.raises(DataError, match="23 of the first 2223 samples .* share of 2223"):
+        failing(23, 2200)
 
 
 def test_a_resume_is_never_stricter_than_the_run_without_a_stop():
@@ -126,7 +141,7 @@ def test_without_a_single_readable_sample():
 
 def test_the_report_names_three_and_counts_the_others(capsys):
     notes = []
-    skips = Skips("data.val", 1.0, report_to([notes.append]))
+    skips = Skips("data.val", 1.0, report_to([notes.append]), samples=40)
     skips.begin(2, 0)
     skips.add(4, ["a", "b"])
     skips.add(4, ["c", "d"])

@@ -59,7 +59,7 @@ def build_engine(prepared: Prepared, options: StreamOptions, engine: str, number
         return ResidentBatches(facts.columns, plan, facts.preparation, options.device)
     dataset = prepared.dataset if facts.columns is None else facts.columns.on_host()
     reader = BatchReader(dataset, prepared.recipe)
-    skips = Skips(options.key, options.max_skipped_share, options.report)
+    skips = Skips(options.key, options.max_skipped_share, options.report, plan.num_seen / plan.world_size)
     batches: Batches
     if engine == "threads":
         pin_for = options.device if _pins(options) else None

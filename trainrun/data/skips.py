@@ -2,7 +2,7 @@
 
 A batch comes without them, shorter; nothing stands in for them, so no sample is seen twice and a resume
 finds every other one where it was. How many may be missing is held against the samples of the epoch up to
-the same place.
+the same place, but against a thousand (or the whole epoch, where it is shorter) before there are so many.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from trainrun.errors import DataError
 
 NAMED = 3  # faults in one report
+LEAST_SAMPLES = 1000  # that a share is held against: two faults in the first batch say nothing of the rest
 Report = Callable[[str], None]
 
 
@@ -31,10 +32,14 @@ def report_to(listeners: Sequence[Report]) -> Report:
 
 
 class Skips:
-    """Counts for one stream, in the main process. total: since it was opened."""
+    """Counts for one stream, in the main process. total: since it was opened.
 
-    def __init__(self, key: str, max_share: float, report: Report) -> None:
+    samples: in an epoch, of this rank.
+    """
+
+    def __init__(self, key: str, max_share: float, report: Report, samples: float) -> None:
         self._key = key
+        self._least = min(samples, LEAST_SAMPLES)
         self._max_share = max_share
         self._report = report
         self._epoch = 0
@@ -56,11 +61,12 @@ class Skips:
         self._number += len(faults)
         self.total += len(faults)
         self._faults = [*self._faults, *faults][:NAMED]
-        if self._number > max(1.0, self._max_share * self._seen):
+        among = max(self._seen, self._least)
+        if self._number > max(1.0, self._max_share * among):
             message = (
                 f"data.max_skipped_share={self._max_share:g}: {self._number} of the first {self._seen:.0f} "
-                f"samples of {self._key} in epoch {self._epoch} cannot be read; mend them or raise the share. "
-                f"{self._shown()}"
+                f"samples of {self._key} in epoch {self._epoch} cannot be read, more than this share of "
+                f"{among:.0f}; mend them or raise the share. {self._shown()}"
             )
             self._faults, self._number = [], 0  # said here, and not once more at the end
             raise DataError(message)
