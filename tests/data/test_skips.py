@@ -62,7 +62,7 @@ def test_more_than_the_share_is_a_fault(engine):
     stream = opened(Samples(0, 1, 2, 3, 5), **engine)
     with pytest.raises(
         DataError,
-        match=r"data.max_skipped_share=0.1: 5 of the first 8 samples of data.train .*more than this share of 40",
+        match=r"data.max_skipped_share=0.1: 5 of the first 8 samples .*more than this share of 40",
     ):
         list(stream.epoch(0))
 
