@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainrun.data.batch import map_leaves, to_device
+from trainrun.data.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
 
 AHEAD = 1  # batches on their way while another is computed with
@@ -47,26 +48,18 @@ def pinned(data: Any) -> Any:
     return map_leaves(data, lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf)
 
 
-class DeviceFeed:
+class DeviceFeed(Around):
     """Fills `Batches`. Faults and the end come in their turn, after the batches that were ahead of them.
 
     copying: surrounds each copy; given the stream that it is made on, or None where the host waits for it.
     """
 
     def __init__(self, batches: Batches, device: torch.device, copying: Copying = unnoticed) -> None:
-        self._batches = batches
+        super().__init__(batches)
         self._device = device
         self._copying = copying
         self._ahead = AHEAD if device.type == "cuda" else 0
         self._stream: torch.cuda.Stream | None = None
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._batches.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._batches.num_samples
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         if self._device.type == "cuda" and self._stream is None:
@@ -119,6 +112,3 @@ class DeviceFeed:
             return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "to") else leaf
 
         return item.host._replace(data=map_leaves(item.data, use))
-
-    def close(self) -> None:
-        self._batches.close()

@@ -15,26 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from trainrun.data.columns import Columns, MayBeColumns
+from trainrun.data.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
 
 
-class Filling:
+class Filling(Around):
     """Fills `Batches`. source: the cache. reopened: the stream of the same plan over its columns."""
 
     def __init__(
         self, batches: Batches, source: MayBeColumns, reopened: Callable[[Columns], Batches]
     ) -> None:
-        self._batches = batches
+        super().__init__(batches)
         self._source: MayBeColumns | None = source
         self._reopened = reopened
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._batches.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._batches.num_samples
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         columns = None if self._source is None else self._source.as_columns()
@@ -42,6 +35,3 @@ class Filling:
             self._batches.close()
             self._batches, self._source = self._reopened(columns), None
         return self._batches.epoch(epoch, start)
-
-    def close(self) -> None:
-        self._batches.close()

@@ -14,6 +14,7 @@ from trainrun.data.deaths import MOST_RESTARTS, WorkerDied, WorkerLate
 from trainrun.data.order import StreamPlan
 from trainrun.data.reader import BatchReader, Key, Reading
 from trainrun.data.skips import Report, Skips, to_stderr
+from trainrun.data.stream import Planned
 from trainrun.data.workers import WorkerOptions, build_loader, received, shut_down, starting
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
@@ -52,7 +53,7 @@ def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]
             yield reading.micro_batch()
 
 
-class LoaderBatches:
+class LoaderBatches(Planned):
     """A stream over a map-style data set or `Columns`; its batches are on the host.
 
     One epoch is open at a time. Where a worker dies, all are started again and read on from the batch that is
@@ -73,14 +74,6 @@ class LoaderBatches:
         self._keys = KeySource()
         self._loader: DataLoader[Any] | None = None
         self._end_workers: Callable[[], Any] | None = None
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._plan.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._plan.num_seen
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         self._skips.begin(epoch, seen_before(self._plan, start))

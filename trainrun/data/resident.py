@@ -10,12 +10,13 @@ from torch import Tensor
 from trainrun.data.batch import Preparation
 from trainrun.data.columns import Column, Columns, is_mapped, tensor_view
 from trainrun.data.order import StreamPlan
+from trainrun.data.stream import Planned
 from trainrun.interfaces import MicroBatch
 
 BLOCK_BYTES = 2**26  # of a mapped file on its way to a GPU
 
 
-class ResidentBatches:
+class ResidentBatches(Planned):
     """Moves the columns to the device once; a batch is one `index_select` per column.
 
     Mapped files stay where they are on a CPU: their rows are gathered from the system's page cache, and
@@ -30,14 +31,6 @@ class ResidentBatches:
         self._pack = columns.pack
         self._plan = plan
         self._device = device
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._plan.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._plan.num_seen
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         gathers, pack = self._gathers, self._pack

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from trainrun.data.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
 
 
@@ -55,26 +56,15 @@ def as_bytes(source: Any) -> tuple[Any, Scale | None]:
     return source, None
 
 
-class Scaled:
+class Scaled(Around):
     """Fills `Batches`: the stream with its pictures scaled, on the device, in the type of the run."""
 
     def __init__(self, batches: Batches, scale: Scale, float_dtype: torch.dtype) -> None:
-        self._batches = batches
+        super().__init__(batches)
         self._scale = scale
         self._float_dtype = float_dtype
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._batches.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._batches.num_samples
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         for batch in self._batches.epoch(epoch, start):
             pixels, *rest = batch.data
             yield batch._replace(data=(self._scale(pixels).to(self._float_dtype), *rest))
-
-    def close(self) -> None:
-        self._batches.close()

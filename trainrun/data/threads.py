@@ -30,6 +30,7 @@ from trainrun.data.loader import delivered, keys_of, seen_before
 from trainrun.data.order import StreamPlan
 from trainrun.data.reader import BatchReader, Key, Reading
 from trainrun.data.skips import Skips
+from trainrun.data.stream import Planned
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 
@@ -131,7 +132,7 @@ def _use_one_core() -> None:
     torch.set_num_threads(1)
 
 
-class ThreadBatches:
+class ThreadBatches(Planned):
     """A stream over a map-style data set or `Columns`; its batches are on the host.
 
     At most `number * prefetch_factor` batches are read ahead. One epoch is open at a time, and its threads
@@ -146,14 +147,6 @@ class ThreadBatches:
         self._skips = skips
         self._key = key
         self._end_crew: Callable[[], Any] | None = None
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._plan.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._plan.num_seen
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         self._end()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.stream import Around
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import Batches, MicroBatch
 
@@ -39,30 +40,19 @@ def augmented(batches: Batches, augmentations: Sequence[NamedAugmentation], seed
     return Augmented(batches, chosen, seed, float_dtype) if chosen else batches
 
 
-class Augmented:
+class Augmented(Around):
     """A stream with its batches augmented, in the order given; nothing else of it changes."""
 
     def __init__(self, batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int,
                  float_dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
-        self._batches = batches
+        super().__init__(batches)
         self._augmentations = tuple(augmentations)
         self._seed = seed
         self._float_dtype = float_dtype
 
-    @property
-    def num_batches(self) -> int | None:
-        return self._batches.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._batches.num_samples
-
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         for batch in self._batches.epoch(epoch, start):
             yield batch._replace(data=self._augment(batch, epoch))
-
-    def close(self) -> None:
-        self._batches.close()
 
     def _augment(self, batch: MicroBatch, epoch: int) -> Any:
         assert batch.indices is not None, "every engine says which samples are in a batch"

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from trainrun.data.sequences.collate import Collate, Packed, Padded
+from trainrun.data.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
 
 
@@ -41,29 +42,18 @@ def counted(batches: Batches, collate: Collate | None, tally: Tally | None) -> B
     return Counted(batches, tally)
 
 
-class Counted:
+class Counted(Around):
     """Fills `Batches`: the same, with the positions of what is taken from it counted."""
 
     def __init__(self, batches: Batches, tally: Tally) -> None:
-        self._batches = batches
+        super().__init__(batches)
         self._tally = tally
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._batches.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._batches.num_samples
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         for batch in self._batches.epoch(epoch, start):
             if batch.real:
                 self._tally.add(useful_positions(batch.data))
             yield batch
-
-    def close(self) -> None:
-        self._batches.close()
 
 
 def useful_positions(batch: Mapping[str, Any]) -> Tensor:
