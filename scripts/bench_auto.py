@@ -27,6 +27,7 @@ from bench_rounds import Trainer, parts_for, ratio, timed
 from trainrun.audition import choose_engine
 from trainrun.budget import Spent
 from trainrun.data.choice import usable_cores
+from trainrun.stage import Stage
 from trainrun.threads import choose_threads
 
 PREFETCH = 2  # conf/trainrun.yaml: batches that each reader reads ahead
@@ -96,15 +97,15 @@ def compare(regime: str, model: str, rounds: int, choices: int) -> None:
 
 
 def audition(words: list[str], folder: Path) -> tuple[str, str, float]:
-    """The way that is chosen, the line that says so, and how long it took."""
+    """The way that is chosen, the line that says so, and how long it and the choice of threads took."""
     parts = parts_for(words, folder)
-    spent, threads = Spent(), torch.get_num_threads()
-    with spent.more():  # as in a run, where it takes time from the engines
-        choose_threads(parts, None)
-    torch.set_num_threads(threads)  # every lane has the same
-    started = time.perf_counter()
+    spent, threads, started = Spent(), torch.get_num_threads(), time.perf_counter()
     try:
-        line = choose_engine(parts, spent.seconds)
+        with Stage(parts) as stage:
+            with spent.more():  # as in a run, where it takes time from the engines
+                choose_threads(parts, None, stage)
+            torch.set_num_threads(threads)  # every lane has the same
+            line = choose_engine(parts, stage, spent.seconds)
     finally:
         parts.train.close()
     chosen = parts.train.chosen.name

@@ -26,6 +26,7 @@ from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir
 from trainrun.runner import new_run
 from trainrun.signals import StopFlag
+from trainrun.stage import Stage
 from trainrun.state import TrainState
 from trainrun.threads import choose_threads
 
@@ -121,7 +122,8 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[s
     try:
         seed_everything(derive_seed(SEED))
         parts, facts = build_parts(config, site)
-        choose_threads(parts, None)
+        with Stage(parts) as stage:
+            choose_threads(parts, None, stage)
         state = TrainState()
         turns = TakesTurns(hands(parts), state, at, threads)
         monitors.append(turns)

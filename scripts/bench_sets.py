@@ -210,7 +210,7 @@ class WaitingText(nn.Module):
 
 
 def source(name: str, *words: str, batch_size: int = 64) -> list[str]:
-    return ["data=custom", "data.num_classes=10", f"data.batch_size={batch_size}",
+    return ["data=custom", "data.num_classes=10", f"data.batch_size={batch_size}", "trainer.max_epochs=40",
             f"data.train._target_=bench_sets.{name}", *words]  # fmt: skip
 
 

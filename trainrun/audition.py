@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from statistics import median
-from time import perf_counter
 
 from trainrun.budget import ALL, FEW_BATCHES
 from trainrun.checks import parse_seconds
@@ -20,13 +19,13 @@ from trainrun.data.undecided import Candidate, Undecided
 from trainrun.monitor.readable import duration, quantity
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
-from trainrun.stage import Clock, Stage
+from trainrun.stage import Stage
 
 CONTEST_SHARE = 0.8  # of that time; the rest is for a last look at the winner, and for what takes longer
 NEGLIGIBLE = 0.03  # of a step: loading that cannot matter
 
 
-def choose_engine(parts: Parts, spent: float = 0.0, clock: Clock = perf_counter) -> str:
+def choose_engine(parts: Parts, stage: Stage, spent: float = 0.0) -> str:
     """Decides how `parts.train` is read. Returns choice and reason in one line; "" where there is no choice.
 
     spent: seconds that other measurements of this start took. Every rank calls it: they measure at the same time,
@@ -34,17 +33,15 @@ def choose_engine(parts: Parts, spent: float = 0.0, clock: Clock = perf_counter)
     """
     if total_batches(parts) < FEW_BATCHES:
         return ""
-    started = clock() - spent
+    started = stage.clock() - spent
     stream, candidates = parts.train, shared_candidates(parts)
     if not isinstance(stream, Undecided) or len(candidates) < 2:
         return ""
-    stage = Stage(parts, stream, clock)
     name, why = stream.default.name, ""
     try:
         with kept_random_state():
             name, why = _heard(parts, stream, stage, candidates, started)
     finally:
-        stage.clear()
         stream.decide(name)
     for other in (parts.val, parts.test):
         if isinstance(other, Undecided) and other.default.engine == "workers":

@@ -53,6 +53,7 @@ from trainrun.rundir import RunDir, read_identity, read_json, write_json
 from trainrun.runlock import take_over
 from trainrun.settle import Chosen, chosen_before
 from trainrun.signals import StopFlag
+from trainrun.stage import Stage
 from trainrun.state import TrainState
 from trainrun.status import end_process, leave_now
 from trainrun.threads import choose_threads
@@ -120,9 +121,10 @@ def train_once(
                 closing.callback(stream.close)
         check_monitors(parts)
         recorded = identity.get("num_threads", torch.get_num_threads() if resume else None)
-        with site.spent.more():
-            threads_line = choose_threads(parts, recorded)
-        lines = [threads_line, choose_engine(parts, site.spent.seconds), memory_line(parts)]
+        with Stage(parts) as stage:
+            with site.spent.more():
+                lines = [choose_threads(parts, recorded, stage)]
+            lines += [choose_engine(parts, stage, site.spent.seconds), memory_line(parts)]
         facts = replace(facts, choices=(*facts.choices, *filter(None, lines)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         if flag.raised:  # and swallowed by foreign code

@@ -39,24 +39,38 @@ class Stage:
     """The copies that stand in for the model and the task, and the place in the data.
 
     Every measurement reads batches that none has read before, so that no engine finds them in the
-    page cache that another filled.
+    page cache that another filled. Where the run's stream has nothing to decide, none can be made.
     """
 
-    def __init__(self, parts: Parts, stream: Undecided, clock: Clock = perf_counter) -> None:
-        self._parts, self._stream, self._clock = parts, stream, clock
-        self._device = parts.parallel.device
+    def __init__(self, parts: Parts, clock: Clock = perf_counter) -> None:
+        self.clock = clock
+        self._parts, self._device = parts, parts.parallel.device
+        self._looks: dict[int, Heard] = {}
         self._model: nn.Module | None = None
         self._task: Any = None
         self._first: Any = None
         self._epoch, self._position = 0, 0
 
-    def clear(self) -> None:
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._looks.clear()
         self._model = self._task = self._first = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def first_look(self, candidate: Candidate, started: float) -> Heard:
-        """Loads a few batches with nothing else to do, then trains on them with nothing else to do."""
+        """Loads a few batches with nothing else to do, then trains on them with nothing else to do.
+
+        Once for each number of threads of an operation.
+        """
+        threads = torch.get_num_threads()
+        if threads not in self._looks:
+            self._looks[threads] = self._look(candidate)
+        return self._looks[threads]._replace(elapsed=self.clock() - started)
+
+    def _look(self, candidate: Candidate) -> Heard:
         fault, alone = obstacle(self._parts, self._stream), Alone(0.0, 0.0)
         if not fault:
             try:
@@ -65,7 +79,12 @@ class Stage:
             # A fault of the user's own, in any of their code: the run meets it again and reports it.
             except Exception as error:
                 fault = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return Heard(alone, self._clock() - started, fault)
+        return Heard(alone, 0.0, fault)
+
+    @property
+    def _stream(self) -> Undecided:
+        assert isinstance(self._parts.train, Undecided)
+        return self._parts.train
 
     def measure(self, started: float, limit: float) -> Callable[[Candidate, int], Reading]:
         """For `contest`; the ranks give it the same answers."""
@@ -77,7 +96,7 @@ class Stage:
             except Exception:
                 seconds = math.inf
             stopped = self._parts.cadence.stop_request() > 0
-            elapsed = math.inf if stopped else self._clock() - started
+            elapsed = math.inf if stopped else self.clock() - started
             rows = self._parts.parallel.gather((seconds, elapsed))
             slowest = max(row[0] for row in rows)
             left = limit - max(row[1] for row in rows)
@@ -99,7 +118,7 @@ class Stage:
     def step_seconds(self) -> float:
         """One more step, on the first batch of the first look."""
         data = map_leaves(self._first, _cloned)
-        begin = self._clock()
+        begin = self.clock()
         self._step(data)
         return self._since(begin)
 
@@ -107,7 +126,7 @@ class Stage:
         stream = self._stream.stream(candidate.name)
         batches = self._batches(stream)
         try:
-            begin, busy = self._clock(), process_time()
+            begin, busy = self.clock(), process_time()
             kept = [next(batches).data]
             loads, load_busy = [self._since(begin)], process_time() - busy
             if loads[0] < LOOK_SECONDS:  # else the first must do, with all that comes only once
@@ -116,7 +135,7 @@ class Stage:
                     next(batches)
                 busy = process_time()
             while not loads or (len(loads) < LOOKS and sum(loads) < LOOK_SECONDS):
-                begin = self._clock()
+                begin = self.clock()
                 kept.append(next(batches).data)
                 loads.append(self._since(begin))
                 load_busy = (process_time() - busy) / len(loads)
@@ -132,7 +151,7 @@ class Stage:
         steps: list[float] = []
         busies: list[float] = []
         while len(steps) < LEAST_STEPS or (len(steps) <= LOOKS and sum(steps) <= LOOK_SECONDS):
-            begin, busy = self._clock(), process_time()
+            begin, busy = self.clock(), process_time()
             self._step(kept[len(steps) % len(kept)])
             steps.append(self._since(begin))
             busies.append(process_time() - busy)
@@ -153,10 +172,10 @@ class Stage:
             ):  # until the readers are as far ahead as they get
                 self._step(next(batches).data)
             self._since(0.0)
-            if self._clock() >= deadline:
+            if self.clock() >= deadline:
                 return math.inf
-            done, begin = 0, self._clock()
-            while done < number and (not done or self._clock() < deadline):
+            done, begin = 0, self.clock()
+            while done < number and (not done or self.clock() < deadline):
                 self._step(next(batches).data)
                 done += 1
             return self._since(begin) / done
@@ -189,7 +208,7 @@ class Stage:
             torch.cuda.synchronize(self._device)
         elif self._device.type == "mps":
             torch.mps.synchronize()
-        return self._clock() - begin
+        return self.clock() - begin
 
 
 def obstacle(parts: Parts, stream: Undecided) -> str:

@@ -11,7 +11,6 @@ waits for the other to be scheduled. Gain: not measured on a quiet machine; the 
 from __future__ import annotations
 
 from statistics import mean
-from time import perf_counter
 
 import torch
 
@@ -21,13 +20,13 @@ from trainrun.data.undecided import Undecided
 from trainrun.monitor.readable import duration
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
-from trainrun.stage import Clock, Stage
+from trainrun.stage import Stage
 
 ROUNDS = 3  # at least, or there is no time to measure
 MARGIN = 1.2
 
 
-def choose_threads(parts: Parts, recorded: int | None, clock: Clock = perf_counter) -> str:
+def choose_threads(parts: Parts, recorded: int | None, stage: Stage) -> str:
     """Sets the number for this process. recorded: what the run began with. Returns a line to show, or "".
 
     Every rank calls it and sets the same.
@@ -45,13 +44,11 @@ def choose_threads(parts: Parts, recorded: int | None, clock: Clock = perf_count
         return ""
     if min(parts.parallel.gather(usual)) == 1:
         return ""
-    stage = Stage(parts, parts.train, clock)
     times: dict[int, float] = {}
     try:
         with kept_random_state():
-            times = _heard(parts, stage, clock)
+            times = _heard(parts, stage)
     finally:
-        stage.clear()
         parts.train.close()
         torch.set_num_threads(usual)
     if not times:
@@ -65,11 +62,11 @@ def choose_threads(parts: Parts, recorded: int | None, clock: Clock = perf_count
     return f"trainer.num_threads: {chosen}, {duration(times[chosen])} a step ({others})"
 
 
-def _heard(parts: Parts, stage: Stage, clock: Clock) -> dict[int, float]:
+def _heard(parts: Parts, stage: Stage) -> dict[int, float]:
     """Seconds of a step by number of threads, the slowest rank's; empty where nothing could be measured."""
     assert isinstance(parts.train, Undecided)
     candidates = shared_candidates(parts)
-    told = parts.parallel.gather(stage.first_look(candidates[0], clock()))
+    told = parts.parallel.gather(stage.first_look(candidates[0], stage.clock()))
     if any(heard.fault for heard in told):
         return {}
     step = max(heard.alone.step for heard in told)
@@ -79,8 +76,8 @@ def _heard(parts: Parts, stage: Stage, clock: Clock) -> dict[int, float]:
     if 2 * ROUNDS * len(numbers) * step > limit:
         return {}
     found: dict[int, list[float]] = {number: [] for number in numbers}
-    started = clock()
-    while len(found[1]) < ROUNDS or (clock() - started < limit and len(found[1]) < 100):
+    started = stage.clock()
+    while len(found[1]) < ROUNDS or (stage.clock() - started < limit and len(found[1]) < 100):
         for number in numbers:
             torch.set_num_threads(number)
             stage.step_seconds()  # wakes the threads

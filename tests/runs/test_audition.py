@@ -29,6 +29,7 @@ from trainrun.loop import train_step, windows_from
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts, TrainState
 from trainrun.randomness import random_state
+from trainrun.stage import Stage
 
 WORDS = ("model=test_audition.Moody", "trainer.max_epochs=1000", "data.batch_size=4", "data.train.count=4000",
          "trainer.early_stopping.enabled=false")  # fmt: skip
@@ -134,6 +135,11 @@ def staged(
     return slow_step(dataclasses.replace(parts, train=stream), time, step), time, log
 
 
+def heard(parts: Parts, time: Time, spent: float = 0.0) -> str:
+    with Stage(parts, time) as stage:
+        return choose_engine(parts, stage, spent)
+
+
 @pytest.mark.parametrize(
     ("load", "step", "choice", "line"),
     [
@@ -146,7 +152,7 @@ def staged(
 )  # fmt: skip
 def test_the_line(load: float, step: float, choice: str, line: str) -> None:
     parts, time, log = staged(load, step)
-    assert choose_engine(parts, clock=time) == line
+    assert heard(parts, time) == line
     assert parts.train.chosen.name == choice
     assert time.now <= 1.8 + load + step
     assert log[-1] == "close"
@@ -155,27 +161,27 @@ def test_the_line(load: float, step: float, choice: str, line: str) -> None:
 def test_a_first_step_that_builds_its_kernels_does_not_count() -> None:
     parts, time, _ = staged(0.002, 0.003)
     parts = slow_step(parts, time, 0.0, first=0.3)
-    assert choose_engine(parts, clock=time) == r"data: thread, 1.33k samples/s (workers=0: 800)"
+    assert heard(parts, time) == r"data: thread, 1.33k samples/s (workers=0: 800)"
 
 
 def test_short_runs_are_left_alone() -> None:
     parts, time, log = staged(0.002, 0.003, words=("trainer.max_steps=499",))
-    assert choose_engine(parts, clock=time) == ""
+    assert heard(parts, time) == ""
     assert (time.now, log) == (0.0, [])
     parts, time, _ = staged(0.002, 0.003, words=("trainer.max_steps=510",))
-    assert choose_engine(parts, clock=time) == r"data: thread, 1.33k samples/s (workers=0: 800)"
+    assert heard(parts, time) == r"data: thread, 1.33k samples/s (workers=0: 800)"
     assert time.now <= 0.045 * 510 * 0.005
 
 
 def test_what_was_measured_before_leaves_less_time() -> None:
     parts, time, _ = staged(0.002, 0.003, words=("trainer.max_steps=510",))
-    assert choose_engine(parts, 0.06, time) == "data: workers=0, not measured: a short run, about 2.5 s"
+    assert heard(parts, time, 0.06) == "data: workers=0, not measured: a short run, about 2.5 s"
     assert time.now <= 0.045 * 510 * 0.005 - 0.06
 
 
 def test_a_run_of_a_second_is_left_alone() -> None:
     parts, time, _ = staged(0.002, 0.003, words=("trainer.max_time=1",))
-    assert choose_engine(parts, clock=time) == "data: workers=0, not measured: a short run, about 1.0 s"
+    assert heard(parts, time) == "data: workers=0, not measured: a short run, about 1.0 s"
 
 
 def everything(parts: Parts) -> list[Any]:
@@ -195,7 +201,7 @@ def test_nothing_of_the_run_changes(precision: str) -> None:
     words = (f"precision={precision}",)
     parts, time, _ = staged(0.002, 0.003, words=words)
     before = everything(parts)
-    assert choose_engine(parts, clock=time).startswith("data: thread, ")
+    assert heard(parts, time).startswith("data: thread, ")
     assert everything(parts) == before
     other, _, _ = staged(0.002, 0.003, words=words)
     weights = []
@@ -216,7 +222,7 @@ def test_an_engine_that_reads_something_else_is_refused() -> None:
         return batch._replace(data=(batch.data[0] + 1e-7, batch.data[1]))
 
     parts, time, _ = staged(0.002, 0.003, change=changed)
-    line = choose_engine(parts, clock=time)
+    line = heard(parts, time)
     assert (
         line
         == "data: workers=0, not measured: thread reads other samples: data.train gives another at each read"
@@ -229,7 +235,7 @@ def test_an_engine_that_fails_loses() -> None:
         raise DataError("not from here")
 
     parts, time, _ = staged(0.002, 0.003, change=broken)
-    assert choose_engine(parts, clock=time) == "data: workers=0, 800 samples/s (threads: failed)"
+    assert heard(parts, time) == "data: workers=0, 800 samples/s (threads: failed)"
 
 
 class Unusual:
@@ -260,7 +266,7 @@ def test_what_cannot_be_tried_is_not(case: str, monkeypatch: pytest.MonkeyPatch)
         )
     if case == "step":
         monkeypatch.setattr(type(parts.model), "forward", raises(ValueError("the step")))
-    assert choose_engine(parts, clock=time) == f"data: workers=0, not measured: {expected}"
+    assert heard(parts, time) == f"data: workers=0, not measured: {expected}"
     assert not log or log[-1] == "close"
 
 
@@ -295,7 +301,7 @@ def test_the_slowest_rank_counts() -> None:
         return (0.006, value[1]) if is_time else value  # readings of `thread` alone are below that
 
     parts, time, _ = staged(0.002, 0.003, parallel=pair(slower_beside_threads))
-    assert choose_engine(parts, clock=time) == "data: workers=0, 800 samples/s (thread: 667)"
+    assert heard(parts, time) == "data: workers=0, 800 samples/s (thread: 667)"
 
 
 def test_ranks_ask_each_other_as_often_wherever_one_fails() -> None:
@@ -305,12 +311,12 @@ def test_ranks_ask_each_other_as_often_wherever_one_fails() -> None:
         change = raises(DataError("only here")) if fails else None
         parts, time, _ = staged(0.002, 0.003, parallel=ranks, change=change)
         if fails:  # the other rank sees this one fail, as this one sees the other
-            choose_engine(parts, clock=time)
+            heard(parts, time)
             counts.append(len(ranks.gathered))
         else:
             object.__setattr__(ranks, "other", lambda v: (float("inf"), v[1]) if len(v) == 2 and
                                isinstance(v[0], float) and v[0] < 0.004 else v)  # fmt: skip
-            choose_engine(parts, clock=time)
+            heard(parts, time)
             counts.append(len(ranks.gathered))
     assert counts[0] == counts[1]
 
@@ -320,7 +326,7 @@ def test_what_one_rank_cannot_hold_no_rank_tries() -> None:
         return ["workers=0"] if isinstance(value, list) else value
 
     parts, time, log = staged(0.002, 0.003, parallel=pair(without_threads))
-    assert choose_engine(parts, clock=time) == ""
+    assert heard(parts, time) == ""
     assert log == []
 
 
@@ -329,7 +335,7 @@ def test_validation_follows_unless_it_is_resident() -> None:
         parts, time, _ = staged(0.002, 0.003)
         ways = [*parts.train.candidates, Way("resident", "resident", 0, lambda: pytest.fail("opened"))]
         parts = dataclasses.replace(parts, val=Undecided(sorted(ways, key=lambda way: way.name != default)))
-        choose_engine(parts, clock=time)
+        heard(parts, time)
         assert parts.val.chosen.name == chosen
 
 

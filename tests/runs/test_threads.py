@@ -17,6 +17,7 @@ from torch import nn
 from trainrun.data.undecided import Undecided, Way
 from trainrun.parts import Parts
 from trainrun.randomness import random_state
+from trainrun.stage import Stage
 from trainrun.threads import choose_threads, numbers_up_to
 
 WORDS = ("trainer.max_epochs=1000", "data.batch_size=4", "data.train.count=4000", "trainer.num_threads=auto",
@@ -51,6 +52,11 @@ class TimedTask:
         return self.inner.step(model, batch)
 
 
+def heard(parts: Parts, recorded: int | None, time: Time) -> str:
+    with Stage(parts, time) as stage:
+        return choose_threads(parts, recorded, stage)
+
+
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -78,7 +84,7 @@ def timed(seconds: Seconds, cores: int, *words: str) -> tuple[Parts, Time]:
 )
 def test_the_largest_number_that_is_nearly_the_fastest(seconds: Seconds, cores: int, chosen: int):
     parts, time = timed(seconds, cores)
-    line = choose_threads(parts, None, time)
+    line = heard(parts, None, time)
     assert torch.get_num_threads() == chosen
     assert line.startswith(f"trainer.num_threads: {chosen}, ")
     assert time.now < 1.0
@@ -94,14 +100,14 @@ def test_not_measured_where_it_may_not_or_need_not_be(words: tuple[str, ...]):
         word.partition("=")[0].removeprefix("trainer."): json.loads(word.partition("=")[2]) for word in words
     })  # fmt: skip
     parts = dataclasses.replace(parts, config=dataclasses.replace(parts.config, trainer=trainer))
-    assert choose_threads(parts, None, time) == ""
+    assert heard(parts, None, time) == ""
     assert torch.get_num_threads() == 2
     assert time.now == 0
 
 
 def test_a_long_step_is_not_measured():
     parts, time = timed(lambda n: 0.3 * n, 2)
-    assert choose_threads(parts, None, time) == ""
+    assert heard(parts, None, time) == ""
     assert torch.get_num_threads() == 2
     assert time.now < 2.0
 
@@ -110,7 +116,7 @@ def test_the_run_does_not_feel_it():
     parts, time = timed(lambda n: 0.001 * n**5, 2)
     weights = [parameter.clone() for parameter in parts.model.parameters()]
     before = random_state()["torch"]
-    choose_threads(parts, None, time)
+    heard(parts, None, time)
     assert torch.equal(before, random_state()["torch"])
     assert all(torch.equal(a, b) for a, b in zip(weights, parts.model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in parts.model.parameters())
@@ -118,10 +124,10 @@ def test_the_run_does_not_feel_it():
 
 def test_a_resume_takes_what_the_run_began_with():
     parts, time = timed(lambda n: 0.004 / n, 2)
-    assert choose_threads(parts, 1, time) == "trainer.num_threads: 1, as the run began"
+    assert heard(parts, 1, time) == "trainer.num_threads: 1, as the run began"
     assert torch.get_num_threads() == 1
     torch.set_num_threads(2)
-    assert choose_threads(parts, 8, time) == "trainer.num_threads: 2, as the run began"
+    assert heard(parts, 8, time) == "trainer.num_threads: 2, as the run began"
     assert time.now == 0
 
 
