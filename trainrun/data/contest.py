@@ -1,10 +1,10 @@
 """Which candidate is fastest, found with few measurements: an open contest in rounds.
 
 What: every round measures what is left, in alternating order, and drops clear losers. The most promising
-are heard first; one that could not win even if it divided the loading perfectly, or hid it wholly behind the
-step, is not measured at all. Two candidates are compared by the measurements of the same rounds, and nothing
-displaces the simplest on one look, unless it is faster by far. Of what is not notably slower than the
-fastest, the simplest wins.
+are heard first, and only as many as leave time for a second look at the best of them and the simplest; one that
+could not win even if it divided the loading perfectly, or hid it wholly behind the step, is not measured at all.
+Two candidates are compared by the measurements of the same rounds, and nothing displaces the simplest on one look,
+unless it is faster by far. Of what is not notably slower than the fastest, the simplest wins.
 Source: successive halving, Jamieson and Talwalkar 2016, arXiv:1502.07943.
 """
 
@@ -92,7 +92,7 @@ def contest(candidates: Sequence[Candidate], alone: Alone, left: float, measure:
         waiting.remove(candidate)
         if candidate.engine in budget.failed or bounds.is_hopeless(candidate, scores):
             continue
-        if not budget.add(scores, candidate):
+        if not budget.add(scores, candidate, budget.cost_of_duel(scores, by_name, first.name)):
             unheard.append(candidate.name)
     for turn in range(1, MAX_ROUNDS):
         names = survivors(scores, first.name)
@@ -223,10 +223,17 @@ class _Budget:
             per_batch = max(step, load / candidate.number) if candidate.number else load + step
         return self._number(candidate) * per_batch + self._before(candidate)
 
-    def add(self, scores: Scores, candidate: Candidate) -> bool:
-        """Whether there was time for it."""
+    def cost_of_duel(self, scores: Scores, candidates: dict[str, Candidate], first: str) -> float:
+        """Seconds of another look at the fastest so far and at the simplest; 0 where these are one."""
+        fastest = min(scores, key=lambda name: median(scores[name]), default=first)
+        if first not in scores or fastest == first:
+            return 0.0
+        return sum(self.cost(candidates[name], scores[name][-1]) for name in (fastest, first))
+
+    def add(self, scores: Scores, candidate: Candidate, kept: float = 0.0) -> bool:
+        """Whether there was time for it. kept: seconds that it must leave."""
         known = scores.get(candidate.name)
-        if self.cost(candidate, known[-1] if known else None) > self._left:
+        if self.cost(candidate, known[-1] if known else None) + kept > self._left:
             return False
         number = self._number(candidate)
         reading = self._measure(candidate, number)
