@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainrun.data.batch import map_leaves
-from trainrun.data.contest import Alone, Reading
+from trainrun.data.contest import Alone, Reading, lead
 from trainrun.data.own_random import own_generator
 from trainrun.data.undecided import Candidate, Undecided
 from trainrun.interfaces import Batches, MicroBatch
@@ -167,9 +167,7 @@ class Stage:
             ahead = self._stream.prefetch_factor
             for _ in range(candidate.number * ahead):  # what was made ready while nobody trained
                 next(batches)
-            for _ in range(
-                1 + ahead if candidate.number else 1
-            ):  # until the readers are as far ahead as they get
+            for _ in range(lead(candidate, ahead)):
                 self._step(next(batches).data)
             self._since(0.0)
             if self.clock() >= deadline:

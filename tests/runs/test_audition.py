@@ -369,7 +369,7 @@ def test_real_engines_compete_and_the_weights_are_those_of_no_workers(
     (workdir / "slow_data.py").write_text(SLOW_DATA)
     (workdir / "net.py").write_text(NET)
     monkeypatch.setattr(audition, "FEW_BATCHES", 200)
-    monkeypatch.setattr(audition, "ALL", Budget(1.5, 10.0))  # else 240 batches were not worth it
+    monkeypatch.setattr(audition, "ALL", Budget(10.0, 100.0))  # else 240 batches were not worth it
     weights, told = [], []
     for number in ("auto", "0"):
         run = package.train(

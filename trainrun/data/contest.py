@@ -159,6 +159,11 @@ def noise_of(scores: Scores) -> float:
     return min(MOST_NOISE, max(NOTABLE, min(spreads, default=ONE_LOOK)))
 
 
+def lead(candidate: Candidate, prefetch_factor: int) -> int:
+    """Steps until the readers are as far ahead as they get; while they catch up, they disturb the training more."""
+    return 1 + 2 * prefetch_factor if candidate.number else 1
+
+
 class _Bounds:
     """What a candidate can reach at best, from the times of loading and training alone and from the scores."""
 
@@ -258,5 +263,6 @@ class _Budget:
         load, step = self._alone[:2]
         if not candidate.number:
             return load + step
+        ahead, per_batch = self._prefetch_factor, max(step, load / candidate.number)
         start = self._starts.get(candidate.engine, 0.0) * candidate.number
-        return start + (self._prefetch_factor + 1) * (load + step)
+        return start + ahead * load + lead(candidate, ahead) * per_batch
