@@ -2,12 +2,13 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from trainrun.data.deaths import MOST_RESTARTS, Ear, listening
 from trainrun.data.open import open_batches
@@ -145,3 +146,23 @@ def test_an_ear_hears_what_it_missed_once():
         thread.join()
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+class Handed(Dataset):
+    """Asked for a sample, a worker's server of tensors meets a reader that leaves, and then a fault of its own."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 0 and get_worker_info() is not None:
+            for error in (ConnectionResetError("the reader left"), KeyError("another fault")):
+                sys.excepthook(type(error), error, None)
+        return torch.rand(3)
+
+
+def test_a_worker_says_nothing_of_a_reader_that_left(capfd):
+    assert len(list(opened(Handed(), num_workers=1).epoch(0))) == 2
+    said = capfd.readouterr().err
+    assert "another fault" in said
+    assert "the reader left" not in said

@@ -7,12 +7,14 @@ import os
 import pickle
 import random
 import signal
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,7 +85,7 @@ def _loader(reader: Any, keys: Any, options: WorkerOptions, several: bool, seed:
         collate_fn=as_it_is,
         pin_memory=options.pin_memory,
         timeout=options.timeout_seconds if several else 0,
-        worker_init_fn=ignore_stop_signals if several else None,
+        worker_init_fn=begin_worker if several else None,
         generator=generator,
         prefetch_factor=options.prefetch_factor if several else None,
         persistent_workers=options.persistent_workers and several,
@@ -102,7 +104,23 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def ignore_stop_signals(worker: int) -> None:
+def begin_worker(worker: int) -> None:
+    ignore_stop_signals()
+    sys.excepthook = say_unless_the_reader_left
+
+
+def say_unless_the_reader_left(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """A tensor that nobody takes over any more is no fault: the training was told of another worker's death just then.
+
+    In a worker, uncaught errors are those of the thread of multiprocessing's that hands tensors over.
+    """
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
+
+
+def ignore_stop_signals() -> None:
     """A stop request goes to the whole process group, but the batches on the way are still wanted."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
