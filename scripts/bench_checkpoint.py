@@ -14,8 +14,9 @@ few more. The ways:
     dcp async           torch.distributed.checkpoint.async_save, by a thread
 
 Printed are medians over rounds: the stall in ms; the worst later step while the save was under way, in
-medians of the steps alone; seconds until durable; seconds of training that the save cost in all (stall and
-what the steps after it took longer). The first save is a row of its own: its memory is fresh.
+medians of the steps alone; seconds until durable, by the clock of the thread that saves; seconds of training
+that the save cost in all (stall and what the steps after it took longer). The first save is a row of its own:
+its memory is fresh.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from trainrun.checkpoint import background
+from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.reasons import KeepOptions
 from trainrun.data.memory import host_memory
 from trainrun.parallel.single import Single
 from trainrun.state import SAVE_NONE, SAVE_NOW, TrainState
 
-ALONE, AFTER = 6, 4  # steps before a save, and after it is durable
+ALONE = 6  # steps before a save
 
 
 class Turn(NamedTuple):
@@ -94,14 +96,23 @@ class Trainrun:
     def __init__(self, training: Training, folder: Path, async_save: bool) -> None:
         options = KeepOptions(True, None, "min", 0, True, 1, None, None, async_save)
         self.training, self.state = training, TrainState(step=1)
+        root = folder / f"trainrun-{async_save}"
+        self.durable_at, self._root, self._committed = 0.0, root, False
         self.keep = Checkpoints(
-            folder / f"trainrun-{async_save}", "bench", options, Single(torch.device("cpu")), dict, print,
-            lambda: host_memory().free,
+            root, "bench", options, Single(torch.device("cpu")), dict, print,
+            lambda: host_memory().free, FileLayer(self._heard),
         )  # fmt: skip
         self.keep.start(training, TrainState())
         self.keep.due(self.state)  # after the first step the memory for copies is made ready
 
+    def _heard(self, operation: str, path: Path) -> None:
+        """Durable is what the operation before this one made so: the sync of the folder after the rename."""
+        if self._committed and not self.durable_at:
+            self.durable_at = time.perf_counter()
+        self._committed = operation == "fsync_dir" and path == self._root
+
     def begin(self) -> None:
+        self.durable_at, self._committed = 0.0, False
         self.state.step += 1
         self.state.save_request = SAVE_NOW
         assert self.keep.due(self.state)
@@ -112,14 +123,17 @@ class Trainrun:
         self.state.save_request = self.keep.time_request()
         if self.state.save_request == SAVE_NONE and self.keep.due(self.state):
             self.keep.save(self.training, self.state)
-        return self.state.save_request == SAVE_NONE
+        ended = self.state.save_request == SAVE_NONE
+        if ended and not self.durable_at:  # nothing was deleted after the commit
+            self.durable_at = time.perf_counter()
+        return ended
 
 
 class Blocking:
     """A function that writes one file, and whether the disk is waited for."""
 
     def __init__(self, write: Callable[[Path], None], folder: Path, sync: bool) -> None:
-        self.write, self.path, self.sync = write, folder / "file", sync
+        self.write, self.path, self.sync, self.durable_at = write, folder / "file", sync, 0.0
 
     def begin(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -128,6 +142,7 @@ class Blocking:
             descriptor = os.open(self.path, os.O_RDWR)
             os.fsync(descriptor)
             os.close(descriptor)
+        self.durable_at = time.perf_counter()
 
     def done(self) -> bool:
         return True
@@ -135,11 +150,16 @@ class Blocking:
 
 class Dcp:
     def __init__(self, training: Training, folder: Path) -> None:
-        self.training, self.folder, self.future = training, folder / "dcp", None
+        self.training, self.folder, self.durable_at = training, folder / "dcp", 0.0
+        self.future: Any = None
 
     def begin(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.future: Any = dcp.async_save(self.training.tree(), checkpoint_id=self.folder, no_dist=True)
+        self.future = dcp.async_save(self.training.tree(), checkpoint_id=self.folder, no_dist=True)
+        self.future.add_done_callback(self._ended)
+
+    def _ended(self, future: Any) -> None:
+        self.durable_at = time.perf_counter()
 
     def done(self) -> bool:
         return bool(self.future.done())
@@ -154,11 +174,8 @@ def one_turn(training: Training, way: Any) -> Turn:
     later: list[float] = []
     while not way.done():
         later.append(training.step())
-    durable = time.perf_counter() - began
-    if durable - stall < 1e-3:
-        durable = stall
     lost = stall + sum(later) - median * len(later)
-    return Turn(stall, durable, median, max(later, default=median), lost)
+    return Turn(stall, way.durable_at - began, median, max(later, default=median), lost)
 
 
 def ways(training: Training, folder: Path) -> dict[str, Any]:

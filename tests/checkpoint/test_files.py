@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from trainrun.checkpoint import blocks
 from trainrun.checkpoint.blocks import BLOCK_BYTES
+from trainrun.checkpoint.file_hash import FileHash
 from trainrun.checkpoint.files import FileLayer
 
 
@@ -21,9 +23,45 @@ def test_chunks_of_any_size_are_written_hashed_and_synced(
     data = b"".join(chunks)
     written = FileLayer(seen).write(tmp_path / "file", chunks)
     assert (tmp_path / "file").read_bytes() == data
-    assert written == (len(data), hashlib.sha256(data).hexdigest())
+    pieces = [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
+    hashes = b"".join(hashlib.sha256(piece).digest() for piece in pieces)
+    assert written == (len(data), hashlib.sha256(hashes).hexdigest(), BLOCK_BYTES)
     assert len(synced) == 1
     assert seen.seen[-1] == ("fsync", "file")
+
+
+@pytest.mark.parametrize("size", [0, 5, 2**16, 2**16 + 1, 30 * 2**16 + 7])
+def test_memory_that_is_used_again_is_written_and_hashed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**16)
+    data = os.urandom(size)
+    written = FileLayer().write(tmp_path / "file", [data[:5], data[5:]])
+    assert (tmp_path / "file").read_bytes() == data
+    with FileHash(written.piece_bytes) as again:
+        again.update(data)
+        assert again.written() == written
+    assert (written.piece_bytes == 0) == (size <= 2**16)
+    assert written.piece_bytes or written.sha256 == hashlib.sha256(data).hexdigest()
+
+
+def test_nothing_is_written_behind_a_block_that_could_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**16)
+    sizes: list[int] = []
+
+    def full(descriptor: int, block: memoryview) -> int:
+        sizes.append(len(block))
+        if len(sizes) >= 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, block)
+
+    real = os.write
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        FileLayer().write(tmp_path / "file", [bytes(30 * 2**16 + 7)])
+    assert sizes == 3 * [2**16]
 
 
 def test_where_the_file_system_refuses_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

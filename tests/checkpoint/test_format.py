@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint import strict_json
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.checkpoint.manifest import Incompatible, read_manifest
+from trainrun.checkpoint import blocks, strict_json
+from trainrun.checkpoint.commit import write_metric
+from trainrun.checkpoint.files import FileLayer
+from trainrun.checkpoint.format import is_sound, read_checkpoint
+from trainrun.checkpoint.manifest import Incompatible, Metric, read_manifest
 from trainrun.errors import CheckpointError
 
 FILES = ("MANIFEST.json", "state.json", "shared.safetensors")
@@ -83,6 +85,49 @@ def test_no_flipped_byte_is_ever_loaded(saved: Path, name: str) -> None:
     read_checkpoint(saved)
 
 
+@pytest.fixture
+def long(make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose tensors were hashed in five pieces, the last of them shorter."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**16)
+    run = make_run(every_n_train_steps=2)
+    run.parts.weight = torch.zeros(70000)
+    assert run.go(2)
+    return run.folder / "step-00000002"
+
+
+def test_no_byte_of_any_piece_is_loaded_flipped(long: Path) -> None:
+    path, expected = long / FILES[2], read_manifest(long).files
+    assert expected[FILES[2]].piece_bytes == 2**16
+    assert expected["state.json"].piece_bytes == 0
+    data = path.read_bytes()
+    assert 4 * 2**16 < len(data) < 5 * 2**16
+    for position in [0, *range(9999, len(data), 9999), len(data) - 1]:
+        flipped = bytearray(data)
+        flipped[position] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=FILES[2]):
+            read_checkpoint(long)
+        assert not is_sound(long, "run-1")
+    path.write_bytes(data[2**16 : 2**17] + data[: 2**16] + data[2**17 :])
+    assert not is_sound(long, "run-1")  # whole pieces that changed places
+    path.write_bytes(data)
+    assert is_sound(long, "run-1")
+    assert torch.equal(read_checkpoint(long).shared["model"]["w"], torch.full((70000,), 2.0))
+
+
+def test_a_checkpoint_of_before_the_pieces_is_verified_and_goes_on_being_so(long: Path) -> None:
+    reseal(long, lambda value: value.update(format=1))
+    assert read_manifest(long).files[FILES[2]].piece_bytes == 0
+    assert torch.equal(read_checkpoint(long).shared["model"]["w"], torch.full((70000,), 2.0))
+    write_metric(long, Metric("val/acc", "max", 0.5), FileLayer())
+    assert is_sound(long, "run-1")
+    with (long / FILES[2]).open("r+b") as file:
+        file.seek(99999)
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_checkpoint(long)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_no_cut_extended_or_zeroed_file_is_ever_loaded(saved: Path, name: str) -> None:
     path = saved / name
@@ -132,8 +177,8 @@ def test_sizes_and_hashes_are_told(saved: Path) -> None:
 def test_another_run_and_a_newer_format_are_no_damage(saved: Path) -> None:
     with pytest.raises(Incompatible, match=r"of another run \(run-1; this one is run-2\)"):
         read_checkpoint(saved, run_id="run-2")
-    reseal(saved, lambda value: value.update(format=2, unheard_of=1))
-    with pytest.raises(Incompatible, match=r"made by a newer version of trainrun \(checkpoint format 2"):
+    reseal(saved, lambda value: value.update(format=3, unheard_of=1))
+    with pytest.raises(Incompatible, match=r"made by a newer version of trainrun \(checkpoint format 3"):
         read_checkpoint(saved)
 
 
@@ -206,6 +251,9 @@ def test_hostile_state_with_fitting_hashes(saved: Path, text: bytes, message: st
         (lambda value: value.update(world_size=10**12), "files for 1000000000000 ranks"),
         (lambda value: value["files"].update({"../../x": value["files"].pop("state.json")}), "expected"),
         (lambda value: value["files"].update({"state.json": 5}), "needs exactly sha256, size"),
+        (lambda value: value["files"]["state.json"].update(piece_bytes=1), "in pieces of 1 bytes"),
+        (lambda value: value["files"]["state.json"].update(piece_bytes=2**40), "in pieces of 1099511627776"),
+        (lambda value: value["files"]["state.json"].update(piece_bytes="8"), "piece_bytes is no int"),
         (lambda value: value["metric"].update(value="0.5"), "value is no float"),
         (lambda value: value.update(metric=[1]), "metric is no dict"),
     ],

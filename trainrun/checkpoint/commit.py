@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from trainrun.checkpoint import strict_json
-from trainrun.checkpoint.files import FileLayer, Written
+from trainrun.checkpoint.file_hash import Written
+from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.format import MAX_STATE_BYTES, is_sound
 from trainrun.checkpoint.manifest import (
     MANIFEST,
@@ -37,7 +38,7 @@ from trainrun.errors import CheckpointError
 
 HEADER_BYTES = 256  # of a tensor's entry, more than most need
 
-Report = dict[str, tuple[int, str]]  # what a rank wrote: `Written` by file name
+Report = dict[str, tuple[int, str, int]]  # what a rank wrote: `Written` by file name
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
-from trainrun.checkpoint.blocks import BlockFile, in_blocks
+from trainrun.checkpoint import blocks
+from trainrun.checkpoint.file_hash import FileHash, Written
 
 BUFFER_BYTES = 1 << 20
-
-
-class Written(NamedTuple):
-    """What a file holds: its length and the SHA-256 of its bytes, in hex."""
-
-    size: int
-    sha256: str
 
 
 def _nothing(operation: str, path: Path) -> None:
@@ -49,17 +41,21 @@ class FileLayer:
     def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
         """A new file that is on the disk, not only in memory, when this returns."""
         self._before("open", path)
-        digest, size = hashlib.sha256(), 0
-        with open(path, "xb", buffering=0) as file, BlockFile(file.fileno()) as blocks:
-            for block in in_blocks(chunks):
+        with (
+            open(path, "xb", buffering=0) as file,
+            blocks.BlockFile(file.fileno()) as target,
+            FileHash(blocks.BLOCK_BYTES) as content,
+        ):
+            for block in blocks.in_blocks(chunks):
                 self._before("write", path)
-                blocks.write(block)
-                digest.update(block)
-                size += len(block)
-            blocks.wait()
+                target.write(block)
+                content.update(block)
+                target.wait(blocks.AHEAD)
+                content.wait(blocks.AHEAD)
+            target.wait()
             self._before("fsync", path)
             os.fsync(file.fileno())
-        return Written(size, digest.hexdigest())
+            return content.written()
 
     def rename(self, source: Path, target: Path) -> None:
         """Atomic; a file at `target` is replaced."""

@@ -10,14 +10,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainrun.checkpoint import strict_json
-from trainrun.checkpoint.files import BUFFER_BYTES, Written
+from trainrun.checkpoint.blocks import AHEAD
+from trainrun.checkpoint.file_hash import FileHash, Written
+from trainrun.checkpoint.files import BUFFER_BYTES
 from trainrun.checkpoint.manifest import (
     MANIFEST,
     Incompatible,
@@ -90,12 +91,13 @@ def _check_listing(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_file(path: Path, expected: Written) -> None:
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
+    with open_regular(path) as file, FileHash(expected.piece_bytes) as content:
         _check_size(path, os.fstat(file.fileno()).st_size, expected)
         while data := file.read(BUFFER_BYTES):
-            digest.update(data)
-    _check_hash(path, digest.hexdigest(), expected)
+            content.update(data)
+            content.wait(AHEAD)
+        found = content.written()
+    _check_hash(path, found.sha256, expected)
 
 
 def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
@@ -103,15 +105,16 @@ def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     expected = manifest.files[text_path.name]
     if expected.size > MAX_STATE_BYTES:
         raise CheckpointError(f"{text_path}: longer than {MAX_STATE_BYTES} bytes")
-    with open_regular(text_path) as file:
+    with open_regular(text_path) as file, FileHash(expected.piece_bytes) as content:
         _check_size(text_path, os.fstat(file.fileno()).st_size, expected)
         text = file.read(expected.size)
-    _check_hash(text_path, hashlib.sha256(text).hexdigest(), expected)
+        content.update(text)
+        _check_hash(text_path, content.written().sha256, expected)
     expected = manifest.files[tensors_path.name]
     with open_regular(tensors_path) as file:
         size = os.fstat(file.fileno()).st_size
         _check_size(tensors_path, size, expected)
-        tensors, read = read_tensors(file, size, str(tensors_path))
+        tensors, read = read_tensors(file, size, str(tensors_path), expected.piece_bytes)
     _check_hash(tensors_path, read.sha256, expected)
     tree = unflatten(strict_json.loads(text, str(text_path)), tensors, str(text_path))
     if not isinstance(tree, dict) or tree.keys() != ({"shared", "rank"} if rank == 0 else {"rank"}):

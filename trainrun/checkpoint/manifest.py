@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainrun.checkpoint import strict_json
-from trainrun.checkpoint.files import Written
+from trainrun.checkpoint.file_hash import LARGEST_PIECE_BYTES, LEAST_PIECE_BYTES, Written
 from trainrun.checkpoint.tree import flatten, unflatten
 from trainrun.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2  # 1: every file has its plain SHA-256
 MANIFEST = "MANIFEST.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_STEP = 10**8 - 1
@@ -107,12 +107,17 @@ def manifest_bytes(manifest: Manifest) -> bytes:
             "kind": manifest.kind,
             "metric": metric and {"name": metric.name, "mode": metric.mode, "value": metric.value},
             "fingerprint": dict(manifest.fingerprint),
-            "files": {name: {"size": w.size, "sha256": w.sha256} for name, w in manifest.files.items()},
+            "files": {name: _entry(written) for name, written in manifest.files.items()},
         }
     )
     assert not tensors
     text = strict_json.dumps(plain, indent=1) + b"\n"
     return text + hashlib.sha256(text).hexdigest().encode() + b"\n"
+
+
+def _entry(written: Written) -> dict[str, Any]:
+    pieces = {"piece_bytes": written.piece_bytes} if written.piece_bytes else {}
+    return {"size": written.size, "sha256": written.sha256, **pieces}
 
 
 def parse_manifest(data: bytes, place: str) -> Manifest:
@@ -163,11 +168,7 @@ def _manifest(value: dict[str, Any], place: str) -> Manifest:
         raise CheckpointError(
             f"{place}: names {[name[:40] for name in sorted(files)[:8]]}, expected {sorted(expected)[:8]}"
         )
-    for name, entry in files.items():
-        _check(entry, {"size": int, "sha256": str}, f"{place}: {name}")
-        if entry["size"] < 0 or not SHA256.fullmatch(entry["sha256"]):
-            raise CheckpointError(f"{place}: {name}: no size and SHA-256")
-    written = {name: Written(entry["size"], entry["sha256"]) for name, entry in files.items()}
+    written = {name: _written(entry, f"{place}: {name}") for name, entry in files.items()}
     return Manifest(
         value["run_id"],
         value["step"],
@@ -178,6 +179,16 @@ def _manifest(value: dict[str, Any], place: str) -> Manifest:
         value["fingerprint"],
         written,
     )
+
+
+def _written(entry: Any, place: str) -> Written:
+    in_pieces = isinstance(entry, dict) and "piece_bytes" in entry
+    _check(entry, {"size": int, "sha256": str} | ({"piece_bytes": int} if in_pieces else {}), place)
+    if entry["size"] < 0 or not SHA256.fullmatch(entry["sha256"]):
+        raise CheckpointError(f"{place}: no size and SHA-256")
+    if in_pieces and not LEAST_PIECE_BYTES <= entry["piece_bytes"] <= LARGEST_PIECE_BYTES:
+        raise CheckpointError(f"{place}: hashed in pieces of {entry['piece_bytes']} bytes")
+    return Written(**entry)
 
 
 def _check(value: Any, kinds: Mapping[str, type], place: str) -> None:

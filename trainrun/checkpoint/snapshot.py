@@ -153,8 +153,9 @@ def _in_one_piece(tensors: Mapping[str, Tensor], touch: bool = False) -> Memory:
 def _memory(size: int, pinned: bool) -> Tensor:
     if pinned or size < LARGE_BYTES:
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    memory = mmap.mmap(-1, size)
-    # large pages are cleared faster; loader processes must not share them, or each overwrite would copy one
+    # large pages, which only private memory has, are cleared and handed to a disk faster; loader processes must
+    # not share them, or each overwrite would copy one
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             try:

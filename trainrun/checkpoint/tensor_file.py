@@ -7,7 +7,6 @@ key that is there twice and does not hash; both matter here, hence a reader of o
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainrun.checkpoint import strict_json
-from trainrun.checkpoint.files import Written
+from trainrun.checkpoint.file_hash import FileHash, Written
 from trainrun.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 * 2**20
@@ -125,28 +124,32 @@ def _header(tensors: dict[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_tensors(file: BinaryIO, size: int, place: str) -> tuple[dict[str, Tensor], Written]:
+def read_tensors(
+    file: BinaryIO, size: int, place: str, piece_bytes: int = 0
+) -> tuple[dict[str, Tensor], Written]:
     """All tensors, contiguous and in memory of their own, and the hash of what was read.
 
-    size: bytes of the file. Raises CheckpointError that begins with `place`; the caller compares the
-    hash before it uses a tensor.
+    size: bytes of the file. piece_bytes: see FileHash. Raises CheckpointError that begins with `place`; the
+    caller compares the hash before it uses a tensor.
     """
-    digest = hashlib.sha256()
     header = read_header(file, size, place)
-    digest.update(len(header).to_bytes(8, "little") + header)
     tensors: dict[str, Tensor] = {}
-    for slot in parse_header(header, size - 8 - len(header), place):
-        data = _memory(slot.stop - slot.start, place)
-        if len(data):
-            view = _bytes(data)
-            _fill(file, view, place)
-            digest.update(view)
-        if slot.dtype == torch.bool and len(data) and int(data.max()) > 1:
-            raise CheckpointError(f"{place}: {slot.name[:200]!r} holds a byte that is neither true nor false")
-        tensors[slot.name] = data.view(slot.dtype).reshape(slot.shape)
-    if file.read(1):
-        raise CheckpointError(f"{place}: longer than the {size} bytes expected")
-    return tensors, Written(size, digest.hexdigest())
+    with FileHash(piece_bytes) as content:
+        content.update(len(header).to_bytes(8, "little") + header)
+        for slot in parse_header(header, size - 8 - len(header), place):
+            data = _memory(slot.stop - slot.start, place)
+            if len(data):
+                view = _bytes(data)
+                _fill(file, view, place)
+                content.update(view)
+            if slot.dtype == torch.bool and len(data) and int(data.max()) > 1:
+                raise CheckpointError(
+                    f"{place}: {slot.name[:200]!r} holds a byte that is neither true nor false"
+                )
+            tensors[slot.name] = data.view(slot.dtype).reshape(slot.shape)
+        if file.read(1):
+            raise CheckpointError(f"{place}: longer than the {size} bytes expected")
+        return tensors, content.written()
 
 
 def read_header(file: BinaryIO, size: int, place: str) -> bytes:
