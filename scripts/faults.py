@@ -2,6 +2,7 @@
 
     python scripts/faults.py [F1 F3 ...]        the suites named, all of them if none is
     python scripts/faults.py --full             every suite in full size (minutes)
+    python scripts/faults.py F15 --full --part 2/4      the second quarter of its cases
     python scripts/faults.py --soak 2000        that many mixed faults
     python scripts/faults.py --case "fp32 kill@mark=40 enospc@file=17"      one case again, its files kept
     python scripts/faults.py --controls         defects planted in the runner; each must be found
@@ -63,6 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(sorted([*SUITES, *OWN])))
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--size", type=float, default=0.1, help="share of the full size")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="N/M", help="of the cases of a suite that plays cases")
     parser.add_argument("--soak", type=int, default=0, metavar="FAULTS")
     parser.add_argument("--case", metavar="WORDS")
     parser.add_argument("--controls", action="store_true")
@@ -73,6 +75,14 @@ def arguments() -> argparse.Namespace:
     if unknown := set(words.suites) - {*SUITES, *OWN}:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
     return words
+
+
+def part(text: str) -> tuple[int, int]:
+    """`2/4` -> the second of four."""
+    number, _, count = text.partition("/")
+    if not 1 <= int(number) <= int(count):
+        raise ValueError
+    return int(number), int(count)
 
 
 def suites(referee: Referee, words: argparse.Namespace, folder: Path) -> list[Tally]:
@@ -86,7 +96,9 @@ def suites(referee: Referee, words: argparse.Namespace, folder: Path) -> list[Ta
             tally = (cold if name == "F6" else power).run(folder, rng, size)
         else:
             what, make = SUITES[name]
-            tally = play(referee, make(referee.reference, rng, size), name, what, words.judges)
+            first, every = words.part
+            cases = make(referee.reference, rng, size)[first - 1 :: every]
+            tally = play(referee, cases, name, what, words.judges)
         tallies.append(tally)
         show([tally])  # with what failed, at once
     return tallies
