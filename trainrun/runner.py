@@ -81,7 +81,12 @@ def forget_failure(run: RunDir) -> bool:
     state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
     if state not in ("failed", "stopped") or was_saved(run):
         return False
-    for path in (run.config, run.metrics, run.log, run.status):
+    for path in (
+        run.metrics,
+        run.log,
+        run.status,
+        run.config,
+    ):  # the last: until then it is all forgotten again
         path.unlink(missing_ok=True)
     return True
 

@@ -33,7 +33,7 @@ def run(folder: Path, rng: random.Random, size: float) -> Tally:
 
 
 def starts(folder: Path, rng: random.Random, size: float) -> Tally:
-    """A case is a subject; each of its runs is compared with the first."""
+    """A case is a run, compared with the first of its subject; nothing befalls it."""
     tally, times = Tally("F21", what_starts), max(2, round(5 * size))
     again = {name: [name] * times for name in ("fp32", "bf16", "fp16", "ddp")}
     compiled = {"compiled": ["compiled"] * 2} if size >= 1 else {}
@@ -52,8 +52,9 @@ def starts(folder: Path, rng: random.Random, size: float) -> Tally:
                 break
             facts.append(facts_of(place / "run"))
             problems += list(differences(facts[0], facts[-1]))[:5]
-        tally.cases, tally.faults = tally.cases + 1, tally.faults + len(runs)
-        tally.different += bool(problems)
+        tally.cases += len(facts)
+        tally.lost += len(facts) < len(runs)
+        tally.different += len(facts) == len(runs) and bool(problems)
         tally.seconds += time.monotonic() - began
         if problems:
             tally.failed.append((name, "; ".join(problems)))

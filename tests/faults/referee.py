@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from contextlib import nullcontext
@@ -195,8 +196,10 @@ class Referee:
         elif ending.code not in allowed:
             outcome.problems.append(f"life {number} ({fault}) ends with {ending.code}: {text[-2000:]}")
             outcome.lost = fault is None
-        if subject.starts_again and ending.code == 1 and "no further restart" not in text:
-            outcome.problems.append(f"life {number} ({fault}) gave up too early: {text[-2000:]}")
+        if subject.starts_again and ending.code == 1:
+            said = json.loads((place / "run" / "status.json").read_text())["message"]
+            if "no further restart" not in said:
+                outcome.problems.append(f"life {number} ({fault}) gave up too early: {said}")
         if "Traceback" in text and action not in (
             "error",
             "kill",
