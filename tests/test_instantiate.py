@@ -92,10 +92,10 @@ def test_a_dotted_path_is_found(target: str, name: str) -> None:
         ("plug_net.Nett", "model._target_=plug_net.Nett: plug_net has no Nett; did you mean Net?"),
         ("plug_net.Net.Iner", "plug_net.Net.Iner: plug_net.Net has no Iner; did you mean Inner?"),
         ("plug_package.prt.Thing", "plug_package has no prt; did you mean part?"),
-        ("plug_nett.Net", "no module plug_nett (looked in {folder} and what is installed); did "
+        ("plug_nett.Net", "no module plug_nett (looked in {folder}, PYTHONPATH and what is installed); did "
                            "you mean plug_net?"),
-        ("torhc.nn.Linear", "{folder} and what is installed); did you mean torch?"),
-        ("zzqqxx.Net", "no module zzqqxx (looked in {folder} and what is installed)"),
+        ("torhc.nn.Linear", "{folder}, PYTHONPATH and what is installed); did you mean torch?"),
+        ("zzqqxx.Net", "no module zzqqxx (looked in {folder}, PYTHONPATH and what is installed)"),
         ("plug_broken.Net", "importing plug_broken failed: NameError: name 'undefined_name' is not defined "
                             "({folder}/plug_broken.py line 2)"),
         ("plug_syntax.Net", "importing plug_syntax failed: SyntaxError: "),

@@ -148,6 +148,13 @@ def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
         os.close(copy)
 
 
+def test_a_folder_that_cannot_be_written_is_no_reason_to_name_another_one(run: RunDir) -> None:
+    run.lock.mkdir()
+    with pytest.raises(ConfigError, match="in its own folder.*ckpt_path=") as told, only_writer(run):
+        pass
+    assert "hydra.run.dir" not in str(told.value)
+
+
 def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_is_written_there(
     run: RunDir, tmp_path: Path
 ) -> None:

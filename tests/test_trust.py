@@ -50,6 +50,32 @@ def test_an_own_run_needs_no_word(run: Path) -> None:
     assert trainrun.load_model("moved") is not None
 
 
+def test_where_the_code_is_not_the_run_says_where_it_began(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sys.modules.pop("own_net", None)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(run.parent)])
+    assert main(["resume", str(run), "trainer.max_steps=3"]) == 2
+    said = capsys.readouterr().err
+    assert f"no module own_net (looked in {Path.cwd()}, PYTHONPATH" in said
+    assert f"the run began in {run.parent}: call this from there, or PYTHONPATH={run.parent}" in said
+
+
+def test_a_folder_that_is_refused_stays_as_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of a resume that never began are taken back by whoever may go on, by nobody else."""
+    shutil.copy(run / "config.yaml", run / ".config-before.yaml")
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("max_steps: 2", "max_steps: 9"))
+    before = {path: path.read_bytes() for path in run.glob("*.yaml")}
+    with monkeypatch.context() as patch:
+        patch.setenv("HOME", str(run.parent / "nobody"))
+        assert main(["resume", str(run)]) == 2
+    assert {path: path.read_bytes() for path in run.glob("*.yaml")} == before
+    assert (run / ".config-before.yaml").exists()
+    assert main(["resume", str(run)]) == 0
+    assert (run / "config.yaml").read_text() == text
+
+
 def test_the_run_of_another_user_is_shown_and_refused(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

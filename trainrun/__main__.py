@@ -3,6 +3,7 @@
 import os
 import sys
 
+import trainrun.ledger  # noqa: F401  (it looks at the clock)
 from trainrun.collector import rest_while_starting
 from trainrun.signals import leave_at_interrupt
 

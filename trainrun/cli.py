@@ -161,7 +161,7 @@ def train_one(words: list[str], paths: list[str]) -> int:
     for note in composition.notes:
         print(f"note: {note}", file=sys.stderr)
     from trainrun.runlock import only_writer
-    from trainrun.runner import Order, begun, execute
+    from trainrun.runner import Order, begun, execute, start
 
     earlier = earlier_life()
     if earlier is not None:  # torchrun started the ranks anew
@@ -169,8 +169,8 @@ def train_one(words: list[str], paths: list[str]) -> int:
             composition.config.seed = load_config(earlier.config, []).seed
         with only_writer(earlier):
             return execute(earlier, composition.config, Order(True, paths))
-    with begun(composition, words) as run:
-        return told(run.root, lambda: execute(run, composition.config, Order(False, paths)))
+    with begun(composition, words) as (run, again):
+        return told(run.root, lambda: start(run, composition.config, Order(again, paths)))
 
 
 def follows_others() -> bool:

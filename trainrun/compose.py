@@ -32,8 +32,6 @@ from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.explain import explain, explain_value, first_line
 from trainrun.renamed import in_words_of_today
-from trainrun.rundir import RunDir
-from trainrun.trust import check_run
 from trainrun.tuned import stale
 from trainrun.words import Words, split_words, translate, with_one_warmup
 from trainrun.yaml_limits import limit_fault, read_yaml_text, yaml_fault
@@ -164,13 +162,6 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, item in items:
         yield from leaves(item, f"{key}.{name}" if key else str(name))
-
-
-def trusted_config(run: RunDir, overrides: list[str], trust: bool) -> RunConfig:
-    """As `load_config`, of a folder that may be anybody's: code that it names must be known to be the user's."""
-    found = plain_config(run.config)
-    check_run(run, found, overrides, trust)
-    return with_words(found, run.config, overrides)
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,22 @@ def unknown_key(key: str, word: str, parent: Any, folders: list[Path] | None) ->
         kind = "no such group or setting"
     else:
         kind = "no such setting"
+    elsewhere = [name for name in all_keys(RunConfig()) if name.rpartition(".")[2] == last]
+    if 0 < len(elsewhere) <= 2 and last not in names:
+        return f"{word}: {kind}. Did you mean {' or '.join(elsewhere)}?"
     near = nearest(last, names)
     known = "" if near or not names else f" Known there: {', '.join(names[:12])}"
     return f"{word}: {kind}.{near.replace('mean ', 'mean ' + (head + '.' if head else ''))}{known}"
+
+
+def all_keys(section: Any, key: str = "") -> Iterator[str]:
+    """Of every setting in the closed sections."""
+    for item in fields(section):
+        value, name = getattr(section, item.name), f"{key}{item.name}"
+        if is_dataclass(value):
+            yield from all_keys(value, f"{name}.")
+        else:
+            yield name
 
 
 def _word_of(words: list[str], wanted: Any) -> str | None:

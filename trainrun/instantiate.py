@@ -85,7 +85,9 @@ def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[
             if not is_absent(error, path):
                 raise PluginError(f"{fault} importing {path} failed: {place(error)}") from error
     guess = nearest(names[0], top_modules(names[0]))
-    raise PluginError(f"{fault} no module {names[0]} (looked in {Path.cwd()} and what is installed){guess}")
+    raise PluginError(
+        f"{fault} no module {names[0]} (looked in {Path.cwd()}, PYTHONPATH and what is installed){guess}"
+    )
 
 
 def is_absent(error: BaseException, path: str) -> bool:

@@ -90,8 +90,21 @@ class Ledger:
         return {name: seconds for name, seconds in zip(ACCOUNTS, self._seconds, strict=True) if seconds > 0}
 
 
+# When this module was imported, first of all by the command, less what the process had computed until then.
+_ENTERED: Final = time.perf_counter() - time.process_time()
+
+
 def process_start() -> float:
     """When this process began, as `time.perf_counter()` would have said then; to about 10 ms."""
     import psutil
 
     return time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+
+def command_start() -> float:
+    """The same of the command: where a script's `exec` became it, the script's time is none of the run's.
+
+    A process keeps its birth through an `exec`, so what Python computed before it came to us is counted back
+    instead; where it waited for the disk meanwhile (10 ms and less for Python alone), that is missing.
+    """
+    return max(process_start(), _ENTERED)

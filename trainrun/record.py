@@ -14,7 +14,7 @@ from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.metrics_file import read_rows
 from trainrun.randomness import kept_random_state
 from trainrun.rundir import RunDir, read_json
-from trainrun.runner import Order, begun, execute, open_run
+from trainrun.runner import Order, begun, open_run, start
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,10 +78,10 @@ def train(*words: str) -> Run:
             )
     began = time.perf_counter()
     composition = compose_run(list(words))
-    order = Order(resume=False, paths=[path for path in sys.path if path], began=began)
+    paths = [path for path in sys.path if path]
     # a notebook's own random numbers go on as if nothing had been trained
-    with begun(composition, list(words)) as run, kept_random_state():
-        code = execute(run, composition.config, order)
+    with begun(composition, list(words)) as (run, again), kept_random_state():
+        code = start(run, composition.config, Order(again, paths, began))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
     return Run(run.root)

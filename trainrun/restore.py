@@ -12,9 +12,9 @@ from trainrun.build_model import build_model
 from trainrun.checkpoint.format import Loaded, read_checkpoint
 from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.checkpoint.resume import resolve
-from trainrun.compose import trusted_config
 from trainrun.config import RunConfig
 from trainrun.errors import CheckpointError
+from trainrun.existing import trusted_config
 from trainrun.interfaces import DataFacts
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single

@@ -34,6 +34,11 @@ class RunDir:
         return self.root / ".config-before.yaml"
 
     @property
+    def config_that_holds(self) -> Path:
+        """`config_before` where it is there, else `config`."""
+        return self.config_before if self.config_before.is_file() else self.config
+
+    @property
     def overrides(self) -> Path:
         """The words of the command line, one a line."""
         return self.root / "overrides.txt"
@@ -116,6 +121,11 @@ class RunDir:
                 pass
         except OSError as error:
             raise cannot_write(self.root, error) from error
+
+
+def was_saved(run: RunDir) -> bool:
+    """Whether a checkpoint was ever committed here, also where none that is sound is left."""
+    return any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
 
 
 def cannot_write(folder: Path, error: OSError) -> ConfigError:

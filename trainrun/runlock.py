@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 
 from trainrun.errors import EXIT_AGAIN, ConfigError, TrainrunError
-from trainrun.rundir import RunDir, cannot_write
+from trainrun.rundir import RunDir
 
 INHERITED = "TRAINRUN_LOCK"  # the number of the open file, for a rank
 BUSY = (errno.EAGAIN, errno.EACCES)
@@ -52,7 +52,7 @@ def only_writer(run: RunDir, note: Callable[[str], None] = say, patient: bool = 
             error.errno == errno.ELOOP
         ):  # the folder may be anybody's, and the lock is written before that is asked
             raise ConfigError(f"{run.lock}: is a link, which no lock of ours is; take it away") from error
-        raise cannot_write(run.root, error) from error
+        raise not_writable(run, error) from error
     try:
         if _taken(descriptor, run, note, patient):
             os.ftruncate(descriptor, 0)
@@ -66,6 +66,14 @@ def only_writer(run: RunDir, note: Callable[[str], None] = say, patient: bool = 
             _release(descriptor)
     finally:
         os.close(descriptor)
+
+
+def not_writable(run: RunDir, error: OSError) -> ConfigError:
+    """Of a folder that is there already, mostly: another one is no way out for a run that shall go on."""
+    return ConfigError(
+        f"{run.root}: cannot write there ({error.strerror}), and a run goes on in its own folder; make that writable, "
+        f"or begin another run from its newest checkpoint: ckpt_path={run.root}"
+    )
 
 
 def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: bool) -> bool:
@@ -85,7 +93,7 @@ def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: b
                 )
                 return False
             if error.errno not in BUSY:
-                raise cannot_write(run.root, error) from error
+                raise not_writable(run, error) from error
         owner = _owner(descriptor)
         if not (patient or _is_gone(owner)) or time.monotonic() > until:
             raise RunBusy(

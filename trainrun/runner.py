@@ -11,20 +11,21 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from trainrun.compose import Composition, load_config, plain_config, save_config, trusted_config
+from trainrun.compose import Composition, load_config, plain_config, save_config
 from trainrun.config import RunConfig
 from trainrun.environment import describe
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.ledger import process_start
+from trainrun.existing import take_back, take_up, trusted_config
+from trainrun.ledger import command_start
 from trainrun.monitor.readable import counted
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
-from trainrun.rundir import RunDir, cannot_write, write_json, write_text
+from trainrun.rundir import RunDir, cannot_write, was_saved, write_json, write_text
 from trainrun.runlock import only_writer
 from trainrun.signals import StopFlag, catch_signals
 from trainrun.status import deadline, read_status, run_status
-from trainrun.trust import foreign_nodes, seal_run
+from trainrun.trust import check_found, foreign_nodes, seal_run
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,26 @@ class Order:
 
 
 @contextmanager
-def begun(composition: Composition, words: list[str]) -> Iterator[RunDir]:
-    """`new_run`; nobody else trains in its folder inside."""
+def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, bool]]:
+    """`new_run`, or the run of the same words that is in the folder already; nobody else trains there inside.
+
+    The second says whether it is there: then it goes on. Other words are refused, nothing is ever written over.
+    """
     run = RunDir(_folder_of(composition))
     run.create()
     with only_writer(run):
-        yield new_run(composition, words, run)
+        again = run.config.exists() and not forget_failure(run)
+        if again:
+            take_up(run, composition.config)
+        else:
+            new_run(composition, words, run)
+        yield run, again
 
 
 def new_run(composition: Composition, words: list[str], run: RunDir | None = None) -> RunDir:
     """Makes the folder of a new run and writes down what was asked for."""
     run = run or RunDir(_folder_of(composition))
-    if run.config.exists() and not forget_failure(run):
-        raise ConfigError(
-            f"hydra.run.dir={run.root}: holds a run already; go on with `trainrun resume {run.root}`, or name another"
-        )
+    assert not run.config.exists()
     run.create()
     config = composition.config
     if config.seed is None:
@@ -71,11 +77,16 @@ def new_run(composition: Composition, words: list[str], run: RunDir | None = Non
 
 
 def forget_failure(run: RunDir) -> bool:
-    """Whether the run here failed or was stopped before anything was saved; what it wrote is taken away, then."""
+    """Whether the run here failed or was stopped before it saved anything; what it wrote is taken away, then."""
     state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
-    if state not in ("failed", "stopped") or any(run.checkpoints.glob("step-*")):
+    if state not in ("failed", "stopped") or was_saved(run):
         return False
-    for path in (run.config, run.metrics, run.log, run.status):
+    for path in (
+        run.metrics,
+        run.log,
+        run.status,
+        run.config,
+    ):  # the last: until then it is all forgotten again
         path.unlink(missing_ok=True)
     return True
 
@@ -87,6 +98,14 @@ def _folder_of(composition: Composition) -> Path:
     now = datetime.now()
     name = f"{now:%H-%M-%S}-{composition.config.run_name}-{secrets.token_hex(2)}"
     return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
+
+
+def start(run: RunDir, config: RunConfig, order: Order) -> int:
+    """`execute`, unless the run has come to its end."""
+    if order.resume and (told := finished(run, config)):
+        print(told)
+        return EXIT_DONE
+    return execute(run, config, order)
 
 
 def execute(run: RunDir, config: RunConfig, order: Order) -> int:
@@ -105,7 +124,7 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
         parallel.mode == "single"
     ):  # imported here: a library may swallow the interrupt of a run that has begun
         from trainrun.rank import train_here
-    began = process_start() if order.began is None else order.began
+    began = command_start() if order.began is None else order.began
     flag = StopFlag(training=False)
     try:
         with (
@@ -144,8 +163,9 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
 
 
 def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
-    take_back(run)
     config = trusted_config(run, overrides, trust)
+    check_found(run, asdict(config))
+    take_back(run)
     if told := finished(run, config):
         print(told)
         return EXIT_DONE
@@ -174,9 +194,3 @@ def finished(run: RunDir, config: RunConfig) -> str:
         f"{run.root}: finished already ({status.get('reason')}); raise trainer.max_epochs (or "
         "trainer.max_steps) to go on; its plots are drawn again by trainrun report"
     )
-
-
-def take_back(run: RunDir) -> None:
-    """The config before the words of a resume that never came to its first step."""
-    if run.config_before.is_file():
-        run.config_before.replace(run.config)

@@ -23,14 +23,16 @@ import hmac
 import os
 import re
 import secrets
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from trainrun.errors import ConfigError
 from trainrun.instantiate import TARGET
-from trainrun.rundir import RunDir, read_bytes, read_identity, write_json
+from trainrun.rundir import RunDir, read_bytes, read_identity, read_json, write_json
 
 SEALS = "seals"
 CACHE = "data.cache"
@@ -103,6 +105,28 @@ def check_run(run: RunDir, config: dict[str, Any], words: list[str], trust: bool
             "this folder: --trust; where the code is yours: call this from the folder it lies in, or name it again, as "
             f"{strange[0].shown.partition('=')[0]}=..."
         )
+
+
+def check_found(run: RunDir, config: dict[str, Any]) -> None:
+    """Raises ConfigError where a module that the run names is not to be found from here; looks, imports nothing."""
+    for target in targets_in(config):
+        module = target.partition(".")[0]
+        if module.isidentifier() and module not in sys.modules and find_spec(module) is None:
+            began = folder_of(run)
+            way = f"; the run began in {began}: call this from there, or PYTHONPATH={began}" if began else ""
+            raise ConfigError(
+                f"{run.root}: names {target}, and there is no module {module} (looked in {Path.cwd()}, PYTHONPATH and "
+                f"what is installed){way}"
+            )
+
+
+def folder_of(run: RunDir) -> str:
+    """Where the command that began the run was called; empty where that is not known."""
+    told: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        told = read_json(run.environment)
+    folder = told.get("working_dir") if isinstance(told, dict) else None
+    return folder if isinstance(folder, str) else ""
 
 
 def seal_run(run: RunDir, config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""F6: the real command in new processes, killed with everything that it started."""
+"""F6, F21: the real command in new processes, killed with everything that it started; and not killed at all."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from faults.judges import Tally
 from faults.subjects import SUBJECTS
 
 what = "kill -9 of the whole process group, and of the command alone: real commands in new processes"
+what_starts = "the same words in new processes, also with other numbers of workers: the same bits"
 ORPHAN_SECONDS = 10.0
 
 
@@ -28,6 +29,35 @@ def run(folder: Path, rng: random.Random, size: float) -> Tally:
         expected = facts_of(whole / "run")
         for number in range(max(1, round(5 * size))):
             _one(tally, folder / f"cold-{name}-{number}", name, rng, seconds, expected)
+    return tally
+
+
+def starts(folder: Path, rng: random.Random, size: float) -> Tally:
+    """A case is a run, compared with the first of its subject; nothing befalls it."""
+    tally, times = Tally("F21", what_starts), max(2, round(5 * size))
+    again = {name: [name] * times for name in ("fp32", "bf16", "fp16", "ddp")}
+    compiled = {"compiled": ["compiled"] * 2} if size >= 1 else {}
+    for name, runs in {**again, **compiled, "workers": [0, 1, 3]}.items():
+        began, problems = time.monotonic(), []
+        facts: list[object] = []
+        for number, workers in enumerate(runs):
+            place = folder / f"start-{name}-{number}"
+            words = [*SUBJECTS[name].words, f"output_dir={place / 'run'}"]
+            if name == "workers":
+                words = [word for word in words if not word.startswith("data.num_workers=")]
+                words.append(f"data.num_workers={workers}")
+            code, _ = _command(place, name, words)
+            if code:
+                problems.append(f"ends with {code}: {(place / 'output').read_text()[-1000:]}")
+                break
+            facts.append(facts_of(place / "run"))
+            problems += list(differences(facts[0], facts[-1]))[:5]
+        tally.cases += len(facts)
+        tally.lost += len(facts) < len(runs)
+        tally.different += len(facts) == len(runs) and bool(problems)
+        tally.seconds += time.monotonic() - began
+        if problems:
+            tally.failed.append((name, "; ".join(problems)))
     return tally
 
 

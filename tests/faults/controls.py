@@ -27,6 +27,7 @@ WHERE = {
     "deletion-before-the-commit": "sync kill@file=155",
     "acknowledged-too-early": "sync kill@batch=26",
     "other-buckets": "ddp3 kill@batch=16",
+    "begun-anew": "sync kill@batch=26",  # whose second life is the same command
 }
 assert WHERE.keys() == DEFECTS.keys()
 

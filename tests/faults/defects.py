@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from trainrun import parts
+from trainrun import parts, runner
 from trainrun.cadence import Cadence
 from trainrun.checkpoint import keep, saving
 from trainrun.checkpoint.files import FileLayer
 from trainrun.optimizer.ema import Ema
 from trainrun.parallel import ddp
 from trainrun.parts import Parts
+from trainrun.rundir import RunDir
 from trainrun.scheduler.schedule import Schedule
 
 
@@ -99,11 +101,22 @@ def other_buckets() -> None:
     ddp.fix_buckets = lambda model: None  # type: ignore[assignment]
 
 
+def begun_anew() -> None:
+    """The same command in the same folder takes away the run that is there."""
+
+    def forget(run: RunDir) -> bool:
+        shutil.rmtree(run.checkpoints)
+        run.config.unlink()
+        return True
+
+    runner.forget_failure = forget
+
+
 DEFECTS: dict[str, Callable[[], None]] = {
     function.__name__.replace("_", "-"): function
     for function in [
         no_random_state, random_state_before_iter, no_position, no_optimizer_state, no_schedule, no_average,
         no_loss_scale, rows_not_cut, rows_after_the_commit, deletion_before_the_commit,
-        acknowledged_too_early, other_buckets,
+        acknowledged_too_early, other_buckets, begun_anew,
     ]
 }  # fmt: skip

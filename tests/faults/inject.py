@@ -56,16 +56,16 @@ class Counter:
         return here
 
     def signal(self) -> None:
-        """A kill hits this very process; a wish to stop is sent to the one that the user started."""
+        """A kill and a standstill hit this very process; a wish to stop is sent to the one that the user started."""
         assert self.fault is not None
-        number = NUMBERS[self.fault.action]
-        os.kill(os.getpid() if self.fault.action == "kill" else self.driver, number)
+        own = self.fault.kind in ("kill", "stop")
+        os.kill(os.getpid() if own else self.driver, NUMBERS[self.fault.kind])
 
 
 def arm(fault: Fault | None, run: Path, driver: int) -> None:
     """The fault of this life in this process; with none, places are counted for the reference."""
-    if fault is not None and fault.place in ("time", "driver", "sample"):
-        return  # of the parent, and of a worker
+    if fault is not None and fault.place in ("time", "driver", "sample", "disk"):
+        return  # of the parent, of a worker, and of the file system
     counts = os.environ.get(COUNTS)
     if fault is None and counts is None:
         return
@@ -111,8 +111,8 @@ def _batch(counter: Counter) -> Any:
         if not counter.pass_by():
             return 1.0
         assert counter.fault is not None
-        action = counter.fault.action
-        if action in SIGNALS:
+        action = counter.fault.kind
+        if action in (*SIGNALS, "stop"):
             counter.signal()
         elif action == "error":
             raise ValueError("a fault of the model")
@@ -136,9 +136,9 @@ def _disk(counter: Counter, when: str) -> Hook:
         if fault.action in SIGNALS:
             counter.signal()
             return
-        if operation.name in ("unlink", "rmdir") and fault.action.removesuffix("+") in ("enospc", "edquot"):
+        if operation.name in ("unlink", "rmdir") and fault.kind in ("enospc", "edquot"):
             return  # a full disk still deletes
-        number = ERRORS[fault.action.removesuffix("+")]
+        number = ERRORS[fault.kind]
         raise OSError(number, os.strerror(number), operation.path)
 
     return hook

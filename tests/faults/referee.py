@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from faults import warm
 from faults.defects import plant
@@ -15,6 +18,7 @@ from faults.forks import KILL_CODE, Ending, Strike, fork_ranks, run_forked
 from faults.history import PLACE, Life, check_history, check_reference, read_history
 from faults.inject import COUNTS, NUMBERS, arm, keep_history
 from faults.plan import CODE, DISK, SIGNALS, WORKER, Case, Fault
+from faults.small_disk import leave_free, small_disk
 from faults.subjects import SUBJECTS, Subject
 from trainrun import compose
 from trainrun.cli import main
@@ -22,12 +26,13 @@ from trainrun.compose import Composition, compose_run
 from trainrun.errors import TrainrunError
 
 TIMEOUT = 60.0
+AGAIN_TIMEOUT = 180.0  # of ranks that start again, up to twelve times
 # a full disk or a fault of the model fails the run, unless only a deletion failed; a stop may come too late; a worker
 # that stalls ends the run with words about data.worker_timeout_seconds
 CODES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(DISK, (0, 1, 2)), **dict.fromkeys(CODE, (0, 1)), **dict.fromkeys(WORKER, (0,)),
     "kill": (0, KILL_CODE), "term": (0, 75, 143), "usr1": (0, 75, 138), "usr2": (0, 75, 140), "int": (0, 130),
-    "worker-stop": (0, 2),
+    "worker-stop": (0, 2), "full": (0, 1, 2), "stop": (1,),
 }  # fmt: skip
 EARLY = {"term": -15, "usr1": -10, "usr2": -12, "int": -2}  # ahead of the first handler
 
@@ -79,9 +84,18 @@ class Referee:
     def play(self, case: Case) -> Outcome:
         subject, reference = SUBJECTS[case.subject], self.reference(case.subject)
         outcome, place = Outcome(case), self._place()
+        with small_disk(place / "run") if case.on_small_disk else nullcontext():
+            self._play(outcome, place, subject, reference)
+        if outcome.good and not self.keep:
+            shutil.rmtree(place)
+        return outcome
+
+    def _play(self, outcome: Outcome, place: Path, subject: Subject, reference: Reference) -> None:
+        case = outcome.case
         for number, fault in enumerate([*case.faults, None]):
             said = (place / "output").stat().st_size
-            ending = self._live(place, subject, fault, case.defect)
+            by_resume = bool(crc32(f"{case} {number}".encode()) & 1)
+            ending = self._live(place, subject, fault, case.defect, by_resume)
             outcome.seconds += ending.seconds
             text = (place / "output").read_bytes()[said:].decode()
             self._judge_ending(outcome, place, number, fault, ending, text)
@@ -97,9 +111,6 @@ class Referee:
         history = place / "history"
         outcome.struck += history.read_text().count(" struck ") if history.exists() else 0
         outcome.struck += (place / "struck").exists()
-        if outcome.good and not self.keep:
-            shutil.rmtree(place)
-        return outcome
 
     def _place(self) -> Path:
         self._number += 1
@@ -138,12 +149,16 @@ class Referee:
         shutil.rmtree(place)
         return Reference(tree, others, rows, best, lives, counts, ending.seconds)
 
-    def _live(self, place: Path, subject: Subject, fault: Fault | None, defect: str = "") -> Ending:
-        """One life of the run: begun, or gone on with as a user would."""
+    def _live(
+        self, place: Path, subject: Subject, fault: Fault | None, defect: str = "", by_resume: bool = False
+    ) -> Ending:
+        """One life of the run: begun, or gone on with as a user would, by the same command or by `resume`."""
         run, composition, strike = place / "run", self.composed(subject), None
         if fault is not None and fault.place in ("time", "driver"):
             rank = fault.rank if subject.ranks > 1 and fault.place == "time" else None
             strike = Strike(NUMBERS[fault.action], fault.value, rank)
+        if run.is_mount():
+            leave_free(run, fault.value if fault is not None and fault.place == "disk" else None)
 
         def work() -> int:
             os.environ[PLACE] = str(place / "history")
@@ -151,9 +166,10 @@ class Referee:
             if fault is not None and fault.place == "sample":
                 number = NUMBERS[fault.action.partition("-")[2]]
                 os.environ["FAULTS_WORKER"] = f"{fault.value:g}:{number}:{place / 'struck'}"
-            return _enter(run, subject, fault, defect, composition)
+            return _enter(run, subject, fault, defect, composition, by_resume)
 
-        return run_forked(work, place / "output", TIMEOUT, strike)
+        timeout = AGAIN_TIMEOUT if subject.starts_again else TIMEOUT
+        return run_forked(work, place / "output", timeout, strike)
 
     def composed(self, subject: Subject) -> Composition:
         """Hydra takes longer than the training; what it makes is the same for every case."""
@@ -166,17 +182,24 @@ class Referee:
     def _judge_ending(
         self, outcome: Outcome, place: Path, number: int, fault: Fault | None, ending: Ending, text: str
     ) -> None:
-        action = fault.action.removesuffix("+") if fault is not None else ""
+        action = fault.kind if fault is not None else ""
+        subject = SUBJECTS[outcome.case.subject]
         allowed = (*CODES.get(action, (0,)), EARLY.get(action, 0))
-        if action == "kill" and SUBJECTS[outcome.case.subject].ranks > 1:
+        if subject.starts_again:
+            allowed = (0,) if fault is None or fault.kind == fault.action else (0, 1)
+        elif action == "kill" and subject.ranks > 1:
             allowed = (0, 1, KILL_CODE)
-        outcome.struck += ending.struck
+        outcome.struck += ending.struck + (action == "full" and ending.code != 0)
         if ending.hung:
             outcome.problems.append(f"life {number} hangs")
             outcome.lost = True
         elif ending.code not in allowed:
             outcome.problems.append(f"life {number} ({fault}) ends with {ending.code}: {text[-2000:]}")
             outcome.lost = fault is None
+        if subject.starts_again and ending.code == 1:
+            said = json.loads((place / "run" / "status.json").read_text())["message"]
+            if "no further restart" not in said:
+                outcome.problems.append(f"life {number} ({fault}) gave up too early: {said}")
         if "Traceback" in text and action not in (
             "error",
             "kill",
@@ -206,7 +229,7 @@ class Referee:
     def _judge_leavings(self, outcome: Outcome, place: Path, last: Fault | None) -> None:
         """last: of the life that came to the end; what a fault of the disk kept from being deleted is only noted."""
         left = [path.name for path in (place / "run" / "checkpoints").glob(".*")]
-        if left and (last is None or last.action.removesuffix("+") not in DISK):
+        if left and (last is None or last.kind not in (*DISK, "full")):
             outcome.problems.append(f"left behind: {left}")
 
 
@@ -228,25 +251,33 @@ def starts_of(subject: Subject) -> dict[int, int]:
     return starts | {step: subject.epochs * batches}
 
 
-def _enter(run: Path, subject: Subject, fault: Fault | None, defect: str, composition: Composition) -> int:
+def _enter(
+    run: Path, subject: Subject, fault: Fault | None, defect: str, composition: Composition, by_resume: bool
+) -> int:
     """With a history, a fault and perhaps a defect."""
     driver = os.getpid()
     keep_history()
     if defect:
         plant(defect)
     if subject.ranks > 1:
-        fork_ranks(lambda rank: arm(fault if fault and fault.rank == rank else None, run, driver))
+        fork_ranks(lambda rank: arm(fault if _strikes(fault, rank) else None, run, driver))
     else:
         arm(fault, run, driver)
-    return enter(run, subject, composition)
+    return enter(run, subject, composition, by_resume)
 
 
-def enter(run: Path, subject: Subject, composition: Composition) -> int:
+def _strikes(fault: Fault | None, rank: int) -> bool:
+    """With a `+` also in the attempts that follow."""
+    first = os.environ["TRAINRUN_ATTEMPT"] == "0"
+    return fault is not None and fault.rank == rank and (first or fault.action != fault.kind)
+
+
+def enter(run: Path, subject: Subject, composition: Composition, by_resume: bool = False) -> int:
     """The command that a user would type now."""
     own = {**composition.own, "hydra.run.dir": str(run)}
     compose.compose_run = lambda words: replace(composition, own=own, notes=[])  # type: ignore[assignment]
     words = [*subject.words, f"output_dir={run}"]
-    if (run / "config.yaml").exists():
+    if by_resume and (run / "config.yaml").exists():
         code = main(["resume", str(run)])
         if code != 2 or any((run / "checkpoints").glob("step-*")):
             return code

@@ -23,6 +23,7 @@ TEXT = [
 # as many samples as all ranks take together without a rest, so that none is seen twice
 RANKS = ["parallel=ddp", "data.batch_size=2", "parallel.timeout_seconds=20"]
 TWO = [*RANKS, "data.train.count=64"]
+AGAIN = [*TWO[:2], "parallel.timeout_seconds=5", "data.train.count=64", "parallel.max_restarts=12"]
 THREE = [*RANKS, "parallel.devices=3", "data.train.count=60"]
 
 
@@ -35,6 +36,11 @@ class Subject:
     ranks: int = 1
     samples: int = 61
     epochs: int = 3
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether ranks that died are started again by the run itself."""
+        return any(word.startswith("parallel.max_restarts=") for word in self.words)
 
 
 def _subject(name: str, *new: str, ranks: int = 1, samples: int = 61) -> Subject:
@@ -64,6 +70,7 @@ SUBJECTS = {
         _subject("ddp-sync", *TWO, "checkpoint.async_save=false", ranks=2, samples=64),
         _subject("ddp-fp16", *TWO, "precision=16-mixed", ranks=2, samples=64),
         _subject("ddp-workers", *TWO, "data.num_workers=1", ranks=2, samples=64),
+        _subject("ddp-again", *AGAIN, ranks=2, samples=64),
         _subject("ddp3", *THREE, ranks=3, samples=60),
     ]
 }  # fmt: skip

@@ -82,6 +82,15 @@ def f8(look: Look, rng: random.Random, size: float) -> list[Case]:
     return some(rng, size / 4, cases)
 
 
+def f9(look: Look, rng: random.Random, size: float) -> list[Case]:
+    """A whole run takes about 300 kB; a life that has room to its end is the last one."""
+    names = ("fp32", "sync", "best", "ddp")
+    return [
+        Case(names[n % len(names)], tuple(Fault("full", "disk", rng.randrange(4, 150)) for _ in range(2)))
+        for n in range(round(20 * size) or 1)
+    ]
+
+
 def f14(look: Look, rng: random.Random, size: float) -> list[Case]:
     names = ("workers", "fp32", "threads", "fp16-workers", "ddp", "ddp-workers")
     return [
@@ -112,6 +121,25 @@ def f16(look: Look, rng: random.Random, size: float) -> list[Case]:
         for name in ("workers", "fp16-workers")
         for action in WORKER
     ]
+
+
+def f17(look: Look, rng: random.Random, size: float) -> list[Case]:
+    """The ranks start again by themselves, and the same life comes to its end."""
+    kinds = (("stop", "batch"), ("error", "batch"), ("oom", "batch"), ("kill", "mark"), ("kill", "file"))
+    cases = [
+        Case("ddp-again", (at_random(look, rng, "ddp-again", *kind),)) for kind in kinds for _ in range(3)
+    ]
+    return some(rng, size, cases)
+
+
+def f18(look: Look, rng: random.Random, size: float) -> list[Case]:
+    """In every attempt: ahead of anything new to save, which must end; behind it, which comes to its end."""
+    return some(rng, size, [
+        Case("ddp-again", (Fault(action, "batch", n, rank),))
+        for action in ("kill+", "error+")
+        for rank in (0, 1)
+        for n in (1, 14)
+    ])  # fmt: skip
 
 
 def f19(look: Look, rng: random.Random, size: float) -> list[Case]:
@@ -170,9 +198,12 @@ SUITES: dict[str, tuple[str, Make]] = {
     "F4": ("kill -9 of a random rank, 2 and 3 ranks", f4),
     "F7": ("kill -9 before, in and after every file operation", f7),
     "F8": ("ENOSPC, EDQUOT, EIO, EROFS at a file operation, once and from then on", f8),
+    "F9": ("a file system that is full for real, life after life", f9),
     "F14": ("SIGTERM, SIGUSR1, SIGUSR2, SIGINT at random times", f14),
     "F15": ("stop signals in saves, validations and resumes", f15),
     "F16": ("loader workers killed, crashed, stalled", f16),
+    "F17": ("a rank that stands still, fails, dies, and ranks that start again", f17),
+    "F18": ("ranks that die in every attempt", f18),
     "F19": ("NaN, an exception, no memory in a micro-batch", f19),
     "F24": ("kills and faults while a save is under way", f24),
 }

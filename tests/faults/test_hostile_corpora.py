@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 import trainrun.checkpoint.format as checkpoint_format
-import trainrun.compose as compose
+import trainrun.existing as existing
 from faults import corpus_damage, corpus_fuzz, corpus_hostile, corpus_inputs
 
 # What the suite has time for; scripts/faults.py checks all.
@@ -70,7 +70,7 @@ def test_the_corpora_can_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
         patch.setattr(corpus_fuzz, "CheckpointError", PermissionError)
         assert faults_of(corpus_fuzz, corpus_fuzz.cases(20), place)
     with monkeypatch.context() as patch:
-        patch.setattr(compose, "check_run", lambda *_: None)
+        patch.setattr(existing, "check_run", lambda *_: None)
         planted = [
             case
             for case in corpus_hostile.cases()

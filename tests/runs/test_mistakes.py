@@ -180,8 +180,11 @@ def test_all_target_faults_are_listed_before_anything_is_built(
 def test_a_run_folder_is_never_written_over(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUIET, "output_dir=run"]) == 0
     before = (project / "run" / "status.json").read_text()
-    assert main([*QUIET, "output_dir=run"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert main([*QUIET, "optimizer.lr=0.25", "data.batch_size=7", "output_dir=run"]) == 2
+    said = capsys.readouterr().err
+    assert "holds a run already" in said
+    assert "data.batch_size=32 (here 7)" in said
+    assert "optimizer.lr=0.001 (here 0.25)" in said
     assert (project / "run" / "status.json").read_text() == before
 
 
@@ -261,7 +264,7 @@ def test_a_named_folder_is_free_again_after_a_failure_that_saved_nothing(
     assert main(["hydra.run.dir=r", *QUIET]) == 0
     rows = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
     assert [row["kind"] for row in rows].count("start") == 1
-    assert main(["hydra.run.dir=r", *QUIET]) == 2
+    assert main(["hydra.run.dir=r", *QUIET, "seed=5"]) == 2
     assert "holds a run already" in capsys.readouterr().err
 
 

@@ -215,6 +215,20 @@ def test_a_damaged_checkpoint_falls_back_and_none_left_is_an_error(
     assert "MANIFEST.json" in capsys.readouterr().err
 
 
+def test_a_run_with_none_but_damaged_checkpoints_is_not_begun_again_by_its_command(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = [*WORDS, *stop_at(3, "SIGINT"), "output_dir=run"]
+    assert main(again) == 130
+    for folder in (own / "run" / "checkpoints").glob("step-*"):
+        (folder / "MANIFEST.json").write_text("{}")
+    rows = (own / "run" / "metrics.jsonl").read_text()
+    for _ in range(2):  # the second finds them set aside
+        assert main(again) == 2
+        assert "no sound checkpoint is left" in capsys.readouterr().err
+    assert (own / "run" / "metrics.jsonl").read_text().startswith(rows)
+
+
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_stop_at_a_validation_leaves_the_same_best_checkpoints(own: Path, step: int) -> None:
     """The stop comes into effect one step later: at a validation, in and at the end of an epoch."""
@@ -254,6 +268,30 @@ def test_a_finished_run_stays_as_it_is_and_goes_on_with_more_epochs(
     whole, longer = facts_of(own / "whole"), facts_of(own / "run")
     same(whole[0], longer[0])
     assert whole[1] == longer[1]
+
+
+def test_the_same_command_goes_on_and_leaves_a_finished_run_alone(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def words(at: int, *more: str) -> list[str]:
+        return [*WORDS, *stop_at(at, "SIGINT"), *more]
+
+    again = words(4, "seed=null", "output_dir=run")
+    assert main(again) == 130
+    seed = package.load_run("run").config.seed
+    assert main([*again, "optimizer.lr=0.5"]) == 2
+    capsys.readouterr()
+    assert main(again) == 0
+    assert "goes on from step 4" in capsys.readouterr().out
+    files = {path: path.stat().st_mtime_ns for path in (own / "run").rglob("*") if path.name != ".lock"}
+    assert main(again) == 0
+    assert "finished already" in capsys.readouterr().out
+    assert package.train(*again).status["state"] == "done"
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+    assert main(words(-1, f"seed={seed}", "output_dir=whole")) == 0
+    whole, resumed = facts_of(own / "whole"), facts_of(own / "run")
+    same(whole[0], resumed[0])
+    assert whole[1] == resumed[1]
 
 
 def test_words_that_a_run_cannot_go_on_with_are_forgotten(

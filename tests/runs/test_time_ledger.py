@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import exact_parts
@@ -109,6 +112,13 @@ def test_all_seconds_add_up_and_errors_close_their_account():
     assert ledger.read() == {"start-up": 3.5, "plots": 2.0}
     ledger.move(ACCOUNTS.index("plots"), ACCOUNTS.index("compile"), 5.0)  # no account goes below nothing
     assert ledger.read() == {"start-up": 3.5, "compile": 2.0}
+
+
+def test_what_a_script_did_before_its_exec_is_not_the_runs_time():
+    code = "from time import *; from trainrun.ledger import *; print(process_start() - command_start())"
+    words = ["sh", "-c", f"sleep 0.5; exec {sys.executable} -c '{code}'"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert -float(done.stdout) > 0.4
 
 
 def test_the_rows_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):

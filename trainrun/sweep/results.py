@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
-from trainrun.rundir import RunDir
+from trainrun.rundir import RunDir, was_saved
 from trainrun.status import read_status as status_of
 
 OUTPUT = "run.out"  # what a job prints
@@ -34,7 +34,8 @@ def is_done(folder: Path) -> bool:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    return any(RunDir(folder).checkpoints.glob("step-*"))
+    """Also where it is damaged, which its job says then: no run begins again without a word."""
+    return was_saved(RunDir(folder))
 
 
 def read_status(folder: Path) -> dict[str, Any]:
