@@ -154,7 +154,7 @@ def test_the_best_is_told_only_of_what_was_tried(tmp_path: Path) -> None:
     assert "not tried" not in calm.verdict
     hasty = tuned(World(tmp_path, flat, start_seconds=4.0), budget=40.0)
     untried = sum(trial.state == UNTRIED for trial in hasty.trials)
-    assert untried > sum(trial.ratio is not None for trial in hasty.trials)
+    assert untried >= sum(trial.ratio is not None for trial in hasty.trials)
     assert "is the best" not in hasty.verdict
     assert hasty.verdict.endswith(f"; {untried} settings were not tried: give more --budget")
 
@@ -191,6 +191,8 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"kind": "sta')
     assert [row["kind"] for row in read_rows(path)] == ["begin", "look"]
+    Journal(path, read_rows(path)).write("stage")  # of the next life
+    assert [row["kind"] for row in read_rows(path)] == ["begin", "look", "stage"]
 
 
 def test_processes_do_not_pile_up(tmp_path: Path) -> None:

@@ -171,6 +171,6 @@ def _nothing_found(measured: int, untried: int) -> str:
     """The best of what there is can be told only of what was measured, and of most of it."""
     if not measured:
         return "nothing is known: no other setting was measured"
-    if untried > measured:
+    if untried >= measured:
         return f"little is known: none of {measured} settings that were measured is clearly faster"
     return f"your configuration is the best that was found: none of {measured} settings is clearly faster"

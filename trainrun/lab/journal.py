@@ -33,6 +33,7 @@ class Journal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
+                file.truncate(whole_lines(self._path))
                 file.writelines(json.dumps(line) + "\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
@@ -47,6 +48,11 @@ class Journal:
                 self._earlier.remove(row)
                 return row
         return None
+
+
+def whole_lines(path: Path) -> int:
+    """Bytes of a file up to the end of its last line that is whole."""
+    return path.read_bytes().rfind(b"\n") + 1
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
