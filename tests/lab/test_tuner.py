@@ -150,13 +150,13 @@ def test_time_that_is_short_is_kept(tmp_path: Path) -> None:
 
 def test_the_best_is_told_only_of_what_was_tried(tmp_path: Path) -> None:
     calm = tuned(World(tmp_path, flat))
-    assert calm.verdict.startswith("your configuration is the best that was found: none of ")
+    assert calm.verdict.startswith("your configuration is the best that was found: of ")
     assert "not tried" not in calm.verdict
     hasty = tuned(World(tmp_path, flat, start_seconds=4.0), budget=40.0)
     untried = sum(trial.state == UNTRIED for trial in hasty.trials)
     assert untried >= sum(trial.ratio is not None for trial in hasty.trials)
     assert "is the best" not in hasty.verdict
-    assert hasty.verdict.endswith(f"; {untried} settings were not tried: give more --budget")
+    assert hasty.verdict.endswith(f"; not tried, for want of time: {untried} settings (--budget)")
 
 
 def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from trainrun.lab.gate import loosest
 from trainrun.lab.knobs import NUMBERS
 from trainrun.lab.starter import Measure, Starter
 from trainrun.lab.statistics import EARLY, Ratio, grouped_ratio, settled
+from trainrun.monitor.readable import counted
 
 SURE: Final = 0.99  # how sure a claim is
 MOST_PAIRS, LEAST_PAIRS = 24, 10
@@ -153,7 +154,7 @@ def apart(rungs: Sequence[Rung]) -> list[Rung]:
 def verdict_of(claim: Ratio | None, champion: Trial, trials: Sequence[Trial], smallest: float) -> str:
     """In a sentence. champion: without words where nothing on the way was clearly faster."""
     untried = sum(trial.state == UNTRIED for trial in trials)
-    rest = f"; {untried} settings were not tried: give more --budget" if untried else ""
+    rest = f"; not tried, for want of time: {counted(untried, 'setting')} (--budget)" if untried else ""
     if not champion.words:
         return _nothing_found(sum(trial.ratio is not None for trial in trials), untried) + rest
     if claim is None:
@@ -172,5 +173,5 @@ def _nothing_found(measured: int, untried: int) -> str:
     if not measured:
         return "nothing is known: no other setting was measured"
     if untried >= measured:
-        return f"little is known: none of {measured} settings that were measured is clearly faster"
-    return f"your configuration is the best that was found: none of {measured} settings is clearly faster"
+        return f"little is known: of {counted(measured, 'setting')} that could be measured none is clearly faster"
+    return f"your configuration is the best that was found: of {counted(measured, 'setting')} none is clearly faster"
