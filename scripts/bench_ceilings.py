@@ -2,9 +2,10 @@
 
     python scripts/bench_ceilings.py [--steps 150] [--milliseconds 3 8 20]
 
-Loading a batch sleeps for so long, and so does the step, in every pair of times. Of each pair one run reads
-beside the training, and one between steps. Printed: what each of them predicts, `max(load, train)`, over the
-seconds of a step that the first, in which both overlap, took. The laps may take a fifth of these short runs.
+Loading a batch sleeps for so long, and so does the step, in every pair of times. Of each pair one run reads beside the
+training, and one between steps; short steps are repeated until there is time for the laps. Printed: what each of them
+predicts, `max(load, train)`, over the seconds of a step that the first, in which both overlap, took. The laps may take
+a fifth of these short runs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from trainrun.interfaces import StepOutput
 BATCH = 8
 CLOSE = 0.05
 EVERY = 25  # steps of one reading of the time
+LEAST_SECONDS = 2.0  # of all steps: the laps may take a fifth of it, and two workers need 0.2 s to start
 
 
 class Slow:
@@ -100,9 +102,10 @@ def main() -> None:
     for (name, engine), load, train in itertools.product(
         beside.items(), given.milliseconds, given.milliseconds
     ):
+        steps = max(given.steps, int(1000 * LEAST_SECONDS / max(load, train)))
         with tempfile.TemporaryDirectory() as folder, bench_kit.silence():
-            seen, predicted = run(engine, load, train, given.steps, Path(folder) / "beside")
-            _, other = run(between, load, train, given.steps, Path(folder) / "between")
+            seen, predicted = run(engine, load, train, steps, Path(folder) / "beside")
+            _, other = run(between, load, train, steps, Path(folder) / "between")
         line = f"{name:<10} load {load:4g} ms  train {train:4g} ms  step {1000 * seen:6.2f} ms"
         print(f"{line}  predicted {predicted / seen:.3f}", end="", flush=True)
         within = [abs(predicted / seen - 1) <= CLOSE]

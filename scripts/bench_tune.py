@@ -1,22 +1,25 @@
 """Does `trainrun tune` find what there is, claim nothing that is not there, and promise what comes true?
 
-    python scripts/bench_tune.py grid [WORKLOAD ...] [--budget 120]     within 5 % of a grid, at a fifth of its cost?
+    python scripts/bench_tune.py grid [WORKLOAD ...] [--budget 120] [--knobs threads ...] [--slot 280 --store FOLDER]
+                                                                within 5 % of a grid, at a fifth of its cost?
     python scripts/bench_tune.py null [--repeats 40] [--budget 60]      a search with nothing to find: false claims
     python scripts/bench_tune.py fresh [WORKLOAD ...] [--budget 120]    is it never slower, and does the claim hold?
 
 grid: every combination of the knobs' settings is run in turns with the user's words; its cost is the time that this
-took, and the champion meets the grid's best once more. null: each repeat is a whole search that may only choose the
-settings that are there already. fresh: after the search, champion and default are started anew, several times. The
-exit code is 0 whatever is found.
+took. The search has the same knobs, and its champion meets the grid's best once more, in several pairs of processes.
+With --slot a grid that takes longer ends after so many seconds, and the same words go on with it. null: each repeat is
+a whole search that may only choose the settings that are there already. fresh: after the search, champion and default
+are started anew, several times. The exit code is 0 whatever is found.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -35,7 +38,7 @@ from trainrun.lab.evidence import Outcome  # noqa: E402
 from trainrun.lab.journal import Journal  # noqa: E402
 from trainrun.lab.knobs import COMPILE, KNOBS, Knob, Value, Wish, different  # noqa: E402
 from trainrun.lab.look import look, measure_for  # noqa: E402
-from trainrun.lab.statistics import Ratio  # noqa: E402
+from trainrun.lab.statistics import Ratio, grouped_ratio  # noqa: E402
 from trainrun.lab.tuner import Tuner  # noqa: E402
 from trainrun.parallel.launch import num_cores  # noqa: E402
 
@@ -48,9 +51,10 @@ WORKLOADS = {
     "lstm": [*COMMON, "data=text", "data.train.kind=lines", "data.train.max_bytes=400000", "model=lstm",
              "task=language_modeling", "data.batch_size=32", "data.max_sequence_length=128"],
 }  # fmt: skip
-GRID_KNOBS = ("threads", "loader", "numbers", "micro-batch")
+GRID_KNOBS = ["threads", "loader", "numbers", "micro-batch", "optimizer"]
 GRID_PAIRS = 5
 CHECK_PAIRS = 30
+CHECK_PROCESSES = 3
 PROCESSES = 5
 Taken = list[str]
 
@@ -84,15 +88,17 @@ def beside(
     bench: Bench, first: Sequence[str], second: Sequence[str], pairs: int, processes: int = 1
 ) -> Ratio:
     """The second over the first, in so many pairs of fresh processes."""
-    stand, found = RealStand(bench), Duel()
-    for _ in range(processes):
-        sides = [stand.start(config_of(words), 120.0) for words in (first, second)]
+    stand, found = RealStand(bench), []
+    for number in range(processes):
+        order = (first, second) if number % 2 == 0 else (second, first)
+        sides = [stand.start(config_of(words), 120.0) for words in order]
         for side in sides:
             side.pace(0.3)
-        found.pairs += duel_of(sides[0], sides[1], pairs // processes).pairs
+        sides = sides if number % 2 == 0 else sides[::-1]
+        found.append(duel_of(sides[0], sides[1], pairs // processes).pairs)
         for side in sides:
             side.close()
-    return found.ratio(0.99)
+    return grouped_ratio(found, 0.99)
 
 
 def grid(words: Sequence[str], knobs: Sequence[Knob]) -> Iterator[Taken]:
@@ -106,45 +112,96 @@ def grid(words: Sequence[str], knobs: Sequence[Knob]) -> Iterator[Taken]:
         values = (
             []
             if knob.applies(facts)
-            else different(knob.values(facts), facts.config, lambda w: exchanged(base, w))
+            else different(knob.values(facts), [facts.config], lambda w: exchanged(base, w))
         )
         axes.append([Value(()), *values])
     for combination in product(*axes):
         yield exchanged(base, [word for value in combination for word in value.words])
 
 
-def grid_speeds(words: Sequence[str], knobs: Sequence[Knob]) -> tuple[dict[tuple[str, ...], float], float]:
-    """Of each combination over the first, and what that cost."""
+@dataclass
+class Grid:
+    """combinations: of the first portion, whose look decides what `auto` means. rows: of each that was measured, its
+    number, its speed over the first's (0: it cannot be), and seconds. file: what one portion leaves for the next."""
+
+    combinations: list[Taken]
+    rows: list[tuple[int, float, float]]
+    file: Path | None
+
+    @property
+    def complete(self) -> bool:
+        return len(self.rows) == len(self.combinations)
+
+    @property
+    def best(self) -> Taken:
+        return self.combinations[max(self.rows, key=lambda row: row[1])[0]]
+
+    @property
+    def seconds(self) -> float:
+        return sum(seconds for _, _, seconds in self.rows)
+
+    def add(self, number: int, speed: float, seconds: float) -> None:
+        self.rows.append((number, speed, seconds))
+        if self.file is not None:
+            self.file.write_text(json.dumps({"combinations": self.combinations, "rows": self.rows}))
+
+
+def begun_grid(name: str, knobs: Sequence[Knob], store: Path | None) -> Grid:
+    file = None if store is None else store / f"grid-{name}.json"
+    if file is not None and file.is_file():
+        told = json.loads(file.read_text())
+        return Grid(told["combinations"], [tuple(row) for row in told["rows"]], file)
+    return Grid(list(grid(WORKLOADS[name], knobs)), [], file)
+
+
+def measure_grid(found: Grid, until: float) -> None:
+    """The combinations that are left, as far as the time goes. A start of the base in a later portion costs nothing."""
     began = time.monotonic()
-    found: dict[tuple[str, ...], float] = {}
-    combinations = list(grid(words, knobs))
     with Bench() as bench:
         stand = RealStand(bench)
-        base = stand.start(config_of(combinations[0]), 120.0)
+        base = stand.start(config_of(found.combinations[0]), 120.0)
         base.pace(0.3)
-        for number, combination in enumerate(combinations):
-            quiet(f"grid {number} of {len(combinations)}", 0.0)
+        began = time.monotonic() if found.rows else began
+        for number in range(len(found.rows), len(found.combinations)):
+            if time.monotonic() > until:
+                return
+            quiet(f"grid {number} of {len(found.combinations)}", until - time.monotonic())
             try:
-                other = stand.start(config_of(combination), 120.0)
+                other = stand.start(config_of(found.combinations[number]), 120.0)
                 other.pace(0.3)
-                found[tuple(combination)] = duel_of(base, other, GRID_PAIRS).ratio().value
+                speed = duel_of(base, other, GRID_PAIRS).ratio().value
                 other.close()
             except (ConfigError, SubjectFailed):
-                continue
-    return found, time.monotonic() - began
+                speed = 0.0
+            now = time.monotonic()
+            found.add(number, speed, now - began)
+            began = now
 
 
-def against_grid(names: Sequence[str], budget: float) -> None:
-    knobs = [knob for knob in KNOBS if knob.name in GRID_KNOBS]
+def against_grid(
+    names: Sequence[str], budget: float, knobs: Sequence[Knob], slot: float, store: Path | None
+) -> None:
     for name in names:
-        speeds, cost = grid_speeds(WORKLOADS[name], knobs)
-        best = list(max(speeds, key=lambda words: speeds[words]))
+        until = time.monotonic() + slot
+        found = begun_grid(name, knobs, store)
+        measured = found.complete
+        measure_grid(found, until)
+        cost = found.seconds
+        print(
+            f"\r\033[K{name:5} grid {len(found.rows)} of {len(found.combinations)} in {cost:.0f} s",
+            flush=True,
+        )
+        if not found.complete or (store is not None and not measured):
+            continue  # the search has a slot of its own
         outcome, took = search(WORKLOADS[name], min(budget, 0.2 * cost), knobs)
         with Bench() as bench:
-            ratio = beside(bench, best, chosen(outcome), CHECK_PAIRS)
-        print(f"\r\033[K{name:5} grid {len(speeds)} in {cost:.0f} s, search {took:.0f} s ({100 * took / cost:.0f} %): "
-              f"champion over the grid's best {ratio}; {outcome.verdict}", flush=True)  # fmt: skip
-        print(f"      grid: {' '.join(best[-4:])}\n      tune: {' '.join(outcome.words) or '(as it was)'}")
+            ratio = beside(bench, found.best, chosen(outcome), CHECK_PAIRS, CHECK_PROCESSES)
+        print(f"{name:5} search {took:.0f} s ({100 * took / cost:.0f} %): champion over the grid's best {ratio}; "
+              f"{outcome.verdict}")  # fmt: skip
+        print(
+            f"      grid: {' '.join(found.best[-4:])}\n      tune: {' '.join(outcome.words) or '(as it was)'}",
+            flush=True,
+        )
 
 
 def nothing_to_find(repeats: int, budget: float) -> None:
@@ -185,13 +242,18 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--budget", type=float, default=120.0)
     parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--knobs", nargs="+", default=GRID_KNOBS, choices=[knob.name for knob in KNOBS])
+    parser.add_argument("--slot", type=float, default=float("inf"), help="seconds of one portion of a grid")
+    parser.add_argument("--store", type=Path, help="a folder for the portions that are done")
     asked = parser.parse_args()
     names = asked.workloads or list(WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):
         parser.error(f"no such workload: {', '.join(unknown)}")
     print(machine())
     if asked.what == "grid":
-        against_grid(names, asked.budget)
+        against_grid(
+            names, asked.budget, [knob for knob in KNOBS if knob.name in asked.knobs], asked.slot, asked.store
+        )
     elif asked.what == "null":
         nothing_to_find(asked.repeats, asked.budget)
     else:

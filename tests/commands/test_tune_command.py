@@ -84,9 +84,9 @@ def test_wrong_words_are_refused_and_leave_nothing(
 def interrupted(kinds: list[str]):
     """In place of the search: so much was written when Ctrl-C came."""
 
-    def measured(wish, typed, folder: Path, rows):
+    def measured(wish, typed, journal: Journal):
         for kind in kinds:
-            Journal(folder / NAME).write(kind, seconds=1.0)
+            journal.write(kind, seconds=1.0)
         raise KeyboardInterrupt
 
     return measured
@@ -107,9 +107,24 @@ def test_an_interrupted_search_leaves_its_journal_and_goes_on(
     assert len(list(own.glob(f"outputs/*/*/{NAME}"))) == 2
 
 
+@pytest.mark.parametrize("kinds", [[], ["look"]])
 def test_an_interrupt_before_anything_was_measured_leaves_nothing(
-    own: Path, monkeypatch: pytest.MonkeyPatch
+    own: Path, monkeypatch: pytest.MonkeyPatch, kinds: list[str]
 ) -> None:
-    monkeypatch.setattr(tune, "measured", interrupted(["look"]))
+    monkeypatch.setattr(tune, "measured", interrupted(kinds))
     assert cli.main(["tune", *WORDS]) == 130
     assert left_in(own) == set()
+    (own / "mine.txt").write_text("mine")  # what else is in the folder stays there
+    assert cli.main(["tune", *WORDS, "hydra.run.dir=."]) == 130
+    assert left_in(own) == {"mine.txt"}
+
+
+def test_nothing_is_written_before_something_is_known(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may end the process on the spot until the first run under test is started."""
+
+    def ended(wish, typed, journal: Journal):
+        raise SystemExit(130 if left_in(own) == set() else "something was written")
+
+    monkeypatch.setattr(tune, "measured", ended)
+    with pytest.raises(SystemExit, match="130"):
+        cli.main(["tune", *WORDS])

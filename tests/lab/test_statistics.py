@@ -8,7 +8,7 @@ import random
 import pytest
 
 from trainrun.lab import statistics
-from trainrun.lab.statistics import Ratio, paired_ratio, settled
+from trainrun.lab.statistics import Ratio, grouped_ratio, paired_ratio, settled
 
 
 def noisy_pairs(
@@ -39,6 +39,18 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(
         found = paired_ratio(noisy_pairs(draw, 1.1, count))
         held += found.low <= 1.1 <= found.high
     assert held / worlds > 0.9
+
+
+def test_processes_that_differ_widen_the_interval() -> None:
+    """Three pairs of processes, one of which is 4 % faster for all of its life: not sure to be 1 % faster."""
+    draw = random.Random(2)
+    groups = [noisy_pairs(draw, ratio, 8, spread=0.002) for ratio in (1.0, 1.04, 1.04)]
+    together = paired_ratio([pair for group in groups for pair in group], 0.99)
+    found = grouped_ratio(groups, 0.99)
+    assert found.value == together.value
+    assert found.low < 1.01 < found.high
+    alike = grouped_ratio([noisy_pairs(draw, 1.04, 8, spread=0.002) for _ in range(3)], 0.99)
+    assert alike.low > 1.02
 
 
 def test_few_pairs_reach_as_far_as_they_lie() -> None:

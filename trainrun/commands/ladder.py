@@ -49,6 +49,7 @@ def ladder_parser() -> Parser:
 
 def measured(typed: list[str], budget: float) -> Heights:
     """Nothing is written before it ends: an interrupted ladder leaves no trace."""
+    import trainrun.rank  # noqa: F401 - torch, ahead of the bench: until that one holds signals, Ctrl-C just leaves
     from trainrun.lab.bench import Bench
     from trainrun.lab.contender import RealStand
     from trainrun.lab.errand import end_of_progress, progress

@@ -15,6 +15,7 @@ from trainrun.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
     from trainrun.lab.evidence import Outcome
+    from trainrun.lab.journal import Journal
 
 BUDGET_SECONDS = 120.0
 UNMEASURED_ROWS = 2  # of a journal: the question, and a first look
@@ -38,12 +39,11 @@ def main(argv: list[str]) -> int:
     for note in composition.notes:
         print(f"note: {note}", file=sys.stderr)
     preset = preset_path(wish.name or host_preset(), Path.cwd())
-    folder, rows = place(
-        wish, words, composition.config.run_name or "run", composition.own.get("hydra.run.dir")
-    )
+    own = composition.own.get("hydra.run.dir")
+    folder, journal = place(wish, words, composition.config.run_name or "run", own)
     typed = [word for word in plain_words(words) if not word.startswith("hydra.run.dir=")]
     with kept_if_worth(folder):
-        outcome = measured(wish, typed, folder, rows)
+        outcome = measured(wish, typed, journal)
     return told(wish, typed, outcome, folder, preset)
 
 
@@ -57,7 +57,7 @@ def kept_if_worth(folder: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         if len(read_rows(folder / NAME)) <= UNMEASURED_ROWS:
-            forget(folder)
+            forget(folder / NAME)
             raise
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"interrupted; the same words go on from {shown(folder)}") from error
@@ -77,10 +77,8 @@ def tune_parser() -> Parser:
     return parser
 
 
-def place(
-    wish: Namespace, words: list[str], run_name: str, own: str | None
-) -> tuple[Path, list[dict[str, object]]]:
-    """The folder, and what an interrupted search of the same words wrote."""
+def place(wish: Namespace, words: list[str], run_name: str, own: str | None) -> tuple[Path, Journal]:
+    """The folder, and the journal: that of an interrupted search of the same words where there is one."""
     from trainrun.lab.errand import new_folder, shown
     from trainrun.lab.journal import NAME, Journal, read_rows, unfinished
 
@@ -93,11 +91,10 @@ def place(
     )
     if old is not None:
         print(f"goes on from {shown(old.parent)} (anew: --fresh)")
-        return old.parent, read_rows(old)
+        return old.parent, Journal(old, read_rows(old))
     if (folder / NAME).is_file() or (folder / "config.yaml").is_file():
         raise ConfigError(f"hydra.run.dir={folder}: holds something already; name another folder")
-    Journal(folder / NAME).write("begin", asked=asked)
-    return folder, []
+    return folder, Journal(folder / NAME, asked=asked)
 
 
 def question(wish: Namespace, words: list[str]) -> dict[str, object]:
@@ -109,11 +106,11 @@ def question(wish: Namespace, words: list[str]) -> dict[str, object]:
     return {"words": words, "allow": wish.allow, "budget": wish.budget, **fingerprint(config, Path.cwd())}
 
 
-def measured(wish: Namespace, typed: list[str], folder: Path, rows: list[dict[str, object]]) -> Outcome:
+def measured(wish: Namespace, typed: list[str], journal: Journal) -> Outcome:
+    import trainrun.rank  # noqa: F401 - torch, ahead of the bench: until that one holds signals, Ctrl-C just leaves
     from trainrun.lab.bench import Bench
     from trainrun.lab.contender import RealStand
     from trainrun.lab.errand import end_of_progress, progress
-    from trainrun.lab.journal import NAME, Journal
     from trainrun.lab.knobs import Wish
     from trainrun.lab.tuner import Tuner
     from trainrun.parallel.launch import num_cores
@@ -121,7 +118,7 @@ def measured(wish: Namespace, typed: list[str], folder: Path, rows: list[dict[st
     asked = Wish(wish.allow, wish.budget, num_cores())
     with Bench() as bench:
         try:
-            return Tuner(typed, RealStand(bench), asked, Journal(folder / NAME, rows), progress()).run()
+            return Tuner(typed, RealStand(bench), asked, journal, progress()).run()
         finally:
             print(end_of_progress(), end="", flush=True)
 

@@ -14,16 +14,17 @@ from trainrun.lab.choices import exchanged
 from trainrun.lab.contender import Contender, Stand
 from trainrun.lab.contest import FIRST_ROUNDS, Limits, between
 from trainrun.lab.duel import Duel, take_pair
-from trainrun.lab.evidence import Rung, Trial
+from trainrun.lab.evidence import UNTRIED, Rung, Trial
 from trainrun.lab.gate import loosest
 from trainrun.lab.knobs import NUMBERS
-from trainrun.lab.starter import Starter
-from trainrun.lab.statistics import EARLY, Ratio, settled
+from trainrun.lab.starter import Measure, Starter
+from trainrun.lab.statistics import EARLY, Ratio, grouped_ratio, settled
+from trainrun.monitor.readable import counted
 
 SURE: Final = 0.99  # how sure a claim is
 MOST_PAIRS, LEAST_PAIRS = 24, 10
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 12
-FRESH: Final = 2  # pairs of processes: a process may be a little slower than its twin for all of its life
+FRESH: Final = 3  # pairs of processes: a process may be a little slower than its twin for all of its life
 
 
 class Confirmed(NamedTuple):
@@ -36,42 +37,53 @@ class Confirmed(NamedTuple):
 def confirmed(starter: Starter, stand: Stand, base: Sequence[str], words: Sequence[str], mathematics: str,
               left: Callable[[], float]) -> Confirmed:  # fmt: skip
     """left: seconds. Raises what the user's own words raise."""
-    duel = Duel()
+    duels: list[Duel] = []
     trial = Trial("champion", tuple(words), mathematics)
-    began = stand.clock()
-    for number in range(FRESH):
-        first, _ = starter.base(base, max(5.0, left()))
+    lives = 1
+    while len(duels) < lives:
+        began = stand.clock()
+        first = starter.base(base, max(5.0, left()))[0] if len(duels) % 2 == 0 else None
         one = starter.candidate(exchanged(base, words), trial, max(5.0, left()), True, mathematics)
         if one.contender is None:
-            first.close()
+            if first is not None:
+                first.close()
             return Confirmed(None, one.trial)
-        trial = one.trial
-        starting = (stand.clock() - began) / (number + 1)
-        _pairs(duel, first, one.contender, stand, starting if number < FRESH - 1 else 0.0, left)
+        if first is None:  # the order of the starts changes too
+            first = starter.base(base, max(5.0, left()))[0]
+        starting, trial = stand.clock() - began, one.trial
+        duel, began = Duel(), stand.clock()
+        take_pair(duel, first.turn, one.contender.turn)
+        cost = stand.clock() - began
+        lives = lives if duels else lives_for(left(), starting, cost)
+        rest = lives - len(duels) - 1
+        share = (left() - rest * starting) / (rest + 1)
+        _pairs(duel, first, one.contender, min(-(-MOST_PAIRS // lives), int(share / cost) + 1), cost, left)
+        duels.append(duel)
         first.close()
         one.contender.close()
-        if left() < 2 * starting:
-            break
-    if len(duel.pairs) < LEAST_PAIRS:
-        told = f"only {len(duel.pairs)} fresh pairs fitted into the time, {LEAST_PAIRS} are needed: give more --budget"
+    number = sum(len(duel.pairs) for duel in duels)
+    if number < LEAST_PAIRS:
+        told = f"only {number} fresh pairs fitted into the time, {LEAST_PAIRS} are needed: give more --budget"
         return Confirmed(None, replace(trial, reason=told))
-    return Confirmed(duel.ratio(SURE), replace(trial, peak_bytes=duel.peak_bytes))
+    ratio = grouped_ratio([duel.pairs for duel in duels], SURE)
+    return Confirmed(ratio, replace(trial, peak_bytes=max(duel.peak_bytes for duel in duels)))
 
 
-def _pairs(duel: Duel, first: Contender, second: Contender, stand: Stand, keep: float,
+def seconds_for(measure: Measure) -> float:
+    """What a confirmation takes, at least, with some room."""
+    return 1.2 * (2 * measure.seconds + 2 * LEAST_PAIRS * measure.turn_cost)
+
+
+def lives_for(left: float, starting: float, cost: float) -> int:
+    """Pairs of processes: as many as half of the time that the least pairs leave is enough to start."""
+    spare = left - LEAST_PAIRS * cost
+    return 1 + max(0, min(FRESH - 1, int(spare / (2 * starting))))
+
+
+def _pairs(duel: Duel, first: Contender, second: Contender, number: int, cost: float,
            left: Callable[[], float]) -> None:  # fmt: skip
-    """As many as were to be taken from the start: looking at them in between would find what it looks for.
-
-    keep: seconds for the next pair of processes.
-    """
-    began, had = stand.clock(), len(duel.pairs)
-    take_pair(duel, first.turn, second.turn)
-    cost = stand.clock() - began
-    number = MOST_PAIRS // FRESH if keep else MOST_PAIRS - had
-    share = (left() - keep) / (2 if keep else 1)
-    for _ in range(min(number, int(share / cost)) - 1):
-        if left() < cost:
-            break
+    """As many as were to be taken from the start: looking at them in between would find what it looks for."""
+    while len(duel.pairs) < number and left() >= cost:
         take_pair(duel, first.turn, second.turn)
 
 
@@ -139,13 +151,27 @@ def apart(rungs: Sequence[Rung]) -> list[Rung]:
     return found
 
 
-def verdict_of(claim: Ratio | None, trial: Trial, any_found: bool, smallest: float) -> str:
-    if not any_found:
-        return "your configuration is the best that was found: nothing tried is clearly faster"
+def verdict_of(claim: Ratio | None, champion: Trial, trials: Sequence[Trial], smallest: float) -> str:
+    """In a sentence. champion: without words where nothing on the way was clearly faster."""
+    untried = sum(trial.state == UNTRIED for trial in trials)
+    rest = f"; not tried, for want of time: {counted(untried, 'setting')} (--budget)" if untried else ""
+    if not champion.words:
+        return _nothing_found(sum(trial.ratio is not None for trial in trials), untried) + rest
     if claim is None:
-        return f"nothing is claimed: the champion was not confirmed ({trial.reason})"
+        return f"nothing is claimed: the champion was not confirmed ({champion.reason})"
     if claim.low <= 1:
-        return f"your configuration is already within noise of the best that was found: {claim}, which holds 1.00"
+        return (
+            f"your configuration is within noise of the best that was found: {claim}, which holds 1.00{rest}"
+        )
     if claim.value < 1 + smallest:
-        return f"your configuration is already as good as the best that was found: {claim}"
+        return f"your configuration is as good as the best that was found: {claim}{rest}"
     return f"{claim.value:.2f}x the speed of your own words ({claim.low:.2f} to {claim.high:.2f}, 99 % sure)"
+
+
+def _nothing_found(measured: int, untried: int) -> str:
+    """The best of what there is can be told only of what was measured, and of most of it."""
+    if not measured:
+        return "nothing is known: no other setting was measured"
+    if untried >= measured:
+        return f"little is known: of {counted(measured, 'setting')} that could be measured none is clearly faster"
+    return f"your configuration is the best that was found: of {counted(measured, 'setting')} none is clearly faster"

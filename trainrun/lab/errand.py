@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -21,13 +20,13 @@ def new_folder(command: str, run_name: str, own: str | None) -> Path:
     return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
 
 
-def forget(folder: Path) -> None:
-    """Takes away what an interrupted command began, with the folders above it that are empty then."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for above in (folder.parent, folder.parent.parent):
+def forget(file: Path) -> None:
+    """Takes away what an interrupted command began, with the three folders above it as far as they are empty then."""
+    file.unlink(missing_ok=True)
+    for above in list(file.parents)[:3]:
         try:
             above.rmdir()
-        except OSError:
+        except OSError:  # not empty, or not there
             return
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from trainrun.lab.statistics import Ratio
 
-KEPT, SLOWER, NOISE, REJECTED, UNTRIED, NEEDLESS, UNPAID = (
-    "kept", "slower", "noise", "rejected", "not tried", "does not apply", "not paid back",
+KEPT, BEATEN, SLOWER, NOISE, REJECTED, UNTRIED, NEEDLESS, UNPAID = (
+    "kept", "beaten", "slower", "noise", "rejected", "not tried", "does not apply", "not paid back",
 )  # fmt: skip
 
 
@@ -16,9 +16,9 @@ KEPT, SLOWER, NOISE, REJECTED, UNTRIED, NEEDLESS, UNPAID = (
 class Trial:
     """One setting beside the best one known at that time.
 
-    state: one of the words above. reason: of a state that needs one. ratio: its speed over that of the best.
-    loss, cosine: how far it is from the user's own words, see `trainrun.lab.gate`. extra_seconds: what it takes
-    longer to start, compilation above all.
+    state: one of the words above; beaten: faster, but another one was faster still. reason: of a state that needs
+    one. ratio: its speed over that of the best. loss, cosine: how far it is from the user's own words, see
+    `trainrun.lab.gate`. extra_seconds: what it takes longer to start, compilation above all.
     """
 
     knob: str

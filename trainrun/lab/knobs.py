@@ -95,12 +95,12 @@ def collector(facts: Facts) -> list[Value]:
 
 
 def numbers(facts: Facts) -> list[Value]:
-    """Precision, layout and attention together: each of them may pay only with another."""
+    """Precision, layout and attention together: each of them may pay only with another. The promising ones first."""
     mode = facts.config.precision.mode
     modes = [mode]
     if mode in ("32-true", "bf16-mixed", "16-mixed"):
-        others = ["bf16-mixed", *([] if facts.on_cpu else ["16-mixed"]), "32-true"]
-        modes = [*[other for other in others if other != mode], mode]
+        usual = ["bf16-mixed", *([] if facts.on_cpu else ["16-mixed"]), "32-true"]
+        modes = usual if mode in usual else [*usual, mode]
     layouts = [False, True] if facts.has("Conv2d") else [facts.config.trainer.channels_last]
     found = [_numbers(facts, *choice) for choice in product(modes, layouts, _kernels(facts, modes))]
     if mode == "32-true" and facts.config.precision.matmul == "highest":
@@ -229,10 +229,10 @@ def always(facts: Facts) -> str:
 
 
 def different(
-    values: Sequence[Value], config: RunConfig, with_words: Callable[[Words], Sequence[str]]
+    values: Sequence[Value], known: Sequence[RunConfig], with_words: Callable[[Words], Sequence[str]]
 ) -> list[Value]:
-    """Those that would change the config, each once; one that cannot be is kept, to be refused with its reason."""
-    seen, found = [config], []
+    """Those that give a new config, each once; one that cannot be is kept, to be refused with its reason."""
+    seen, found = list(known), []
     for value in values:
         try:
             changed = config_of(with_words(value.words))
@@ -248,14 +248,14 @@ def different(
 COMPILE: Final = "compile"
 THREADS: Final = "threads"
 NUMBERS: Final = "numbers"  # precision, layout and attention
-KNOBS: Final = (
+KNOBS: Final = (  # what usually gives most first: a short search ends before the last
     Knob(THREADS, threads, threads_apply, 1.0),
     Knob("loader", loader, loader_applies, 2.0),
-    Knob("optimizer", kernel, kernel_applies, 1.0),
-    Knob("collector", collector, always, 0.5),
     Knob(NUMBERS, numbers, always, 3.0),
     Knob("micro-batch", micro_batch, parts_of_a_batch, 1.5),
     Knob("ranks", ranks, ranks_apply, 1.5),
+    Knob("optimizer", kernel, kernel_applies, 1.0),
+    Knob("collector", collector, always, 0.5),
     Knob("memory", memory, memory_applies, 1.0),
     Knob(COMPILE, compiled, compile_applies, 3.0),
 )

@@ -64,15 +64,20 @@ def summary(found: Heights) -> list[str]:
     return lines
 
 
-def picture(found: Heights, path: Path, title: str) -> Path:
+def picture(found: Heights, path: Path, words: str) -> Path:
     alone = [bar(height.title, height.alone, height.reason) for height in found.rungs]
     top = [bar(height.title, height.together, "" if height.alone is None else "-") for height in found.rungs]
     alone.append(Bar("all that helped, measured anew", None))
     top.append(bar("all that helped, measured anew", found.total, "not measured"))
     about = "green: helps, orange: hurts, grey: not told from 1; lines: 95 % intervals, 99 % for all together"
-    return draw_bars(
-        path, title, {"alone, over your words": alone, "on top of what helped before": top}, about
-    )
+    panels = {"alone, over your words": alone, "on top of what helped before": top}
+    return draw_bars(path, headline(found), panels, (about, words))
+
+
+def headline(found: Heights) -> str:
+    if found.total is None:
+        return "The folklore of fast training, on this run"
+    return f"The folklore of fast training, on this run: {found.total} in all"
 
 
 def bar(label: str, ratio: Ratio | None, note: str) -> Bar:

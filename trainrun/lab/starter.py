@@ -19,6 +19,7 @@ FAR_SLOWER: Final = 4  # times as long for the first steps, and it is not looked
 ALLOWANCE_SECONDS: Final = 2.0  # for what only the first steps have
 PATIENCE: Final = 10  # times as long as the user's own words took
 LEAST_LIMIT: Final = 5.0
+START_ROOM: Final = 1.2  # of the time that a contender needs to start: with less none is started
 MOST_SHARES: Final = 1.3  # of its own share, for a knob that needs more
 
 
@@ -46,9 +47,13 @@ def rounds_cost(count: int, measure: Measure) -> float:
 
 
 def slice_of(left: float, share: float, count: int, measure: Measure) -> float:
-    """Seconds for so many contenders: what they need, or little more than their share of what is left."""
+    """Seconds for so many contenders: what they need, or little more than their share of what is left.
+
+    It is enough for one of them, as long as there is time at all.
+    """
     needed = 1.5 * count * measure.seconds + 2 * rounds_cost(count, measure)
-    return min(left, max(share * left, min(needed, MOST_SHARES * share * left)))
+    one = START_ROOM * measure.seconds + 1.1 * rounds_cost(1, measure)
+    return min(left, max(share * left, one, min(needed, MOST_SHARES * share * left)))
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,23 @@ def paired_ratio(pairs: Sequence[tuple[float, float]], confidence: float = 0.95)
     return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs))
 
 
+def grouped_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
+    """Of pairs that were taken in several pairs of processes, one group each.
+
+    A process may be a little faster than its twin for all of its life, so the interval reaches at least as far as
+    resampling says that draws processes first, and then pairs of theirs (Kalibera and Jones).
+    """
+    logs = [[math.log(second / first) for first, second in pairs] for pairs in groups]
+    plain = paired_ratio([pair for pairs in groups for pair in pairs], confidence)
+    draw = random.Random(0)
+    medians = sorted(
+        median([value for own in draw.choices(logs, k=len(logs)) for value in draw.choices(own, k=len(own))])
+        for _ in range(RESAMPLES)
+    )
+    low, high = _outermost(medians, confidence)
+    return plain._replace(low=min(plain.low, math.exp(low)), high=max(plain.high, math.exp(high)))
+
+
 def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:
     """The interval of a sign test. With fewer than six pairs even the outermost are not sure to 95 %."""
     count, cut, left_out = len(ordered), 0, 0.0
@@ -58,11 +75,14 @@ def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:
 
 def _resampled(values: list[float], confidence: float) -> tuple[float, float]:
     draw = random.Random(0)  # the same pairs always say the same
-    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    outside = (1 - confidence) / 2
-    return medians[int(outside * RESAMPLES)], medians[
-        min(math.ceil((1 - outside) * RESAMPLES), RESAMPLES) - 1
-    ]
+    return _outermost(
+        sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)), confidence
+    )
+
+
+def _outermost(ordered: list[float], confidence: float) -> tuple[float, float]:
+    outside, count = (1 - confidence) / 2, len(ordered)
+    return ordered[int(outside * count)], ordered[min(math.ceil((1 - outside) * count), count) - 1]
 
 
 def settled(ratio: Ratio, smallest: float) -> bool:

@@ -35,7 +35,7 @@ def summary(outcome: Outcome, explain: bool) -> list[str]:
     lines = [f"note: {note}" for note in outcome.notes]
     left = [trial for trial in outcome.trials if trial.state != KEPT]
     if explain:
-        lines += [f"{trial.knob}: {trial.title}: {why(trial)}" for trial in left]
+        lines += list(dict.fromkeys(f"{name_of(trial)}: {why(trial)}" for trial in left))
     else:
         for state in (REJECTED, UNTRIED, NEEDLESS):
             names = list(dict.fromkeys(trial.knob for trial in left if trial.state == state))
@@ -52,6 +52,10 @@ def contribution(rung: Rung) -> str:
     )
 
 
+def name_of(trial: Trial) -> str:
+    return f"{trial.knob}: {trial.title}" if trial.words else trial.knob
+
+
 def why(trial: Trial) -> str:
     ratio = f" {trial.ratio}" if trial.ratio is not None else ""
     reason = f", {trial.reason}" if trial.reason else ""
@@ -66,20 +70,25 @@ def noise_line(outcome: Outcome) -> str:
     )
 
 
-def picture(outcome: Outcome, path: Path, title: str) -> Path:
-    """The steps against the best before each, and in the end the champion against the user's words."""
-    bars = [
-        Bar(trial.title, trial.ratio.value, trial.ratio.low, trial.ratio.high)
-        for trial in outcome.trials
-        if trial.ratio is not None
-    ]
-    for name, ratio in (
-        ("your words again (noise)", outcome.noise),
-        ("ALL THAT IS KEPT, measured anew", outcome.claim),
-    ):
-        bars += [Bar(name, ratio.value, ratio.low, ratio.high)] if ratio is not None else []
-    about = "each setting against the best before it; lines: 95 % intervals, 99 % for the last; grey: not told from 1"
-    return draw_bars(path, title, {"": bars}, about)
+def picture(outcome: Outcome, path: Path, words: str) -> Path:
+    """The steps of the ladder over the user's own words, and in the end the champion, measured anew."""
+    bars, gain = [ratio_bar("your words again (noise)", outcome.noise)], 1.0
+    for trial in outcome.trials:
+        if trial.ratio is None:
+            continue
+        bars.append(ratio_bar(trial.title, trial.ratio, gain))
+        gain *= trial.ratio.value if trial.state == KEPT else 1.0
+    if outcome.claim is not None:
+        bars.append(ratio_bar("ALL THAT IS KEPT, measured anew", outcome.claim))
+    about = ("each setting on top of what was kept before it, the dotted line it had to beat; grey: not told from it; "
+             "black: intervals, 95 %, of the last 99 %", words)  # fmt: skip
+    return draw_bars(path, outcome.verdict.partition(";")[0], {"": bars}, about)
+
+
+def ratio_bar(label: str, ratio: Ratio, before: float = 1.0) -> Bar:
+    """before: the speed that the ratio is over, on the scale of the picture."""
+    value, low, high = (before * number for number in ratio[:3])
+    return Bar(label, value, low, high, before=before)
 
 
 def speed(value: float, outcome: Outcome) -> str:

@@ -8,13 +8,15 @@ itself, see `scripts/bench_tune.py`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.lab.choices import config_of, exchanged, key_of
-from trainrun.lab.confirm import ablated, apart, confirmed, needless, verdict_of
+from trainrun.lab.confirm import ablated, apart, confirmed, needless, seconds_for, verdict_of
 from trainrun.lab.contender import Contender, Stand
 from trainrun.lab.contest import Limits, contest
 from trainrun.lab.duel import Duel
@@ -23,7 +25,6 @@ from trainrun.lab.evidence import (
     NEEDLESS,
     NOISE,
     REJECTED,
-    SLOWER,
     UNTRIED,
     Outcome,
     Rung,
@@ -46,9 +47,9 @@ from trainrun.lab.knobs import (
     share_of,
 )
 from trainrun.lab.look import look, measure_for, measured_twins
-from trainrun.lab.starter import Started, Starter, rounds_cost, slice_of
+from trainrun.lab.starter import START_ROOM, Started, Starter, rounds_cost, slice_of
 from trainrun.lab.statistics import Ratio
-from trainrun.lab.weighing import paid, resolved, value_of, weighed
+from trainrun.lab.weighing import beaten, paid, resolved, value_of, weighed
 
 SEARCH_SHARE, ABLATION_SHARE = 0.68, 0.82  # of the budget, until when
 VISITS: Final = 2
@@ -72,6 +73,7 @@ class Tuner:
         self._trials: list[Trial] = []
         self._rungs: list[Rung] = []
         self._notes: list[str] = []
+        self._known: list[RunConfig] = []  # that need not be tried
         self._gain = 1.0
         self._facts: Facts
         self._base: Contender
@@ -108,6 +110,7 @@ class Tuner:
             self._spent = min(self._journal.seconds, MOST_SPENT * self._wish.budget)
         self._words = exchanged(self._words, pins)
         self._facts = replace(self._facts, config=config_of(self._words))
+        self._known = [self._facts.config]
 
     def _note(self, kind: str, **row: object) -> None:
         self._journal.write(kind, seconds=self._spent + self._stand.clock() - self._began, **row)
@@ -143,24 +146,22 @@ class Tuner:
 
     def _stage(self, knob: Knob, share: float, visit: int) -> None:
         if earlier := self._journal.earlier("stage", knob=knob.name, visit=visit):
-            self._trials += [trial_from(row) for row in earlier["trials"]]
+            told = [trial_from(row) for row in earlier["trials"]]
+            self._trials += told
+            self._remember(told)
             if earlier["chosen"]:
                 self._take(next(t for t in self._trials[::-1] if list(t.words) == earlier["chosen"]), None)
             return
-        trials, chosen = self._tried(knob, share, visit)
+        trials, chosen = self._tried(knob, share)
         self._trials += trials
-        told = [trial.row() for trial in trials]
-        self._note(
-            "stage", knob=knob.name, visit=visit, trials=told, chosen=list(chosen.words) if chosen else []
-        )
+        rows, words = [trial.row() for trial in trials], list(chosen.words) if chosen else []
+        self._note("stage", knob=knob.name, visit=visit, trials=rows, chosen=words)
 
-    def _tried(self, knob: Knob, share: float, visit: int) -> tuple[list[Trial], Trial | None]:
+    def _tried(self, knob: Knob, share: float) -> tuple[list[Trial], Trial | None]:
         """Everything that was tried, and the setting that is the champion's from here on."""
         if reason := knob.applies(self._facts):
             return [Trial(knob.name, (), state=NEEDLESS, reason=reason)], None
-        known = {trial.words for trial in self._trials if trial.knob == knob.name and 0 < visit < VISITS}
-        values = different(knob.values(self._facts), self._facts.config, self._with)
-        values = [value for value in values if value.words not in known]
+        values = different(knob.values(self._facts), self._known, self._with)
         ends = self._stand.clock() + slice_of(
             self._left(SEARCH_SHARE), share, len(values), self._starter.measure
         )
@@ -171,6 +172,7 @@ class Tuner:
         lost = [one.trial for one in all_started if one.contender is None]
         running = {one.trial.title: one.contender for one in all_started if one.contender is not None}
         if not running:
+            self._remember(lost)
             return lost, None
         self._progress(f"{knob.name}: {len(running)} in turns")
         last = self._stand.clock() + self._left(SEARCH_SHARE)
@@ -180,6 +182,7 @@ class Tuner:
         trials = [
             self._weighed(one, found[one.trial.title]) for one in all_started if one.contender is not None
         ]
+        self._remember([*lost, *trials])
         best = max((trial for trial in trials if trial.state == KEPT), key=value_of, default=None)
         for title, contender in running.items():
             if best is None or title != best.title:
@@ -187,12 +190,14 @@ class Tuner:
         if best is None:
             return lost + trials, None
         self._take(best, running[best.title])
-        beaten = [
-            replace(trial, state=SLOWER, reason=f"than {best.title}") if trial.state == KEPT else trial
-            for trial in trials
-            if trial is not best
-        ]
-        return [*lost, *beaten, best], best
+        return [*lost, *beaten(trials, best), best], best
+
+    def _remember(self, trials: Sequence[Trial]) -> None:
+        """What was tried on top of the present champion is not tried again."""
+        for trial in trials:
+            with contextlib.suppress(ConfigError):  # what no config can be was refused for it
+                if trial.state != UNTRIED:
+                    self._known.append(config_of(self._with(trial.words)))
 
     def _with(self, words: Sequence[str]) -> list[str]:
         return exchanged(self._words, exchanged(self._found_words(), words))
@@ -204,7 +209,7 @@ class Tuner:
         left = ends - self._stand.clock() - rounds_cost(number + 1, measure)
         if value.mathematics == NUMERIC and self._wish.mathematics == EXACT:
             return Started(None, replace(trial, state=REJECTED, reason="rounds more: --allow numeric"), 0.0)
-        if left < 1.2 * measure.seconds + (COMPILE_SECONDS if knob.name == COMPILE else 0.0):
+        if left < START_ROOM * measure.seconds + (COMPILE_SECONDS if knob.name == COMPILE else 0.0):
             return Started(None, replace(trial, reason="no time left for it"), 0.0)
         self._progress(f"{knob.name}: {trial.title}")
         gate = loosest(value.mathematics, *[rung.mathematics for rung in self._rungs])
@@ -259,7 +264,7 @@ class Tuner:
             words = self._found_words()
             claim, trial = confirmed(self._starter, self._stand, self._words, words, mathematics, self._left)
             claimed = claim is not None and claim.low > 1 and claim.value >= 1 + SMALLEST
-        verdict = verdict_of(claim, trial, bool(self._rungs), SMALLEST)
+        verdict = verdict_of(claim, trial, self._trials, SMALLEST)
         spent = self._spent + self._stand.clock() - self._began
         outcome = Outcome(
             base=tuple(self._words), unit=self._facts.ready.unit, speed=self._speed, noise=self._noise,
@@ -273,7 +278,8 @@ class Tuner:
     def _prune(self) -> None:
         """Takes out what is not missed, one after the other."""
         self._rungs = apart(self._rungs)
-        ends = self._stand.clock() + max(0.0, self._left(ABLATION_SHARE))
+        time_left = min(self._left(ABLATION_SHARE), self._left() - seconds_for(self._starter.measure))
+        ends = self._stand.clock() + max(0.0, time_left)
         limits = Limits(self._stand.clock, ends, SMALLEST, resolved(self._noise))
         while len(self._rungs) > 1 and not limits.over:
             self._progress("every part alone, and all without it")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from trainrun.lab.contest import FIRST_ROUNDS
 from trainrun.lab.duel import Duel
-from trainrun.lab.evidence import KEPT, NOISE, REJECTED, SLOWER, UNPAID, UNTRIED, Trial
+from trainrun.lab.evidence import BEATEN, KEPT, NOISE, REJECTED, SLOWER, UNPAID, UNTRIED, Trial
 from trainrun.lab.statistics import Ratio
 
 MEMORY_SHARE: Final = 0.9  # of the device that a setting may fill
@@ -41,6 +42,15 @@ def paid(trial: Trial, run_seconds: float, smallest: float) -> Trial:
     needed = extra / (1 - 1 / speed)
     told = f"{extra:.0f} s more to start: paid back after {needed:.0f} s of training, the run takes {run_seconds:.0f} s"
     return replace(trial, state=UNPAID, reason=told)
+
+
+def beaten(trials: Sequence[Trial], best: Trial) -> list[Trial]:
+    """All but the best; what would have been kept without it says so."""
+    return [
+        replace(trial, state=BEATEN, reason=f"by {best.title}") if trial.state == KEPT else trial
+        for trial in trials
+        if trial is not best
+    ]
 
 
 def value_of(trial: Trial) -> float:
