@@ -1,6 +1,6 @@
 """Does `trainrun diagnose` name what is wrong, and say how much it costs? Faults are planted and taken away again.
 
-    python scripts/bench_diagnose.py [WORKLOAD ...] [--repeats 1] [--budget 20]
+    python scripts/bench_diagnose.py [WORKLOAD ...] [--fault "slow disk" ...] [--repeats 1] [--budget 20]
 
 For each fault of each workload: the first verdict, the gain it promises, and the gain when the fault is really taken
 away, measured in turns. The clean workloads must be healthy. The exit code is 0 whatever is found.
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], default=[])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of one diagnosis")
-    parser.add_argument("--fault", help="only this one")
+    parser.add_argument("--fault", action="append", choices=[fault.name for fault in FAULTS], help="only these")
     chosen = parser.parse_args()
     print(machine())
     print(
@@ -87,7 +87,7 @@ def main() -> None:
     close: list[bool] = []
     for workload in chosen.workloads or WORKLOADS:
         for fault in FAULTS:
-            if workload not in fault.only or chosen.fault not in (None, fault.name):
+            if workload not in fault.only or fault.name not in (chosen.fault or [fault.name]):
                 continue
             for _ in range(chosen.repeats):
                 found, near = judged(workload, fault, chosen.budget)
