@@ -18,9 +18,10 @@ from trainrun.cli import main
 from trainrun.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.lab.bench import Bench, Subject, SubjectFailed
-from trainrun.lab.duel import Rules, duel, rounds, steps_for
+from trainrun.lab.duel import Rules, duel, steps_for
 from trainrun.lab.orders import Turn
 from trainrun.lab.removals import REMOVALS
+from trainrun.lab.rounds import Rounds, running
 from trainrun.monitor.metrics_file import read_rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")
@@ -132,11 +133,36 @@ def test_a_duel_takes_turns_and_ends_when_it_is_clear() -> None:
 
 def test_rounds_share_the_turns_of_the_base() -> None:
     said: list[str] = []
-    sides = {name: side(speed, said, name) for name, speed in (("b", 20), ("c", 5))}
-    found = rounds(side(10, said, "a"), sides, 6)
-    assert "".join(said).startswith("abacacab")
-    assert found["b"].ratio().value == pytest.approx(2.0)
-    assert found["c"].ratio().value == pytest.approx(0.5)
+    sides = {name: side(speed, said, name) for name, speed in (("b", 20), ("c", 5), ("d", 10))}
+    found = Rounds()
+    for _ in range(3):
+        found.take(side(10, said, "a"), sides)
+    assert "".join(said).startswith("abcadaadcaba")
+    assert found.ratio("b").value == pytest.approx(2.0)
+    assert found.ratio("c").value == pytest.approx(0.5)
+    assert found.ratio("b", to="c").value == pytest.approx(4.0)
+    assert found.seconds() == pytest.approx(0.1)
+    assert [found.always_below(name, 0.6) for name in ("b", "c")] == [False, True]
+
+
+def test_compilation_is_no_part_of_a_comparison() -> None:
+    def compiling() -> Turn:
+        return Turn(seconds=5.0, steps=10, items=10, accounts={"compile": 4.0, "forward": 0.5})
+
+    found = Rounds()
+    for _ in range(2):
+        found.take(compiling, {"b": lambda: Turn(seconds=1.0, steps=10, items=20)})
+    assert found.ratio("b").value == pytest.approx(2.0)
+    assert sum(turn.seconds - running(turn) for turn in found.own) == pytest.approx(4.0 * len(found.own))
+
+
+def test_a_thing_that_is_asked_no_more_keeps_its_rounds() -> None:
+    said: list[str] = []
+    found = Rounds()
+    found.take(side(10, said, "a"), {"b": side(20, said, "b"), "c": side(5, said, "c")})
+    found.take(side(20, said, "a"), {"b": side(40, said, "b")})
+    assert found.ratio("c").value == pytest.approx(0.5)
+    assert (found.ratio("b").value, found.ratio("b").pairs) == (pytest.approx(2.0), 2)
 
 
 def test_steps_for_some_seconds() -> None:

@@ -15,13 +15,15 @@ from trainrun.errors import EXIT_DONE
 if TYPE_CHECKING:
     from trainrun.lab.diagnosis import Diagnosis
 
-USAGE = """usage: trainrun diagnose [--budget SECONDS] [group=option ...] [key=value ...]
+USAGE = """usage: trainrun diagnose [--budget SECONDS] [--trace] [group=option ...] [key=value ...]
 
 Takes the words of a run and measures, in a folder that is thrown away, how much faster it would be without
 loading, logging, validation, checkpoints, padding, the update, ...: the real loop, in turns with itself. Says
-what it waits for, the roofs of this machine, and what to try. Takes about 40 seconds (--budget).
+what it waits for, the roofs of this machine, and what to try. Takes about 40 seconds (--budget). With --trace also
+the operations that take most of a step, and trace.json.gz of five steps for https://ui.perfetto.dev.
 """
 BUDGET = 40.0
+TRACE = "--trace"
 
 
 def main(argv: list[str]) -> int:
@@ -30,6 +32,8 @@ def main(argv: list[str]) -> int:
         return EXIT_DONE
     began = time.monotonic()
     argv, budget = take_seconds(argv, BUDGET, "diagnose")
+    trace = TRACE in argv
+    argv = [word for word in argv if word != TRACE]
     composition = compose_run(argv)
     for note in composition.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -45,7 +49,7 @@ def main(argv: list[str]) -> int:
             print(f"\r\033[K  {about} ...", end="", flush=True)
 
     try:
-        found: Diagnosis = diagnose(argv, began + budget, progress)
+        found: Diagnosis = diagnose(argv, began + budget, progress, trace)
     finally:
         if terminal:
             print("\r\033[K", end="", flush=True)

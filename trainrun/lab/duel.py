@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -91,25 +91,3 @@ def take_pair(found: Duel, first: Callable[[], Turn], second: Callable[[], Turn]
         a, b = first(), second()
     found.pairs.append((a.speed, b.speed))
     found.peak_bytes = max(found.peak_bytes, b.peak_bytes)
-
-
-def rounds(base: Callable[[], Turn], others: Mapping[str, Callable[[], Turn]], number: int,
-           deadline: float = float("inf")) -> dict[str, Duel]:  # fmt: skip
-    """Every other thing against the same turns of the base: one turn of it between each two of them.
-
-    Half the cost of as many duels. A round that the deadline cuts is not counted.
-    """
-    found = {name: Duel() for name in others}
-    names = list(others)
-    before = base()
-    for turn in range(number):
-        order = names if turn % 2 == 0 else names[::-1]
-        for name in order:
-            if time.monotonic() >= deadline:
-                return found
-            other, after = others[name](), base()
-            speed = (before.speed * after.speed) ** 0.5  # the drift between them, halved
-            found[name].pairs.append((speed, other.speed))
-            found[name].peak_bytes = max(found[name].peak_bytes, other.peak_bytes)
-            before = after
-    return found
