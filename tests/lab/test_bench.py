@@ -77,6 +77,24 @@ def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> N
     assert subject.train(2).steps == 2
 
 
+def test_every_save_writes_a_step_that_is_not_saved_yet(bench: Bench, subject: Subject) -> None:
+    newest = []
+    for _ in range(2):
+        assert subject.save().seconds > 0
+        newest.append(max(path.name for path in bench.folder.glob("*/run/checkpoints/step-*")))
+    assert newest[0] < newest[1]
+
+
+@pytest.mark.parametrize("reading", ["workers", "threads"])
+def test_who_reads_ahead_goes_on_after_a_turn_that_reads_nothing(bench: Bench, reading: str) -> None:
+    words = ["seed=3", "data=custom", "data.train._target_=lab_worlds.Numbers", "data.num_classes=3",
+             f"data.engine={reading}", f"data.num_{reading}=1", "data.batch_size=4", "data.shuffle=false"]  # fmt: skip
+    told = bench.start(compose_run(words).config)
+    turns = [told.train(3, variant=name) for name in ("cached", "", "silent", "cached", "silent", "")]
+    assert {turn.items for turn in turns} == {12}
+    assert told.load(3).items == 12
+
+
 def test_between_two_orders_nothing_moves(subject: Subject) -> None:
     subject.train(1)
     family = list(subject._family())

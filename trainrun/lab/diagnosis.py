@@ -21,7 +21,7 @@ from trainrun.lab.bench import Bench, Subject
 from trainrun.lab.choices import config_of, exchanged, measured_choices, plain_words
 from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for
 from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
-from trainrun.lab.rounds import Rounds, running
+from trainrun.lab.rounds import Rounds, running, uncompiled
 from trainrun.lab.statistics import Ratio
 
 LIMITS_SECONDS: Final = 3.0  # for the roofs, validation, checkpoints and loading, which come last
@@ -100,7 +100,7 @@ class Examination:
         progress("finding its pace")
         left = deadline - time.monotonic()
         self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * LEAST_ROUNDS)))
-        self._steps = steps_for(lambda steps: self._base.train(steps), self._seconds)
+        self._steps = steps_for(lambda steps: uncompiled(self._base.train(steps)), self._seconds)
         self._times = self._times_larger(self._base.train(1).peak_bytes)
         load = self._base.load(max(2, min(self._steps, 50)))
         variants = {name: self._turns(self._base, name) for name in self._removals()}
@@ -168,7 +168,7 @@ class Examination:
             left = deadline - time.monotonic()
             if number >= LEAST_ROUNDS and left < longest:
                 break
-            progress(f"round {number + 1}, {max(left, 0):.0f} s left")
+            progress(f"round {number + 1}")
             asked = {
                 name: side
                 for name, side in sides.items()

@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any, Final
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from trainrun.lab.orders import Operation, Profiled
@@ -46,7 +45,7 @@ def operations(events: Iterable[Any], device: torch.device) -> tuple[Operation, 
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: dict[tuple[str, str], int] = defaultdict(int)
     for event in events:
-        if event.device_type != DeviceType.CPU or event.is_user_annotation:
+        if event.device_type.name != "CPU" or event.is_user_annotation:
             continue
         key = event.name.removeprefix("aten::"), dtype_of(event)
         own = event.self_cpu_time_total if device.type == "cpu" else event.self_device_time_total
@@ -66,10 +65,8 @@ def dtype_of(event: Any) -> str:
 
 def idle_share(events: Iterable[Any]) -> float | None:
     """Of the time between the first kernel and the last; None where nothing ran on a GPU."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type == DeviceType.CUDA
+    spans: list[tuple[float, float]] = sorted(
+        (event.time_range.start, event.time_range.end) for event in events if event.device_type.name == "CUDA"
     )
     if not spans:
         return None

@@ -18,7 +18,13 @@ from trainrun.monitor.readable import duration, quantity
 from trainrun.rundir import write_json, write_text
 
 ORDER = tuple(CAUSES)
-ROOFS = {"data": "loading alone", "compute": "computing", "memory": "memory", "dispatch": "calls"}
+ROOFS = {
+    "data": "loading alone",
+    "copy": "copying to the device",
+    "compute": "computing",
+    "memory": "memory",
+    "dispatch": "calls",
+}
 
 
 def lines_of(found: Diagnosis) -> list[str]:

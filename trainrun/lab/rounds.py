@@ -8,7 +8,7 @@ round alike. When: `diagnose`, which asks what each of many removals gains and n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from trainrun.lab.orders import Turn
@@ -57,3 +57,7 @@ class Rounds:
 def running(turn: Turn) -> float:
     """Its seconds without those of compilation, which meets whoever comes first upon a new shape."""
     return turn.seconds - turn.accounts.get(ACCOUNTS[COMPILE], 0.0)
+
+
+def uncompiled(turn: Turn) -> Turn:
+    return replace(turn, seconds=running(turn))

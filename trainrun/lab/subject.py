@@ -7,7 +7,7 @@ import copy
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path as FilePath
@@ -39,7 +39,7 @@ from trainrun.lab.orders import (
 from trainrun.lab.pacing import FirstBatches, GoesOn, NeverDue, OnlySteps, Paced
 from trainrun.lab.profile import profiled
 from trainrun.lab.ready import ready_of
-from trainrun.lab.removals import Ring, removed
+from trainrun.lab.removals import CACHED, Ring, removed
 from trainrun.parts import Parts
 from trainrun.state import SAVE_NOW, TrainState
 
@@ -93,6 +93,8 @@ class Subject:
         self._ring = Ring(self._parts)
         self._state = state
         self._variants: dict[str, tuple[Parts, TrainState]] = {}
+        self._ahead = -(-ahead(parts) // parts.config.trainer.accumulate_grad_batches)  # steps
+        self._refilled = False  # whether readers had time to read ahead while nobody asked them
         self._schedule = copy.deepcopy(parts.schedule.state_dict())
 
     def obey(self, order: Order) -> Answer:
@@ -129,8 +131,22 @@ class Subject:
     def _train(self, order: Train) -> Turn:
         parts, state = self._variant(order.variant)
         self._rewind(parts, state)
+        if CACHED not in order.variant.split("+"):
+            own = self._state
+            state.epoch, state.batches = own.epoch, own.batches
+            turn = self._turn(order, parts, state, max(order.warm, self._ahead * self._refilled))
+            own.epoch, own.batches = state.epoch, state.batches  # one stream, which stays open
+            self._refilled = False
+            return turn
+        self._ring.fill(self._state.epoch, self._state.batches)
+        workers = psutil.Process().children(recursive=True)
+        self._refilled = not workers
+        with resting(workers):
+            return self._turn(order, parts, state, order.warm)
+
+    def _turn(self, order: Train, parts: Parts, state: TrainState, warm: int) -> Turn:
         whole = order.variant == WHOLE
-        self._run(parts, state, order.warm, whole)
+        self._run(parts, state, warm, whole)
         items, spent = state.items, parts.ledger.read()
         self._wait()
         began = time.perf_counter()
@@ -147,7 +163,7 @@ class Subject:
         )
 
     def _variant(self, name: str) -> tuple[Parts, TrainState]:
-        """Removals have a state of their own, so that the run goes on where it was."""
+        """Removals have a state of their own, so that the run goes on where it was but for the batches."""
         if name in ("", WHOLE):
             return self._parts, self._state
         if name not in self._variants:
@@ -253,6 +269,20 @@ class Subject:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextlib.contextmanager
+def resting(workers: list[psutil.Process]) -> Iterator[None]:
+    """Loader workers that nobody asks would read ahead: beside a turn that reads nothing, and for the next one."""
+    try:
+        for worker in workers:
+            with contextlib.suppress(psutil.Error):
+                worker.suspend()
+        yield
+    finally:
+        for worker in workers:
+            with contextlib.suppress(psutil.Error):
+                worker.resume()
 
 
 def _cpu_seconds() -> float:

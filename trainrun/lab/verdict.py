@@ -130,5 +130,10 @@ def bound_by(found: Diagnosis) -> str:
     name = min(roofs, key=lambda each: roofs[each])
     share = found.speed / roofs[name]
     close = ": at the roof, only other mathematics would be faster" if share >= ROOF else ""
-    names = {"compute": "computing", "memory": "memory", "dispatch": "the calls of operations"}
+    names = {
+        "compute": "computing",
+        "copy": "copying to the device",
+        "memory": "memory",
+        "dispatch": "the calls of operations",
+    }
     return f"The lowest roof is {names[name]}, of which {100 * share:.0f} % is reached{close}"

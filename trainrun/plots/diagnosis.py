@@ -12,6 +12,7 @@ from trainrun.plots.canvas import BEST, QUIET, TRAIN, VAL, new_figure, save
 ROW = 0.42  # inches
 ROOFS = {
     "data": "loading alone",
+    "copy": "copying to the device",
     "compute": "computing",
     "memory": "memory",
     "dispatch": "calls of operations",
