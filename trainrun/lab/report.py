@@ -45,7 +45,7 @@ def lines_of(found: Diagnosis) -> list[str]:
         lines.append(loading_line(found.stages))
     roofs = [roof_line(found, name) for name in ROOFS if name in found.limits.reasons]
     lines += [f"{'' if number else 'roofs':<10}{roof}" for number, roof in enumerate(roofs)]
-    lines += ["", f"{'if this were free':<20} {'faster by':>10}   interval         measured with"]
+    lines += ["", f"{'if this were free':<22} {'faster by':>10}   interval         measured with"]
     lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
     if found.profiled is not None:
         lines += ["", *profile_lines(found.profiled)]
@@ -57,8 +57,11 @@ def lines_of(found: Diagnosis) -> list[str]:
 def row(each: WhatIf) -> str:
     gain, low, high = (100 * (value - 1) for value in each.gain[:3])
     interval = f"{low:+.0f} to {high:+.0f} %" if each.gain.pairs > 1 else "computed"
-    name = {"dispatch": "calls of a small batch", "threads": "other threads"}.get(each.name, each.name)
-    return f"{name:<20} {gain:>+8.0f} %   {interval:<16} {each.about}"
+    return f"{title_of(each):<22} {gain:>+8.0f} %   {interval:<16} {each.about}"
+
+
+def title_of(each: WhatIf) -> str:
+    return {"dispatch": "calls of a small batch", "threads": "other threads"}.get(each.name, each.name)
 
 
 def roof_line(found: Diagnosis, name: str) -> str:
@@ -112,7 +115,8 @@ def as_json(found: Diagnosis, words: list[str]) -> dict[str, Any]:
         "load_cores": found.load_busy,
         "loading": None if found.stages is None else found.stages._asdict(),
         "what_ifs": [
-            {"name": each.name, "about": each.about, **as_fields(each.gain)} for each in found.what_ifs
+            {"name": each.name, "title": title_of(each), "about": each.about, **as_fields(each.gain)}
+            for each in found.what_ifs
         ],
         "roofs": found.limits.items_per_second,
         "roof_reasons": found.limits.reasons,
