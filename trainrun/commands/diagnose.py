@@ -37,16 +37,16 @@ def main(argv: list[str]) -> int:
     )
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"hydra.run.dir={folder}: holds a run already; name another folder")
-    typed = [word for word in plain_words(words) if not word.startswith("hydra.run.dir=")]
+    words = [word for word in words if not word.startswith("hydra.run.dir=")]
     deadline, say = began + budget, progress()
     try:
         found = diagnose(
-            typed, deadline, lambda about: say(about, max(deadline - time.monotonic(), 0.0)), wish.trace
+            words, deadline, lambda about: say(about, max(deadline - time.monotonic(), 0.0)), wish.trace
         )
     finally:
         print(end_of_progress(), end="", flush=True)
     print("\n".join(lines_of(found)))
-    write_report(found, typed, folder)
+    write_report(found, plain_words(words), folder)
     print(f"in {time.monotonic() - began:.0f} s; pictures and diagnosis.json: {shown(folder)}")
     return EXIT_DONE
 

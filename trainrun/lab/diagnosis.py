@@ -145,9 +145,7 @@ class Examination:
                 subject = self._bench.start(self.with_words(words))
                 side = self._turns(subject, BARE if name == LARGER else "")
                 side()
-            except (
-                TrainrunError
-            ):  # too few samples for that, no memory, or no sequences: then it tells nothing
+            except TrainrunError:  # too few samples, no memory, or no sequences: then it tells nothing
                 continue
             yield name, side
 

@@ -40,9 +40,7 @@ def draw_what_ifs(data: Mapping[str, Any], path: Path) -> None:
     ax.margins(x=0.1)
     ax.set_yticks(range(len(rows)), names, fontsize=8)
     ax.axvline(0, color="black", linewidth=0.8)
-    ax.set_xlabel(
-        "faster by (%), if this were free, with 95 % intervals; orange: in the verdict"
-    )
+    ax.set_xlabel("faster by (%), if this were free, with 95 % intervals; orange: in the verdict")
     ax.set_title(f"What this training waits for: {quantity(data['items_per_second'])} {data['unit']}/s now",
                  fontsize=11, fontweight="bold")  # fmt: skip
     _plain(ax)
