@@ -123,6 +123,23 @@ def test_a_wrong_budget(words: list[str]) -> None:
         take_seconds(words, 40.0, "diagnose")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--traces"], "--traces: no flag of trainrun diagnose. Did you mean --trace?"),
+        (["--cfg", "job"], "--cfg: no flag of trainrun diagnose"),
+        (["-m", "seed=1,2"], "-m: no flag of trainrun diagnose"),
+        (["--config-dir", "nowhere"], "nowhere: no such folder"),
+        (["data.batchsize=3"], "Did you mean data.batch_size?"),
+    ],
+)
+def test_a_word_that_it_does_not_know(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diagnose", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 OWN = """
 import time, torch
 
