@@ -23,8 +23,10 @@ from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for
 from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
 from trainrun.lab.rounds import Rounds, running, uncompiled
 from trainrun.lab.statistics import Ratio
+from trainrun.ledger import ACCOUNTS, LOGGING
 
 LIMITS_SECONDS: Final = 3.0  # for the roofs, validation, checkpoints and loading, which come last
+RARE_SECONDS: Final = 1.5  # from one log point to the next
 TRACE_SECONDS: Final = 2.0
 DIVIDE_SECONDS: Final = 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
@@ -190,10 +192,13 @@ class Examination:
             bounds = [step_seconds / (step_seconds - loop_seconds * (1 - 1 / value)) for value in ratio[:3]]
             return Ratio(bounds[0], bounds[1], bounds[2], ratio.pairs)
 
+        booked = fixed | dict(self._rare_logging(loop_seconds))
         what_ifs = [
-            WhatIf(name, freed(ratios[removal]), about) for name, removal, about in self._named(ratios)
+            WhatIf(name, freed(ratios[removal]), about)
+            for name, removal, about in self._named(ratios)
+            if name not in booked
         ]
-        for name, seconds in fixed.items():
+        for name, seconds in booked.items():
             if seconds > 0:
                 value = step_seconds / max(step_seconds - seconds, 1e-9)
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), f"{1e3 * seconds:.3g} ms a step"))
@@ -235,6 +240,12 @@ class Examination:
         if rate:
             times = sorted(self._base.save().seconds for _ in range(3))
             yield "checkpoint", times[1] * rate
+
+    def _rare_logging(self, loop_seconds: float) -> Iterator[tuple[str, float]]:
+        """Seconds a step, of log points that most turns do not hold: from as many steps as hold one."""
+        every = self._config.monitor.log_every_n_steps
+        if self._steps < every <= RARE_SECONDS / loop_seconds:
+            yield "logging", self._base.train(every, 0).accounts.get(ACCOUNTS[LOGGING], 0.0) / every
 
     def _phases(self, ratios: dict[str, Ratio], loop_seconds: float) -> dict[str, float]:
         if FORWARD not in ratios or ratios["cached"].value > MOSTLY_DATA:  # differences of noise
