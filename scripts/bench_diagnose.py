@@ -4,7 +4,8 @@
 
 For each fault of each workload: the first verdict, the gain it promises, and the gain when the fault is really taken
 away, measured in turns, with what the faulty run chose for itself held fixed. The clean workloads must be healthy.
-The exit code is 0 whatever is found. Not planted: `.item()` in every step, which costs nothing on a CPU.
+The exit code is 0 whatever is found. Not planted: `.item()` in every step, which costs nothing on a CPU, and more
+threads than cores, which no run takes.
 """
 
 from __future__ import annotations
@@ -67,9 +68,8 @@ FAULTS = [
           ["checkpoint.async_save=false", "checkpoint.every_n_train_steps=2"], ["checkpoint.enabled=false"]),
     Fault("island in fp32", "islands", ["precision=bf16-mixed", "model.island=true"],
           ["precision=bf16-mixed"], ("mlp",)),
-    Fault("tiny batch", "dispatch", ["data.batch_size=1"], ["data.batch_size=2"]),
+    Fault("tiny batch", "dispatch", ["data.batch_size=1"], ["data.batch_size=8"]),
     Fault("one thread of many", "threads", ["trainer.num_threads=1"], [], ("mlp", "cnn")),
-    Fault("too many threads", "threads", ["trainer.num_threads=8"], []),
     Fault("padding", "padding", ["data.padding=longest", *RAGGED], ["data.padding=bucket", *RAGGED], ("gpt",)),
     Fault("recompiling shapes", "compile",
           ["data.padding=longest", "trainer.compile=model", "trainer.compile.dynamic=false"],

@@ -77,11 +77,11 @@ def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> N
     assert subject.train(2).steps == 2
 
 
-def test_every_save_writes_a_step_that_is_not_saved_yet(bench: Bench, subject: Subject) -> None:
+def test_every_save_writes_a_step_that_is_not_saved_yet(subject: Subject) -> None:
     newest = []
     for _ in range(2):
         assert subject.save().seconds > 0
-        newest.append(max(path.name for path in bench.folder.glob("*/run/checkpoints/step-*")))
+        newest.append(max(path.name for path in subject._folder.glob("run/checkpoints/step-*")))
     assert newest[0] < newest[1]
 
 

@@ -55,7 +55,17 @@ def test_at_most_two_causes_the_larger_first() -> None:
 
 
 def test_what_noise_could_be_is_not_a_cause() -> None:
-    assert verdict(found(data=(1.5, 0.9))).first == "healthy"
+    told = verdict(found(data=(1.5, 0.9)))
+    assert (told.first, told.causes) == ("unclear", ())
+    assert "loading may cost something (-10 to +110 % faster without)" in told.text
+    assert verdict(found(data=(1.5, 0.9), logging=1.3)).first == "logging"
+
+
+def test_other_processes_are_named() -> None:
+    busy = replace(found(data=(1.5, 0.9)), others=0.7)
+    assert "other processes" in verdict(busy).text
+    assert "kept 0.7 cores busy" in "\n".join(lines_of(busy))
+    assert "cores busy" not in "\n".join(lines_of(found()))
 
 
 def test_a_large_batch_explains_what_nothing_else_does() -> None:
@@ -168,7 +178,7 @@ def test_a_slow_data_set_is_found(
     assert main(["diagnose", "--trace", *WORDS_OF_SLOW, "--budget", "10"]) == 0
     assert time.monotonic() - began < 120
     assert "mostly waits" in capsys.readouterr().out
-    (folder,) = (tmp_path / "outputs").glob("*/*-diagnose")
+    (folder,) = (tmp_path / "outputs").glob("*/*-diagnose-*")
     data = json.loads((folder / "diagnosis.json").read_text())
     assert data["verdict"]["first"] == "data"
     assert {"addmm", "mm"} <= {one["name"] for one in data["profile"]["operations"]}

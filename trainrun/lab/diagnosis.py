@@ -20,13 +20,14 @@ from trainrun.errors import TrainrunError
 from trainrun.lab.bench import Bench, Subject
 from trainrun.lab.choices import config_of, exchanged, measured_choices, plain_words
 from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for
+from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
 from trainrun.lab.rounds import Rounds, running, uncompiled
 from trainrun.lab.statistics import Ratio
 from trainrun.ledger import ACCOUNTS, LOGGING
 
 LIMITS_SECONDS: Final = 3.0  # for the roofs, validation, checkpoints and loading, which come last
-RARE_SECONDS: Final = 1.5  # from one log point to the next
+RARE_SECONDS: Final = 1.0  # from one log point to the next
 TRACE_SECONDS: Final = 2.0
 DIVIDE_SECONDS: Final = 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
@@ -58,7 +59,7 @@ class Diagnosis:
     """All that was measured. speed: items a second of the loop; step_seconds: with its share of validation and
     checkpoints. phases: seconds of forward, backward and update, from removals. load_busy: how many cores loading
     keeps busy. fused: of the optimizer. growing: the share of a step that grows with the batch. stages: of loading,
-    where it costs something and reads single samples."""
+    where it costs something and reads single samples. others: cores that other processes kept busy meanwhile."""
 
     ready: Ready
     speed: float
@@ -71,6 +72,7 @@ class Diagnosis:
     growing: float = 1.0
     stages: Stages | None = None
     profiled: Profiled | None = None
+    others: float = 0.0
 
 
 def diagnose(words: Sequence[str], deadline: float, progress: Progress, trace: bool = False) -> Diagnosis:
@@ -80,8 +82,10 @@ def diagnose(words: Sequence[str], deadline: float, progress: Progress, trace: b
     with Bench() as bench:
         progress("starting the run")
         base = bench.start(config)
+        neighbours = Neighbours()
         examined = Examination(bench, base, words, config)
         found = examined.diagnosis(deadline - LIMITS_SECONDS - TRACE_SECONDS * trace, progress)
+        found = replace(found, others=neighbours.cores())
         if trace:
             progress("a few steps under torch's profiler")
             found = replace(found, profiled=base.ask(Profile()))
@@ -245,7 +249,9 @@ class Examination:
         """Seconds a step, of log points that most turns do not hold: from as many steps as hold one."""
         every = self._config.monitor.log_every_n_steps
         if self._steps < every <= RARE_SECONDS / loop_seconds:
-            yield "logging", self._base.train(every, 0).accounts.get(ACCOUNTS[LOGGING], 0.0) / every
+            turns = [self._base.train(every, 0) for _ in range(2)]
+            shares = [turn.accounts.get(ACCOUNTS[LOGGING], 0.0) / turn.seconds for turn in turns]
+            yield "logging", min(shares) * loop_seconds
 
     def _phases(self, ratios: dict[str, Ratio], loop_seconds: float) -> dict[str, float]:
         if FORWARD not in ratios or ratios["cached"].value > MOSTLY_DATA:  # differences of noise

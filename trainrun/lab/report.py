@@ -13,7 +13,7 @@ from trainrun.data.stages import Stages
 from trainrun.lab.diagnosis import Diagnosis, WhatIf
 from trainrun.lab.orders import Profiled
 from trainrun.lab.statistics import Ratio
-from trainrun.lab.verdict import CAUSES, verdict
+from trainrun.lab.verdict import BUSY_MACHINE, CAUSES, verdict
 from trainrun.monitor.readable import duration, quantity
 from trainrun.rundir import write_json, write_text
 
@@ -45,6 +45,10 @@ def lines_of(found: Diagnosis) -> list[str]:
         lines.append(loading_line(found.stages))
     roofs = [roof_line(found, name) for name in ROOFS if name in found.limits.reasons]
     lines += [f"{'' if number else 'roofs':<10}{roof}" for number, roof in enumerate(roofs)]
+    if found.others >= BUSY_MACHINE:
+        lines.append(
+            f"others    kept {found.others:.1f} cores busy meanwhile: less is sure, and threads may look too many"
+        )
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   interval         measured with"]
     lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
     if found.profiled is not None:
@@ -109,6 +113,7 @@ def as_json(found: Diagnosis, words: list[str]) -> dict[str, Any]:
         },
         "unit": found.ready.unit,
         "items_per_second": found.speed,
+        "other_cores": found.others,
         "step_seconds": found.step_seconds,
         "phases": found.phases,
         "growing_share": found.growing,

@@ -9,6 +9,7 @@ from trainrun.lab.diagnosis import Diagnosis, WhatIf
 
 CLEAR: Final = 1.10  # a gain below that is not worth a word
 MOSTLY: Final = 0.5  # of a step that grows with the batch: above, it is mostly computing
+BUSY_MACHINE: Final = 0.1  # cores of other processes
 MOST_CAUSES: Final = 2
 BUSY: Final = 0.7  # cores: loading that computes; below, it waits
 AGAIN: Final = 0.5  # of the seconds of a first reading: what took more was there already
@@ -41,32 +42,41 @@ class Cause:
 
 @dataclass(frozen=True)
 class Verdict:
+    """first: the name of the first cause; else `healthy`, or `unclear` where a cause may hide in the noise."""
+
     causes: tuple[Cause, ...]
     text: str
-
-    @property
-    def first(self) -> str:
-        return self.causes[0].what_if.name if self.causes else "healthy"
+    first: str
 
 
 def verdict(found: Diagnosis) -> Verdict:
-    causes = [cause_of(found, what_if) for what_if in worth_naming(found)][:MOST_CAUSES]
+    worth = worth_naming(found)
+    causes = [cause_of(found, what_if) for what_if in worth if what_if.gain.low > 1.0][:MOST_CAUSES]
+    if not causes and worth:
+        return Verdict((), unclear_text(found, worth[0]), "unclear")
     if not causes:
-        return Verdict(
-            (),
-            f"healthy: nothing around the step costs a tenth of the time (the update is part of it). {bound_by(found)}",
-        )
+        text = "healthy: nothing around the step costs a tenth of the time (the update is part of it). "
+        return Verdict((), text + bound_by(found), "healthy")
     lines = [f"{cause.text}: up to {gain_text(cause.what_if)} faster without" for cause in causes]
     together = (
         " (the two are not added up: together at most what is measured together)" if len(causes) > 1 else ""
     )
-    return Verdict(tuple(causes), "; ".join(lines) + together)
+    return Verdict(tuple(causes), "; ".join(lines) + together, causes[0].what_if.name)
+
+
+def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
+    low, high = (100 * (bound - 1) for bound in what_if.gain[1:3])
+    others = ", and other processes are in the way" if found.others >= BUSY_MACHINE else ""
+    return (
+        f"unclear: {CAUSES[what_if.name]} may cost something ({low:+.0f} to {high:+.0f} % faster without); turns differ "
+        f"too much to tell{others}; try --budget 120"
+    )
 
 
 def worth_naming(found: Diagnosis) -> list[WhatIf]:
-    """What would clearly gain, the most first. The update only where there is a faster one; a larger batch only
-    where nothing else explains the time."""
-    clear = [each for each in found.what_ifs if each.gain.low > 1.0 and each.gain.value >= CLEAR]
+    """What seems to gain, the most first. The update only where there is a faster one; a larger batch only where
+    nothing else explains the time."""
+    clear = [each for each in found.what_ifs if each.gain.value >= CLEAR]
     if found.fused:
         clear = [each for each in clear if each.name != "update"]
     if found.growing > MOSTLY:
