@@ -71,7 +71,7 @@ def test_a_run_does_not_end_while_it_is_tested(subject: Subject) -> None:
     assert subject.save().seconds > 0
 
 
-@pytest.mark.parametrize("name", [*REMOVALS, "cached", "cached+silent", "threads=1", "whole"])
+@pytest.mark.parametrize("name", [*REMOVALS, "cached", "cached+silent", "threads=1", "whole", "saving"])
 def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> None:
     assert 4 * 32 < subject.train(5, variant=name).items <= 5 * 32  # the last batch of an epoch is smaller
     assert subject.train(2).steps == 2

@@ -24,6 +24,7 @@ from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
 from trainrun.lab.rounds import Rounds, running, uncompiled
 from trainrun.lab.statistics import Ratio
+from trainrun.lab.subject import SAVING
 from trainrun.ledger import ACCOUNTS, LOGGING
 
 LIMITS_SECONDS: Final = 3.0  # for the roofs, validation, checkpoints and loading, which come last
@@ -125,6 +126,9 @@ class Examination:
         names = ["cached", "silent", BARE]
         if not self._config.trainer.optimizer_in_backward and self._config.trainer.compile.scope != "step":
             names += ["without_update", FORWARD]
+        keep = self._config.checkpoint
+        if keep.enabled and keep.every_n_train_steps and keep.every_n_train_steps <= 2 * self._steps:
+            names.append(SAVING)
         if "mixed" in self._config.precision.mode:
             names.append("one_type")
         if self._base.facts.world_size > 1:
@@ -138,7 +142,13 @@ class Examination:
         return sorted({1, max(1, cores // 2), min(cores, 2 * own)} - {own})
 
     def _turns(self, subject: Subject, variant: str) -> Callable[[], Turn]:
-        return Side(lambda steps: subject.train(steps, warm_for(steps), variant), self._steps, self._seconds)
+        multiple = self._config.checkpoint.every_n_train_steps if variant == SAVING else None
+        return Side(
+            lambda steps: subject.train(steps, warm_for(steps), variant),
+            self._steps,
+            self._seconds,
+            multiple or 1,
+        )
 
     def _beside(self, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
         """Other words for the same run: a larger batch, and sequences of like length together."""
@@ -176,7 +186,9 @@ class Examination:
             asked = {
                 name: side
                 for name, side in sides.items()
-                if number < FEW_ROUNDS or not (name == FORWARD or found.always_below(name, SLOWER))
+                if number < FEW_ROUNDS
+                or name == SAVING
+                or not (name == FORWARD or found.always_below(name, SLOWER))
             }
             began = time.monotonic()
             found.take(lambda: self._base.train(self._steps, warm_for(self._steps)), asked)
@@ -186,10 +198,10 @@ class Examination:
     def _put_together(self, rounds: Rounds, names: Iterable[str], limits: Limits, load: Turn) -> Diagnosis:
         steps = sum(turn.steps for turn in rounds.own)
         loop_seconds = sum(turn.items for turn in rounds.own) / steps * rounds.seconds()
-        fixed = dict(self._fixed_costs(loop_seconds))
+        ratios = {name: rounds.ratio(name) for name in names}
+        fixed = dict(self._fixed_costs(loop_seconds, ratios.get(SAVING)))
         fixed["compile"] = sum(turn.seconds - running(turn) for turn in rounds.own) / steps
         step_seconds = loop_seconds + sum(fixed.values())
-        ratios = {name: rounds.ratio(name) for name in names}
 
         def freed(ratio: Ratio) -> Ratio:
             """Of the whole run, where `ratio` is that of the loop alone."""
@@ -229,13 +241,16 @@ class Examination:
             best = max(counts, key=lambda name: ratios[name].value)
             yield "threads", best, f"trainer.num_{best}"
 
-    def _fixed_costs(self, loop_seconds: float) -> Iterator[tuple[str, float]]:
-        """Seconds a step of what happens now and then, at the pace of this config."""
+    def _fixed_costs(self, loop_seconds: float, saving: Ratio | None) -> Iterator[tuple[str, float]]:
+        """Seconds a step of what happens now and then, at the pace of this config. saving: the speed with frequent
+        checkpoints, whose writing also slows the steps after them."""
         every = self._base.facts.val_every
         if every:
             yield "validation", min(self._base.validate().seconds for _ in range(2)) / every
+        if saving is not None:
+            yield "checkpoint", max(loop_seconds / saving.value - loop_seconds, 0.0)
         keep = self._config.checkpoint
-        if not keep.enabled:
+        if not keep.enabled or saving is not None:
             return
         rate = 1 / keep.every_n_train_steps if keep.every_n_train_steps else 0.0
         interval = parse_seconds(keep.train_time_interval)

@@ -34,17 +34,21 @@ def warm_for(steps: int) -> int:
 
 
 class Side:
-    """One thing whose turns take about so long, however fast it is: each follows the pace of the one before."""
+    """One thing whose turns take about so long, however fast it is: each follows the pace of the one before.
+    multiple: of which the steps of every turn are one."""
 
-    def __init__(self, take: Taken, steps: int, seconds: float = TURN_SECONDS) -> None:
-        self._take, self._seconds = take, seconds
-        self._steps = max(1, steps // 8)  # of what may be far slower than the base
+    def __init__(self, take: Taken, steps: int, seconds: float = TURN_SECONDS, multiple: int = 1) -> None:
+        self._take, self._seconds, self._multiple = take, seconds, multiple
+        self._steps = self._whole(steps / 8)  # of what may be far slower than the base
 
     def __call__(self) -> Turn:
         turn = self._take(self._steps)
         wanted = turn.steps * self._seconds / max(turn.seconds, 1e-9)
-        self._steps = max(1, round(min(wanted, 8 * self._steps)))
+        self._steps = self._whole(min(wanted, 8 * self._steps))
         return turn
+
+    def _whole(self, steps: float) -> int:
+        return max(1, round(steps / self._multiple)) * self._multiple
 
 
 @dataclass

@@ -10,8 +10,8 @@ from trainrun.data.stages import Stages
 
 @dataclass(frozen=True)
 class Train:
-    """Some steps of the run, after `warm` steps that are not timed. variant: with something taken away; see
-    `trainrun.lab.removals`; or `whole`, with validations and checkpoints where they are due."""
+    """Some steps of the run, after `warm` steps that are not timed. variant: with something taken away, see
+    `trainrun.lab.removals`; or with what is due: `whole`, validations and checkpoints; `saving`, checkpoints."""
 
     steps: int
     warm: int = 2

@@ -45,6 +45,7 @@ from trainrun.state import SAVE_NOW, TrainState
 
 VALIDATION_SECONDS: Final = 3.0
 WHOLE: Final = "whole"  # in place of a removal: validations and checkpoints come as in the run
+SAVING: Final = "saving"  # checkpoints alone do
 
 
 class Driven:
@@ -145,12 +146,11 @@ class Subject:
             return self._turn(order, parts, state, order.warm)
 
     def _turn(self, order: Train, parts: Parts, state: TrainState, warm: int) -> Turn:
-        whole = order.variant == WHOLE
-        self._run(parts, state, warm, whole)
+        self._run(parts, state, warm, order.variant)
         items, spent = state.items, parts.ledger.read()
         self._wait()
         began = time.perf_counter()
-        self._run(parts, state, order.steps, whole)
+        self._run(parts, state, order.steps, order.variant)
         self._wait()
         seconds = time.perf_counter() - began
         now = parts.ledger.read()
@@ -164,7 +164,7 @@ class Subject:
 
     def _variant(self, name: str) -> tuple[Parts, TrainState]:
         """Removals have a state of their own, so that the run goes on where it was but for the batches."""
-        if name in ("", WHOLE):
+        if name in ("", WHOLE, SAVING):
             return self._parts, self._state
         if name not in self._variants:
             state = copy.copy(self._state)
@@ -172,12 +172,12 @@ class Subject:
             self._variants[name] = removed(name, self._parts, self._ring), state
         return self._variants[name]
 
-    def _run(self, parts: Parts, state: TrainState, steps: int, whole: bool = False) -> None:
-        """whole: with validations and checkpoints where they are due."""
+    def _run(self, parts: Parts, state: TrainState, steps: int, variant: str = "") -> None:
+        """variant: WHOLE and SAVING bring what is due."""
         if not steps:
             return
-        paced: Any = (Paced if whole else OnlySteps)(parts.cadence, state, steps)
-        checkpoints: Any = parts.checkpoints if whole else NeverDue()
+        paced: Any = (Paced if variant == WHOLE else OnlySteps)(parts.cadence, state, steps)
+        checkpoints: Any = parts.checkpoints if variant in (WHOLE, SAVING) else NeverDue()
         loop.fit(replace(parts, cadence=paced, checkpoints=checkpoints), state)
 
     def _rewind(self, parts: Parts, state: TrainState) -> None:

@@ -68,8 +68,8 @@ def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
     low, high = (100 * (bound - 1) for bound in what_if.gain[1:3])
     others = ", and other processes are in the way" if found.others >= BUSY_MACHINE else ""
     return (
-        f"unclear: {CAUSES[what_if.name]} may cost something ({low:+.0f} to {high:+.0f} % faster without); turns differ "
-        f"too much to tell{others}; try --budget 120"
+        f"unclear: {CAUSES[what_if.name]} may cost something ({low:+.0f} to {high:+.0f} % faster without); turns "
+        f"differ too much to tell{others}; try --budget 120"
     )
 
 
