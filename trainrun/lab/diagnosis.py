@@ -19,7 +19,7 @@ from trainrun.data.stages import Stages
 from trainrun.errors import TrainrunError
 from trainrun.lab.bench import Bench, Subject
 from trainrun.lab.choices import config_of, exchanged, measured_choices, plain_words
-from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for
+from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for, without_warm
 from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
 from trainrun.lab.rounds import Rounds, running, uncompiled
@@ -107,7 +107,8 @@ class Examination:
         progress("finding its pace")
         left = deadline - time.monotonic()
         self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * LEAST_ROUNDS)))
-        self._steps = steps_for(lambda steps: uncompiled(self._base.train(steps)), self._seconds)
+        paced = steps_for(lambda steps: uncompiled(self._base.train(steps)), self._seconds)
+        self._steps = round(without_warm(paced))
         self._times = self._times_larger(self._base.train(1).peak_bytes)
         load = self._base.load(max(2, min(self._steps, 50)))
         variants = {name: self._turns(self._base, name) for name in self._removals()}

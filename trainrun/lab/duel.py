@@ -33,6 +33,11 @@ def warm_for(steps: int) -> int:
     return 1 if steps < 4 else 2
 
 
+def without_warm(steps: float) -> float:
+    """How many of so many steps are left to be timed, where those ahead of a turn are to fit in too."""
+    return max(1.0, steps - warm_for(round(steps)))
+
+
 class Side:
     """One thing whose turns take about so long, however fast it is: each follows the pace of the one before.
     multiple: of which the steps of every turn are one."""
@@ -44,7 +49,7 @@ class Side:
     def __call__(self) -> Turn:
         turn = self._take(self._steps)
         wanted = turn.steps * self._seconds / max(turn.seconds, 1e-9)
-        self._steps = self._whole(min(wanted, 8 * self._steps))
+        self._steps = self._whole(min(without_warm(wanted), 8 * self._steps))
         return turn
 
     def _whole(self, steps: float) -> int:
