@@ -18,7 +18,7 @@ from trainrun.cli import main
 from trainrun.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.lab.bench import Bench, Subject, SubjectFailed
-from trainrun.lab.duel import Rules, duel, steps_for
+from trainrun.lab.duel import Rules, Side, duel, steps_for
 from trainrun.lab.orders import Turn
 from trainrun.lab.removals import REMOVALS
 from trainrun.lab.rounds import Rounds, running
@@ -181,6 +181,17 @@ def test_a_thing_that_is_asked_no_more_keeps_its_rounds() -> None:
     found.take(side(20, said, "a"), {"b": side(40, said, "b")})
     assert found.ratio("c").value == pytest.approx(0.5)
     assert (found.ratio("b").value, found.ratio("b").pairs) == (pytest.approx(2.0), 2)
+
+
+def test_a_side_takes_about_so_long_whatever_its_speed() -> None:
+    side_of = {
+        multiple: Side(lambda steps: Turn(0.01 * steps, steps, steps), 80, 0.3, multiple)
+        for multiple in (1, 7)
+    }
+    assert [side_of[1]().steps for _ in range(3)] == [10, 28, 28]  # with the 2 ahead of them 0.3 s
+    assert [side_of[7]().steps for _ in range(3)] == [7, 28, 28]
+    slow = Side(lambda steps: Turn(5.0 * steps, steps, steps), 80, 0.3)
+    assert [slow().steps for _ in range(2)] == [10, 1]
 
 
 def test_steps_for_some_seconds() -> None:
