@@ -21,7 +21,8 @@ from trainrun.lab.bench import Bench, Subject, SubjectFailed
 from trainrun.lab.duel import Rules, Side, duel, steps_for
 from trainrun.lab.orders import Turn
 from trainrun.lab.removals import REMOVALS
-from trainrun.lab.rounds import Rounds, running
+from trainrun.lab.rounds import Rounds, running, without
+from trainrun.ledger import DATA, LOGGING
 from trainrun.monitor.metrics_file import read_rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")
@@ -77,8 +78,8 @@ def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> N
     assert subject.train(2).steps == 2
 
 
-def test_every_save_writes_a_step_that_is_not_saved_yet(subject: Subject) -> None:
-    newest = []
+def test_every_save_writes_a_step_that_is_not_saved_yet(bench: Bench) -> None:
+    subject, newest = bench.start(compose_run(WORDS).config), []
     for _ in range(2):
         assert subject.save().seconds > 0
         newest.append(max(path.name for path in subject._folder.glob("run/checkpoints/step-*")))
@@ -161,6 +162,15 @@ def test_rounds_share_the_turns_of_the_base() -> None:
     assert found.ratio("b", to="c").value == pytest.approx(4.0)
     assert found.seconds() == pytest.approx(0.1)
     assert [found.always_below(name, 0.6) for name in ("b", "c")] == [False, True]
+
+
+def test_what_the_base_booked_can_be_taken_off() -> None:
+    own = Turn(1.0, 10, 10, accounts={"data": 0.5, "logging": 0.2, "forward": 0.3})
+    found = Rounds()
+    for _ in range(2):
+        found.take(lambda: own, {"b": lambda: Turn(1.0, 10, 10)})
+    assert found.ratio(without(DATA)).value == pytest.approx(2.0)
+    assert found.ratio(without(LOGGING)).value == pytest.approx(1.25)
 
 
 def test_compilation_is_no_part_of_a_comparison() -> None:

@@ -22,12 +22,12 @@ from trainrun.lab.choices import config_of, exchanged, measured_choices, plain_w
 from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for, without_warm
 from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
-from trainrun.lab.rounds import Rounds, running, uncompiled
+from trainrun.lab.rounds import Rounds, running, uncompiled, without
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.subject import SAVING
-from trainrun.ledger import ACCOUNTS, LOGGING
+from trainrun.ledger import ACCOUNTS, DATA, LOGGING
 
-LIMITS_SECONDS: Final = 3.0  # for the roofs, validation, checkpoints and loading, which come last
+LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
 RARE_SECONDS: Final = 1.0  # from one log point to the next
 TRACE_SECONDS: Final = 2.0
 DIVIDE_SECONDS: Final = 1.0
@@ -85,7 +85,7 @@ def diagnose(words: Sequence[str], deadline: float, progress: Progress, trace: b
         base = bench.start(config)
         neighbours = Neighbours()
         examined = Examination(bench, base, words, config)
-        found = examined.diagnosis(deadline - LIMITS_SECONDS - TRACE_SECONDS * trace, progress)
+        found = examined.diagnosis(deadline - LAST_SECONDS - TRACE_SECONDS * trace, progress)
         found = replace(found, others=neighbours.cores())
         if trace:
             progress("a few steps under torch's profiler")
@@ -102,6 +102,7 @@ class Examination:
     def __init__(self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig) -> None:
         self._bench, self._base, self._words, self._config = bench, base, plain_words(words), config
         self._steps, self._seconds, self._times = 1, TURN_SECONDS, 2
+        self._booked = booked_of(base.facts)
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
@@ -110,21 +111,21 @@ class Examination:
         paced = steps_for(lambda steps: uncompiled(self._base.train(steps)), self._seconds)
         self._steps = round(without_warm(paced))
         self._times = self._times_larger(self._base.train(1).peak_bytes)
+        progress("measuring what the machine allows")
+        limits: Limits = self._base.ask(Measure())
         load = self._base.load(max(2, min(self._steps, 50)))
+        limits.items_per_second["data"] = load.speed
+        limits.reasons["data"] = "loading with nobody to train"
         variants = {name: self._turns(self._base, name) for name in self._removals()}
         for side in variants.values():
             side()  # to find its pace; the first steps of anything are its slowest
-        sides = variants | dict(self._beside(progress))  # each has found its pace
+        sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
         rounds = self._measured(sides, deadline, progress)
-        progress("measuring what the machine allows")
-        limits: Limits = self._base.ask(Measure())
-        limits.items_per_second["data"] = load.speed
-        limits.reasons["data"] = "loading with nobody to train"
         return self._put_together(rounds, sides, limits, load)
 
     def _removals(self) -> list[str]:
         """Every one that can tell something of this run."""
-        names = ["cached", "silent", BARE]
+        names = [name for name in ("cached", "silent") if name not in self._booked] + [BARE]
         if not self._config.trainer.optimizer_in_backward and self._config.trainer.compile.scope != "step":
             names += ["without_update", FORWARD]
         keep = self._config.checkpoint
@@ -151,10 +152,10 @@ class Examination:
             multiple or 1,
         )
 
-    def _beside(self, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
+    def _beside(self, padding: float, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
         """Other words for the same run: a larger batch, and sequences of like length together."""
         wishes = {LARGER: [f"data.batch_size={self._times * self._config.data.batch_size}"]}
-        if self._config.data.padding in ("longest", "max"):
+        if padding and self._config.data.padding in ("longest", "max"):
             wishes["bucket"] = ["data.padding=bucket"]
         for name, words in wishes.items():
             progress(f"starting it with {' '.join(words)}")
@@ -200,6 +201,7 @@ class Examination:
         steps = sum(turn.steps for turn in rounds.own)
         loop_seconds = sum(turn.items for turn in rounds.own) / steps * rounds.seconds()
         ratios = {name: rounds.ratio(name) for name in names}
+        ratios |= {name: rounds.ratio(without(account)) for name, account in self._booked.items()}
         fixed = dict(self._fixed_costs(loop_seconds, ratios.get(SAVING)))
         fixed["compile"] = sum(turn.seconds - running(turn) for turn in rounds.own) / steps
         step_seconds = loop_seconds + sum(fixed.values())
@@ -230,7 +232,9 @@ class Examination:
         )  # fmt: skip
 
     def _named(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
-        abouts = {"cached": ("data", "batches that are there already"), "silent": ("logging", "no log points"),
+        booked = "its time in the untouched loop"
+        abouts = {"cached": ("data", booked if "cached" in self._booked else "batches that are there already"),
+                  "silent": ("logging", booked if "silent" in self._booked else "no log points"),
                   "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
                   "unsynced": ("ranks", "no exchange of gradients"),
                   "bucket": ("padding", "data.padding=bucket")}  # fmt: skip
@@ -279,3 +283,11 @@ class Examination:
     def _fused(self) -> bool:
         optimizer: Any = self._config.optimizer or {}
         return optimizer.get("fused", True) is not False and optimizer.get("foreach") is not True
+
+
+def booked_of(facts: Ready) -> dict[str, int]:
+    """Removals that the ledger of the untouched loop knows better, and their accounts: those of a CPU, where nothing
+    goes on behind the loop's back. Who reads beside the training takes its cores as well."""
+    if facts.device != "cpu":
+        return {}
+    return {"silent": LOGGING} if facts.reads_ahead else {"cached": DATA, "silent": LOGGING}

@@ -72,7 +72,7 @@ class Ready:
     or workers. total_steps: None without an end. val_every: steps between validations; None without any. layers:
     the names of the model's classes of modules. memory_bytes: all that the device has. precision, attention: what
     was decided for them; no attention where the model has none of ours. thread_safe: several threads may read the
-    data, by its own word or by that of the run.
+    data, by its own word or by that of the run. reads_ahead: batches are read beside the training.
     """
 
     unit: str
@@ -90,6 +90,7 @@ class Ready:
     precision: str = ""
     attention: str = ""
     thread_safe: bool = False
+    reads_ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 
 from trainrun.attention_kernel import attention_layers
 from trainrun.cadence import Rhythm
+from trainrun.ceilings import ahead
 from trainrun.data.mapstyle import thread_safe
 from trainrun.data.undecided import Undecided
 from trainrun.lab.orders import Ready
@@ -32,6 +33,7 @@ def ready_of(parts: Parts) -> Ready:
         memory_bytes=_memory_of(parts.parallel.device),
         precision=parts.config.precision.mode,
         attention=next((layer.kernel for layer in attention_layers(parts.model)), ""),
+        reads_ahead=ahead(parts) > 0,
         thread_safe=thread_safe(train.source) if isinstance(train, Undecided) else _reads_in_threads(parts),
     )
 

@@ -13,16 +13,17 @@ from typing import Final
 
 from trainrun.lab.orders import Turn
 from trainrun.lab.statistics import Ratio, ratio_of_means
-from trainrun.ledger import ACCOUNTS, COMPILE
+from trainrun.ledger import ACCOUNTS, COMPILE, DATA, LOGGING
 
 BASE: Final = ""  # its name in a round
+BOOKED: Final = (DATA, LOGGING)
 Side = Callable[[], Turn]
 
 
 @dataclass
 class Rounds:
-    """told: of each round the seconds an item, by name, without compilation; a name need not be in every one.
-    own: all turns of the base."""
+    """told: of each round the seconds an item, by name, without compilation; a name need not be in every one. What
+    the base booked on an account is taken off under the name of `without`. own: all turns of the base."""
 
     told: list[dict[str, float]] = field(default_factory=list)
     own: list[Turn] = field(default_factory=list)
@@ -36,7 +37,11 @@ class Rounds:
             found[name] = running(turn) / turn.items
             if number % 2 == 0 or number == len(names):
                 own.append(base())
-        found[BASE] = sum(map(running, own)) / sum(turn.items for turn in own)
+        items = sum(turn.items for turn in own)
+        found[BASE] = sum(map(running, own)) / items
+        for account in BOOKED:
+            spent = sum(turn.accounts.get(ACCOUNTS[account], 0.0) for turn in own) / items
+            found[without(account)] = found[BASE] - spent
         self.told.append(found)
         self.own += own
 
@@ -52,6 +57,11 @@ class Rounds:
     def always_below(self, name: str, bound: float) -> bool:
         """Whether in each of its rounds it had less than that ratio to the base."""
         return all(told[BASE] < bound * told[name] for told in self.told if name in told)
+
+
+def without(account: int) -> str:
+    """The name under which a round tells what the base would take without that account."""
+    return f"without {ACCOUNTS[account]}"
 
 
 def running(turn: Turn) -> float:
