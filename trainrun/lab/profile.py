@@ -21,6 +21,7 @@ from trainrun.lab.orders import Operation, Profiled
 
 STEPS: Final = 5
 MOST_OPERATIONS: Final = 12
+ENGINE: Final = "autograd::engine::evaluate_function: "
 TYPES: Final = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",
                 "long int": "int64", "int": "int32", "unsigned char": "uint8"}  # fmt: skip
 
@@ -47,7 +48,7 @@ def operations(events: Iterable[Any], device: torch.device) -> tuple[Operation, 
     for event in events:
         if event.device_type.name != "CPU" or event.is_user_annotation:
             continue
-        key = event.name.removeprefix("aten::"), dtype_of(event)
+        key = event.name.removeprefix("aten::").removeprefix(ENGINE), dtype_of(event)
         own = event.self_cpu_time_total if device.type == "cpu" else event.self_device_time_total
         seconds[key] += 1e-6 * own
         calls[key] += 1
