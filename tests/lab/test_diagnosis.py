@@ -100,6 +100,12 @@ def test_the_stage_of_loading_that_takes_most_of_it_is_named(stages: Stages, sai
     assert any(line.startswith("loading   a batch: samples") for line in lines_of(diagnosed))
 
 
+def test_who_has_to_share_its_core_does_not_wait_for_a_disk() -> None:
+    diagnosed = replace(found(data=3.0), stages=Stages(0.06, 0.06, 0.02, 0.0, 0.004))
+    assert "mostly waits" in verdict(diagnosed).text
+    assert "mostly computes" in verdict(replace(diagnosed, others=1.5)).text
+
+
 def test_threads_are_named_only_where_the_data_bears_them() -> None:
     told = found(data=3.0)
     assert "workers" in verdict(told).causes[0].words[0]

@@ -39,6 +39,7 @@ LEAST_ROUNDS: Final = 4
 MOST_ROUNDS: Final = 12
 FORWARD: Final = "cached+forward_only"
 SLOWER: Final = 0.9  # of the base: not worth more turns
+CLEAR: Final = 1.10  # a gain below that is not worth a word
 MOSTLY_DATA: Final = 1.5
 LARGER: Final = "larger"  # a batch
 TINY_BATCH, TINY_TIMES = 8, 8
@@ -102,7 +103,6 @@ class Examination:
     def __init__(self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig) -> None:
         self._bench, self._base, self._words, self._config = bench, base, plain_words(words), config
         self._steps, self._seconds, self._times = 1, TURN_SECONDS, 2
-        self._booked = booked_of(base.facts)
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
@@ -125,7 +125,7 @@ class Examination:
 
     def _removals(self) -> list[str]:
         """Every one that can tell something of this run."""
-        names = [name for name in ("cached", "silent") if name not in self._booked] + [BARE]
+        names = ["cached", "silent", BARE]
         if not self._config.trainer.optimizer_in_backward and self._config.trainer.compile.scope != "step":
             names += ["without_update", FORWARD]
         keep = self._config.checkpoint
@@ -201,7 +201,8 @@ class Examination:
         steps = sum(turn.steps for turn in rounds.own)
         loop_seconds = sum(turn.items for turn in rounds.own) / steps * rounds.seconds()
         ratios = {name: rounds.ratio(name) for name in names}
-        ratios |= {name: rounds.ratio(without(account)) for name, account in self._booked.items()}
+        small = dict(self._small(rounds))
+        ratios |= small
         fixed = dict(self._fixed_costs(loop_seconds, ratios.get(SAVING)))
         fixed["compile"] = sum(turn.seconds - running(turn) for turn in rounds.own) / steps
         step_seconds = loop_seconds + sum(fixed.values())
@@ -214,7 +215,7 @@ class Examination:
         booked = fixed | dict(self._rare_logging(loop_seconds))
         what_ifs = [
             WhatIf(name, freed(ratios[removal]), about)
-            for name, removal, about in self._named(ratios)
+            for name, removal, about in self._named(ratios, small)
             if name not in booked
         ]
         for name, seconds in booked.items():
@@ -231,16 +232,22 @@ class Examination:
             self._phases(ratios, loop_seconds), load.cpu_seconds / load.seconds, self._fused(), growing,
         )  # fmt: skip
 
-    def _named(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
-        booked = "its time in the untouched loop"
-        abouts = {"cached": ("data", booked if "cached" in self._booked else "batches that are there already"),
-                  "silent": ("logging", booked if "silent" in self._booked else "no log points"),
+    def _small(self, rounds: Rounds) -> Iterator[tuple[str, Ratio]]:
+        """Removals of what takes too little of the untouched loop to be worth a word, by its ledger, which noise does
+        not reach. Of what takes more the removal tells what else it slows: a core that has slept wakes slowly."""
+        for name, account in booked_of(self._base.facts).items():
+            ratio = rounds.ratio(without(account))
+            if ratio.value < CLEAR:
+                yield name, ratio
+
+    def _named(self, ratios: dict[str, Ratio], small: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
+        abouts = {"cached": ("data", "batches that are there already"), "silent": ("logging", "no log points"),
                   "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
                   "unsynced": ("ranks", "no exchange of gradients"),
                   "bucket": ("padding", "data.padding=bucket")}  # fmt: skip
         for removal, (name, about) in abouts.items():
             if removal in ratios:
-                yield name, removal, about
+                yield name, removal, "its time in the untouched loop" if removal in small else about
         counts = [name for name in ratios if name.startswith("threads=")]
         if counts:
             best = max(counts, key=lambda name: ratios[name].value)
@@ -286,7 +293,7 @@ class Examination:
 
 
 def booked_of(facts: Ready) -> dict[str, int]:
-    """Removals that the ledger of the untouched loop knows better, and their accounts: those of a CPU, where nothing
+    """Removals whose time the ledger of the untouched loop knows, and their accounts: those of a CPU, where nothing
     goes on behind the loop's back. Who reads beside the training takes its cores as well."""
     if facts.device != "cpu":
         return {}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from trainrun.lab.diagnosis import Diagnosis, WhatIf
+from trainrun.lab.diagnosis import CLEAR, Diagnosis, WhatIf
 
-CLEAR: Final = 1.10  # a gain below that is not worth a word
 MOSTLY: Final = 0.5  # of a step that grows with the batch: above, it is mostly computing
 BUSY_MACHINE: Final = 0.1  # cores of other processes
 MOST_CAUSES: Final = 2
 BUSY: Final = 0.7  # cores: loading that computes; below, it waits
+BUSY_AMONG_OTHERS: Final = 0.2  # who computes waits for a core as well
 AGAIN: Final = 0.5  # of the seconds of a first reading: what took more was there already
 ROOF: Final = 0.6  # of the fastest matrix product: there is little left to take
 
@@ -107,7 +107,7 @@ def of_loading(found: Diagnosis) -> tuple[str, tuple[str, ...]]:
     if stages is None or stages.samples >= max(stages.transform, stages.rest):
         busy = found.load_busy if stages is None else stages.computing / max(stages.samples, 1e-9)
         what = "loading" if stages is None else "loading: samples are read"
-        if busy >= BUSY:
+        if busy >= (BUSY if found.others < BUSY_MACHINE else BUSY_AMONG_OTHERS):
             return f"{what}, which mostly computes (decoding, Python)", WORDS["data"]
         if stages is not None and stages.again < AGAIN * stages.samples:
             return f"{what}, which mostly waits for files that are opened for the first time", beside
