@@ -10,6 +10,7 @@ from trainrun.monitor.readable import quantity
 from trainrun.plots.canvas import BEST, QUIET, TRAIN, VAL, new_figure, save
 
 ROW = 0.42  # inches
+WIDEST = 1.5
 ROOFS = {
     "data": "loading alone",
     "copy": "copying to the device",
@@ -26,7 +27,8 @@ def draw_what_ifs(data: Mapping[str, Any], path: Path) -> None:
     ax = figure.subplots()
     gains = [100 * (row["ratio"] - 1) for row in rows]
     low = [max(gain - 100 * (row["low"] - 1), 0.0) for gain, row in zip(gains, rows, strict=True)]
-    high = [max(100 * (row["high"] - 1) - gain, 0.0) for gain, row in zip(gains, rows, strict=True)]
+    top = WIDEST * max(*gains, 20.0)  # an interval may reach far further than all bars
+    high = [max(min(100 * (row["high"] - 1), top) - gain, 0.0) for gain, row in zip(gains, rows, strict=True)]
     causes = {cause["name"] for cause in data["verdict"]["causes"]}
     colours = [VAL if row["name"] in causes else (TRAIN if gain > 0 else QUIET)
                for row, gain in zip(rows, gains, strict=True)]  # fmt: skip
