@@ -86,6 +86,20 @@ def test_every_save_writes_a_step_that_is_not_saved_yet(bench: Bench) -> None:
     assert newest[0] < newest[1]
 
 
+def test_the_end_of_a_turn_is_not_saved_as_that_of_a_run(bench: Bench) -> None:
+    often = [
+        *WORDS,
+        "checkpoint.every_n_train_steps=4",
+        "checkpoint.keep_last=9",
+        "checkpoint.async_save=false",
+    ]
+    saving = bench.start(compose_run(often).config)
+    saving.train(7, 0, "saving")
+    assert [path.name for path in saving._folder.glob("run/checkpoints/step-*")] == ["step-00000004"]
+    saving.train(1, 0, "saving")
+    assert len(list(saving._folder.glob("run/checkpoints/step-*"))) == 2
+
+
 @pytest.mark.parametrize("reading", ["workers", "threads"])
 def test_who_reads_ahead_goes_on_after_a_turn_that_reads_nothing(bench: Bench, reading: str) -> None:
     words = ["seed=3", "data=custom", "data.train._target_=lab_worlds.Numbers", "data.num_classes=3",

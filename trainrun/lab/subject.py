@@ -36,7 +36,7 @@ from trainrun.lab.orders import (
     Turn,
     Validate,
 )
-from trainrun.lab.pacing import FirstBatches, GoesOn, NeverDue, OnlySteps, Paced
+from trainrun.lab.pacing import DueInBetween, FirstBatches, GoesOn, NeverDue, OnlySteps, Paced
 from trainrun.lab.profile import profiled
 from trainrun.lab.ready import ready_of
 from trainrun.lab.removals import CACHED, Ring, removed
@@ -177,7 +177,7 @@ class Subject:
         if not steps:
             return
         paced: Any = (Paced if variant == WHOLE else OnlySteps)(parts.cadence, state, steps)
-        checkpoints: Any = parts.checkpoints if variant in (WHOLE, SAVING) else NeverDue()
+        checkpoints: Any = DueInBetween(parts.checkpoints) if variant in (WHOLE, SAVING) else NeverDue()
         loop.fit(replace(parts, cadence=paced, checkpoints=checkpoints), state)
 
     def _rewind(self, parts: Parts, state: TrainState) -> None:
