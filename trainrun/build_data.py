@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from trainrun.config import RunConfig
@@ -11,7 +12,9 @@ from trainrun.data.facts import check_labels
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.data.sequences.useful import Tally
-from trainrun.data.skips import Report
+from trainrun.data.skips import Report, to_stderr
+from trainrun.data.stages import Stages, stages_of
+from trainrun.data.undecided import Undecided
 from trainrun.instantiate import build
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.precision.amp import data_float_dtype
@@ -39,49 +42,66 @@ def open_split(
     """tally: counts the useful tokens of training batches. copying: surrounds their copies to a GPU."""
     if source is None:
         return None
-    data, training = config.data, name == "train"
-    assert config.seed is not None
-    batches, note = open_batches(
-        source,
-        StreamOptions(
-            key=f"data.{name}",
-            training=training,
-            batch_size=data.batch_size if training else data.val_batch_size or data.batch_size,
-            seed=config.seed,
-            shuffle=data.shuffle and training,
-            drop_last=data.drop_last and training,
-            engine=data.engine,
-            num_workers=data.num_workers,
-            pin_memory=data.pin_memory,
-            persistent_workers=data.persistent_workers,
-            prefetch_factor=data.prefetch_factor,
-            timeout_seconds=data.worker_timeout_seconds,
-            collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
-            max_sequence_length=data.max_sequence_length,
-            num_threads=data.num_threads,
-            cache=data.cache,
-            transform=build_transform(config),
-            augment=build_augmentations(data.augment),
-            on_error=data.on_error,
-            max_skipped_share=data.max_skipped_share,
-            report=report,
-            truncate=data.truncate,
-            padding=data.padding,
-            max_tokens=data.max_tokens,
-            pad_multiple=data.pad_multiple,
-            may_grow=not training and data.val_batch_size is None,
-            limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
-            rank=parallel.rank,
-            world_size=parallel.world_size,
-            gather=parallel.gather,
-            device=parallel.device,
-            tally=tally if training else None,
-            copying=copying if training else unnoticed,
-            float_dtype=data_float_dtype(config.precision.mode),
-        ),
-    )
+    options = stream_options(config, parallel, name, report, tally, copying)
+    batches, note = open_batches(source, options)
     notes += note.splitlines()
     return batches
+
+
+def stream_options(
+    config: RunConfig, parallel: Parallel, name: str, report: Report,
+    tally: Tally | None = None, copying: Copying = unnoticed,
+) -> StreamOptions:  # fmt: skip
+    data, training = config.data, name == "train"
+    assert config.seed is not None
+    return StreamOptions(
+        key=f"data.{name}",
+        training=training,
+        batch_size=data.batch_size if training else data.val_batch_size or data.batch_size,
+        seed=config.seed,
+        shuffle=data.shuffle and training,
+        drop_last=data.drop_last and training,
+        engine=data.engine,
+        num_workers=data.num_workers,
+        pin_memory=data.pin_memory,
+        persistent_workers=data.persistent_workers,
+        prefetch_factor=data.prefetch_factor,
+        timeout_seconds=data.worker_timeout_seconds,
+        collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
+        max_sequence_length=data.max_sequence_length,
+        num_threads=data.num_threads,
+        cache=data.cache,
+        transform=build_transform(config),
+        augment=build_augmentations(data.augment),
+        on_error=data.on_error,
+        max_skipped_share=data.max_skipped_share,
+        report=report,
+        truncate=data.truncate,
+        padding=data.padding,
+        max_tokens=data.max_tokens,
+        pad_multiple=data.pad_multiple,
+        may_grow=not training and data.val_batch_size is None,
+        limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        gather=parallel.gather,
+        device=parallel.device,
+        tally=tally if training else None,
+        copying=copying if training else unnoticed,
+        float_dtype=data_float_dtype(config.precision.mode),
+    )
+
+
+def loading_stages(
+    config: RunConfig, parallel: Parallel, train: Batches, epoch: int, start: int, seconds: float
+) -> Stages | None:
+    """Of the training's batches from `start` on; see `trainrun.data.stages`. train: its stream, which is closed."""
+    train.close()
+    source = train.source if isinstance(train, Undecided) else None
+    if source is None:
+        alone = replace(config, data=replace(config.data, val=None, test=None))
+        source = build_sources(alone)["train"]
+    return stages_of(source, stream_options(config, parallel, "train", to_stderr), epoch, start, seconds)
 
 
 def build_transform(config: RunConfig) -> Any:

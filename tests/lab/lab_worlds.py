@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path as FilePath
 
 import numpy as np
+import torch
 from safetensors.numpy import save_file
+from torch.utils.data import Dataset
 
 from trainrun.config import RunConfig
 from trainrun.lab.bench import SubjectFailed
@@ -95,3 +97,13 @@ class Runner:
 
     def close(self) -> None:
         self.world.alive -= 1
+
+
+class Numbers(Dataset[tuple[torch.Tensor, int]]):
+    """Samples that are read one by one."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((16,), index / 400), index % 3

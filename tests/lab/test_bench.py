@@ -18,9 +18,11 @@ from trainrun.cli import main
 from trainrun.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.lab.bench import Bench, Subject, SubjectFailed
-from trainrun.lab.duel import Rules, duel, rounds, steps_for
+from trainrun.lab.duel import Rules, Side, duel, steps_for
 from trainrun.lab.orders import Turn
 from trainrun.lab.removals import REMOVALS
+from trainrun.lab.rounds import Rounds, running, without
+from trainrun.ledger import DATA, LOGGING
 from trainrun.monitor.metrics_file import read_rows
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")
@@ -70,10 +72,42 @@ def test_a_run_does_not_end_while_it_is_tested(subject: Subject) -> None:
     assert subject.save().seconds > 0
 
 
-@pytest.mark.parametrize("name", [*REMOVALS, "cached", "cached+silent", "threads=1", "whole"])
+@pytest.mark.parametrize("name", [*REMOVALS, "cached", "cached+silent", "threads=1", "whole", "saving"])
 def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> None:
     assert 4 * 32 < subject.train(5, variant=name).items <= 5 * 32  # the last batch of an epoch is smaller
     assert subject.train(2).steps == 2
+
+
+def test_every_save_writes_a_step_that_is_not_saved_yet(bench: Bench) -> None:
+    subject, newest = bench.start(compose_run(WORDS).config), []
+    for _ in range(2):
+        assert subject.save().seconds > 0
+        newest.append(max(path.name for path in subject._folder.glob("run/checkpoints/step-*")))
+    assert newest[0] < newest[1]
+
+
+def test_the_end_of_a_turn_is_not_saved_as_that_of_a_run(bench: Bench) -> None:
+    often = [
+        *WORDS,
+        "checkpoint.every_n_train_steps=4",
+        "checkpoint.keep_last=9",
+        "checkpoint.async_save=false",
+    ]
+    saving = bench.start(compose_run(often).config)
+    saving.train(7, 0, "saving")
+    assert [path.name for path in saving._folder.glob("run/checkpoints/step-*")] == ["step-00000004"]
+    saving.train(1, 0, "saving")
+    assert len(list(saving._folder.glob("run/checkpoints/step-*"))) == 2
+
+
+@pytest.mark.parametrize("reading", ["workers", "threads"])
+def test_who_reads_ahead_goes_on_after_a_turn_that_reads_nothing(bench: Bench, reading: str) -> None:
+    words = ["seed=3", "data=custom", "data.train._target_=lab_worlds.Numbers", "data.num_classes=3",
+             f"data.engine={reading}", f"data.num_{reading}=1", "data.batch_size=4", "data.shuffle=false"]  # fmt: skip
+    told = bench.start(compose_run(words).config)
+    turns = [told.train(3, variant=name) for name in ("cached", "", "silent", "cached", "silent", "")]
+    assert {turn.items for turn in turns} == {12}
+    assert told.load(3).items == 12
 
 
 def test_between_two_orders_nothing_moves(subject: Subject) -> None:
@@ -132,11 +166,56 @@ def test_a_duel_takes_turns_and_ends_when_it_is_clear() -> None:
 
 def test_rounds_share_the_turns_of_the_base() -> None:
     said: list[str] = []
-    sides = {name: side(speed, said, name) for name, speed in (("b", 20), ("c", 5))}
-    found = rounds(side(10, said, "a"), sides, 6)
-    assert "".join(said).startswith("abacacab")
-    assert found["b"].ratio().value == pytest.approx(2.0)
-    assert found["c"].ratio().value == pytest.approx(0.5)
+    sides = {name: side(speed, said, name) for name, speed in (("b", 20), ("c", 5), ("d", 10))}
+    found = Rounds()
+    for _ in range(3):
+        found.take(side(10, said, "a"), sides)
+    assert "".join(said).startswith("abcadaadcaba")
+    assert found.ratio("b").value == pytest.approx(2.0)
+    assert found.ratio("c").value == pytest.approx(0.5)
+    assert found.ratio("b", to="c").value == pytest.approx(4.0)
+    assert found.seconds() == pytest.approx(0.1)
+    assert [found.always_below(name, 0.6) for name in ("b", "c")] == [False, True]
+
+
+def test_what_the_base_booked_can_be_taken_off() -> None:
+    own = Turn(1.0, 10, 10, accounts={"data": 0.5, "logging": 0.2, "forward": 0.3})
+    found = Rounds()
+    for _ in range(2):
+        found.take(lambda: own, {"b": lambda: Turn(1.0, 10, 10)})
+    assert found.ratio(without(DATA)).value == pytest.approx(2.0)
+    assert found.ratio(without(LOGGING)).value == pytest.approx(1.25)
+
+
+def test_compilation_is_no_part_of_a_comparison() -> None:
+    def compiling() -> Turn:
+        return Turn(seconds=5.0, steps=10, items=10, accounts={"compile": 4.0, "forward": 0.5})
+
+    found = Rounds()
+    for _ in range(2):
+        found.take(compiling, {"b": lambda: Turn(seconds=1.0, steps=10, items=20)})
+    assert found.ratio("b").value == pytest.approx(2.0)
+    assert sum(turn.seconds - running(turn) for turn in found.own) == pytest.approx(4.0 * len(found.own))
+
+
+def test_a_thing_that_is_asked_no_more_keeps_its_rounds() -> None:
+    said: list[str] = []
+    found = Rounds()
+    found.take(side(10, said, "a"), {"b": side(20, said, "b"), "c": side(5, said, "c")})
+    found.take(side(20, said, "a"), {"b": side(40, said, "b")})
+    assert found.ratio("c").value == pytest.approx(0.5)
+    assert (found.ratio("b").value, found.ratio("b").pairs) == (pytest.approx(2.0), 2)
+
+
+def test_a_side_takes_about_so_long_whatever_its_speed() -> None:
+    side_of = {
+        multiple: Side(lambda steps: Turn(0.01 * steps, steps, steps), 80, 0.3, multiple)
+        for multiple in (1, 7)
+    }
+    assert [side_of[1]().steps for _ in range(3)] == [10, 28, 28]  # with the 2 ahead of them 0.3 s
+    assert [side_of[7]().steps for _ in range(3)] == [7, 28, 28]
+    slow = Side(lambda steps: Turn(5.0 * steps, steps, steps), 80, 0.3)
+    assert [slow().steps for _ in range(2)] == [10, 1]
 
 
 def test_steps_for_some_seconds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from trainrun.cli import main
 from trainrun.commands.budget import take_seconds
+from trainrun.data.stages import Stages
 from trainrun.errors import ConfigError
 from trainrun.lab import diagnosis, duel
 from trainrun.lab.diagnosis import Diagnosis, WhatIf
@@ -23,17 +25,19 @@ from trainrun.lab.verdict import CAUSES, WORDS, verdict
 READY = Ready("samples", "resident", 0, 1, 1000, "cpu", 1, 45, 900, 45.0)
 
 
-def found(fused: bool = True, load_busy: float = 0.1, **gains: float | tuple[float, float]) -> Diagnosis:
+def found(
+    fused: bool = True, load_busy: float = 0.1, growing: float = 0.2, **gains: float | tuple[float, float]
+) -> Diagnosis:
     what_ifs = []
     for name, gain in gains.items():
         value, low = gain if isinstance(gain, tuple) else (gain, 0.98 * gain)
         what_ifs.append(WhatIf(name, Ratio(value, low, 2 * value - low, 9), "trainer.num_threads=1"))
     limits = Limits({"compute": 3000.0, "memory": 9000.0, "data": 1e6}, {"compute": "", "memory": ""}, 0.7)
-    return Diagnosis(READY, 1500.0, 0.02, what_ifs, limits, {}, load_busy, fused)
+    return Diagnosis(READY, 1500.0, 0.02, what_ifs, limits, {}, load_busy, fused, growing)
 
 
 def test_a_training_that_waits_for_nothing_is_healthy() -> None:
-    told = verdict(found(data=1.05, logging=1.0, threads=0.8, update=1.4, dispatch=1.3))
+    told = verdict(found(data=1.05, logging=1.0, threads=0.8, update=1.4, dispatch=1.3, growing=0.6))
     assert told.first == "healthy"
     assert "computing, of which 50 %" in told.text
 
@@ -51,12 +55,23 @@ def test_at_most_two_causes_the_larger_first() -> None:
 
 
 def test_what_noise_could_be_is_not_a_cause() -> None:
-    assert verdict(found(data=(1.5, 0.9))).first == "healthy"
+    told = verdict(found(data=(1.5, 0.9)))
+    assert (told.first, told.causes) == ("unclear", ())
+    assert "loading may cost something (-10 to +110 % faster without)" in told.text
+    assert verdict(found(data=(1.5, 0.9), logging=1.3)).first == "logging"
+
+
+def test_other_processes_are_named() -> None:
+    busy = replace(found(data=(1.5, 0.9)), others=0.7)
+    assert "other processes" in verdict(busy).text
+    assert "kept 0.7 cores busy" in "\n".join(lines_of(busy))
+    assert "cores busy" not in "\n".join(lines_of(found()))
 
 
 def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert verdict(found(dispatch=1.9)).first == "dispatch"
     assert verdict(found(dispatch=1.9, logging=1.4)).first == "logging"
+    assert verdict(found(dispatch=1.4, growing=0.6)).first == "healthy"
 
 
 def test_a_fused_update_is_no_cause() -> None:
@@ -69,10 +84,32 @@ def test_loading_that_waits_and_loading_that_computes_get_other_words() -> None:
     assert waits != computes
 
 
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        (Stages(0.06, 0.06, 0.001, 0.0, 0.004), "samples are read, which mostly waits (a disk"),
+        (Stages(0.06, 0.002, 0.001, 0.0, 0.004), "samples are read, which mostly waits for files"),
+        (Stages(0.06, 0.06, 0.06, 0.01, 0.004), "samples are read, which mostly computes"),
+        (Stages(0.01, 0.01, 0.01, 0.06, 0.004), "data.transform"),
+        (Stages(0.01, 0.01, 0.01, 0.0, 0.04), "put together to batches"),
+    ],
+)
+def test_the_stage_of_loading_that_takes_most_of_it_is_named(stages: Stages, said: str) -> None:
+    diagnosed = replace(found(data=3.0), stages=stages)
+    assert said in verdict(diagnosed).text
+    assert any(line.startswith("loading   a batch: samples") for line in lines_of(diagnosed))
+
+
+def test_who_has_to_share_its_core_does_not_wait_for_a_disk() -> None:
+    diagnosed = replace(found(data=3.0), stages=Stages(0.06, 0.06, 0.02, 0.0, 0.004))
+    assert "mostly waits" in verdict(diagnosed).text
+    assert "mostly computes" in verdict(replace(diagnosed, others=1.5)).text
+
+
 def test_threads_are_named_only_where_the_data_bears_them() -> None:
     told = found(data=3.0)
     assert "workers" in verdict(told).causes[0].words[0]
-    told.ready = replace(READY, thread_safe=True)
+    told = replace(told, ready=replace(READY, thread_safe=True))
     assert "threads" in verdict(told).causes[0].words[0]
 
 
@@ -102,6 +139,23 @@ def test_a_wrong_budget(words: list[str]) -> None:
         take_seconds(words, 40.0, "diagnose")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--traces"], "--traces: no flag of trainrun diagnose. Did you mean --trace?"),
+        (["--cfg", "job"], "--cfg: no flag of trainrun diagnose"),
+        (["-m", "seed=1,2"], "-m: no flag of trainrun diagnose"),
+        (["--config-dir", "nowhere"], "nowhere: no such folder"),
+        (["data.batchsize=3"], "Did you mean data.batch_size?"),
+    ],
+)
+def test_a_word_that_it_does_not_know(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diagnose", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 OWN = """
 import time, torch
 
@@ -123,16 +177,20 @@ def test_a_slow_data_set_is_found(
     (tmp_path / "slow_data.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(duel, "TURN_SECONDS", 0.1)
-    monkeypatch.setattr(diagnosis, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(diagnosis, "LEAST_ROUNDS", 3)
     monkeypatch.setattr(diagnosis, "MOST_ROUNDS", 3)
     monkeypatch.setattr(diagnosis, "steps_for", lambda take, seconds: max(1, take(5).steps))
     began = time.monotonic()
-    assert main(["diagnose", *WORDS_OF_SLOW, "--budget", "10"]) == 0
+    assert main(["diagnose", "--trace", *WORDS_OF_SLOW, "--budget", "10"]) == 0
     assert time.monotonic() - began < 120
     assert "mostly waits" in capsys.readouterr().out
-    (folder,) = (tmp_path / "outputs").glob("*/*-diagnose")
+    (folder,) = (tmp_path / "outputs").glob("*/*-diagnose-*")
     data = json.loads((folder / "diagnosis.json").read_text())
     assert data["verdict"]["first"] == "data"
+    assert {"addmm", "mm"} <= {one["name"] for one in data["profile"]["operations"]}
+    traced = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
+    assert any(event.get("name") == "aten::addmm" for event in traced["traceEvents"])
+    assert data["loading"]["samples"] >= 0.016 > data["loading"]["rest"]
     assert {row["name"] for row in data["what_ifs"]} >= {"data", "logging", "update", "dispatch"}
     assert all((folder / name).stat().st_size > 5000 for name in ("whatif.png", "roofs.png"))
     assert {path.name for path in tmp_path.iterdir()} <= {"slow_data.py", "outputs", "__pycache__"}

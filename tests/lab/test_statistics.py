@@ -8,7 +8,7 @@ import random
 import pytest
 
 from trainrun.lab import statistics
-from trainrun.lab.statistics import Ratio, grouped_ratio, paired_ratio, settled
+from trainrun.lab.statistics import Ratio, grouped_ratio, paired_ratio, ratio_of_means, settled
 
 
 def noisy_pairs(
@@ -57,6 +57,29 @@ def test_few_pairs_reach_as_far_as_they_lie() -> None:
     assert paired_ratio([(1, 2)]) == Ratio(2.0, 2.0, 2.0, 1)
     found = paired_ratio([(1, 1.0), (1, 1.5), (1, 2.0)])
     assert (found.low, found.high) == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+def stalled(draw: random.Random) -> float:
+    """Seconds of a turn of ten steps, each of which waits for 50 ms in one case of five."""
+    return sum(0.01 + 0.05 * (draw.random() < 0.2) for _ in range(10))
+
+
+def test_rare_stalls_count_as_much_as_they_take() -> None:
+    draw = random.Random(3)
+    found = ratio_of_means([(stalled(draw), 0.1) for _ in range(2000)])
+    assert found.value == pytest.approx(2.0, rel=0.02)
+
+
+@pytest.mark.parametrize("count", [3, 5, 12])
+def test_the_interval_of_means_holds_the_truth_as_often_as_it_says(count: int) -> None:
+    draw, worlds = random.Random(count), 1000
+    found = [ratio_of_means([(stalled(draw), draw.gauss(0.1, 0.01)) for _ in range(count)])
+             for _ in range(worlds)]  # fmt: skip
+    assert sum(each.low <= 2.0 <= each.high for each in found) / worlds > 0.9
+
+
+def test_one_pair_of_times_is_sure_of_nothing() -> None:
+    assert ratio_of_means([(2.0, 1.0)]) == Ratio(2.0, 0.0, math.inf, 1)
 
 
 def test_what_is_settled() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from trainrun.checks import nearest
 from trainrun.errors import ConfigError
+
+FOLDER_FLAGS = ("--config-dir", "-cd")
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,6 +34,18 @@ def add_trust(parser: Parser) -> None:
     parser.add_argument(
         "--trust", action="store_true", help="run the code that RUN_DIR names, and follow its links"
     )
+
+
+def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own flags, and the words of a run; of its flags only the folder of configs means something here."""
+    found, words = parser.parse_known_args(argv)
+    own = [name for action in parser._actions for name in action.option_strings]
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("-") and flag not in FOLDER_FLAGS:
+            near = nearest(flag, own)
+            raise ConfigError(f"{word}: no flag of {parser.prog}.{near} See {parser.prog} --help")
+    return found, words
 
 
 def parse(parser: Parser, argv: list[str]) -> argparse.Namespace:

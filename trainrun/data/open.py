@@ -57,7 +57,7 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     if isinstance(source, IterableDataset):
         batches, line = _open_iterable(source, options)
         return _augmented(batches, options), line
-    prepared = _prepared(source, options)
+    prepared = prepared_source(source, options)
     choice = choose(prepared.facts, _wish(options))
     if choice.engine == "threads":
         prepared.reader.copy().try_out(0, trial(prepared))
@@ -77,7 +77,7 @@ def open_candidates(source: Any, options: StreamOptions) -> list[Candidate]:
     check_options(options)
     if isinstance(source, IterableDataset):
         return [Candidate("iterable", "workers", 0, lambda: open_batches(source, options)[0])]
-    prepared = _prepared(source, options)
+    prepared = prepared_source(source, options)
     return _ways(prepared, options, choose(prepared.facts, _wish(options)))
 
 
@@ -124,7 +124,7 @@ def _from_memory(prepared: Prepared, options: StreamOptions, columns: Columns) -
     return build_engine(prepared, options, choice.engine, choice.number)
 
 
-def _prepared(source: Any, options: StreamOptions) -> Prepared:
+def prepared_source(source: Any, options: StreamOptions) -> Prepared:
     """Behind its cache (`options.cache`), with the plan of its batches."""
     source, scale = as_bytes(source)
     gather = options.gather if options.world_size > 1 else None

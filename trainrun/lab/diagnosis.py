@@ -9,27 +9,40 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from trainrun.checks import parse_seconds
 from trainrun.config import RunConfig
+from trainrun.data.stages import Stages
 from trainrun.errors import TrainrunError
 from trainrun.lab.bench import Bench, Subject
 from trainrun.lab.choices import config_of, exchanged, measured_choices, plain_words
-from trainrun.lab.duel import TURN_SECONDS, Duel, Side, rounds, steps_for, warm_for
-from trainrun.lab.orders import Limits, Measure, Ready, Turn
+from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for, without_warm
+from trainrun.lab.neighbours import Neighbours
+from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
+from trainrun.lab.rounds import Rounds, running, uncompiled, without
 from trainrun.lab.statistics import Ratio
+from trainrun.lab.subject import SAVING
+from trainrun.ledger import ACCOUNTS, DATA, LOGGING
 
-LIMITS_SECONDS: Final = 3.0  # for the roofs, validation and checkpoints, which come last
+LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
+RARE_SECONDS: Final = 1.0  # from one log point to the next
+TRACE_SECONDS: Final = 2.0
+DIVIDE_SECONDS: Final = 1.0
+WORTH_DIVIDING: Final = 1.05  # of the gain without loading
 LEAST_TURN: Final = 0.1  # seconds
 MOST_SIDES: Final = 10
 FEW_ROUNDS: Final = 3
 LEAST_ROUNDS: Final = 4
 MOST_ROUNDS: Final = 12
 FORWARD: Final = "cached+forward_only"
+SLOWER: Final = 0.9  # of the base: not worth more turns
+CLEAR: Final = 1.10  # a gain below that is not worth a word
 MOSTLY_DATA: Final = 1.5
+LARGER: Final = "larger"  # a batch
+TINY_BATCH, TINY_TIMES = 8, 8
 BARE: Final = "cached+silent"  # what is left when nothing around the step takes time
 Progress = Callable[[str], None]
 
@@ -43,31 +56,45 @@ class WhatIf:
     about: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Diagnosis:
     """All that was measured. speed: items a second of the loop; step_seconds: with its share of validation and
-    checkpoints. phases: seconds of forward, backward and update, from removals. load_busy: how much of the time of
-    loading is computed, in cores, and not waited for; None where nothing is loaded. fused: of the optimizer."""
+    checkpoints. phases: seconds of forward, backward and update, from removals. load_busy: how many cores loading
+    keeps busy. fused: of the optimizer. growing: the share of a step that grows with the batch. stages: of loading,
+    where it costs something and reads single samples. others: cores that other processes kept busy meanwhile."""
 
     ready: Ready
     speed: float
     step_seconds: float
     what_ifs: list[WhatIf]
     limits: Limits
-    phases: dict[str, float] = field(default_factory=dict)
-    load_busy: float | None = None
+    phases: dict[str, float]
+    load_busy: float
     fused: bool = True
+    growing: float = 1.0
+    stages: Stages | None = None
+    profiled: Profiled | None = None
+    others: float = 0.0
 
 
-def diagnose(words: Sequence[str], deadline: float, progress: Progress) -> Diagnosis:
+def diagnose(words: Sequence[str], deadline: float, progress: Progress, trace: bool = False) -> Diagnosis:
     """Ends about the deadline, by `time.monotonic()`. Raises what a run of these words would raise before its
-    first step."""
+    first step. trace: a few steps under torch's profiler as well."""
     config = config_of(plain_words(words))
     with Bench() as bench:
         progress("starting the run")
         base = bench.start(config)
+        neighbours = Neighbours()
         examined = Examination(bench, base, words, config)
-        return examined.diagnosis(deadline - LIMITS_SECONDS, progress)
+        found = examined.diagnosis(deadline - LAST_SECONDS - TRACE_SECONDS * trace, progress)
+        found = replace(found, others=neighbours.cores())
+        if trace:
+            progress("a few steps under torch's profiler")
+            found = replace(found, profiled=base.ask(Profile()))
+        if any(one.name == "data" and one.gain.value > WORTH_DIVIDING for one in found.what_ifs):
+            progress("dividing the loading")
+            found = replace(found, stages=base.ask(Divide(DIVIDE_SECONDS)))
+        return found
 
 
 class Examination:
@@ -75,28 +102,35 @@ class Examination:
 
     def __init__(self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig) -> None:
         self._bench, self._base, self._words, self._config = bench, base, plain_words(words), config
-        self._steps, self._seconds = 1, TURN_SECONDS
+        self._steps, self._seconds, self._times = 1, TURN_SECONDS, 2
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
         left = deadline - time.monotonic()
         self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * LEAST_ROUNDS)))
-        self._steps = steps_for(lambda steps: self._base.train(steps), self._seconds)
-        load = self._base.load(max(2, min(self._steps, 50)))
-        variants = {name: self._turns(self._base, name) for name in self._removals()}
-        beside = dict(self._beside(progress))
-        duels = self._measured(variants | beside, deadline, progress)
+        paced = steps_for(lambda steps: uncompiled(self._base.train(steps)), self._seconds)
+        self._steps = round(without_warm(paced))
+        self._times = self._times_larger(self._base.train(1).peak_bytes)
         progress("measuring what the machine allows")
         limits: Limits = self._base.ask(Measure())
+        load = self._base.load(max(2, min(self._steps, 50)))
         limits.items_per_second["data"] = load.speed
         limits.reasons["data"] = "loading with nobody to train"
-        return self._put_together(duels, limits, load)
+        variants = {name: self._turns(self._base, name) for name in self._removals()}
+        for side in variants.values():
+            side()  # to find its pace; the first steps of anything are its slowest
+        sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
+        rounds = self._measured(sides, deadline, progress)
+        return self._put_together(rounds, sides, limits, load)
 
     def _removals(self) -> list[str]:
         """Every one that can tell something of this run."""
         names = ["cached", "silent", BARE]
         if not self._config.trainer.optimizer_in_backward and self._config.trainer.compile.scope != "step":
             names += ["without_update", FORWARD]
+        keep = self._config.checkpoint
+        if keep.enabled and keep.every_n_train_steps and keep.every_n_train_steps <= 2 * self._steps:
+            names.append(SAVING)
         if "mixed" in self._config.precision.mode:
             names.append("one_type")
         if self._base.facts.world_size > 1:
@@ -110,99 +144,125 @@ class Examination:
         return sorted({1, max(1, cores // 2), min(cores, 2 * own)} - {own})
 
     def _turns(self, subject: Subject, variant: str) -> Callable[[], Turn]:
-        return Side(lambda steps: subject.train(steps, warm_for(steps), variant), self._steps, self._seconds)
+        multiple = self._config.checkpoint.every_n_train_steps if variant == SAVING else None
+        return Side(
+            lambda steps: subject.train(steps, warm_for(steps), variant),
+            self._steps,
+            self._seconds,
+            multiple or 1,
+        )
 
-    def _beside(self, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
-        """Other words for the same run: twice the batch, and sequences of like length together."""
-        batch_size = self._config.data.batch_size
-        wishes = {"double": [f"data.batch_size={2 * batch_size}"]}
-        if self._config.data.padding in ("longest", "max"):
+    def _beside(self, padding: float, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
+        """Other words for the same run: a larger batch, and sequences of like length together."""
+        wishes = {LARGER: [f"data.batch_size={self._times * self._config.data.batch_size}"]}
+        if padding and self._config.data.padding in ("longest", "max"):
             wishes["bucket"] = ["data.padding=bucket"]
         for name, words in wishes.items():
             progress(f"starting it with {' '.join(words)}")
             try:
                 subject = self._bench.start(self.with_words(words))
-            except TrainrunError:  # too few samples for that, or no sequences: then it tells nothing
+                side = self._turns(subject, BARE if name == LARGER else "")
+                side()
+            except TrainrunError:  # too few samples, no memory, or no sequences: then it tells nothing
                 continue
-            yield name, self._turns(subject, BARE if name == "double" else "")
+            yield name, side
+
+    def _times_larger(self, peak_bytes: int) -> int:
+        """Matrix products of a few rows take other kernels than those of some more: twice a tiny batch says little."""
+        tiny = self._config.data.batch_size <= TINY_BATCH
+        return TINY_TIMES if tiny and 2 * TINY_TIMES * peak_bytes < self._base.facts.memory_bytes else 2
 
     def with_words(self, words: Sequence[str]) -> RunConfig:
         """The run with other words, and with what the base chose for itself, so that nothing else differs."""
         own = measured_choices(self._config, self._base.facts)
         return config_of(exchanged(exchanged(self._words, own), words))
 
-    def _measured(
-        self, sides: dict[str, Callable[[], Turn]], deadline: float, progress: Progress
-    ) -> dict[str, Duel]:
+    def _measured(self, sides: dict[str, Callable[[], Turn]], deadline: float, progress: Progress) -> Rounds:
         """Rounds until the time is over, and a few in any case. What is clearly slower is not asked again."""
-        for side in sides.values():
-            side()  # to find its pace; the first steps of anything are its slowest
-        found = {name: Duel() for name in sides}
+        found, longest = Rounds(), 0.0
         for number in range(MOST_ROUNDS):
             left = deadline - time.monotonic()
-            asked = {
-                name: side for name, side in sides.items() if number < FEW_ROUNDS or not slower(found[name])
-            }
-            if number >= LEAST_ROUNDS and left < 2 * self._seconds * len(asked):
+            if number >= LEAST_ROUNDS and left < longest:
                 break
-            progress(f"round {number + 1}, {max(left, 0):.0f} s left")
-            for name, duel in rounds(
-                lambda: self._base.train(self._steps, warm_for(self._steps)), asked, 1
-            ).items():
-                found[name].pairs += duel.pairs
+            progress(f"round {number + 1}")
+            asked = {
+                name: side
+                for name, side in sides.items()
+                if number < FEW_ROUNDS
+                or name == SAVING
+                or not (name == FORWARD or found.always_below(name, SLOWER))
+            }
+            began = time.monotonic()
+            found.take(lambda: self._base.train(self._steps, warm_for(self._steps)), asked)
+            longest = max(longest, time.monotonic() - began)
         return found
 
-    def _put_together(self, duels: dict[str, Duel], limits: Limits, load: Turn) -> Diagnosis:
-        base = [first for duel in duels.values() for first, _ in duel.pairs]
-        speed = sorted(base)[len(base) // 2]
-        one = self._base.train(self._steps)
-        loop_seconds = one.items / one.steps / speed
-        fixed = dict(self._fixed_costs(loop_seconds))
+    def _put_together(self, rounds: Rounds, names: Iterable[str], limits: Limits, load: Turn) -> Diagnosis:
+        steps = sum(turn.steps for turn in rounds.own)
+        loop_seconds = sum(turn.items for turn in rounds.own) / steps * rounds.seconds()
+        ratios = {name: rounds.ratio(name) for name in names}
+        small = dict(self._small(rounds))
+        ratios |= small
+        fixed = dict(self._fixed_costs(loop_seconds, ratios.get(SAVING)))
+        fixed["compile"] = sum(turn.seconds - running(turn) for turn in rounds.own) / steps
         step_seconds = loop_seconds + sum(fixed.values())
-        ratios = {name: duel.ratio() for name, duel in duels.items()}
 
         def freed(ratio: Ratio) -> Ratio:
             """Of the whole run, where `ratio` is that of the loop alone."""
             bounds = [step_seconds / (step_seconds - loop_seconds * (1 - 1 / value)) for value in ratio[:3]]
             return Ratio(bounds[0], bounds[1], bounds[2], ratio.pairs)
 
+        booked = fixed | dict(self._rare_logging(loop_seconds))
         what_ifs = [
-            WhatIf(name, freed(ratios[removal]), about) for name, removal, about in self._named(ratios)
+            WhatIf(name, freed(ratios[removal]), about)
+            for name, removal, about in self._named(ratios, small)
+            if name not in booked
         ]
-        compiling = one.accounts.get("compile", 0.0) / one.steps
-        for name, seconds in (fixed | {"compile": compiling}).items():
+        for name, seconds in booked.items():
             if seconds > 0:
                 value = step_seconds / max(step_seconds - seconds, 1e-9)
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), f"{1e3 * seconds:.3g} ms a step"))
-        if "double" in ratios and BARE in ratios:
-            both = zip(duels[BARE].pairs, duels["double"].pairs, strict=False)  # turns of the same rounds
-            pairs = [(bare, twice) for (_, bare), (_, twice) in both]
-            what_ifs.append(WhatIf("dispatch", freed(Duel(pairs).ratio()), "a batch of twice the size"))
+        growing = 1.0
+        if LARGER in ratios:
+            gain = rounds.ratio(LARGER, to=BARE)
+            what_ifs.append(WhatIf("dispatch", freed(gain), f"a batch {self._times} times as large"))
+            growing = min(max((self._times / gain.value - 1) / (self._times - 1), 0.0), 1.0)
         return Diagnosis(
-            self._base.facts, speed, step_seconds, what_ifs, limits, self._phases(ratios, loop_seconds),
-            load.cpu_seconds / load.seconds, self._fused(),
+            self._base.facts, 1 / rounds.seconds(), step_seconds, what_ifs, limits,
+            self._phases(ratios, loop_seconds), load.cpu_seconds / load.seconds, self._fused(), growing,
         )  # fmt: skip
 
-    def _named(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
+    def _small(self, rounds: Rounds) -> Iterator[tuple[str, Ratio]]:
+        """Removals of what takes too little of the untouched loop to be worth a word, by its ledger, which noise does
+        not reach. Of what takes more the removal tells what else it slows: a core that has slept wakes slowly."""
+        for name, account in booked_of(self._base.facts).items():
+            ratio = rounds.ratio(without(account))
+            if ratio.value < CLEAR:
+                yield name, ratio
+
+    def _named(self, ratios: dict[str, Ratio], small: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
         abouts = {"cached": ("data", "batches that are there already"), "silent": ("logging", "no log points"),
                   "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
                   "unsynced": ("ranks", "no exchange of gradients"),
                   "bucket": ("padding", "data.padding=bucket")}  # fmt: skip
         for removal, (name, about) in abouts.items():
             if removal in ratios:
-                yield name, removal, about
+                yield name, removal, "its time in the untouched loop" if removal in small else about
         counts = [name for name in ratios if name.startswith("threads=")]
         if counts:
             best = max(counts, key=lambda name: ratios[name].value)
             yield "threads", best, f"trainer.num_{best}"
 
-    def _fixed_costs(self, loop_seconds: float) -> Iterator[tuple[str, float]]:
-        """Seconds a step of what happens now and then, at the pace of this config."""
+    def _fixed_costs(self, loop_seconds: float, saving: Ratio | None) -> Iterator[tuple[str, float]]:
+        """Seconds a step of what happens now and then, at the pace of this config. saving: the speed with frequent
+        checkpoints, whose writing also slows the steps after them."""
         every = self._base.facts.val_every
         if every:
             yield "validation", min(self._base.validate().seconds for _ in range(2)) / every
+        if saving is not None:
+            yield "checkpoint", max(loop_seconds / saving.value - loop_seconds, 0.0)
         keep = self._config.checkpoint
-        if not keep.enabled:
+        if not keep.enabled or saving is not None:
             return
         rate = 1 / keep.every_n_train_steps if keep.every_n_train_steps else 0.0
         interval = parse_seconds(keep.train_time_interval)
@@ -211,6 +271,14 @@ class Examination:
         if rate:
             times = sorted(self._base.save().seconds for _ in range(3))
             yield "checkpoint", times[1] * rate
+
+    def _rare_logging(self, loop_seconds: float) -> Iterator[tuple[str, float]]:
+        """Seconds a step, of log points that most turns do not hold: from as many steps as hold one."""
+        every = self._config.monitor.log_every_n_steps
+        if self._steps < every <= RARE_SECONDS / loop_seconds:
+            turns = [self._base.train(every, 0) for _ in range(2)]
+            shares = [turn.accounts.get(ACCOUNTS[LOGGING], 0.0) / turn.seconds for turn in turns]
+            yield "logging", min(shares) * loop_seconds
 
     def _phases(self, ratios: dict[str, Ratio], loop_seconds: float) -> dict[str, float]:
         if FORWARD not in ratios or ratios["cached"].value > MOSTLY_DATA:  # differences of noise
@@ -224,6 +292,9 @@ class Examination:
         return optimizer.get("fused", True) is not False and optimizer.get("foreach") is not True
 
 
-def slower(duel: Duel) -> bool:
-    """Not once as fast as the base."""
-    return all(other < 0.9 * base for base, other in duel.pairs)
+def booked_of(facts: Ready) -> dict[str, int]:
+    """Removals whose time the ledger of the untouched loop knows, and their accounts: those of a CPU, where nothing
+    goes on behind the loop's back. Who reads beside the training takes its cores as well."""
+    if facts.device != "cpu":
+        return {}
+    return {"silent": LOGGING} if facts.reads_ahead else {"cached": DATA, "silent": LOGGING}

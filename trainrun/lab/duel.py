@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -33,18 +33,27 @@ def warm_for(steps: int) -> int:
     return 1 if steps < 4 else 2
 
 
-class Side:
-    """One thing whose turns take about so long, however fast it is: each follows the pace of the one before."""
+def without_warm(steps: float) -> float:
+    """How many of so many steps are left to be timed, where those ahead of a turn are to fit in too."""
+    return max(1.0, steps - warm_for(round(steps)))
 
-    def __init__(self, take: Taken, steps: int, seconds: float = TURN_SECONDS) -> None:
-        self._take, self._seconds = take, seconds
-        self._steps = max(1, steps // 8)  # of what may be far slower than the base
+
+class Side:
+    """One thing whose turns take about so long, however fast it is: each follows the pace of the one before.
+    multiple: of which the steps of every turn are one."""
+
+    def __init__(self, take: Taken, steps: int, seconds: float = TURN_SECONDS, multiple: int = 1) -> None:
+        self._take, self._seconds, self._multiple = take, seconds, multiple
+        self._steps = self._whole(steps / 8)  # of what may be far slower than the base
 
     def __call__(self) -> Turn:
         turn = self._take(self._steps)
         wanted = turn.steps * self._seconds / max(turn.seconds, 1e-9)
-        self._steps = max(1, round(min(wanted, 8 * self._steps)))
+        self._steps = self._whole(min(without_warm(wanted), 8 * self._steps))
         return turn
+
+    def _whole(self, steps: float) -> int:
+        return max(1, round(steps / self._multiple)) * self._multiple
 
 
 @dataclass
@@ -91,25 +100,3 @@ def take_pair(found: Duel, first: Callable[[], Turn], second: Callable[[], Turn]
         a, b = first(), second()
     found.pairs.append((a.speed, b.speed))
     found.peak_bytes = max(found.peak_bytes, b.peak_bytes)
-
-
-def rounds(base: Callable[[], Turn], others: Mapping[str, Callable[[], Turn]], number: int,
-           deadline: float = float("inf")) -> dict[str, Duel]:  # fmt: skip
-    """Every other thing against the same turns of the base: one turn of it between each two of them.
-
-    Half the cost of as many duels. A round that the deadline cuts is not counted.
-    """
-    found = {name: Duel() for name in others}
-    names = list(others)
-    before = base()
-    for turn in range(number):
-        order = names if turn % 2 == 0 else names[::-1]
-        for name in order:
-            if time.monotonic() >= deadline:
-                return found
-            other, after = others[name](), base()
-            speed = (before.speed * after.speed) ** 0.5  # the drift between them, halved
-            found[name].pairs.append((speed, other.speed))
-            found[name].peak_bytes = max(found[name].peak_bytes, other.peak_bytes)
-            before = after
-    return found

@@ -38,6 +38,8 @@ def limits_of(parts: Parts, train: Batches) -> Limits:
     first = map_leaves(batches[0].data, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
     items = max(parts.task.count(first), 1)
     measures = {"compute": _compute, "memory": _memory, "dispatch": _dispatch}
+    if parts.parallel.device.type != "cpu":
+        measures["copy"] = _copy
     with kept_random_state():
         for name, measure in measures.items():
             try:
@@ -61,6 +63,28 @@ def _compute(parts: Parts, batch: Any, items: int) -> tuple[float, str]:
 def _memory(parts: Parts, batch: Any, items: int) -> tuple[float, str]:
     moved, speed = bytes_moved(parts, batch), copy_speed(parts.parallel.device)
     return moved / speed / items, f"{moved / 1e6:.3g} MB a step, {speed / 1e9:.3g} GB/s"
+
+
+def _copy(parts: Parts, batch: Any, items: int) -> tuple[float, str]:
+    """From pinned memory, as the stream does it on a GPU."""
+    device, moved = parts.parallel.device, 0
+
+    def on_host(leaf: Any) -> Any:
+        nonlocal moved
+        if not isinstance(leaf, Tensor):
+            return leaf
+        moved += leaf.numel() * leaf.element_size()
+        return leaf.cpu().pin_memory() if device.type == "cuda" else leaf.cpu()
+
+    host = map_leaves(batch, on_host)
+
+    def copied() -> None:
+        map_leaves(
+            host, lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+        )
+
+    seconds = _fastest(copied, device)
+    return seconds / items, f"{moved / 1e6:.3g} MB a batch, {moved / seconds / 1e9:.3g} GB/s"
 
 
 def _dispatch(parts: Parts, batch: Any, items: int) -> tuple[float, str]:

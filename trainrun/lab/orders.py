@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trainrun.data.stages import Stages
 
 
 @dataclass(frozen=True)
 class Train:
-    """Some steps of the run, after `warm` steps that are not timed. variant: with something taken away; see
-    `trainrun.lab.removals`; or `whole`, with validations and checkpoints where they are due."""
+    """Some steps of the run, after `warm` steps that are not timed. variant: with something taken away, see
+    `trainrun.lab.removals`; or with what is due: `whole`, validations and checkpoints; `saving`, checkpoints."""
 
     steps: int
     warm: int = 2
@@ -37,7 +40,7 @@ class Validate:
 
 @dataclass(frozen=True)
 class Save:
-    """One checkpoint: how long the training waits for it. Nothing where none are saved."""
+    """One step, and its checkpoint: how long the training waits for it. Nothing where none are saved."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,20 @@ class Measure:
     """What the machine could do with this work; see `trainrun.lab.limits`."""
 
 
-Order = Train | Trace | Load | Validate | Save | Measure
+@dataclass(frozen=True)
+class Divide:
+    """Where the time of loading goes, stage by stage, in about so many seconds. To be asked last: the stream is
+    closed."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A few steps under torch's profiler."""
+
+
+Order = Train | Trace | Load | Validate | Save | Measure | Divide | Profile
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,7 @@ class Ready:
     or workers. total_steps: None without an end. val_every: steps between validations; None without any. layers:
     the names of the model's classes of modules. memory_bytes: all that the device has. precision, attention: what
     was decided for them; no attention where the model has none of ours. thread_safe: several threads may read the
-    data, by its own word or by that of the run.
+    data, by its own word or by that of the run. reads_ahead: batches are read beside the training.
     """
 
     unit: str
@@ -74,14 +90,15 @@ class Ready:
     precision: str = ""
     attention: str = ""
     thread_safe: bool = False
+    reads_ahead: bool = False
 
 
 @dataclass(frozen=True)
 class Turn:
     """What one order took. seconds: of the clock, the device's work included. items: of all ranks.
 
-    accounts: seconds by name, of rank 0 (see `trainrun.ledger`). cpu_seconds: of all threads of rank 0's
-    process. peak_bytes: the most memory so far, of the device, or of the process on a CPU.
+    accounts: seconds by name, of rank 0 (see `trainrun.ledger`). cpu_seconds: of loading, by all threads of rank
+    0's process and its workers. peak_bytes: the most memory so far, of the device, or of the process on a CPU.
     """
 
     seconds: float
@@ -119,4 +136,24 @@ class Limits:
     padding: float = 0.0
 
 
-Answer = Turn | Path | Limits
+class Operation(NamedTuple):
+    """dtype: of its first tensor. calls, seconds: in a step; of its own, without what it calls."""
+
+    name: str
+    dtype: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Of rank 0. step_seconds: with the profiler's own work. idle: share of the time in which a GPU ran nothing; None
+    on a CPU. trace: a gzipped file for a viewer of traces."""
+
+    step_seconds: float
+    operations: tuple[Operation, ...]
+    idle: float | None
+    trace: bytes
+
+
+Answer = Turn | Path | Limits | Stages | Profiled | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from trainrun.interfaces import Batches, MicroBatch
@@ -23,12 +24,41 @@ class Paced:
         self._cadence.check(state, wait=self._cadence.validation_due(state))
         state.stop_reason = "all steps done" if state.step >= self._end else ""
 
+    def validation_due(self, state: TrainState) -> bool:
+        with going_on(state):
+            return bool(self._cadence.validation_due(state))
+
 
 class OnlySteps(Paced):
     """And no validation."""
 
     def validation_due(self, state: TrainState) -> bool:
         return False
+
+
+@contextmanager
+def going_on(state: TrainState) -> Iterator[None]:
+    """The end of a turn is not the end of the run, which is validated and saved on its own account."""
+    reason, state.stop_reason = state.stop_reason, ""
+    try:
+        yield
+    finally:
+        state.stop_reason = reason
+
+
+class DueInBetween:
+    """In place of the checkpoints: those that come while a run goes on."""
+
+    def __init__(self, checkpoints: Any) -> None:
+        self._checkpoints = checkpoints
+
+    def due(self, state: TrainState) -> bool:
+        with going_on(state):
+            return bool(self._checkpoints.due(state))
+
+    def save(self, parts: Any, state: TrainState) -> None:
+        with going_on(state):
+            self._checkpoints.save(parts, state)
 
 
 class NeverDue:

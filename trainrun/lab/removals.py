@@ -36,12 +36,14 @@ class Ring:
         return self._train.num_samples
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        if not self._batches:
-            self._fill(epoch, start)
+        self.fill(epoch, start)
         while True:
             yield from self._batches
 
-    def _fill(self, epoch: int, start: int) -> None:
+    def fill(self, epoch: int, start: int) -> None:
+        """Once: with the batches that come next."""
+        if self._batches:
+            return
         batches = self._train.epoch(epoch, start)
         for batch in batches:
             if batch.real and not (batch.last and self._batches):  # the last of an epoch may be smaller

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 RESAMPLES = 2000
 FEW_PAIRS = 30  # below that resampling is too sure of itself: the order of the pairs decides
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11,
+           2.10, 2.09, 2.09, 2.08)  # fmt: skip  # 95 %, for 1, 2, 3 and so on degrees of freedom
 EARLY = 0.99  # the confidence of a look that may end the comparison, since there are many of them
 
 
@@ -59,6 +61,22 @@ def grouped_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: f
     )
     low, high = _outermost(medians, confidence)
     return plain._replace(low=min(plain.low, math.exp(low)), high=max(plain.high, math.exp(high)))
+
+
+def ratio_of_means(pairs: Sequence[tuple[float, float]]) -> Ratio:
+    """The mean of the firsts over the mean of the seconds: of times, how much faster the second thing is.
+
+    The interval is Student's, of what each pair leaves unexplained; a single pair has none.
+    """
+    count, value = len(pairs), fmean(first for first, _ in pairs) / fmean(second for _, second in pairs)
+    if count < 2:
+        return Ratio(value, 0.0, math.inf, count)
+    left = [first - value * second for first, second in pairs]  # their mean is 0
+    spread = math.sqrt(sum(each**2 for each in left) / (count - 1) / count) / fmean(
+        first for first, _ in pairs
+    )
+    width = math.exp(STUDENT[min(count - 1, len(STUDENT)) - 1] * spread)
+    return Ratio(value, value / width, value * width, count)
 
 
 def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:

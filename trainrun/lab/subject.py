@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path as FilePath
@@ -17,20 +18,34 @@ import torch
 from safetensors.torch import save_file
 
 from trainrun import loop
-from trainrun.attention_kernel import attention_layers
-from trainrun.cadence import Rhythm
-from trainrun.data.mapstyle import thread_safe
-from trainrun.data.undecided import Undecided
+from trainrun.build_data import loading_stages
+from trainrun.ceilings import ahead
 from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.lab.limits import limits_of
-from trainrun.lab.orders import Answer, Load, Measure, Order, Path, Ready, Save, Trace, Train, Turn, Validate
-from trainrun.lab.pacing import FirstBatches, GoesOn, NeverDue, OnlySteps, Paced
-from trainrun.lab.removals import Ring, removed
+from trainrun.lab.orders import (
+    Answer,
+    Divide,
+    Load,
+    Measure,
+    Order,
+    Path,
+    Profile,
+    Save,
+    Trace,
+    Train,
+    Turn,
+    Validate,
+)
+from trainrun.lab.pacing import DueInBetween, FirstBatches, GoesOn, NeverDue, OnlySteps, Paced
+from trainrun.lab.profile import profiled
+from trainrun.lab.ready import ready_of
+from trainrun.lab.removals import CACHED, Ring, removed
 from trainrun.parts import Parts
 from trainrun.state import SAVE_NOW, TrainState
 
 VALIDATION_SECONDS: Final = 3.0
 WHOLE: Final = "whole"  # in place of a removal: validations and checkpoints come as in the run
+SAVING: Final = "saving"  # checkpoints alone do
 
 
 class Driven:
@@ -46,7 +61,7 @@ class Driven:
         subject = Subject(parts, state, self._folder)
         try:
             if gate is not None:
-                gate.send(subject.ready())
+                gate.send(ready_of(parts))
             while True:
                 order = parts.parallel.gather(_heard(gate))[0]
                 if order is None:
@@ -79,31 +94,9 @@ class Subject:
         self._ring = Ring(self._parts)
         self._state = state
         self._variants: dict[str, tuple[Parts, TrainState]] = {}
+        self._ahead = -(-ahead(parts) // parts.config.trainer.accumulate_grad_batches)  # steps
+        self._refilled = False  # whether readers had time to read ahead while nobody asked them
         self._schedule = copy.deepcopy(parts.schedule.state_dict())
-
-    def ready(self) -> Ready:
-        parts, train = self._own, self._own.train
-        chosen = train.chosen if isinstance(train, Undecided) else None
-        rhythm = parts.cadence.rhythm
-        return Ready(
-            unit=str(getattr(parts.task, "unit", "samples")),
-            engine=chosen.engine if chosen is not None else "",
-            number=chosen.number if chosen is not None else 0,
-            num_threads=torch.get_num_threads(),
-            num_parameters=sum(parameter.numel() for parameter in parts.model.parameters()),
-            device=str(parts.parallel.device),
-            world_size=parts.parallel.world_size,
-            steps_per_epoch=rhythm.steps_per_epoch,
-            total_steps=rhythm.total_steps,
-            val_every=val_every(rhythm),
-            layers=tuple(sorted({type(module).__name__ for module in parts.model.modules()})),
-            memory_bytes=_memory_of(parts.parallel.device),
-            precision=parts.config.precision.mode,
-            attention=next((layer.kernel for layer in attention_layers(parts.model)), ""),
-            thread_safe=thread_safe(train.source)
-            if isinstance(train, Undecided)
-            else _reads_in_threads(parts),
-        )
 
     def obey(self, order: Order) -> Answer:
         match order:
@@ -119,6 +112,18 @@ class Subject:
                 return self._save()
             case Measure():
                 return limits_of(self._own, self._parts.train)
+            case Profile():
+                return profiled(
+                    lambda steps: self._run(self._parts, self._state, steps),
+                    self._own.parallel.device,
+                    self._folder / f"trace-{self._own.parallel.rank}.json.gz",
+                )
+            case Divide():
+                own, state = self._own, self._state
+                self._parts.train.close()
+                return loading_stages(
+                    own.config, own.parallel, own.train, state.epoch, state.batches, order.seconds
+                )
 
     def close(self) -> None:
         self._ring.close()
@@ -127,12 +132,25 @@ class Subject:
     def _train(self, order: Train) -> Turn:
         parts, state = self._variant(order.variant)
         self._rewind(parts, state)
-        whole = order.variant == WHOLE
-        self._run(parts, state, order.warm, whole)
-        items, cpu, spent = state.items, time.process_time(), parts.ledger.read()
+        if CACHED not in order.variant.split("+"):
+            own = self._state
+            state.epoch, state.batches = own.epoch, own.batches
+            turn = self._turn(order, parts, state, max(order.warm, self._ahead * self._refilled))
+            own.epoch, own.batches = state.epoch, state.batches  # one stream, which stays open
+            self._refilled = False
+            return turn
+        self._ring.fill(self._state.epoch, self._state.batches)
+        workers = psutil.Process().children(recursive=True)
+        self._refilled = not workers
+        with resting(workers):
+            return self._turn(order, parts, state, order.warm)
+
+    def _turn(self, order: Train, parts: Parts, state: TrainState, warm: int) -> Turn:
+        self._run(parts, state, warm, order.variant)
+        items, spent = state.items, parts.ledger.read()
         self._wait()
         began = time.perf_counter()
-        self._run(parts, state, order.steps, whole)
+        self._run(parts, state, order.steps, order.variant)
         self._wait()
         seconds = time.perf_counter() - began
         now = parts.ledger.read()
@@ -140,14 +158,13 @@ class Subject:
             seconds=seconds,
             steps=order.steps,
             items=(state.items - items) * parts.parallel.world_size,
-            cpu_seconds=time.process_time() - cpu,
             peak_bytes=self._peak_bytes(),
             accounts={name: value - spent.get(name, 0.0) for name, value in now.items()},
         )
 
     def _variant(self, name: str) -> tuple[Parts, TrainState]:
-        """Removals have a state of their own, so that the run goes on where it was."""
-        if name in ("", WHOLE):
+        """Removals have a state of their own, so that the run goes on where it was but for the batches."""
+        if name in ("", WHOLE, SAVING):
             return self._parts, self._state
         if name not in self._variants:
             state = copy.copy(self._state)
@@ -155,12 +172,12 @@ class Subject:
             self._variants[name] = removed(name, self._parts, self._ring), state
         return self._variants[name]
 
-    def _run(self, parts: Parts, state: TrainState, steps: int, whole: bool = False) -> None:
-        """whole: with validations and checkpoints where they are due."""
+    def _run(self, parts: Parts, state: TrainState, steps: int, variant: str = "") -> None:
+        """variant: WHOLE and SAVING bring what is due."""
         if not steps:
             return
-        paced: Any = (Paced if whole else OnlySteps)(parts.cadence, state, steps)
-        checkpoints: Any = parts.checkpoints if whole else NeverDue()
+        paced: Any = (Paced if variant == WHOLE else OnlySteps)(parts.cadence, state, steps)
+        checkpoints: Any = DueInBetween(parts.checkpoints) if variant in (WHOLE, SAVING) else NeverDue()
         loop.fit(replace(parts, cadence=paced, checkpoints=checkpoints), state)
 
     def _rewind(self, parts: Parts, state: TrainState) -> None:
@@ -210,14 +227,14 @@ class Subject:
                 if window[-1].last:
                     state.epoch, state.batches = state.epoch + 1, 0
 
-        read(order.warm)
+        read(max(order.warm, ahead(self._own)))  # what was read ahead of the clock costs nothing any more
         items = 0
         self._wait()
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = time.perf_counter(), _cpu_seconds()
         read(order.batches)
         self._wait()
         seconds = time.perf_counter() - began
-        return Turn(seconds, order.batches, items * self._own.parallel.world_size, time.process_time() - cpu)
+        return Turn(seconds, order.batches, items * self._own.parallel.world_size, _cpu_seconds() - cpu)
 
     def _validate(self) -> Turn:
         assert self._own.val is not None
@@ -226,6 +243,7 @@ class Subject:
         return replace(turn, seconds=turn.seconds * few.times_longer())
 
     def _save(self) -> Turn:
+        self._run(self._parts, self._state, 1)  # what is saved already is not written again
         checkpoints, state = self._own.checkpoints, copy.copy(self._state)
         state.save_request, state.saved_step = SAVE_NOW, -1
         turn = self._timed(lambda: checkpoints.save(self._own, state))
@@ -234,10 +252,10 @@ class Subject:
 
     def _timed(self, work: Callable[[], object]) -> Turn:
         self._wait()
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         work()
         self._wait()
-        return Turn(time.perf_counter() - began, 0, 0.0, time.process_time() - cpu, self._peak_bytes())
+        return Turn(time.perf_counter() - began, 0, 0.0, peak_bytes=self._peak_bytes())
 
     def _wait(self) -> None:
         device = self._own.parallel.device
@@ -253,24 +271,25 @@ class Subject:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def val_every(rhythm: Rhythm) -> float | None:
-    """Steps between two validations, on average."""
-    if rhythm.val_steps is not None:
-        return float(rhythm.val_steps)
-    if rhythm.val_epochs is None or rhythm.steps_per_epoch is None:
-        return None
-    return rhythm.steps_per_epoch * max(
-        rhythm.val_epochs, rhythm.every_n_epoch if rhythm.val_epochs >= 1 else 0
-    )
+@contextlib.contextmanager
+def resting(workers: list[psutil.Process]) -> Iterator[None]:
+    """Loader workers that nobody asks would read ahead: beside a turn that reads nothing, and for the next one."""
+    try:
+        for worker in workers:
+            with contextlib.suppress(psutil.Error):
+                worker.suspend()
+        yield
+    finally:
+        for worker in workers:
+            with contextlib.suppress(psutil.Error):
+                worker.resume()
 
 
-def _reads_in_threads(parts: Parts) -> bool:
-    """Whether the words say so themselves."""
-    data = parts.config.data
-    return data.engine == "threads" and data.num_threads not in ("auto", 1)
-
-
-def _memory_of(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return psutil.virtual_memory().total
+def _cpu_seconds() -> float:
+    """Of this process and its loader workers; theirs to 10 ms."""
+    seconds = time.process_time()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            spent = child.cpu_times()
+            seconds += spent.user + spent.system
+    return seconds

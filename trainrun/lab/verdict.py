@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from trainrun.lab.diagnosis import Diagnosis, WhatIf
+from trainrun.lab.diagnosis import CLEAR, Diagnosis, WhatIf
 
-CLEAR: Final = 1.10  # a gain below that is not worth a word
-CLEAR_FOR_DISPATCH: Final = 1.5  # of twice the batch: below, the step is mostly computing
+MOSTLY: Final = 0.5  # of a step that grows with the batch: above, it is mostly computing
+BUSY_MACHINE: Final = 0.1  # cores of other processes
 MOST_CAUSES: Final = 2
 BUSY: Final = 0.7  # cores: loading that computes; below, it waits
+BUSY_AMONG_OTHERS: Final = 0.2  # who computes waits for a core as well
+AGAIN: Final = 0.5  # of the seconds of a first reading: what took more was there already
 ROOF: Final = 0.6  # of the fastest matrix product: there is little left to take
 
 # of equal gains the first is named; what a smaller batch, more threads or fewer validations also explain comes last
@@ -40,41 +42,46 @@ class Cause:
 
 @dataclass(frozen=True)
 class Verdict:
+    """first: the name of the first cause; else `healthy`, or `unclear` where a cause may hide in the noise."""
+
     causes: tuple[Cause, ...]
     text: str
-
-    @property
-    def first(self) -> str:
-        return self.causes[0].what_if.name if self.causes else "healthy"
+    first: str
 
 
 def verdict(found: Diagnosis) -> Verdict:
-    causes = [cause_of(found, what_if) for what_if in worth_naming(found)][:MOST_CAUSES]
+    worth = worth_naming(found)
+    causes = [cause_of(found, what_if) for what_if in worth if what_if.gain.low > 1.0][:MOST_CAUSES]
+    if not causes and worth:
+        return Verdict((), unclear_text(found, worth[0]), "unclear")
     if not causes:
-        return Verdict(
-            (),
-            f"healthy: nothing around the step costs a tenth of the time (the update is part of it). {bound_by(found)}",
-        )
+        text = "healthy: nothing around the step costs a tenth of the time (the update is part of it). "
+        return Verdict((), text + bound_by(found), "healthy")
     lines = [f"{cause.text}: up to {gain_text(cause.what_if)} faster without" for cause in causes]
     together = (
         " (the two are not added up: together at most what is measured together)" if len(causes) > 1 else ""
     )
-    return Verdict(tuple(causes), "; ".join(lines) + together)
+    return Verdict(tuple(causes), "; ".join(lines) + together, causes[0].what_if.name)
+
+
+def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
+    low, high = (100 * (bound - 1) for bound in what_if.gain[1:3])
+    others = ", and other processes are in the way" if found.others >= BUSY_MACHINE else ""
+    return (
+        f"unclear: {CAUSES[what_if.name]} may cost something ({low:+.0f} to {high:+.0f} % faster without); turns "
+        f"differ too much to tell{others}; try --budget 120"
+    )
 
 
 def worth_naming(found: Diagnosis) -> list[WhatIf]:
-    """What would clearly gain, the most first. The update only where there is a faster one; a larger batch only
-    where nothing else explains the time."""
-    clear = [
-        each for each in found.what_ifs if each.gain.low > 1.0 and each.gain.value >= bound_for(each.name)
-    ]
+    """What seems to gain, the most first. The update only where there is a faster one; a larger batch only where
+    nothing else explains the time."""
+    clear = [each for each in found.what_ifs if each.gain.value >= CLEAR]
     if found.fused:
         clear = [each for each in clear if each.name != "update"]
+    if found.growing > MOSTLY:
+        clear = [each for each in clear if each.name != "dispatch"]
     return sorted(clear, key=lambda each: (each.name == "dispatch", -each.gain.value))
-
-
-def bound_for(name: str) -> float:
-    return CLEAR_FOR_DISPATCH if name == "dispatch" else CLEAR
 
 
 def gain_text(what_if: WhatIf) -> str:
@@ -84,16 +91,30 @@ def gain_text(what_if: WhatIf) -> str:
 def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
     text, words = CAUSES[what_if.name], WORDS.get(what_if.name, ())
     match what_if.name:
-        case "data" if found.load_busy is not None and found.load_busy < BUSY:
-            text = "loading, which mostly waits (a disk, a network, a sleep)"
-            words = (THREADS if found.ready.thread_safe else WORKERS, "data.cache=memory")
         case "data":
-            text = "loading, which mostly computes (decoding, transforms, Python)"
+            text, words = of_loading(found)
         case "threads":
             words = (what_if.about,)
         case "padding":
             text = f"padding ({100 * found.limits.padding:.0f} % of all positions)"
     return Cause(what_if, text, words)
+
+
+def of_loading(found: Diagnosis) -> tuple[str, tuple[str, ...]]:
+    """The stage that takes most of it, and whether it waits or computes."""
+    stages = found.stages
+    beside = (THREADS if found.ready.thread_safe else WORKERS, "data.cache=memory")
+    if stages is None or stages.samples >= max(stages.transform, stages.rest):
+        busy = found.load_busy if stages is None else stages.computing / max(stages.samples, 1e-9)
+        what = "loading" if stages is None else "loading: samples are read"
+        if busy >= (BUSY if found.others < BUSY_MACHINE else BUSY_AMONG_OTHERS):
+            return f"{what}, which mostly computes (decoding, Python)", WORDS["data"]
+        if stages is not None and stages.again < AGAIN * stages.samples:
+            return f"{what}, which mostly waits for files that are opened for the first time", beside
+        return f"{what}, which mostly waits (a disk, a network, a sleep)", beside
+    if stages.transform >= stages.rest:
+        return "loading: data.transform", WORDS["data"][1:]  # it comes after the cache
+    return "loading: samples are put together to batches", WORDS["data"]
 
 
 THREADS: Final = "data.engine=threads data.num_threads=4"  # for data that says thread_safe = True
@@ -119,5 +140,10 @@ def bound_by(found: Diagnosis) -> str:
     name = min(roofs, key=lambda each: roofs[each])
     share = found.speed / roofs[name]
     close = ": at the roof, only other mathematics would be faster" if share >= ROOF else ""
-    names = {"compute": "computing", "memory": "memory", "dispatch": "the calls of operations"}
+    names = {
+        "compute": "computing",
+        "copy": "copying to the device",
+        "memory": "memory",
+        "dispatch": "the calls of operations",
+    }
     return f"The lowest roof is {names[name]}, of which {100 * share:.0f} % is reached{close}"

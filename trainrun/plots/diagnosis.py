@@ -10,8 +10,10 @@ from trainrun.monitor.readable import quantity
 from trainrun.plots.canvas import BEST, QUIET, TRAIN, VAL, new_figure, save
 
 ROW = 0.42  # inches
+WIDEST = 1.5
 ROOFS = {
     "data": "loading alone",
+    "copy": "copying to the device",
     "compute": "computing",
     "memory": "memory",
     "dispatch": "calls of operations",
@@ -25,17 +27,22 @@ def draw_what_ifs(data: Mapping[str, Any], path: Path) -> None:
     ax = figure.subplots()
     gains = [100 * (row["ratio"] - 1) for row in rows]
     low = [max(gain - 100 * (row["low"] - 1), 0.0) for gain, row in zip(gains, rows, strict=True)]
-    high = [max(100 * (row["high"] - 1) - gain, 0.0) for gain, row in zip(gains, rows, strict=True)]
+    top = WIDEST * max(*gains, 20.0)  # an interval may reach far further than all bars
+    high = [max(min(100 * (row["high"] - 1), top) - gain, 0.0) for gain, row in zip(gains, rows, strict=True)]
     causes = {cause["name"] for cause in data["verdict"]["causes"]}
     colours = [VAL if row["name"] in causes else (TRAIN if gain > 0 else QUIET)
                for row, gain in zip(rows, gains, strict=True)]  # fmt: skip
-    names = [f"{row['name']}\n({row['about']})" for row in rows]
-    ax.barh(
-        range(len(rows)), gains, xerr=(low, high), color=colours, ecolor="#444444", capsize=3, height=0.62
-    )
+    names = [f"{row['title']}\n({row['about']})" for row in rows]
+    ax.barh(range(len(rows)), gains, color=colours, height=0.62)
+    for place, row in enumerate(rows):
+        if row["pairs"] > 1:
+            ax.errorbar(gains[place], place, xerr=[[low[place]], [high[place]]], ecolor="#444444", capsize=3)
+        ax.annotate(f"{gains[place]:+.0f} %", (max(gains[place] + high[place], 0.0), place), (6, 0),
+                    textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+    ax.margins(x=0.1)
     ax.set_yticks(range(len(rows)), names, fontsize=8)
     ax.axvline(0, color="black", linewidth=0.8)
-    ax.set_xlabel("faster by, if this were free (%), with 95 % interval; orange: named in the verdict")
+    ax.set_xlabel("faster by (%), if this were free, with 95 % intervals; orange: in the verdict")
     ax.set_title(f"What this training waits for: {quantity(data['items_per_second'])} {data['unit']}/s now",
                  fontsize=11, fontweight="bold")  # fmt: skip
     _plain(ax)

@@ -1,0 +1,97 @@
+"""Where the time of loading goes: to reading, to the transform, or to putting batches together."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from trainrun.data.options import StreamOptions
+from trainrun.data.stages import stages_of
+
+WAIT = 0.004
+
+
+class Slow(Dataset):
+    """wait: seconds of every reading; first: of the first reading of an index."""
+
+    def __init__(self, wait=0.0, first=0.0):
+        self.wait, self.first, self.seen = wait, first, []
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        time.sleep(self.wait + self.first * (index not in self.seen))
+        self.seen.append(index)
+        return torch.full((4,), float(index)), index % 3
+
+
+def slow_transform(sample):
+    time.sleep(WAIT)
+    return sample
+
+
+def slow_collate(samples):
+    time.sleep(4 * WAIT)
+    return torch.utils.data.default_collate(samples)
+
+
+def stages(source, start=0, **changes):
+    fields = {"key": "data.train", "training": True, "batch_size": 4, "seed": 1, "num_workers": 0}
+    return stages_of(source, StreamOptions(**fields | changes), 0, start, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "stage"),
+    [
+        (Slow(wait=WAIT), {}, "samples"),
+        (Slow(), {"transform": slow_transform}, "transform"),
+        (Slow(), {"collate_fn": slow_collate}, "rest"),
+    ],
+)
+def test_what_is_slow_is_booked_where_it_is(source, options, stage):
+    found = stages(source, **options)._asdict()
+    assert found[stage] >= 4 * WAIT
+    assert all(found[other] < found[stage] for other in {"samples", "transform", "rest"} - {stage})
+    assert found["computing"] < 4 * WAIT  # a sleep is waited for
+
+
+def test_what_only_the_first_reading_costs():
+    found = stages(Slow(first=WAIT))
+    assert found.samples >= 4 * WAIT > found.again
+
+
+def test_the_batches_that_come_next_are_read_twice():
+    source = Slow(wait=0.02)
+    stages(source, start=3, shuffle=False)
+    assert source.seen[-8:] == [12, 13, 14, 15] * 2
+
+
+def test_at_the_end_of_an_epoch_it_goes_on_with_the_next():
+    source = Slow(wait=0.002)
+    stages(source, start=9, shuffle=False)
+    assert [index for index in source.seen if index >= 36] == [36, 37, 38, 39] * 2
+    assert {0, 1, 2, 3} <= set(source.seen)
+
+
+def test_random_numbers_of_the_training_do_not_move():
+    before = torch.get_rng_state()
+    stages(Slow())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(1)
+
+
+def test_data_without_single_samples_has_no_stages():
+    assert stages(Stream()) is None
+    assert stages([(torch.zeros(2), 0)] * 8) is not None
+
+
+def test_data_in_memory_has_no_stages():
+    assert stages(torch.utils.data.TensorDataset(torch.zeros(40, 2), torch.zeros(40))) is None

@@ -1,0 +1,73 @@
+"""Many things against one base: in each round every one of them has a turn, and the base one between every two.
+
+What: seconds an item, and of those the means of all rounds, because what a run would gain is a sum of time: a stall
+that comes once in a hundred steps is in few turns, and in no median. A slow drift of the machine meets all in a
+round alike. When: `diagnose`, which asks what each of many removals gains and not which is the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from trainrun.lab.orders import Turn
+from trainrun.lab.statistics import Ratio, ratio_of_means
+from trainrun.ledger import ACCOUNTS, COMPILE, DATA, LOGGING
+
+BASE: Final = ""  # its name in a round
+BOOKED: Final = (DATA, LOGGING)
+Side = Callable[[], Turn]
+
+
+@dataclass
+class Rounds:
+    """told: of each round the seconds an item, by name, without compilation; a name need not be in every one. What
+    the base booked on an account is taken off under the name of `without`. own: all turns of the base."""
+
+    told: list[dict[str, float]] = field(default_factory=list)
+    own: list[Turn] = field(default_factory=list)
+
+    def take(self, base: Side, others: Mapping[str, Side]) -> None:
+        """One more round, in the opposite order of the one before."""
+        names = list(others) if len(self.told) % 2 == 0 else list(others)[::-1]
+        own, found = [base()], {}
+        for number, name in enumerate(names, 1):
+            turn = others[name]()
+            found[name] = running(turn) / turn.items
+            if number % 2 == 0 or number == len(names):
+                own.append(base())
+        items = sum(turn.items for turn in own)
+        found[BASE] = sum(map(running, own)) / items
+        for account in BOOKED:
+            spent = sum(turn.accounts.get(ACCOUNTS[account], 0.0) for turn in own) / items
+            found[without(account)] = found[BASE] - spent
+        self.told.append(found)
+        self.own += own
+
+    def seconds(self, name: str = BASE) -> float:
+        """Of an item, on average."""
+        each = [told[name] for told in self.told if name in told]
+        return sum(each) / len(each)
+
+    def ratio(self, name: str, to: str = BASE) -> Ratio:
+        """How many times as fast it is as another, by the rounds that hold both."""
+        return ratio_of_means([(told[to], told[name]) for told in self.told if name in told and to in told])
+
+    def always_below(self, name: str, bound: float) -> bool:
+        """Whether in each of its rounds it had less than that ratio to the base."""
+        return all(told[BASE] < bound * told[name] for told in self.told if name in told)
+
+
+def without(account: int) -> str:
+    """The name under which a round tells what the base would take without that account."""
+    return f"without {ACCOUNTS[account]}"
+
+
+def running(turn: Turn) -> float:
+    """Its seconds without those of compilation, which meets whoever comes first upon a new shape."""
+    return turn.seconds - turn.accounts.get(ACCOUNTS[COMPILE], 0.0)
+
+
+def uncompiled(turn: Turn) -> Turn:
+    return replace(turn, seconds=running(turn))
