@@ -62,7 +62,9 @@ def test_turns_count_their_steps_and_items(subject: Subject) -> None:
     assert 6 * 32 < turn.items <= 7 * 32
     assert 0 < turn.seconds < 60
     assert turn.peak_bytes > 1e6
-    assert sum(turn.accounts.values()) == pytest.approx(turn.seconds, rel=0.05, abs=0.01)
+    assert sum(turn.accounts.values()) == pytest.approx(
+        turn.seconds, rel=0.05, abs=0.2
+    )  # no second of another turn, nor of the start
 
 
 def test_a_run_does_not_end_while_it_is_tested(subject: Subject) -> None:
