@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from lab_worlds import World
 
 from trainrun.config import RunConfig
-from trainrun.lab.ladder import Height, Heights, Ladder
+from trainrun.lab.ladder import NO_TIME, Height, Heights, Ladder
 from trainrun.lab.ladder_report import picture, summary, table
 from trainrun.lab.rungs import NEEDS_GPU, OTHER, STEPS
 
@@ -94,3 +95,10 @@ def test_a_long_validation_is_timed_once(tmp_path: Path) -> None:
     heights = Ladder(words, world, 2, 180.0, lambda about, left: None, steps).run()
     assert heights.seconds < 180
     assert heights.rungs[0].alone is not None
+
+
+def test_what_was_not_measured_is_not_called_useless(found: Heights) -> None:
+    none = replace(found, total=None, total_words=())
+    assert "your words are as fast as the folklore" in summary(none)[-1]
+    hasty = replace(none, rungs=tuple(replace(rung, alone=None, reason=NO_TIME) for rung in found.rungs))
+    assert f"not known: for {len(TITLES)} rungs there was no time" in summary(hasty)[-1]

@@ -29,6 +29,7 @@ AT_ONCE: Final = 4  # runs beside the base: as many share its turns, and lie in 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
 TURNS: Final = 0.5  # as long as those of `tune`: there are more rungs than knobs
 SMALLEST: Final = 0.02
+NO_TIME: Final = "no time left for it"
 Progress = Callable[[str, float], None]
 
 
@@ -178,7 +179,7 @@ class Ladder:
     def _started(self, height: Height, words: Sequence[str], left: float,
                  gate: str | None) -> tuple[Height, Contender | None]:  # fmt: skip
         if left < self._starter.measure.seconds:
-            return replace(height, reason="no time left for it"), None
+            return replace(height, reason=NO_TIME), None
         trial = Trial(height.title, height.words, height.mathematics)
         patient = any("compile" in word for word in height.words)
         one = self._starter.candidate(exchanged(words, height.words), trial, left, patient, gate)
@@ -202,7 +203,7 @@ class Ladder:
             left = self._left(TOGETHER_SHARE)
             taken, one = self._started(height, exchanged(self._words, words), left, SHOWN)
             if one is None:
-                found.append(height if taken.reason == "no time left for it" else taken)
+                found.append(height if taken.reason == NO_TIME else taken)
                 continue
             duels = {height.title: Duel()}
             for _ in range(2 * LEAST_ROUNDS):
@@ -233,7 +234,7 @@ class Ladder:
 
 def _weighed(height: Height, duel: Duel) -> Height:
     if duel.fault or not duel.pairs:
-        return replace(height, reason=duel.fault or "no time left for it")
+        return replace(height, reason=duel.fault or NO_TIME)
     ratio = duel.ratio()
     alone = inverse(ratio) if height.on else ratio
     return replace(height, alone=alone, peak_bytes=duel.peak_bytes)

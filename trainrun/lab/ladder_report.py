@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Final
 
 from trainrun.lab.gate import EXACT
-from trainrun.lab.ladder import Height, Heights
+from trainrun.lab.ladder import NO_TIME, Height, Heights
 from trainrun.lab.rungs import CADENCE, OTHER
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.tune_report import interval, megabytes, off
-from trainrun.monitor.readable import quantity
+from trainrun.monitor.readable import counted, quantity
 from trainrun.plots.bars import Bar, draw_bars, short
 from trainrun.plots.compare import text_table
 
@@ -58,10 +58,15 @@ def summary(found: Heights) -> list[str]:
     elif found.total_words:
         lines.append(f"total: not measured, {found.total_reason}; what helped: {' '.join(found.total_words)}")
     else:
-        lines.append(
-            "total: nothing that is the same training helped clearly; your words are as fast as the folklore"
-        )
+        lines.append(f"total: {nothing_held(found)}")
     return lines
+
+
+def nothing_held(found: Heights) -> str:
+    unmeasured = sum(rung.reason == NO_TIME for rung in found.rungs)
+    if unmeasured:
+        return f"not known: for {counted(unmeasured, 'rung')} there was no time (--budget), and no other helped clearly"
+    return "nothing that is the same training helped clearly; your words are as fast as the folklore"
 
 
 def picture(found: Heights, path: Path, words: str) -> Path:

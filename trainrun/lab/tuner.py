@@ -38,8 +38,6 @@ from trainrun.lab.journal import END, Journal
 from trainrun.lab.knobs import (
     COMPILE,
     COMPILE_SECONDS,
-    NUMBERS,
-    THREADS,
     Knob,
     Value,
     Wish,
@@ -53,7 +51,6 @@ from trainrun.lab.weighing import beaten, paid, resolved, value_of, weighed
 
 SEARCH_SHARE, ABLATION_SHARE = 0.68, 0.82  # of the budget, until when
 VISITS: Final = 2
-THREADS_SHARE: Final = 0.15  # for threads once more
 MOST_SPENT: Final = 0.6  # of the budget by a search that was killed: the end is measured in any case
 SMALLEST: Final = 0.02  # an effect below it is not worth a word in a preset
 Progress = Callable[[str, float], None]
@@ -132,17 +129,10 @@ class Tuner:
         for visit in range(VISITS):
             for number, knob in enumerate(knobs):
                 self._stage(knob, share_of(knob, knobs[number:], self._facts), visit)
-                self._changed_threads(knobs, knob, visit)
             late = {trial.knob for trial in self._trials if trial.state == UNTRIED}
             knobs = [knob for knob in knobs if knob.name in late]
             if visit < VISITS - 1:
                 self._trials = [trial for trial in self._trials if trial.state != UNTRIED]
-
-    def _changed_threads(self, knobs: list[Knob], knob: Knob, visit: int) -> None:
-        """Other numbers may want other threads than those that were tried with the user's own."""
-        if knob.name == NUMBERS and self._rungs and self._rungs[-1].knob == NUMBERS:
-            for threads in (other for other in knobs if other.name == THREADS):
-                self._stage(threads, THREADS_SHARE, VISITS + visit)
 
     def _stage(self, knob: Knob, share: float, visit: int) -> None:
         if earlier := self._journal.earlier("stage", knob=knob.name, visit=visit):
