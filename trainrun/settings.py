@@ -63,7 +63,7 @@ SETTINGS = {
     "trainer.stop_grace_seconds": "from a signal until the process ends, saved or not",
     "trainer.watchdog_seconds": "without progress before the run ends with its stacks; 0: never",
     "trainer.compile.scope": "what becomes generated code; trainer.compile=model is short for it",
-    "trainer.compile.mode": "torch's: default, reduce-overhead, max-autotune, ...",
+    "trainer.compile.mode": "torch's: default, reduce-overhead, max-autotune (compiling takes longest), ...",
     "trainer.compile.backend": "torch's",
     "trainer.compile.fullgraph": "refuse models that do not become one graph",
     "trainer.compile.dynamic": "one graph for all shapes; null: torch decides",

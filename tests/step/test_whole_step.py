@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainrun.errors import ConfigError, PluginError, TrainingError
 from trainrun.parts import Parts
 from trainrun.state import TrainState
+from trainrun.step import graphs
 from trainrun.step.captured import captured
 
 STEP = ("trainer.compile=step", "trainer.compile.backend=eager")  # traced like any other, and run as traced
@@ -214,3 +215,19 @@ def test_a_recorded_step_equals_the_plain_one(accumulate: int) -> None:
 def test_a_cpu_has_no_cuda_graphs() -> None:
     with pytest.raises(ConfigError, match="this run is on cpu; leave it out"):
         parts_of(("trainer.cuda_graphs=true",), batch_size=4)
+
+
+@pytest.mark.parametrize(("mode", "wrapped"), [(None, False), ("default", False), ("max-autotune", True)])
+def test_calls_of_kernels_are_compiled_where_all_is_asked_for(
+    mode: str | None, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def compile_graph(graph: Any, inputs: Any, options: dict[str, Any]) -> Any:
+        asked.append(options)
+        return graph
+
+    monkeypatch.setattr("torch._inductor.compile", compile_graph)
+    done = graphs.compiled(lambda x: [x * 2], [torch.ones(3)], "inductor", mode)
+    assert done(torch.ones(3))[0].tolist() == [2.0, 2.0, 2.0]
+    assert bool(asked[0].get("cpp_wrapper")) is wrapped

@@ -26,7 +26,7 @@ def compiled(function: Function, inputs: list[Tensor], backend: str, mode: str |
         with torch.no_grad(), compiling():
             trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
             graph = trace(*inputs)
-            if backend == "inductor" and all(tensor.device.type == "cpu" for tensor in inputs):
+            if backend == "inductor" and on_cpu(inputs):
                 keep_scalars(graph)
             return lowered(graph, inputs, backend, mode)
     except TrainrunError:
@@ -67,6 +67,10 @@ def keep_scalars(graph: torch.fx.GraphModule) -> None:
     graph.recompile()
 
 
+def on_cpu(inputs: list[Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in inputs)
+
+
 def lowered(graph: torch.fx.GraphModule, inputs: list[Tensor], backend: str, mode: str | None) -> Function:
     """A traced graph as a callable of one of torch's backends."""
     if backend == "inductor":
@@ -74,6 +78,8 @@ def lowered(graph: torch.fx.GraphModule, inputs: list[Tensor], backend: str, mod
 
         options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode)) if mode else {}
         options |= {"size_asserts": False, "alignment_asserts": False}  # shapes and strides choose the graph
+        if (mode or "").startswith("max-autotune") and on_cpu(inputs):
+            options["cpp_wrapper"] = True  # what calls the kernels is compiled too, which takes long
         done: Function = torch._inductor.compile(graph, list(inputs), options=options)
         return done
     import torch._dynamo
