@@ -15,7 +15,7 @@ from faults import warm
 from faults.defects import plant
 from faults.evidence import best_of, differences, facts_of, other_ranks_of
 from faults.forks import KILL_CODE, Ending, Strike, fork_ranks, run_forked
-from faults.history import PLACE, Life, check_history, check_reference, read_history
+from faults.history import PLACE, Life, check_history, check_reference, num_starts, read_history
 from faults.inject import COUNTS, NUMBERS, arm, keep_history
 from faults.plan import CODE, DISK, SIGNALS, WORKER, Case, Fault
 from faults.small_disk import leave_free, small_disk
@@ -278,8 +278,9 @@ def enter(run: Path, subject: Subject, composition: Composition, by_resume: bool
     compose.compose_run = lambda words: replace(composition, own=own, notes=[])  # type: ignore[assignment]
     words = [*subject.words, f"output_dir={run}"]
     if by_resume and (run / "config.yaml").exists():
+        before = num_starts()
         code = main(["resume", str(run)])
-        if code != 2 or any((run / "checkpoints").glob("step-*")):
+        if code != 2 or num_starts() > before or any((run / "checkpoints").glob("step-*")):
             return code
     return main(words)
 
