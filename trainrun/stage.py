@@ -142,7 +142,8 @@ class Stage:
         finally:
             batches.close()
             stream.close()
-        self._first = map_leaves(kept[0], _cloned)  # a model may write into its inputs
+        if self._first is None:  # a later look is not at the beginning of the data
+            self._first = map_leaves(kept[0], _cloned)  # a model may write into its inputs
         steps, busies = self._steps_alone(kept)
         return Alone(sum(loads) / len(loads), min(steps), load_busy, min(busies))
 

@@ -164,6 +164,19 @@ def test_a_first_step_that_builds_its_kernels_does_not_count() -> None:
     assert heard(parts, time) == r"data: thread, 1.33k samples/s (workers=0: 800)"
 
 
+def test_a_look_with_another_number_of_threads_before_does_not_count() -> None:
+    parts, time, _ = staged(0.002, 0.003)
+    before = torch.get_num_threads()
+    try:
+        with Stage(parts, time) as stage:
+            torch.set_num_threads(2)
+            stage.first_look(parts.train.candidates[0], time.now)
+            torch.set_num_threads(1)
+            assert choose_engine(parts, stage).startswith("data: thread, 1.33k samples/s")
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_short_runs_are_left_alone() -> None:
     parts, time, log = staged(0.002, 0.003, words=("trainer.max_steps=499",))
     assert heard(parts, time) == ""
