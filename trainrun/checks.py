@@ -88,6 +88,9 @@ def check(config: RunConfig) -> list[str]:
              "loop": config.loop, "data.train": config.data.train}  # fmt: skip
     flat = [f"{key}={value}: must name a class or function, as {key}._target_=my_file.MyClass"
             for key, value in nodes.items() if value is not None and not isinstance(value, dict)]  # fmt: skip
+    if isinstance(config.loop, dict) and config.loop and "_target_" not in config.loop:
+        flat += [f"loop.{key}: sets a loop of your own, and none is named (loop._target_=my_file.fit); ours is "
+                 f"set in trainer.*" for key in config.loop]  # fmt: skip
     if flat:
         return [*faults, *flat]
     trainer = config.trainer

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from trainrun.compose import leaves, load_config, plain_config, with_words
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.rundir import RunDir
+from trainrun.rundir import RunDir, was_saved
 from trainrun.trust import check_files, check_run
 
 SHOWN = 3
@@ -21,12 +21,38 @@ def trusted_config(run: RunDir, overrides: list[str], trust: bool) -> RunConfig:
     return with_words(found, path, overrides)
 
 
+def check_ours(run: RunDir) -> None:
+    """Raises ConfigError where files lie in the place of a run's and no run made them: they are not ours to replace."""
+    places = (
+        run.config,
+        run.overrides,
+        run.environment,
+        run.metrics,
+        run.samples,
+        run.status,
+        run.log,
+        run.report,
+    )
+    taken = [path.name for path in places if path.exists()]
+    if taken and not run.identity.exists():
+        remedy = "name another folder, or take them away"
+        if was_saved(run):
+            remedy = f"name another folder (ckpt_path={run.root} takes over a checkpoint)"
+        raise ConfigError(
+            f"hydra.run.dir={run.root}: holds {', '.join(taken)} and no {run.identity.name}, so no run made it; "
+            + remedy
+        )
+
+
 def take_up(run: RunDir, config: RunConfig) -> None:
     """Raises ConfigError where the run in the folder is another than that of `config`; a seed that was drawn is kept.
 
     What the config names is on this command line, so nothing but the files of the folder can be a stranger's.
     """
-    check_files(run.root, trust=False)
+    try:
+        check_files(run.root, trust=False)
+    except ConfigError as error:  # a new run takes no such flag
+        raise ConfigError(str(error).replace("--trust", f"trainrun resume {run.root} --trust")) from error
     before = load_config(run.config_that_holds, [])
     if config.seed is None:
         config.seed = before.seed

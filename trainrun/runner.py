@@ -15,7 +15,7 @@ from trainrun.compose import Composition, load_config, plain_config, save_config
 from trainrun.config import RunConfig
 from trainrun.environment import describe
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.existing import take_back, take_up, trusted_config
+from trainrun.existing import check_ours, take_back, take_up, trusted_config
 from trainrun.ledger import command_start
 from trainrun.monitor.readable import counted
 from trainrun.parallel.devices import num_devices
@@ -50,6 +50,7 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     run = RunDir(_folder_of(composition))
     run.create()
     with only_writer(run):
+        check_ours(run)
         again = run.config.exists() and not forget_failure(run)
         if again:
             take_up(run, composition.config)
@@ -67,10 +68,11 @@ def new_run(composition: Composition, words: list[str], run: RunDir | None = Non
     if config.seed is None:
         config.seed = secrets.randbelow(2**32)
     try:
+        # the first: a folder without it is not one that a run made
+        write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()}, durable=True)
         write_text(run.config, save_config(config), durable=True)
         write_text(run.overrides, "".join(f"{word}\n" for word in words))
         write_json(run.environment, describe(Path.cwd()))
-        write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()}, durable=True)
     except OSError as error:
         raise cannot_write(run.root, error) from error
     return run
@@ -85,6 +87,7 @@ def forget_failure(run: RunDir) -> bool:
         run.metrics,
         run.log,
         run.status,
+        run.config_before,
         run.config,
     ):  # the last: until then it is all forgotten again
         path.unlink(missing_ok=True)

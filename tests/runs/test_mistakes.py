@@ -268,6 +268,41 @@ def test_a_named_folder_is_free_again_after_a_failure_that_saved_nothing(
     assert "holds a run already" in capsys.readouterr().err
 
 
+def test_files_that_no_run_made_stay_as_they_are(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "environment.json", "report.html"):
+        folder = project / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("mine: 1\n")
+        assert main([f"output_dir={folder}", *QUIET]) == 2
+        assert f"holds {name} and no RUN.json" in capsys.readouterr().err
+        assert (folder / name).read_text() == "mine: 1\n"
+
+
+def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -> None:
+    assert main(["output_dir=r", "model=own.Wrong", *QUIET]) == 2
+    Path("r/.config-before.yaml").write_bytes(Path("r/config.yaml").read_bytes())  # as kill -9 leaves it
+    assert main(["output_dir=r", *QUIET]) == 0
+    assert not Path("r/.config-before.yaml").exists()
+
+
+def test_a_link_out_of_the_run_folder_is_told_with_a_command_that_takes_the_flag(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("disk").mkdir()
+    Path("r").mkdir()
+    Path("r/checkpoints").symlink_to(Path("disk").absolute())
+    assert main(["output_dir=r", *QUIET]) == 0
+    assert main(["output_dir=r", *QUIET]) == 2
+    assert f"trainrun resume {Path('r').absolute()} --trust" in capsys.readouterr().err
+    assert main(["resume", "r", "--trust"]) == 0
+
+
+def test_a_setting_of_a_loop_that_is_not_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["loop.val_check_interval=10", *QUIET, "output_dir=r"]) == 2
+    assert "loop.val_check_interval: sets a loop of your own" in capsys.readouterr().err
+    assert not Path("r").exists()
+
+
 class FullDisk:
     """A listener whose file cannot grow."""
 
