@@ -66,3 +66,11 @@ def test_what_cannot_be_called_is_named_before_anything_starts(key: str, value: 
     ]
     setattr(config.data, key, {"_target_": "my_file.MyClass"})
     assert not [fault for fault in check(config) if key in fault]
+
+
+def test_a_listener_is_a_node_with_a_class() -> None:
+    config = RunConfig()
+    config.monitor.listeners = {"mine": 1}
+    assert [fault for fault in check(config) if "listeners" in fault] == [
+        "monitor.listeners.mine=1: must name a class or function, as monitor.listeners.mine._target_=my_file.MyClass"
+    ]

@@ -85,7 +85,8 @@ def check(config: RunConfig) -> list[str]:
     """All faults of the values, one line each; empty when the config can be run."""
     faults = list(_field_faults(config, ""))
     nodes = {"model": config.model, "task": config.task, "optimizer": config.optimizer, "scheduler": config.scheduler,
-             "loop": config.loop, "data.train": config.data.train}  # fmt: skip
+             "loop": config.loop, "data.train": config.data.train,
+             **{f"monitor.listeners.{name}": node for name, node in config.monitor.listeners.items()}}  # fmt: skip
     flat = [f"{key}={value}: must name a class or function, as {key}._target_=my_file.MyClass"
             for key, value in nodes.items() if value is not None and not isinstance(value, dict)]  # fmt: skip
     if isinstance(config.loop, dict) and config.loop and "_target_" not in config.loop:

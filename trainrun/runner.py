@@ -194,6 +194,6 @@ def finished(run: RunDir, config: RunConfig) -> str:
     if not same or (before != config and not any(reached)):
         return ""
     return (
-        f"{run.root}: finished already ({status.get('reason')}); raise trainer.max_epochs (or "
-        "trainer.max_steps) to go on; its plots are drawn again by trainrun report"
+        f"{run.root}: finished already ({status.get('reason')}); more epochs or steps: trainrun resume {run.root} "
+        "trainer.max_epochs=... (or trainer.max_steps=...); its plots are drawn again by trainrun report"
     )
