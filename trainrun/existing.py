@@ -49,10 +49,9 @@ def take_up(run: RunDir, config: RunConfig) -> None:
 
     What the config names is on this command line, so nothing but the files of the folder can be a stranger's.
     """
-    try:
-        check_files(run.root, trust=False)
-    except ConfigError as error:  # a new run takes no such flag
-        raise ConfigError(str(error).replace("--trust", f"trainrun resume {run.root} --trust")) from error
+    check_files(
+        run.root, trust=False, way=f"trainrun resume {run.root} --trust"
+    )  # a new run takes no such flag
     before = load_config(run.config_that_holds, [])
     if config.seed is None:
         config.seed = before.seed

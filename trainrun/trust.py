@@ -219,8 +219,11 @@ def is_defined(target: str, folder: Path) -> bool:
     return False
 
 
-def check_files(root: Path, trust: bool) -> None:
-    """What is written into a run folder must not land elsewhere, and nobody waits for a pipe. Raises ConfigError."""
+def check_files(root: Path, trust: bool, way: str = "--trust") -> None:
+    """What is written into a run folder must not land elsewhere, and nobody waits for a pipe. Raises ConfigError.
+
+    way: the words that allow links out of it.
+    """
     inside = root.resolve()
     for number, (path, is_plain) in enumerate(entries_of(root)):
         if number >= MAX_ENTRIES:
@@ -230,7 +233,7 @@ def check_files(root: Path, trust: bool) -> None:
                 raise ConfigError(f"{path}: neither a plain file nor a folder; take it away")
         elif not trust and not path.resolve().is_relative_to(inside):
             raise ConfigError(
-                f"{path}: leads out of the run folder, to {path.readlink()}; where that is of your own making: --trust"
+                f"{path}: leads out of the run folder, to {path.readlink()}; where that is of your own making: {way}"
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trainrun.data.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.state import TrainState
 
@@ -68,26 +69,18 @@ class NeverDue:
         return False
 
 
-class GoesOn:
+class GoesOn(Around):
     """Fills `Batches`: a stream that stays open between two orders, so that nothing is read again."""
 
     def __init__(self, train: Batches) -> None:
-        self._train = train
+        super().__init__(train)
         self._open: Iterator[MicroBatch] | None = None
         self._epoch, self._at = -1, 0
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._train.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._train.num_samples
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         if self._open is None or (self._epoch, self._at) != (epoch, start):
             self._end()
-            self._open, self._epoch, self._at = self._train.epoch(epoch, start), epoch, start
+            self._open, self._epoch, self._at = self._batches.epoch(epoch, start), epoch, start
         return self._handed(self._open)
 
     def _handed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -101,22 +94,15 @@ class GoesOn:
 
     def close(self) -> None:
         self._end()
-        self._train.close()
+        super().close()
 
 
-class FirstBatches:
+class FirstBatches(Around):
     """Fills `Batches`: those of the first seconds, and at least one. num_batches: None where it is not known."""
 
     def __init__(self, batches: Batches, seconds: float) -> None:
-        self._batches, self._seconds, self._given = batches, seconds, 0
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._batches.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._batches.num_samples
+        super().__init__(batches)
+        self._seconds, self._given = seconds, 0
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         self._given, end = 0, time.monotonic() + self._seconds
@@ -129,6 +115,3 @@ class FirstBatches:
     def times_longer(self) -> float:
         """How much longer all of them take than those that were given."""
         return max(1.0, (self.num_batches or self._given) / max(self._given, 1))
-
-    def close(self) -> None:
-        self._batches.close()

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from trainrun import loop
+from trainrun.data.stream import Around
 from trainrun.interfaces import GradReport, MicroBatch, StepReport
 from trainrun.ledger import OPTIMIZER, RUNNER
 from trainrun.parts import Parts
@@ -20,39 +21,31 @@ from trainrun.parts import Parts
 RING: Final = 12  # batches that are kept and given again and again
 
 
-class Ring:
+class Ring(Around):
     """Fills `Batches`: a few batches that lie on the device already, for ever. A model must not write into them."""
 
     def __init__(self, parts: Parts) -> None:
-        self._batches: list[MicroBatch] = []
-        self._train = parts.train
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._train.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._train.num_samples
+        super().__init__(parts.train)
+        self._kept: list[MicroBatch] = []
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         self.fill(epoch, start)
         while True:
-            yield from self._batches
+            yield from self._kept
 
     def fill(self, epoch: int, start: int) -> None:
         """Once: with the batches that come next."""
-        if self._batches:
+        if self._kept:
             return
-        batches = self._train.epoch(epoch, start)
+        batches = self._batches.epoch(epoch, start)
         for batch in batches:
-            if batch.real and not (batch.last and self._batches):  # the last of an epoch may be smaller
-                self._batches.append(batch._replace(last=False))
-            if batch.last or len(self._batches) == RING:
+            if batch.real and not (batch.last and self._kept):  # the last of an epoch may be smaller
+                self._kept.append(batch._replace(last=False))
+            if batch.last or len(self._kept) == RING:
                 break
 
     def close(self) -> None:
-        self._batches.clear()
+        self._kept.clear()
 
 
 class Silence:
