@@ -22,7 +22,7 @@ from trainrun.interfaces import Batches, Parallel
 from trainrun.number_type import TYPES, faster_type, type_by_rule
 from trainrun.precision.amp import AUTOCAST_TYPES
 from trainrun.randomness import kept_random_state
-from trainrun.trial import Clock, Size, Trial, copy_obstacle, share_of
+from trainrun.trial import Clock, Size, Trial, copy_obstacle, foreign_loop, share_of
 
 Chosen = dict[str, str]  # what RUN.json holds: `precision`, `attention`
 
@@ -135,7 +135,7 @@ class Settling:
             or trainer.gradient_checkpointing != "none"
         ):
             return "another cost"
-        if self._config.loop or trainer.cpu_offload != "none" or trainer.activation_offload:
+        if foreign_loop(self._config) or trainer.cpu_offload != "none" or trainer.activation_offload:
             return "another step"
         if not isinstance(self._train, Undecided) and data.num_workers not in ("auto", 0):
             return "workers would have to start"

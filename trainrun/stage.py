@@ -17,7 +17,7 @@ from trainrun.data.own_random import own_generator
 from trainrun.data.undecided import Candidate, Undecided
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.parts import Parts
-from trainrun.trial import copy_obstacle, stand_ins
+from trainrun.trial import copy_obstacle, foreign_loop, stand_ins
 
 LOOKS = 4  # batches of the first look
 LOOK_SECONDS = 0.1  # for loading, and the same for the steps
@@ -212,7 +212,7 @@ class Stage:
 
 def obstacle(parts: Parts, stream: Undecided) -> str:
     """Why a trial could change the run or break it; "" where it cannot."""
-    if parts.config.loop:
+    if foreign_loop(parts.config):
         return "loop is your own, so the step is not known"
     where = own_generator(stream.source)
     if where is not None:

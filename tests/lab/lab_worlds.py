@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path as FilePath
 
@@ -107,3 +108,13 @@ class Numbers(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return torch.full((16,), index / 400), index % 3
+
+
+class Sleepers(Numbers):
+    """Samples that are waited for, and may be by several threads."""
+
+    thread_safe = True
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.002)
+        return super().__getitem__(index)

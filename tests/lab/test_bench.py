@@ -24,6 +24,7 @@ from trainrun.lab.removals import REMOVALS
 from trainrun.lab.rounds import Rounds, running, without
 from trainrun.ledger import DATA, LOGGING
 from trainrun.monitor.metrics_file import read_rows
+from trainrun.trial import foreign_loop
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")
 WORDS = ["seed=3", "trainer.max_epochs=2", "data.num_threads=1", "data.engine=threads"]
@@ -110,6 +111,14 @@ def test_who_reads_ahead_goes_on_after_a_turn_that_reads_nothing(bench: Bench, r
     turns = [told.train(3, variant=name) for name in ("cached", "", "silent", "cached", "silent", "")]
     assert {turn.items for turn in turns} == {12}
     assert told.load(3).items == 12
+
+
+def test_a_run_under_test_chooses_for_itself_as_the_run_does(bench: Bench) -> None:
+    words = ["seed=3", "data=custom", "data.train._target_=lab_worlds.Sleepers", "data.num_classes=3",
+             "data.batch_size=8", "trainer.max_epochs=1000"]  # fmt: skip
+    assert bench.start(compose_run(words).config).facts.engine == "threads"
+    own = [*words, "loop._target_=lab_worlds.fit"]
+    assert foreign_loop(compose_run(own).config)
 
 
 def test_between_two_orders_nothing_moves(subject: Subject) -> None:
