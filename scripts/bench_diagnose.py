@@ -3,7 +3,8 @@
     python scripts/bench_diagnose.py [WORKLOAD ...] [--fault "slow disk" ...] [--repeats 1] [--budget 20]
 
 For each fault of each workload: the first verdict, the gain it promises, and the gain when the fault is really taken
-away, measured in turns, with what the faulty run chose for itself held fixed. The clean workloads must be healthy.
+away, measured in turns of two pairs of processes, with what the faulty run chose for itself held fixed. The clean
+workloads must be healthy. others: cores that other processes kept busy meanwhile.
 The exit code is 0 whatever is found. Not planted: `.item()` in every step, which costs nothing on a CPU, and more
 threads than cores, which no run takes.
 """
@@ -25,13 +26,13 @@ from bench_kit import machine  # noqa: E402
 
 import trainrun.rank  # noqa: E402,F401  # once, for all runs under test
 from trainrun.lab.bench import Bench  # noqa: E402
-from trainrun.lab.choices import config_of, key_of, measured_choices  # noqa: E402
+from trainrun.lab.choices import config_of, exchanged, key_of, measured_choices  # noqa: E402
 from trainrun.lab.diagnosis import diagnose  # noqa: E402
 from trainrun.lab.duel import Rules, Side, duel, steps_for  # noqa: E402
 from trainrun.lab.statistics import Ratio, ratio_of_means  # noqa: E402
 from trainrun.lab.verdict import verdict  # noqa: E402
 
-PAIRS = 14  # of the run with the fault and the one without
+PAIRS, PROCESSES = 7, 2  # of the run with the fault and the one without, and of processes of each
 CLOSE = 0.2
 READ = ["data.engine=workers", "data.num_workers=0"]
 COMMON = ["seed=1", "data=custom", "data.num_classes=10", "trainer.max_epochs=200", "monitor.hardware=false"]
@@ -87,9 +88,8 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     print(machine())
-    print(
-        f"{'workload':<8} {'fault':<25} {'took':>5} {'verdict':<11} {'right':<5} {'promised':>8} {'real':>22}  error"
-    )
+    columns = f"{'took':>5} {'others':>6} {'verdict':<11} {'right':<5} {'promised':>8} {'real':>22}  error"
+    print(f"{'workload':<8} {'fault':<25} {columns}")
     right: list[bool] = []
     errors: list[float] = []
     for workload in chosen.workloads or WORKLOADS:
@@ -116,7 +116,8 @@ def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, float | No
     told = verdict(found)
     good = told.first == fault.expected
     took = f"{time.monotonic() - began:.0f} s"
-    line = f"{workload:<8} {fault.name:<25} {took:>5} {told.first:<11} {'yes' if good else 'NO':<5}"
+    numbers = f"{took:>5} {found.others:>6.2f} {told.first:<11} {'yes' if good else 'NO':<5}"
+    line = f"{workload:<8} {fault.name:<25} {numbers}"
     if fault.expected == "healthy":
         print(line, *("" if good else [told.text]), flush=True)
         return good, None
@@ -129,20 +130,25 @@ def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, float | No
 
 def realised(faulty: list[str], clean: list[str]) -> Ratio:
     """How much faster the run is without the fault, validation and checkpoints as they come."""
-    with Bench() as bench:
-        first = bench.start(config_of(faulty))
-        said = {key_of(word) for word in clean}
-        own = measured_choices(config_of(faulty), first.facts)
-        second = bench.start(config_of([*clean, *(word for word in own if key_of(word) not in said)]))
-        steps = steps_for(lambda steps: first.train(steps, variant="whole"))
-        sides = [
-            Side(lambda steps, each=each: each.train(steps, variant="whole"), steps)
-            for each in (first, second)
-        ]
-        for side in sides:
-            side()
-        found = duel(*sides, Rules(most_pairs=PAIRS, least_pairs=PAIRS))
-        return ratio_of_means([(1 / first, 1 / second) for first, second in found.pairs])
+    pairs: list[tuple[float, float]] = []
+    own: list[str] = []
+    for number in range(PROCESSES):
+        with Bench() as bench:
+            first = bench.start(config_of(exchanged(faulty, own)))
+            own = own or measured_choices(config_of(faulty), first.facts)
+            said = {key_of(word) for word in clean}
+            second = bench.start(config_of([*clean, *(word for word in own if key_of(word) not in said)]))
+            steps = steps_for(lambda steps, first=first: first.train(steps, variant="whole"))
+            sides = [
+                Side(lambda steps, each=each: each.train(steps, variant="whole"), steps)
+                for each in (first, second)
+            ]
+            for side in sides:
+                side()
+            order = sides if number % 2 == 0 else sides[::-1]
+            found = duel(*order, Rules(most_pairs=PAIRS, least_pairs=PAIRS)).pairs
+            pairs += found if number % 2 == 0 else [(mine, other) for other, mine in found]
+    return ratio_of_means([(1 / first, 1 / second) for first, second in pairs])
 
 
 def without_twice(words: list[str]) -> list[str]:

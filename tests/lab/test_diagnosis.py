@@ -70,7 +70,9 @@ def test_other_processes_are_named() -> None:
 
 def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert verdict(found(dispatch=1.9)).first == "dispatch"
-    assert verdict(found(dispatch=1.9, logging=1.4)).first == "logging"
+    assert verdict(found(dispatch=1.3, logging=1.4)).first == "logging"
+    assert verdict(found(dispatch=1.9, data=1.4)).first == "dispatch"
+    assert verdict(found(dispatch=1.9, threads=1.4)).first == "threads"
     assert verdict(found(dispatch=1.4, growing=0.6)).first == "healthy"
 
 

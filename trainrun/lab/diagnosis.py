@@ -34,14 +34,13 @@ DIVIDE_SECONDS: Final = 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
 LEAST_TURN: Final = 0.1  # seconds
 MOST_SIDES: Final = 10
-FEW_ROUNDS: Final = 3
-LEAST_ROUNDS: Final = 4
-MOST_ROUNDS: Final = 12
+FEW_ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 3, 4, 12
 FORWARD: Final = "cached+forward_only"
 SLOWER: Final = 0.9  # of the base: not worth more turns
 CLEAR: Final = 1.10  # a gain below that is not worth a word
 MOSTLY_DATA: Final = 1.5
-LARGER: Final = "larger"  # a batch
+SILENT: Final = "silent"
+LARGER: Final = "larger"  # a batch; it shares log points too, which are another cause: both sides go without
 TINY_BATCH, TINY_TIMES = 8, 8
 BARE: Final = "cached+silent"  # what is left when nothing around the step takes time
 Progress = Callable[[str], None]
@@ -125,7 +124,7 @@ class Examination:
 
     def _removals(self) -> list[str]:
         """Every one that can tell something of this run."""
-        names = ["cached", "silent", BARE]
+        names = ["cached", SILENT, BARE]
         if not self._config.trainer.optimizer_in_backward and self._config.trainer.compile.scope != "step":
             names += ["without_update", FORWARD]
         keep = self._config.checkpoint
@@ -161,7 +160,7 @@ class Examination:
             progress(f"starting it with {' '.join(words)}")
             try:
                 subject = self._bench.start(self.with_words(words))
-                side = self._turns(subject, BARE if name == LARGER else "")
+                side = self._turns(subject, SILENT if name == LARGER else "")
                 side()
             except TrainrunError:  # too few samples, no memory, or no sequences: then it tells nothing
                 continue
@@ -207,9 +206,9 @@ class Examination:
         fixed["compile"] = sum(turn.seconds - running(turn) for turn in rounds.own) / steps
         step_seconds = loop_seconds + sum(fixed.values())
 
-        def freed(ratio: Ratio) -> Ratio:
-            """Of the whole run, where `ratio` is that of the loop alone."""
-            bounds = [step_seconds / (step_seconds - loop_seconds * (1 - 1 / value)) for value in ratio[:3]]
+        def freed(ratio: Ratio, part: float = loop_seconds) -> Ratio:
+            """Of the whole run, where `ratio` is that of the loop alone, or of a part of it."""
+            bounds = [step_seconds / (step_seconds - part * (1 - 1 / value)) for value in ratio[:3]]
             return Ratio(bounds[0], bounds[1], bounds[2], ratio.pairs)
 
         booked = fixed | dict(self._rare_logging(loop_seconds))
@@ -224,8 +223,9 @@ class Examination:
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), f"{1e3 * seconds:.3g} ms a step"))
         growing = 1.0
         if LARGER in ratios:
-            gain = rounds.ratio(LARGER, to=BARE)
-            what_ifs.append(WhatIf("dispatch", freed(gain), f"a batch {self._times} times as large"))
+            gain = rounds.ratio(LARGER, to=SILENT)
+            part = loop_seconds / max(ratios[SILENT].value, 1.0)
+            what_ifs.append(WhatIf("dispatch", freed(gain, part), f"a batch {self._times} times as large"))
             growing = min(max((self._times / gain.value - 1) / (self._times - 1), 0.0), 1.0)
         return Diagnosis(
             self._base.facts, 1 / rounds.seconds(), step_seconds, what_ifs, limits,
@@ -241,7 +241,7 @@ class Examination:
                 yield name, ratio
 
     def _named(self, ratios: dict[str, Ratio], small: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
-        abouts = {"cached": ("data", "batches that are there already"), "silent": ("logging", "no log points"),
+        abouts = {"cached": ("data", "batches that are there already"), SILENT: ("logging", "no log points"),
                   "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
                   "unsynced": ("ranks", "no exchange of gradients"),
                   "bucket": ("padding", "data.padding=bucket")}  # fmt: skip
@@ -297,4 +297,4 @@ def booked_of(facts: Ready) -> dict[str, int]:
     goes on behind the loop's back. Who reads beside the training takes its cores as well."""
     if facts.device != "cpu":
         return {}
-    return {"silent": LOGGING} if facts.reads_ahead else {"cached": DATA, "silent": LOGGING}
+    return {SILENT: LOGGING} if facts.reads_ahead else {"cached": DATA, SILENT: LOGGING}

@@ -15,7 +15,7 @@ BUSY_AMONG_OTHERS: Final = 0.2  # who computes waits for a core as well
 AGAIN: Final = 0.5  # of the seconds of a first reading: what took more was there already
 ROOF: Final = 0.6  # of the fastest matrix product: there is little left to take
 
-# of equal gains the first is named; what a smaller batch, more threads or fewer validations also explain comes last
+# of equal gains the first is named; what a larger batch also explains comes before it
 CAUSES: Final = {
     "data": "loading",
     "compile": "compiling again and again",
@@ -29,6 +29,14 @@ CAUSES: Final = {
     "update": "the optimizer's update",
     "dispatch": "calls that are too small: the batch is tiny for this machine",
 }
+INSIDE: Final = (
+    "compile",
+    "threads",
+    "padding",
+    "islands",
+    "ranks",
+    "update",
+)  # of a step: a larger batch shares them
 
 
 @dataclass(frozen=True)
@@ -74,14 +82,15 @@ def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
 
 
 def worth_naming(found: Diagnosis) -> list[WhatIf]:
-    """What seems to gain, the most first. The update only where there is a faster one; a larger batch only where
-    nothing else explains the time."""
+    """What seems to gain, the most first. The update only where there is a faster one; a larger batch only where most
+    of a step does not grow with it, and after what else in a step costs time."""
     clear = [each for each in found.what_ifs if each.gain.value >= CLEAR]
     if found.fused:
         clear = [each for each in clear if each.name != "update"]
     if found.growing > MOSTLY:
         clear = [each for each in clear if each.name != "dispatch"]
-    return sorted(clear, key=lambda each: (each.name == "dispatch", -each.gain.value))
+    explained = any(each.name in INSIDE for each in clear)
+    return sorted(clear, key=lambda each: (explained and each.name == "dispatch", -each.gain.value))
 
 
 def gain_text(what_if: WhatIf) -> str:
