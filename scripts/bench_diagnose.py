@@ -63,7 +63,8 @@ FAULTS = [
     Fault("clean", "healthy", [], []),
     Fault("slow item", "data", [*READ, "data.train.wait=0.001"], READ),
     Fault("item holds the GIL", "data", [*READ, "data.train.compute=0.001"], READ),
-    Fault("slow disk", "data", [*READ, "data.train.file=0.05"], READ),
+    Fault("slow disk", "data", [*READ, "data.train.file=0.05"], READ, ("mlp", "cnn")),
+    Fault("slow disk", "data", [*READ, "data.train.file=0.2"], READ, ("gpt",)),  # a step takes longer, and reads less
     Fault("slow logger", "logging", [LISTENER, "monitor.log_every_n_steps=2"], ["monitor.log_every_n_steps=2"]),
     Fault("synchronous checkpoints", "checkpoint",
           ["checkpoint.async_save=false", "checkpoint.every_n_train_steps=2"], ["checkpoint.enabled=false"]),
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of one diagnosis")
     parser.add_argument(
-        "--fault", action="append", choices=[fault.name for fault in FAULTS], help="only these"
+        "--fault", action="append", choices=sorted({fault.name for fault in FAULTS}), help="only these"
     )
     chosen = parser.parse_args()
     print(machine())

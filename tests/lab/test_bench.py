@@ -198,6 +198,27 @@ def test_what_the_base_booked_can_be_taken_off() -> None:
     assert found.ratio(without(LOGGING)).value == pytest.approx(1.25)
 
 
+def test_a_stall_of_the_data_is_no_difference_between_two_that_read_the_same() -> None:
+    stalls, its = iter([0.0, 8.0, 0.0, 4.0, 0.0, 0.0]), iter([2.0, 0.0, 2.0])
+
+    def turn(around: float, stall: float) -> Turn:
+        return Turn(around + stall, 10, 10, accounts={"data": stall})
+
+    found = Rounds()
+    for _ in range(3):
+        found.take(lambda: turn(10.0, next(stalls)), {"b": lambda: turn(8.0, next(its))})
+    assert found.ratio("b").high > 1.5
+    assert found.apart("b") == pytest.approx((1.2, 1.2, 1.2, 3))
+
+
+def test_reading_that_was_shorter_in_every_round_counts() -> None:
+    found = Rounds()
+    for _ in range(3):
+        found.take(lambda: Turn(10.0, 10, 10, accounts={"data": 4.0}),
+                   {"b": lambda: Turn(5.0, 10, 10, accounts={"data": 1.0})})  # fmt: skip
+    assert found.apart("b").value == pytest.approx(2.0)
+
+
 def test_compilation_is_no_part_of_a_comparison() -> None:
     def compiling() -> Turn:
         return Turn(seconds=5.0, steps=10, items=10, accounts={"compile": 4.0, "forward": 0.5})

@@ -25,19 +25,17 @@ from trainrun.lab.verdict import CAUSES, WORDS, verdict
 READY = Ready("samples", "resident", 0, 1, 1000, "cpu", 1, 45, 900, 45.0)
 
 
-def found(
-    fused: bool = True, load_busy: float = 0.1, growing: float = 0.2, **gains: float | tuple[float, float]
-) -> Diagnosis:
+def found(fused: bool = True, load_busy: float = 0.1, **gains: float | tuple[float, float]) -> Diagnosis:
     what_ifs = []
     for name, gain in gains.items():
         value, low = gain if isinstance(gain, tuple) else (gain, 0.98 * gain)
         what_ifs.append(WhatIf(name, Ratio(value, low, 2 * value - low, 9), "trainer.num_threads=1"))
     limits = Limits({"compute": 3000.0, "memory": 9000.0, "data": 1e6}, {"compute": "", "memory": ""}, 0.7)
-    return Diagnosis(READY, 1500.0, 0.02, what_ifs, limits, {}, load_busy, fused, growing)
+    return Diagnosis(READY, 1500.0, 0.02, what_ifs, limits, {}, load_busy, fused, 0.2)
 
 
 def test_a_training_that_waits_for_nothing_is_healthy() -> None:
-    told = verdict(found(data=1.05, logging=1.0, threads=0.8, update=1.4, dispatch=1.3, growing=0.6))
+    told = verdict(found(data=1.05, logging=1.0, threads=0.8, update=1.4, dispatch=1.2))
     assert told.first == "healthy"
     assert "computing, of which 50 %" in told.text
 
@@ -73,7 +71,7 @@ def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert verdict(found(dispatch=1.3, logging=1.4)).first == "logging"
     assert verdict(found(dispatch=1.9, data=1.4)).first == "dispatch"
     assert verdict(found(dispatch=1.9, threads=1.4)).first == "threads"
-    assert verdict(found(dispatch=1.4, growing=0.6)).first == "healthy"
+    assert verdict(found(dispatch=1.2)).first == "healthy"
 
 
 def test_a_fused_update_is_no_cause() -> None:

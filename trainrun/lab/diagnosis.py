@@ -22,10 +22,11 @@ from trainrun.lab.choices import config_of, exchanged, measured_choices, plain_w
 from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for, without_warm
 from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
+from trainrun.lab.removals import CACHED, booked_of
 from trainrun.lab.rounds import Rounds, running, uncompiled, without
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.subject import SAVING
-from trainrun.ledger import ACCOUNTS, DATA, LOGGING
+from trainrun.ledger import ACCOUNTS, LOGGING
 
 LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
 RARE_SECONDS: Final = 1.0  # from one log point to the next
@@ -41,6 +42,8 @@ CLEAR: Final = 1.10  # a gain below that is not worth a word
 MOSTLY_DATA: Final = 1.5
 SILENT: Final = "silent"
 LARGER: Final = "larger"  # a batch; it shares log points too, which are another cause: both sides go without
+BUCKET: Final = "bucket"
+READING: Final = (SAVING, BUCKET)  # whose reading is not the base's, or goes on beside something else
 TINY_BATCH, TINY_TIMES = 8, 8
 BARE: Final = "cached+silent"  # what is left when nothing around the step takes time
 Progress = Callable[[str], None]
@@ -155,7 +158,7 @@ class Examination:
         """Other words for the same run: a larger batch, and sequences of like length together."""
         wishes = {LARGER: [f"data.batch_size={self._times * self._config.data.batch_size}"]}
         if padding and self._config.data.padding in ("longest", "max"):
-            wishes["bucket"] = ["data.padding=bucket"]
+            wishes[BUCKET] = ["data.padding=bucket"]
         for name, words in wishes.items():
             progress(f"starting it with {' '.join(words)}")
             try:
@@ -199,7 +202,10 @@ class Examination:
     def _put_together(self, rounds: Rounds, names: Iterable[str], limits: Limits, load: Turn) -> Diagnosis:
         steps = sum(turn.steps for turn in rounds.own)
         loop_seconds = sum(turn.items for turn in rounds.own) / steps * rounds.seconds()
-        ratios = {name: rounds.ratio(name) for name in names}
+        ratio = rounds.apart if CACHED in booked_of(self._base.facts) else rounds.ratio
+        ratios = {
+            name: (rounds.ratio if name in READING or CACHED in name else ratio)(name) for name in names
+        }
         small = dict(self._small(rounds))
         ratios |= small
         fixed = dict(self._fixed_costs(loop_seconds, ratios.get(SAVING)))
@@ -223,7 +229,7 @@ class Examination:
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), f"{1e3 * seconds:.3g} ms a step"))
         growing = 1.0
         if LARGER in ratios:
-            gain = rounds.ratio(LARGER, to=SILENT)
+            gain = ratio(LARGER, to=SILENT)
             part = loop_seconds / max(ratios[SILENT].value, 1.0)
             what_ifs.append(WhatIf("dispatch", freed(gain, part), f"a batch {self._times} times as large"))
             growing = min(max((self._times / gain.value - 1) / (self._times - 1), 0.0), 1.0)
@@ -244,7 +250,7 @@ class Examination:
         abouts = {"cached": ("data", "batches that are there already"), SILENT: ("logging", "no log points"),
                   "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
                   "unsynced": ("ranks", "no exchange of gradients"),
-                  "bucket": ("padding", "data.padding=bucket")}  # fmt: skip
+                  BUCKET: ("padding", "data.padding=bucket")}  # fmt: skip
         for removal, (name, about) in abouts.items():
             if removal in ratios:
                 yield name, removal, "its time in the untouched loop" if removal in small else about
@@ -290,11 +296,3 @@ class Examination:
     def _fused(self) -> bool:
         optimizer: Any = self._config.optimizer or {}
         return optimizer.get("fused", True) is not False and optimizer.get("foreach") is not True
-
-
-def booked_of(facts: Ready) -> dict[str, int]:
-    """Removals whose time the ledger of the untouched loop knows, and their accounts: those of a CPU, where nothing
-    goes on behind the loop's back. Who reads beside the training takes its cores as well."""
-    if facts.device != "cpu":
-        return {}
-    return {SILENT: LOGGING} if facts.reads_ahead else {"cached": DATA, SILENT: LOGGING}

@@ -15,7 +15,8 @@ import torch
 from trainrun import loop
 from trainrun.data.stream import Around
 from trainrun.interfaces import GradReport, MicroBatch, StepReport
-from trainrun.ledger import OPTIMIZER, RUNNER
+from trainrun.lab.orders import Ready
+from trainrun.ledger import DATA, LOGGING, OPTIMIZER, RUNNER
 from trainrun.parts import Parts
 
 RING: Final = 12  # batches that are kept and given again and again
@@ -171,3 +172,11 @@ def removed(name: str, parts: Parts, ring: Ring) -> Parts:
         else:
             parts = REMOVALS[one](parts)
     return parts
+
+
+def booked_of(facts: Ready) -> dict[str, int]:
+    """Removals whose time the ledger of the untouched loop knows, and their accounts: those of a CPU, where nothing
+    goes on behind the loop's back. Who reads beside the training takes its cores as well."""
+    if facts.device != "cpu":
+        return {}
+    return {"silent": LOGGING} if facts.reads_ahead else {CACHED: DATA, "silent": LOGGING}

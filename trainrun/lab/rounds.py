@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean, median
 from typing import Final
 
 from trainrun.lab.orders import Turn
@@ -22,8 +23,8 @@ Side = Callable[[], Turn]
 
 @dataclass
 class Rounds:
-    """told: of each round the seconds an item, by name, without compilation; a name need not be in every one. What
-    the base booked on an account is taken off under the name of `without`. own: all turns of the base."""
+    """told: of each round the seconds an item, by name, without compilation; a name need not be in every one. Under
+    the name of `without` what was booked on an account is taken off. own: all turns of the base."""
 
     told: list[dict[str, float]] = field(default_factory=list)
     own: list[Turn] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Rounds:
         for number, name in enumerate(names, 1):
             turn = others[name]()
             found[name] = running(turn) / turn.items
+            found[without(DATA, name)] = found[name] - turn.accounts.get(ACCOUNTS[DATA], 0.0) / turn.items
             if number % 2 == 0 or number == len(names):
                 own.append(base())
         items = sum(turn.items for turn in own)
@@ -54,14 +56,29 @@ class Rounds:
         """How many times as fast it is as another, by the rounds that hold both."""
         return ratio_of_means([(told[to], told[name]) for told in self.told if name in told and to in told])
 
+    def apart(self, name: str, to: str = BASE) -> Ratio:
+        """`ratio`, where the same is read, and while nobody trains: what is not reading is compared, and the mean
+        reading of `to` added to both, so that a stall of the data says nothing. Of a reading that was shorter in
+        every round the middle counts."""
+        both = [told for told in self.told if name in told and to in told]
+        found = ratio_of_means([(told[without(DATA, to)], told[without(DATA, name)]) for told in both])
+        usual, its = ([told[one] - told[without(DATA, one)] for told in both] for one in (to, name))
+        saved = median(usual) - median(its) if min(usual) > max(its) else 0.0
+        around, reading = fmean(told[without(DATA, to)] for told in both), fmean(usual)
+        value, low, high = (
+            (around + reading) / (around / value + max(reading - saved, 0.0)) if value else 0.0
+            for value in found[:3]
+        )
+        return Ratio(value, low, high, found.pairs)
+
     def always_below(self, name: str, bound: float) -> bool:
         """Whether in each of its rounds it had less than that ratio to the base."""
         return all(told[BASE] < bound * told[name] for told in self.told if name in told)
 
 
-def without(account: int) -> str:
-    """The name under which a round tells what the base would take without that account."""
-    return f"without {ACCOUNTS[account]}"
+def without(account: int, name: str = BASE) -> str:
+    """The name under which a round tells what it would take without that account."""
+    return f"{name} without {ACCOUNTS[account]}"
 
 
 def running(turn: Turn) -> float:

@@ -7,7 +7,7 @@ from typing import Final
 
 from trainrun.lab.diagnosis import CLEAR, Diagnosis, WhatIf
 
-MOSTLY: Final = 0.5  # of a step that grows with the batch: above, it is mostly computing
+LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below is not worth a word
 BUSY_MACHINE: Final = 0.1  # cores of other processes
 MOST_CAUSES: Final = 2
 BUSY: Final = 0.7  # cores: loading that computes; below, it waits
@@ -82,13 +82,12 @@ def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
 
 
 def worth_naming(found: Diagnosis) -> list[WhatIf]:
-    """What seems to gain, the most first. The update only where there is a faster one; a larger batch only where most
-    of a step does not grow with it, and after what else in a step costs time."""
+    """What seems to gain, the most first. The update only where there is a faster one; a larger batch only where it
+    gains much, and after what else in a step costs time."""
     clear = [each for each in found.what_ifs if each.gain.value >= CLEAR]
     if found.fused:
         clear = [each for each in clear if each.name != "update"]
-    if found.growing > MOSTLY:
-        clear = [each for each in clear if each.name != "dispatch"]
+    clear = [each for each in clear if each.name != "dispatch" or each.gain.value >= LARGE]
     explained = any(each.name in INSIDE for each in clear)
     return sorted(clear, key=lambda each: (explained and each.name == "dispatch", -each.gain.value))
 
