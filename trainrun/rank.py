@@ -57,6 +57,7 @@ from trainrun.stage import Stage
 from trainrun.state import TrainState
 from trainrun.status import end_process, leave_now
 from trainrun.threads import choose_threads
+from trainrun.transform.compile import broken_library
 from trainrun.watchdog import Hung, Watchdog
 
 # of torch's linear and convolution layers
@@ -208,6 +209,8 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
     except (MemoryError, RuntimeError) as error:
         if told := no_memory(error):
             raise TrainingError(advice(parts, told)) from error
+        if told := broken_library(error):
+            raise TrainingError(told) from error
         if FRACTIONS.search(str(error)):
             raise DataError(
                 f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "

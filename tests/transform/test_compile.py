@@ -1,4 +1,6 @@
 import copy
+import ctypes
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.model.mlp import Mlp
-from trainrun.transform.compile import CompileOptions, compile_model
+from trainrun.transform.compile import CompileOptions, broken_library, compile_model
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +167,13 @@ def test_regional_compiles_one_block_for_all_of_its_class() -> None:
 def test_regional_needs_blocks() -> None:
     with pytest.raises(RuntimeError, match="no repeated block.*scope=model"):
         compile_model(Mlp([6], 3, hidden=[8]), CompileOptions(backend="eager"), regional=True)
+
+
+def test_compiled_code_that_is_cut_short_is_removed_and_said(tmp_path: Path) -> None:
+    library = tmp_path / "cut.so"
+    library.touch()
+    with pytest.raises(OSError, match="file too short") as caught:
+        ctypes.CDLL(str(library))
+    assert "run the same command again" in broken_library(RuntimeError(f"InductorError: {caught.value}"))
+    assert not library.exists()
+    assert broken_library(RuntimeError("another")) == ""

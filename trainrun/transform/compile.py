@@ -11,9 +11,11 @@ gain: on 2 cores of a Xeon with AMX none: digits MLP 0.69x, CNN of 220k paramete
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,3 +127,18 @@ def check_compiler() -> None:
             "trainer.compile.backend=inductor: torch.compile needs a C++ compiler on a CPU and found none; "
             "install one (Debian: apt install g++), or train without compiling: trainer.compile.scope=off"
         ) from error
+
+
+def broken_library(error: BaseException) -> str:
+    """What to say where torch found compiled code that is cut short, and "" elsewhere.
+
+    A compiler that is killed leaves such a library in torch's cache, and torch would load it for ever: it is removed.
+    """
+    found = re.search(r"(/\S+\.so): file too short", str(error))
+    if found is None:
+        return ""
+    Path(found[1]).unlink(missing_ok=True)
+    return (
+        f"{found[1]}: compiled code is cut short, as a compiler leaves it that was killed; it is removed now: run "
+        "the same command again"
+    )
