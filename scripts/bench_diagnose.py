@@ -64,7 +64,7 @@ FAULTS = [
     Fault("slow item", "data", [*READ, "data.train.wait=0.001"], READ),
     Fault("item holds the GIL", "data", [*READ, "data.train.compute=0.001"], READ),
     Fault("slow disk", "data", [*READ, "data.train.file=0.05"], READ, ("mlp", "cnn")),
-    Fault("slow disk", "data", [*READ, "data.train.file=0.2"], READ, ("gpt",)),  # a step takes longer, and reads less
+    Fault("slow disk", "data", [*READ, "data.train.file=0.1"], READ, ("gpt",)),  # a step takes longer, and reads less
     Fault("slow logger", "logging", [LISTENER, "monitor.log_every_n_steps=2"], ["monitor.log_every_n_steps=2"]),
     Fault("synchronous checkpoints", "checkpoint",
           ["checkpoint.async_save=false", "checkpoint.every_n_train_steps=2"], ["checkpoint.enabled=false"]),
