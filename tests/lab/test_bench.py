@@ -221,13 +221,16 @@ def test_reading_that_was_shorter_in_every_round_counts() -> None:
 
 def test_compilation_is_no_part_of_a_comparison() -> None:
     def compiling() -> Turn:
-        return Turn(seconds=5.0, steps=10, items=10, accounts={"compile": 4.0, "forward": 0.5})
+        booked = {"compile": 4.0, "forward": 0.5}
+        return Turn(seconds=5.0, steps=10, items=10, accounts=booked, compile_seconds=20.0)
 
     found = Rounds()
     for _ in range(2):
         found.take(compiling, {"b": lambda: Turn(seconds=1.0, steps=10, items=20)})
     assert found.ratio("b").value == pytest.approx(2.0)
     assert sum(turn.seconds - running(turn) for turn in found.own) == pytest.approx(4.0 * len(found.own))
+    assert found.compiling(None) == pytest.approx(0.4)
+    assert found.compiling(1000) == pytest.approx(0.02)
 
 
 def test_a_thing_that_is_asked_no_more_keeps_its_rounds() -> None:

@@ -23,19 +23,18 @@ from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for, without_w
 from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
 from trainrun.lab.removals import CACHED, booked_of
-from trainrun.lab.rounds import Rounds, running, uncompiled, without
+from trainrun.lab.rounds import Rounds, uncompiled, without
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.subject import SAVING
 from trainrun.ledger import ACCOUNTS, LOGGING
 
 LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
 RARE_SECONDS: Final = 1.0  # from one log point to the next
-TRACE_SECONDS: Final = 2.0
-DIVIDE_SECONDS: Final = 1.0
+TRACE_SECONDS, DIVIDE_SECONDS = 2.0, 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
 LEAST_TURN: Final = 0.1  # seconds
 MOST_SIDES: Final = 10
-FEW_ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 3, 4, 12
+FEWEST_ROUNDS, FEW_ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 2, 3, 4, 12
 FORWARD: Final = "cached+forward_only"
 SLOWER: Final = 0.9  # of the base: not worth more turns
 CLEAR: Final = 1.10  # a gain below that is not worth a word
@@ -104,11 +103,11 @@ class Examination:
 
     def __init__(self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig) -> None:
         self._bench, self._base, self._words, self._config = bench, base, plain_words(words), config
-        self._steps, self._seconds, self._times = 1, TURN_SECONDS, 2
+        self._steps, self._seconds, self._times, self._deadline = 1, TURN_SECONDS, 2, 0.0
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
-        left = deadline - time.monotonic()
+        left, self._deadline = deadline - time.monotonic(), deadline
         self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * LEAST_ROUNDS)))
         paced = steps_for(lambda steps: uncompiled(self._base.train(steps)), self._seconds)
         self._steps = round(without_warm(paced))
@@ -160,6 +159,8 @@ class Examination:
         if padding and self._config.data.padding in ("longest", "max"):
             wishes[BUCKET] = ["data.padding=bucket"]
         for name, words in wishes.items():
+            if time.monotonic() > self._deadline:  # compiling took it all
+                return
             progress(f"starting it with {' '.join(words)}")
             try:
                 subject = self._bench.start(self.with_words(words))
@@ -182,9 +183,10 @@ class Examination:
     def _measured(self, sides: dict[str, Callable[[], Turn]], deadline: float, progress: Progress) -> Rounds:
         """Rounds until the time is over, and a few in any case. What is clearly slower is not asked again."""
         found, longest = Rounds(), 0.0
+        least = LEAST_ROUNDS if time.monotonic() < deadline else FEWEST_ROUNDS
         for number in range(MOST_ROUNDS):
             left = deadline - time.monotonic()
-            if number >= LEAST_ROUNDS and left < longest:
+            if number >= least and left < longest:
                 break
             progress(f"round {number + 1}")
             asked = {
@@ -209,7 +211,7 @@ class Examination:
         small = dict(self._small(rounds))
         ratios |= small
         fixed = dict(self._fixed_costs(loop_seconds, ratios.get(SAVING)))
-        fixed["compile"] = sum(turn.seconds - running(turn) for turn in rounds.own) / steps
+        fixed["compile"] = rounds.compiling(self._base.facts.total_steps)
         step_seconds = loop_seconds + sum(fixed.values())
 
         def freed(ratio: Ratio, part: float = loop_seconds) -> Ratio:

@@ -99,6 +99,7 @@ class Turn:
 
     accounts: seconds by name, of rank 0 (see `trainrun.ledger`). cpu_seconds: of loading, by all threads of rank
     0's process and its workers. peak_bytes: the most memory so far, of the device, or of the process on a CPU.
+    compile_seconds: since the run began.
     """
 
     seconds: float
@@ -107,6 +108,7 @@ class Turn:
     cpu_seconds: float = 0.0
     peak_bytes: int = 0
     accounts: dict[str, float] = field(default_factory=dict)
+    compile_seconds: float = 0.0
 
     @property
     def speed(self) -> float:

@@ -71,6 +71,15 @@ class Rounds:
         )
         return Ratio(value, low, high, found.pairs)
 
+    def compiling(self, total_steps: int | None) -> float:
+        """Seconds a step of the whole run: torch compiles a function for a few shapes and then no more, so what was
+        compiled up to here is paid once. Of a run without an end, what these rounds still compiled."""
+        if total_steps is None:
+            return sum(turn.seconds - running(turn) for turn in self.own) / sum(
+                turn.steps for turn in self.own
+            )
+        return self.own[-1].compile_seconds / total_steps
+
     def always_below(self, name: str, bound: float) -> bool:
         """Whether in each of its rounds it had less than that ratio to the base."""
         return all(told[BASE] < bound * told[name] for told in self.told if name in told)

@@ -18,6 +18,7 @@ RESAMPLES = 2000
 FEW_PAIRS = 30  # below that resampling is too sure of itself: the order of the pairs decides
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11,
            2.10, 2.09, 2.09, 2.08)  # fmt: skip  # 95 %, for 1, 2, 3 and so on degrees of freedom
+WIDEST = 0.99  # or there would be no upper end
 EARLY = 0.99  # the confidence of a look that may end the comparison, since there are many of them
 
 
@@ -66,7 +67,8 @@ def grouped_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: f
 def ratio_of_means(pairs: Sequence[tuple[float, float]]) -> Ratio:
     """The mean of the firsts over the mean of the seconds: of times, how much faster the second thing is.
 
-    The interval is Student's, of what each pair leaves unexplained; a single pair has none.
+    The interval is Student's, of what each pair leaves unexplained of the second's share of the first; a single pair
+    has none.
     """
     count, value = len(pairs), fmean(first for first, _ in pairs) / fmean(second for _, second in pairs)
     if count < 2:
@@ -75,8 +77,8 @@ def ratio_of_means(pairs: Sequence[tuple[float, float]]) -> Ratio:
     spread = math.sqrt(sum(each**2 for each in left) / (count - 1) / count) / fmean(
         first for first, _ in pairs
     )
-    width = math.exp(STUDENT[min(count - 1, len(STUDENT)) - 1] * spread)
-    return Ratio(value, value / width, value * width, count)
+    width = STUDENT[min(count - 1, len(STUDENT)) - 1] * spread  # of the second's share of the first
+    return Ratio(value, value / (1 + width), value / (1 - min(width, WIDEST)), count)
 
 
 def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:

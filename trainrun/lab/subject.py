@@ -40,6 +40,7 @@ from trainrun.lab.pacing import DueInBetween, FirstBatches, GoesOn, NeverDue, On
 from trainrun.lab.profile import profiled
 from trainrun.lab.ready import ready_of
 from trainrun.lab.removals import CACHED, Ring, removed
+from trainrun.ledger import ACCOUNTS, COMPILE
 from trainrun.parts import Parts
 from trainrun.state import SAVE_NOW, TrainState
 
@@ -160,6 +161,7 @@ class Subject:
             items=(state.items - items) * parts.parallel.world_size,
             peak_bytes=self._peak_bytes(),
             accounts={name: value - spent.get(name, 0.0) for name, value in now.items()},
+            compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
         )
 
     def _variant(self, name: str) -> tuple[Parts, TrainState]:

@@ -18,7 +18,7 @@ ROOF: Final = 0.6  # of the fastest matrix product: there is little left to take
 # of equal gains the first is named; what a larger batch also explains comes before it
 CAUSES: Final = {
     "data": "loading",
-    "compile": "compiling again and again",
+    "compile": "compiling",
     "logging": "logging",
     "checkpoint": "checkpoints",
     "validation": "validation",
