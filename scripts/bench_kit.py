@@ -15,20 +15,20 @@ from typing import NamedTuple
 import torch
 
 from trainrun import loop
-from trainrun.build import Site, build_parts
-from trainrun.collector import collect_between_steps, kept_collector
-from trainrun.compose import compose_run
+from trainrun.build.listeners import Listeners
+from trainrun.build.parts import Site, build_parts
 from trainrun.ledger import Ledger
-from trainrun.listeners import Listeners
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
+from trainrun.process.collector import collect_between_steps, kept_collector
+from trainrun.process.signals import StopFlag
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir
 from trainrun.runner import new_run
-from trainrun.signals import StopFlag
-from trainrun.stage import Stage
+from trainrun.start.stage import Stage
+from trainrun.start.threads import choose_threads
 from trainrun.state import TrainState
-from trainrun.threads import choose_threads
+from trainrun.words.compose import compose_run
 
 SEED = 42
 

@@ -8,7 +8,7 @@ import pytest
 
 from trainrun.cadence import Cadence, Limits, Rhythm, Watch
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.signals import StopFlag
+from trainrun.process.signals import StopFlag
 from trainrun.state import TrainState
 
 

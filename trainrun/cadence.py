@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from trainrun.errors import ConfigError
 from trainrun.monitor.readable import counted
+from trainrun.process.signals import StopFlag
 from trainrun.scheduler.schedule import Schedule
-from trainrun.signals import StopFlag
 from trainrun.state import SAVE_NOW, TrainState
 
 STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from trainrun import loop
-from trainrun.build import Site, build_parts
-from trainrun.compose import compose_run
+from trainrun.build.parts import Site, build_parts
 from trainrun.config import RunConfig
 from trainrun.interfaces import Parallel
 from trainrun.ledger import Ledger
 from trainrun.parallel.single import Single
 from trainrun.parallel.worker import run_as_rank
 from trainrun.parts import Parts
+from trainrun.process.signals import StopFlag
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir, write_json
-from trainrun.signals import StopFlag
 from trainrun.state import TrainState
+from trainrun.words.compose import compose_run
 
 FEATURES, CLASSES, TOKENS = 5, 3, 7
 WORDS = (

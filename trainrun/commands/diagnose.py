@@ -7,8 +7,8 @@ import time
 
 from trainrun.commands.arguments import Parser, known_and_words
 from trainrun.commands.budget import take_seconds
-from trainrun.compose import compose_run
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.words.compose import compose_run
 
 BUDGET_SECONDS = 40.0
 ABOUT = (

@@ -24,9 +24,9 @@ ABOUT = (
 def main(argv: list[str]) -> int:
     argv, budget = take_seconds(argv, BUDGET_SECONDS, "ladder")
     _, words = ladder_parser().parse_known_args(argv)
-    from trainrun.compose import compose_run
     from trainrun.lab.choices import plain_words
     from trainrun.lab.errand import new_folder
+    from trainrun.words.compose import compose_run
 
     composition = compose_run(words)
     for note in composition.notes:
@@ -67,7 +67,7 @@ def told(typed: list[str], found: Heights, budget: float, folder: Path) -> int:
     from trainrun.lab import ladder_report
     from trainrun.lab.errand import shown
     from trainrun.rundir import write_json
-    from trainrun.tuned import machine
+    from trainrun.words.tuned import machine
 
     head = f"trainrun ladder {' '.join(typed)}".rstrip()
     print(f"{head} | {machine()} | {found.seconds:.0f} s of {budget:.0f} s")
