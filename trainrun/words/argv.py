@@ -93,6 +93,7 @@ FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--
 CFG_QUESTIONS = ("job", "hydra", "all")
 WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
 
 _PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
 _SHARDS = re.compile(r"\{\d+\.\.\d+\}")  # shard-{000..009}.tar, where Hydra would see a mapping
@@ -238,7 +239,7 @@ def _group_words(group: str, value: str, is_option: Callable[[str, str], bool]) 
     extra = ["parallel.accelerator=cpu"] if group == "parallel" and value == "processes" else []
     if len(options) == 1 and "." in value and not is_option(group, value) and re.fullmatch(r"[\w.]+", value):
         target = "data.train._target_" if group == "data" else f"{group}._target_"
-        return [f"{group}=custom", f"{target}={value}"]
+        return [f"{group}={CUSTOM}", f"{target}={value}"]
     quoted = [f'"{part}"' if _PLAIN.match(part) else part for part in options]
     return [f"{group}={','.join(quoted)}", *extra]
 
@@ -260,6 +261,6 @@ def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -
         key = word.lstrip("+").partition("=")[0]
         group = key.partition(".")[0]
         if key in (f"{group}._target_", "data.train._target_") and is_group(group) and group not in chosen:
-            added.append(f"{group}=custom")
+            added.append(f"{group}={CUSTOM}")
             chosen.add(group)
     return added + overrides

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options, user_conf_dirs
 from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import EXIT_DONE, ConfigError, DataError
-from trainrun.words.argv import Words, split_words, translate, with_one_warmup
+from trainrun.words.argv import CUSTOM, Words, split_words, translate, with_one_warmup
 from trainrun.words.checks import check, word_fault
 from trainrun.words.explain import explain, explain_value, first_line
 from trainrun.words.renamed import in_words_of_today
@@ -96,9 +96,18 @@ def _composition(words: Words, folders: list[Path], working_dir: Path) -> Compos
     faults += faults_of(config)
     if faults:
         raise ConfigError(*faults)
-    config.run_name = config.run_name or f"{config.data.name}-{choices.get('model', 'model')}"
+    config.run_name = config.run_name or (
+        f"{_named(config.data.name, config.data.train)}-{_named(choices.get('model', 'model'), config.model)}"
+    )
     words.notes += stale_preset(config, choices.get("preset", "none"), folders, working_dir)
     return Composition(config, choices, kept, words.own, words.notes)
+
+
+def _named(option: str, node: Any) -> str:
+    """Of what is the user's own, the class or function that it names."""
+    target = node.get("_target_") if option == CUSTOM and isinstance(node, dict) else None
+    name = str(target).rpartition(".")[2]
+    return name if target and name.isidentifier() else option
 
 
 def stale_preset(config: RunConfig, preset: str, folders: list[Path], working_dir: Path) -> list[str]:
@@ -265,9 +274,7 @@ def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
         if not any(key.startswith(node + ".") for node in OPEN_NODES):
             return False
         option = chosen.get(group, "").strip('"')
-        return option == "custom" or any(
-            (folder / group / f"{option}.yaml").is_file() for folder in user_dirs
-        )
+        return option == CUSTOM or any((folder / group / f"{option}.yaml").is_file() for folder in user_dirs)
 
     return [word if word[:1] == "~" else _with_plus(word, is_open) for word in overrides]
 
