@@ -132,6 +132,11 @@ def test_log_points_are_every_n_steps_and_the_last() -> None:
     assert not any(silent.log_due(step) for step in range(1, 11))
 
 
+def test_a_run_of_unknown_length_has_log_points_from_its_first_step() -> None:
+    built, _, _ = cadence(log_every=6, total=None)
+    assert [step for step in range(1, 19) if built.log_due(step)] == [1, 2, 4, 6, 12, 18]
+
+
 def test_a_failure_ends_the_run_before_anything_is_saved() -> None:
     built, _, _ = cadence(failure="a gradient was not finite")
     with pytest.raises(TrainingError, match="step 7: a gradient was not finite"):
