@@ -92,7 +92,7 @@ def test_other_trainers_names_are_translated_and_said() -> None:
 
 @pytest.mark.parametrize("path", ["shard-{000..009}.tar", '"shard-{000..009}.tar"'])
 def test_a_path_with_a_range_of_shards_needs_no_quotes_of_its_own(path: str) -> None:
-    assert compose_run([f"data.path={path}"]).config.data.path == "shard-{000..009}.tar"
+    assert compose_run(["data=webdataset", f"data.path={path}"]).config.data.path == "shard-{000..009}.tar"
 
 
 def test_a_target_of_ones_own_starts_from_the_empty_option() -> None:
@@ -187,7 +187,7 @@ def test_a_mistake_names_the_key_and_the_way_out(word: str, said: str) -> None:
 
 def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
     config = compose_run(
-        ["preset=max-perf", "run_name=012", "data.path=no", "trainer.max_time=01:00:00:00"]
+        ["preset=max-perf", "run_name=012", "data=csv", "data.path=no", "trainer.max_time=01:00:00:00"]
     ).config
     path = tmp_path / "config.yaml"
     path.write_text(save_config(config))
@@ -206,6 +206,33 @@ def test_single_values_of_a_saved_run_can_change_groups_cannot(tmp_path: Path) -
     path.write_text("- a list\n")
     with pytest.raises(ConfigError, match="not a config of a run"):
         load_config(path, [])
+
+
+def test_a_path_that_nothing_reads_is_refused_and_a_saved_run_follows_a_new_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data.path=mine.csv: nothing reads it with data=digits; say what it is"
+    ):
+        compose_run(["data.path=mine.csv"])
+    own = ["data.train._target_=my.load", "data.train.place=${data.path}", "data.path=mine.csv"]
+    assert compose_run(own).config.data.train["place"] == "mine.csv"
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run(["data=csv", "data.path=old.csv"]).config))
+    data = load_config(path, ["data.path=new.csv"]).data
+    assert (data.path, data.train["path"], data.val["path"]) == ("new.csv", "new.csv", "new.csv")
+    assert data.train["val_path"] is None
+    assert load_config(path, ["data.path=new.csv", "data.train.path=x"]).data.train["path"] == "x"
+    path.write_text(save_config(compose_run(["data=text"]).config))
+    data = load_config(path, ["data.path=book.txt"]).data
+    assert (data.train["path"], data.train["val_path"], data.val["path"]) == ("book.txt", None, "book.txt")
+
+
+def test_own_things_give_the_run_their_name() -> None:
+    for words, name in (
+        (["model=my_net.Net"], "digits-Net"),
+        (["data.train._target_=pkg.data.Points"], "Points-mlp"),
+        (["model=my_net.Net", "run_name=first"], "first"),
+    ):
+        assert compose_run(words).config.run_name == name
 
 
 def test_a_warmup_that_is_named_replaces_the_one_of_the_option(tmp_path: Path) -> None:
@@ -352,8 +379,11 @@ def test_help_of_a_section_an_option_and_everything(capsys: pytest.CaptureFixtur
     assert "  task.loss_chunks=auto " in everything
     assert "checkpoint.async_save=true" in everything
     assert "  data.train.block_size=256\n" in everything
-    assert main(["--help", "model=gtp"]) == 2
-    assert "Did you mean model=gpt?" in capsys.readouterr().err
+    (line,) = said("trainer.max_time").splitlines()
+    assert line.startswith("trainer.max_time=null ")
+    for typed, meant in (("model=gtp", "model=gpt"), ("trainer.max_tme", "trainer.max_time")):
+        assert main(["--help", typed]) == 2
+        assert f"Did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_every_setting_has_its_few_words() -> None:

@@ -31,6 +31,7 @@ from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.words.argv import CUSTOM, Words, split_words, translate, with_one_warmup
 from trainrun.words.checks import check, word_fault
+from trainrun.words.data_path import follow_path, unread_path
 from trainrun.words.explain import explain, explain_value, first_line
 from trainrun.words.renamed import in_words_of_today
 from trainrun.words.tuned import stale
@@ -93,7 +94,7 @@ def _composition(words: Words, folders: list[Path], working_dir: Path) -> Compos
         raise ConfigError(*faults, *error.faults) from error
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_value(error, str(error.full_key or "config"), "")) from error
-    faults += faults_of(config)
+    faults += [*faults_of(config), *unread_path(config)]
     if faults:
         raise ConfigError(*faults)
     config.run_name = config.run_name or (
@@ -211,6 +212,7 @@ def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunCo
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_value(error, str(error.full_key or "config"), "")) from error
     assert isinstance(config, RunConfig)
+    follow_path(config.data, OmegaConf.select(saved, "data.path"))
     faults += faults_of(config)
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])
