@@ -30,12 +30,12 @@ usage: trainrun [group=option ...] [key=value ...]     one run
 
 
 def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) -> str:
-    """The overview, one group with its options, one section or option with its settings, or every setting.
+    """The overview, one group with its options, one section or option with its settings, one setting, or all.
 
     folders: with configs, the user's first, ours last.
     """
     known_groups, topic = groups(folders), topics[0] if topics else ""
-    sections = _sections(RunConfig(), "")
+    sections, keys = _sections(RunConfig(), ""), _keys(RunConfig(), "")
     group, equals, option = topic.partition("=")
     if equals and option in _option_files(group, folders):
         return "\n".join(_option(group, option, folders))
@@ -48,16 +48,18 @@ def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) 
             for group in WITH_OWN_KEYS
             for name in sorted(_option_files(group, folders))
         ]
-        return "\n".join([*_keys(RunConfig(), ""), "", *own])
+        return "\n".join([*keys, "", *own])
+    if found := [line for line in keys if line.partition("=")[0] == topic]:
+        return found[0]
     if topic in commands:
         return f"trainrun {topic}: {commands[topic]}; see trainrun {topic} --help"
     if topic:
         known = [*known_groups, *(name for name in sections if name not in known_groups), "all"]
+        near = nearest(topic, [*known, *(line.partition("=")[0] for line in keys)])
         if equals and group in known_groups:
             known = [f"{group}={name}" for name in sorted(_option_files(group, folders))]
-        raise ConfigError(
-            f"--help {topic}: no such topic.{nearest(topic, known)} Choose from: {', '.join(known)}"
-        )
+            near = nearest(topic, known)
+        raise ConfigError(f"--help {topic}: no such topic.{near} Choose from: {', '.join(known)}")
     lines = [EXAMPLES, "groups (the default comes first):"]
     defaults = _defaults(conf_dir())
     for group in known_groups:
