@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ import torch
 from trainrun import loop
 from trainrun.build.listeners import Listeners
 from trainrun.build.parts import Site, build_parts
+from trainrun.lab.statistics import resampled
 from trainrun.ledger import Ledger
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
@@ -166,15 +166,8 @@ def silence() -> Iterator[None]:
         os.close(stdout)
 
 
-def bootstrap(values: list[float]) -> tuple[float, float]:
-    """95 % of the median, by resampling."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(1000))
-    return medians[25], medians[974]
-
-
 def spread(values: list[float]) -> str:
-    low, high = bootstrap(values)
+    low, high = resampled(values, 0.95)
     return f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f}, {len(values)} pairs)"
 
 
