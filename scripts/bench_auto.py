@@ -24,11 +24,11 @@ import bench_sets
 import torch
 from bench_rounds import Trainer, parts_for, ratio, timed
 
-from trainrun.audition import choose_engine
-from trainrun.budget import Spent
 from trainrun.data.choice import usable_cores
-from trainrun.stage import Stage
-from trainrun.threads import choose_threads
+from trainrun.start.audition import choose_engine
+from trainrun.start.budget import Spent
+from trainrun.start.stage import Stage
+from trainrun.start.threads import choose_threads
 
 PREFETCH = 2  # conf/trainrun.yaml: batches that each reader reads ahead
 BLOCK_SECONDS = 0.5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,20 +14,21 @@ from typing import NamedTuple
 import torch
 
 from trainrun import loop
-from trainrun.build import Site, build_parts
-from trainrun.collector import collect_between_steps, kept_collector
-from trainrun.compose import compose_run
+from trainrun.build.listeners import Listeners
+from trainrun.build.parts import Site, build_parts
+from trainrun.lab.statistics import resampled
 from trainrun.ledger import Ledger
-from trainrun.listeners import Listeners
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
+from trainrun.process.collector import collect_between_steps, kept_collector
+from trainrun.process.signals import StopFlag
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir
 from trainrun.runner import new_run
-from trainrun.signals import StopFlag
-from trainrun.stage import Stage
+from trainrun.start.stage import Stage
+from trainrun.start.threads import choose_threads
 from trainrun.state import TrainState
-from trainrun.threads import choose_threads
+from trainrun.words.compose import compose_run
 
 SEED = 42
 
@@ -166,15 +166,8 @@ def silence() -> Iterator[None]:
         os.close(stdout)
 
 
-def bootstrap(values: list[float]) -> tuple[float, float]:
-    """95 % of the median, by resampling."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(1000))
-    return medians[25], medians[974]
-
-
 def spread(values: list[float]) -> str:
-    low, high = bootstrap(values)
+    low, high = resampled(values, 0.95)
     return f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f}, {len(values)} pairs)"
 
 

@@ -22,14 +22,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import as_the_command  # noqa: F401  # ahead of torch
 import torch
 
-from trainrun.build import Site, build_parts
-from trainrun.compose import compose_run
+from trainrun.build.parts import Site, build_parts
 from trainrun.ledger import FORWARD, Ledger
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
+from trainrun.process.signals import StopFlag
 from trainrun.randomness import seed_everything
 from trainrun.rundir import RunDir
-from trainrun.signals import StopFlag
+from trainrun.words.compose import compose_run
 
 TURN = 10  # steps
 

@@ -97,13 +97,13 @@ def child(words: list[str]) -> dict[str, Any]:
     import torch
 
     from trainrun import loop
-    from trainrun.build import Site, build_parts
-    from trainrun.compose import compose_run
+    from trainrun.build.parts import Site, build_parts
     from trainrun.data.pieces import num_rows, rows_of
-    from trainrun.forecast import forecast
     from trainrun.parallel.single import Single
+    from trainrun.process.signals import StopFlag
     from trainrun.rundir import RunDir
-    from trainrun.signals import StopFlag
+    from trainrun.start.forecast import forecast
+    from trainrun.words.compose import compose_run
 
     config = compose_run([*words, "trainer.num_threads=1", "checkpoint.enabled=false"]).config
     parts, _ = build_parts(

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from trainrun import loop
-from trainrun.build import Site, build_parts
-from trainrun.compose import compose_run
+from trainrun.build.parts import Site, build_parts
 from trainrun.interfaces import MicroBatch
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
+from trainrun.process.signals import StopFlag
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.runner import new_run
-from trainrun.signals import StopFlag
 from trainrun.state import TrainState
+from trainrun.words.compose import compose_run
 
 CONFIDENCE = 0.9
 

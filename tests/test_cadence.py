@@ -8,7 +8,7 @@ import pytest
 
 from trainrun.cadence import Cadence, Limits, Rhythm, Watch
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.signals import StopFlag
+from trainrun.process.signals import StopFlag
 from trainrun.state import TrainState
 
 
@@ -130,6 +130,11 @@ def test_log_points_are_every_n_steps_and_the_last() -> None:
     assert [step for step in range(1, 11) if built.log_due(step)] == [4, 8, 10]
     silent, _, _ = cadence(log_every=None, total=10)
     assert not any(silent.log_due(step) for step in range(1, 11))
+
+
+def test_a_run_of_unknown_length_has_log_points_from_its_first_step() -> None:
+    built, _, _ = cadence(log_every=6, total=None)
+    assert [step for step in range(1, 19) if built.log_due(step)] == [1, 2, 4, 6, 12, 18]
 
 
 def test_a_failure_ends_the_run_before_anything_is_saved() -> None:

@@ -4,8 +4,8 @@ import os
 import sys
 
 import trainrun.ledger  # noqa: F401  (it looks at the clock)
-from trainrun.collector import rest_while_starting
-from trainrun.signals import leave_at_interrupt
+from trainrun.process.collector import rest_while_starting
+from trainrun.process.signals import leave_at_interrupt
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 

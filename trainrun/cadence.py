@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from trainrun.errors import ConfigError
 from trainrun.monitor.readable import counted
+from trainrun.process.signals import StopFlag
 from trainrun.scheduler.schedule import Schedule
-from trainrun.signals import StopFlag
 from trainrun.state import SAVE_NOW, TrainState
 
 STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins
@@ -31,7 +31,8 @@ class Rhythm:
 
     steps_per_epoch: None where the data cannot say; accumulate: micro-batches in a full window.
     val_steps, val_epochs: one of the two is set, or none without validation data.
-    log_every: None where nobody listens.
+    log_every: None where nobody listens. total_steps: None where the data cannot say; then steps 1, 2, 4, 8... up
+    to log_every are log points as well, or a short run would have none.
     """
 
     steps_per_epoch: int | None
@@ -136,8 +137,11 @@ class Cadence:
         return self._stop.request > 0
 
     def log_due(self, step: int) -> bool:
-        every = self.rhythm.log_every
-        return every is not None and (step % every == 0 or step == self.rhythm.total_steps)
+        every, total = self.rhythm.log_every, self.rhythm.total_steps
+        if every is None:
+            return False
+        begins = total is None and step < every and step & (step - 1) == 0
+        return step % every == 0 or step == total or begins
 
     def validation_due(self, state: TrainState) -> bool:
         """At its distance, and once more where the run ends by itself; never for a signal."""

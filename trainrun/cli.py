@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainrun.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.rundir import RunDir
-from trainrun.words import Words
+from trainrun.words.argv import Words
 
 COMMANDS = {
     "resume": "go on with a run from its newest checkpoint",
@@ -57,7 +57,7 @@ def report_fault(error: TrainrunError) -> int:
 
 def report_crash(error: Exception) -> int:
     """An exception of the user's own code: their lines of it. A bug of ours keeps the whole traceback."""
-    from trainrun.usercode import user_traceback
+    from trainrun.process.usercode import user_traceback
 
     shown = user_traceback(error)
     if not shown or os.environ.get("TRAINRUN_FULL_ERROR") == "1":
@@ -77,8 +77,8 @@ def dispatch(words: list[str]) -> int:
         raise ConfigError(no_command(words[0]))
     if "--help" in words or "-h" in words:
         from trainrun.config import conf_dir, user_conf_dirs
-        from trainrun.help import help_text
-        from trainrun.words import split_words
+        from trainrun.words.argv import split_words
+        from trainrun.words.help import help_text
 
         asked = split_words(words)
         folders = [*user_conf_dirs(asked.config_dirs, Path.cwd()), conf_dir()]
@@ -93,8 +93,8 @@ def dispatch(words: list[str]) -> int:
 
 
 def no_command(word: str) -> str:
-    from trainrun.checks import nearest
     from trainrun.config import conf_dir
+    from trainrun.words.checks import nearest
 
     if (conf_dir() / word).is_dir():
         return f"{word}: is a group; choose with {word}=..., see trainrun --help {word}"
@@ -106,8 +106,8 @@ def no_command(word: str) -> str:
 
 def train_words(words: list[str]) -> int:
     """A new run, a sweep, or one of Hydra's own questions."""
-    from trainrun.compose import hydra_question, prepare
     from trainrun.parallel.external import external_ranks
+    from trainrun.words.compose import hydra_question, prepare
 
     if follows_others():
         from trainrun.external_run import follow_run
@@ -131,9 +131,9 @@ def train_words(words: list[str]) -> int:
 
 def sweep_words(prepared: Words) -> int:
     """Every value of every word is composed once before the first job starts."""
-    from trainrun.compose import compose_run
     from trainrun.sweep.jobs import expand
     from trainrun.sweep.run import run_sweep
+    from trainrun.words.compose import compose_run
 
     for note in prepared.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -155,7 +155,7 @@ def sweep_words(prepared: Words) -> int:
 
 
 def train_one(words: list[str], paths: list[str]) -> int:
-    from trainrun.compose import compose_run, load_config
+    from trainrun.words.compose import compose_run, load_config
 
     composition = compose_run(words)
     for note in composition.notes:

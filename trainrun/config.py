@@ -1,7 +1,7 @@
 """The run config: its sections with their defaults, and where the `conf/` folder is.
 
 This page is also the schema that Hydra composes into. A value's rules stand beside it, so that
-`checks.py` finds all faults of a config together, before anything starts. No torch here: a config
+`words/checks.py` finds all faults of a config together, before anything starts. No torch here: a config
 mistake is answered before torch could be imported.
 """
 

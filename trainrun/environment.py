@@ -36,8 +36,9 @@ def describe(working_dir: Path) -> dict[str, Any]:
 
 
 def version_line() -> str:
-    """`trainrun 0.1.0 (torch 2.13.0, Python 3.11.7)`, without importing torch."""
-    return f"trainrun {_version('trainrun')} (torch {_version('torch')}, Python {platform.python_version()})"
+    """`trainrun 0.1.0 (torch 2.13.0, Python 3.11.7)`, without importing torch; the folder where it is not installed."""
+    own = _version("trainrun") or f"from {Path(__file__).parent}"
+    return f"trainrun {own} (torch {_version('torch')}, Python {platform.python_version()})"
 
 
 def _version(package: str) -> str | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
-from trainrun.compose import leaves, load_config, plain_config, with_words
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.rundir import RunDir, was_saved
 from trainrun.trust import check_files, check_run
+from trainrun.words.compose import leaves, load_config, plain_config, with_words
 
 SHOWN = 3
 

@@ -12,17 +12,17 @@ import socket
 import sys
 from pathlib import Path
 
-from trainrun.compose import load_config
 from trainrun.config import RunConfig
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.ledger import Ledger, process_start
 from trainrun.parallel.handshake import Meeting, follow, lead
 from trainrun.parallel.worker import run_as_rank
+from trainrun.process.signals import StopFlag
 from trainrun.rank import train
 from trainrun.rundir import RunDir, read_json, write_text
-from trainrun.signals import StopFlag
 from trainrun.status import deadline, write_status
+from trainrun.words.compose import load_config
 
 
 def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> int:

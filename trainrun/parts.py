@@ -16,11 +16,11 @@ from trainrun.config import RunConfig
 from trainrun.errors import CheckpointError, TrainingError
 from trainrun.interfaces import Batches, DataFacts, MicroBatch, Parallel, Precision, StepReport, Task
 from trainrun.ledger import Ledger
+from trainrun.mishaps.retry import Retry, no_memory
 from trainrun.monitor.board import Board
 from trainrun.optimizer.ema import Ema
 from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
 from trainrun.randomness import random_state, set_random_state
-from trainrun.retry import Retry, no_memory
 from trainrun.scheduler.schedule import Schedule
 from trainrun.state import TrainState
 from trainrun.transform.compile_log import CompileLog

@@ -17,48 +17,48 @@ from typing import Any
 import torch
 
 from trainrun import loop
-from trainrun.audition import choose_engine
-from trainrun.backends import kept_backends
-from trainrun.build import Site, build_parts
-from trainrun.ceilings import Session
+from trainrun.build.backends import kept_backends
+from trainrun.build.listeners import Listeners
+from trainrun.build.parts import Site, build_parts
+from trainrun.build.resumption import first_state
 from trainrun.checkpoint.manifest import committed_steps
-from trainrun.collector import collect_as_usual, collect_between_steps, kept_collector
-from trainrun.compose import load_config
 from trainrun.config import RunConfig
 from trainrun.device_times import times_of
 from trainrun.eager import unloaded_compiler
-from trainrun.ending import finish
+from trainrun.ending.ceilings import Session
+from trainrun.ending.finish import finish
 from trainrun.errors import (
     EXIT_FAILED,
     DataError,
     PluginError,
     TrainingError,
 )
-from trainrun.forecast import memory_line
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel
 from trainrun.ledger import OTHER, RANKS, Ledger, process_start
-from trainrun.listeners import Listeners
-from trainrun.nonfinite import RollBack
+from trainrun.mishaps.nonfinite import RollBack
+from trainrun.mishaps.retry import ONE_SAMPLE, no_memory
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.rank import LostContact, report_failure
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
+from trainrun.process.collector import collect_as_usual, collect_between_steps, kept_collector
+from trainrun.process.signals import StopFlag
+from trainrun.process.watchdog import Hung, Watchdog
 from trainrun.randomness import derive_seed, seed_everything
-from trainrun.rehearsal import check_monitors
-from trainrun.resumption import first_state
-from trainrun.retry import ONE_SAMPLE, no_memory
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
 from trainrun.runlock import take_over
-from trainrun.settle import Chosen, chosen_before
-from trainrun.signals import StopFlag
-from trainrun.stage import Stage
+from trainrun.start.audition import choose_engine
+from trainrun.start.forecast import memory_line
+from trainrun.start.rehearsal import check_monitors
+from trainrun.start.settle import Chosen, chosen_before
+from trainrun.start.stage import Stage
+from trainrun.start.threads import choose_threads
 from trainrun.state import TrainState
 from trainrun.status import end_process, leave_now
-from trainrun.threads import choose_threads
 from trainrun.transform.compile import broken_library
-from trainrun.watchdog import Hung, Watchdog
+from trainrun.words.compose import load_config
 
 # of torch's linear and convolution layers
 WHOLE_INPUTS = re.compile(

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.compose import compose_run, load_config
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.metrics_file import read_rows
 from trainrun.randomness import kept_random_state
 from trainrun.rundir import RunDir, read_json
 from trainrun.runner import Order, begun, open_run, start
+from trainrun.words.compose import compose_run, load_config
 
 if TYPE_CHECKING:
     from torch import nn

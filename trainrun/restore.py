@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainrun.build import Site, build_parts
-from trainrun.build_model import build_model
+from trainrun.build.model import build_model
+from trainrun.build.parts import Site, build_parts
 from trainrun.checkpoint.format import Loaded, read_checkpoint
 from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.checkpoint.resume import resolve
@@ -19,9 +19,9 @@ from trainrun.interfaces import DataFacts
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
+from trainrun.process.signals import StopFlag
 from trainrun.rundir import RunDir, read_identity
-from trainrun.settle import chosen_before
-from trainrun.signals import StopFlag
+from trainrun.start.settle import chosen_before
 
 
 def load_model(run: RunDir, which: str, trust: bool = False) -> nn.Module:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from trainrun.compose import Composition, load_config, plain_config, save_config
 from trainrun.config import RunConfig
 from trainrun.environment import describe
 from trainrun.errors import EXIT_DONE, ConfigError
@@ -21,11 +20,12 @@ from trainrun.monitor.readable import counted
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
+from trainrun.process.signals import StopFlag, catch_signals
 from trainrun.rundir import RunDir, cannot_write, was_saved, write_json, write_text
 from trainrun.runlock import only_writer
-from trainrun.signals import StopFlag, catch_signals
 from trainrun.status import deadline, read_status, run_status
 from trainrun.trust import check_found, foreign_nodes, seal_run
+from trainrun.words.compose import Composition, load_config, plain_config, save_config
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from trainrun.config import RunConfig
-from trainrun.deadline import stop_deadline
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, SaveError, TrainrunError
+from trainrun.process.deadline import stop_deadline
+from trainrun.process.signals import StopFlag
 from trainrun.rundir import RunDir, read_json, write_json, write_text
-from trainrun.signals import StopFlag
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ def test_a_search_of_seconds_on_a_model_of_ones_own(own: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "noise: your words against themselves" in said
     assert "result: " in said
-    (folder,) = own.glob("outputs/*/*-tune-digits-custom-*")
+    (folder,) = own.glob("outputs/*/*-tune-digits-Net-*")
     assert left_in(folder) == {"tune.json", "ladder.png", NAME}
     told = json.loads((folder / "tune.json").read_text())
     assert told["words_typed"][-3:] == WORDS[-3:]
@@ -54,7 +54,7 @@ def test_a_ladder_of_seconds(own: Path, capsys: pytest.CaptureFixture[str]) -> N
     said = capsys.readouterr().out
     assert "mixed precision (fp16)" in said
     assert "needs a GPU" in said
-    (folder,) = own.glob("outputs/*/*-ladder-digits-custom-*")
+    (folder,) = own.glob("outputs/*/*-ladder-digits-Net-*")
     assert left_in(folder) == {"ladder.json", "ladder.png"}
     rungs = {rung["title"]: rung for rung in json.loads((folder / "ladder.json").read_text())["rungs"]}
     assert all((rung["alone"] is None) == bool(rung["reason"]) for rung in rungs.values())

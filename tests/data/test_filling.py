@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from trainrun.audition import run_seconds_of
 from trainrun.data.contest import Alone
 from trainrun.data.filling import Filling
 from trainrun.data.loader import LoaderBatches
@@ -19,6 +18,7 @@ from trainrun.data.options import StreamOptions
 from trainrun.data.resident import ResidentBatches
 from trainrun.data.threads import ThreadBatches
 from trainrun.data.undecided import Undecided
+from trainrun.start.audition import run_seconds_of
 
 N = 23
 READS = multiprocessing.Value("q", 0)

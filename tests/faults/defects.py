@@ -64,7 +64,7 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-    from trainrun import listeners
+    from trainrun.build import listeners
 
     listeners.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
 

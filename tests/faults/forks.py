@@ -137,7 +137,7 @@ class ForkedRank:
 def fork_ranks(prepare: Callable[[int], None]) -> None:
     """From now on the launcher forks its ranks. prepare: called in each, with its number, before it begins."""
     from trainrun.parallel import launch
-    from trainrun.signals import stops_held_back
+    from trainrun.process.signals import stops_held_back
 
     def start_rank(command: Sequence[str], rank: int, run_dir: Any, env: dict[str, str]) -> ForkedRank:
         with stops_held_back():

@@ -31,11 +31,11 @@ from faults.taps import Operation, Tap
 from trainrun.checkpoint import saving
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.resume import load_latest
-from trainrun.compose import load_config
 from trainrun.errors import TrainrunError
 from trainrun.monitor.metrics_file import cut_rows_after, read_rows
 from trainrun.parallel.single import Single
 from trainrun.rundir import RunDir, read_identity
+from trainrun.words.compose import load_config
 
 what = "power loss: the states that the recorded file operations may leave"
 MOST_PENDING = 6  # up to here all combinations are made

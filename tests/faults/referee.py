@@ -20,10 +20,10 @@ from faults.inject import COUNTS, NUMBERS, arm, keep_history
 from faults.plan import CODE, DISK, SIGNALS, WORKER, Case, Fault
 from faults.small_disk import leave_free, small_disk
 from faults.subjects import SUBJECTS, Subject
-from trainrun import compose
 from trainrun.cli import main
-from trainrun.compose import Composition, compose_run
 from trainrun.errors import TrainrunError
+from trainrun.words import compose
+from trainrun.words.compose import Composition, compose_run
 
 TIMEOUT = 60.0
 AGAIN_TIMEOUT = 180.0  # of ranks that start again, up to twelve times

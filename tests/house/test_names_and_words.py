@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli import COMMANDS
-from trainrun.compose import prepare
 from trainrun.config import options
+from trainrun.words.compose import prepare
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"

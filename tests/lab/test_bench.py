@@ -15,7 +15,6 @@ import pytest
 from safetensors.torch import load_file
 
 from trainrun.cli import main
-from trainrun.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.lab.bench import Bench, Subject, SubjectFailed
 from trainrun.lab.duel import Rules, Side, duel, steps_for
@@ -24,7 +23,8 @@ from trainrun.lab.removals import REMOVALS
 from trainrun.lab.rounds import Rounds, running, without
 from trainrun.ledger import DATA, LOGGING
 from trainrun.monitor.metrics_file import read_rows
-from trainrun.trial import foreign_loop
+from trainrun.start.trial import foreign_loop
+from trainrun.words.compose import compose_run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")
 WORDS = ["seed=3", "trainer.max_epochs=2", "data.num_threads=1", "data.engine=threads"]

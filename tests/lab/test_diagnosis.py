@@ -114,7 +114,7 @@ def test_threads_are_named_only_where_the_data_bears_them() -> None:
 
 
 def test_every_word_to_try_is_one_that_a_run_takes() -> None:
-    from trainrun.compose import compose_run
+    from trainrun.words.compose import compose_run
 
     words = sorted({word for several in WORDS.values() for each in several for word in each.split()})
     apart = ["monitor=fast", "data.engine=workers", "data.num_workers=auto", "trainer.compile=step"]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.lab.choices import exchanged, plain_words
 from trainrun.lab.evidence import Outcome, Rung
 from trainrun.lab.preset_file import host_preset, preset_path, scalar, write_preset
 from trainrun.lab.statistics import Ratio
-from trainrun.tuned import MARK
+from trainrun.words.compose import compose_run
+from trainrun.words.tuned import MARK
 
 GAIN = Ratio(2.0, 1.9, 2.1, 20)
 

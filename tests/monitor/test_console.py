@@ -101,6 +101,21 @@ def test_a_run_without_validation_is_not_silent(monkeypatch: pytest.MonkeyPatch)
     assert stream.getvalue().splitlines()[1:] == ["epoch 1.111/20  step 50  train/loss 0.3"]
 
 
+def test_the_newest_numbers_are_said_at_the_end_and_once() -> None:
+    stream = io.StringIO()
+    console = Console(verbose=False, stream=stream)
+    console.on_start(FACTS, 0)
+    console.on_eval(50, 1.0, {"val/loss": 0.5})
+    console.on_step(100, 2.0, {"train/loss": 0.3, "train/acc": 0.9, "lr": 1e-3})
+    console.on_end(SUMMARY)
+    said = stream.getvalue().splitlines()
+    assert said[1:3] == [
+        "epoch 1/20  step 50  val/loss 0.5",
+        "epoch 2/20  step 100  train/loss 0.3  train/acc 0.9",
+    ]
+    assert said[3].startswith("ended at step")
+
+
 def test_only_recent_log_points_count_for_the_speed() -> None:
     stream = io.StringIO()
     console = Console(window=2, stream=stream)
@@ -131,7 +146,9 @@ def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatc
     assert "5.9k samples/s  train/loss 0.25  val/loss 0.5  val/acc 0.9" in shown
     assert "saved [bold]x[/bold] :smile:" in shown
     assert "a print of the user's" in shown
-    assert "step 450  " not in shown  # no lines beside the bar
+    last = "epoch 10/20  step 450  train/loss 0.25  val/loss 0.5  val/acc 0.9  5.9k samples/s\n"
+    assert shown.count("step 450  ") == 1  # no lines beside the bar; the newest numbers stay when it goes
+    assert shown.index("a print of the user's") < shown.index(last) < shown.index("ended at step")
     assert shown.endswith(
         "  best    val/acc 0.9812 at step 810\n  time    1:05, 5.91k samples/s\n  files   runs/x\n"
     )

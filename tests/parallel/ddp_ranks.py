@@ -16,8 +16,8 @@ from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.group import Group
 from trainrun.parallel.worker import run_as_rank
+from trainrun.process.signals import StopFlag
 from trainrun.rundir import RunDir, write_json
-from trainrun.signals import StopFlag
 
 OPTIONS = SimpleNamespace(
     mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False, static_graph=False,

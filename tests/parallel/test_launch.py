@@ -25,7 +25,7 @@ RANK = """
 import os, signal, time
 from trainrun.errors import DataError, TrainingError
 from trainrun.parallel.rank import LostContact, die_with_parent, run_rank, say_listening
-from trainrun.signals import EXIT_CODE_OF_STOP, StopFlag, catch_signals
+from trainrun.process.signals import EXIT_CODE_OF_STOP, StopFlag, catch_signals
 die_with_parent(float(os.environ.get("SAVE_SECONDS", "30")))
 rank = int(os.environ["RANK"])
 flag = StopFlag()

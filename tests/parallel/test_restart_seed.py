@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainrun import cli, runner
-from trainrun.compose import load_config
 from trainrun.rundir import RunDir
+from trainrun.words.compose import load_config
 
 
 def test_a_seed_that_was_drawn_is_kept(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

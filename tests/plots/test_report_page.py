@@ -47,7 +47,7 @@ def test_the_report_holds_everything_and_needs_nothing(make_run: Any, tmp_path: 
     assert all(source.startswith("data:image/png;base64,iVBOR") for source in page.sources)
     for expected in (
         "trainer.max_epochs=10 reached", "0.98 at step 100", "data.engine=resident: fits", "packages.torch",
-        "2.8.0", "optimizer.lr=<0.001>", "window_size: 5", "saved <b>best</b> & last", "6.05k", "3.5 s",
+        "2.8.0", "optimizer.lr=<0.001>", "window_size: 5", "saved <b>best</b> & last", "6.05k", "3.5 s", "train/loss",
     ):  # fmt: skip
         assert expected in page.text
 

@@ -62,3 +62,22 @@ def test_the_mark_stays_and_the_values_too(bad: float, dtype: torch.dtype) -> No
     mark_nonfinite([good], found, one)
     assert found.item() == 1
     assert torch.equal(good[0], before)
+
+
+@pytest.mark.parametrize("kinds", [(torch.complex64,), (torch.complex128, torch.float32, torch.complex64)])
+def test_complex_gradients_are_clipped_and_checked_as_torch_does(kinds: tuple[torch.dtype, ...]) -> None:
+    params = parameters(*kinds)
+    params[0].grad = (params[0].grad * (3 + 4j)).conj()  # a view with a conjugate's mark
+    torch_says = [param.grad.clone() for param in params]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in torch_says]))
+    groups = gradient_groups(params, is_uniform(params))
+    assert total_norm(groups, CPU).item() == pytest.approx(norm.item(), rel=1e-6)
+    clip_norm_(groups, total_norm(groups, CPU), limit=1.0)
+    for param, before in zip(params, torch_says, strict=True):
+        torch.testing.assert_close(param.grad, before * (1.0 / (norm.item() + 1e-6)))
+    found, one = torch.zeros(()), torch.ones(())
+    mark_nonfinite(groups, found, one)
+    assert found.item() == 0
+    params[0].grad = torch.tensor([1, complex(0, float("nan"))], dtype=kinds[0])
+    mark_nonfinite(gradient_groups(params, is_uniform(params)), found, one)
+    assert found.item() == 1

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import json
+import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from trainrun import loop
-from trainrun.build import Site, build_parts
-from trainrun.compose import compose_run
+from trainrun.build.parts import Site, build_parts
 from trainrun.config import RunConfig
 from trainrun.interfaces import Parallel
 from trainrun.ledger import Ledger
 from trainrun.parallel.single import Single
 from trainrun.parallel.worker import run_as_rank
 from trainrun.parts import Parts
+from trainrun.process.signals import StopFlag
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir, write_json
-from trainrun.signals import StopFlag
 from trainrun.state import TrainState
+from trainrun.words.compose import compose_run
 
 FEATURES, CLASSES, TOKENS = 5, 3, 7
 WORDS = (
@@ -36,6 +40,10 @@ WORDS = (
     "data.train._target_=exact_parts.samples", "trainer.max_epochs=1", "trainer.num_threads=1",
     "checkpoint.enabled=false", "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false",
 )  # fmt: skip
+FOLDER = Path(
+    tempfile.gettempdir(), f"exact-parts-{os.getpid()}"
+)  # of steps that are not finite, if there are any
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 WALL_CLOCK = {"samples_per_second", "tokens_per_second", "step_seconds", "val/seconds", "test/seconds"}
 
 
@@ -126,7 +134,7 @@ def parts_of(words: tuple[str, ...], recorder: Recorder | None = None, parallel:
         setattr(config.data, name, value)
     seed_everything(derive_seed(config.seed))
     ranks = parallel or Single(torch.device("cpu"))
-    site = Site(RunDir(Path("nowhere")), "exact", ranks, StopFlag(), [recorder] if recorder else [],
+    site = Site(RunDir(FOLDER), "exact", ranks, StopFlag(), [recorder] if recorder else [],
                 ledger=ledger or Ledger())  # fmt: skip
     return build_parts(config, site)[0]
 

@@ -19,9 +19,6 @@ from exact_parts import CLASSES, FEATURES, parts_of
 from torch import Tensor, nn
 
 import trainrun as package
-from trainrun import audition
-from trainrun.audition import choose_engine
-from trainrun.budget import Budget
 from trainrun.data.undecided import Undecided, Way
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches, MicroBatch
@@ -29,7 +26,10 @@ from trainrun.loop import train_step, windows_from
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts, TrainState
 from trainrun.randomness import random_state
-from trainrun.stage import Stage
+from trainrun.start import audition
+from trainrun.start.audition import choose_engine
+from trainrun.start.budget import Budget
+from trainrun.start.stage import Stage
 
 WORDS = ("model=test_audition.Moody", "trainer.max_epochs=1000", "data.batch_size=4", "data.train.count=4000",
          "trainer.early_stopping.enabled=false")  # fmt: skip

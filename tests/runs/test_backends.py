@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import trainrun as package
-from trainrun.backends import SMALLEST, flushes_denormal, kept_backends, set_backends
-from trainrun.compose import compose_run
+from trainrun.build.backends import SMALLEST, flushes_denormal, kept_backends, set_backends
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
 from trainrun.runner import resume_run
+from trainrun.words.compose import compose_run
 
 SHORT = ("trainer.max_steps=2", "monitor.plots=false", "trainer.num_threads=1")
 Words = Callable[..., RunConfig]

@@ -9,12 +9,12 @@ import exact_parts
 import pytest
 import torch
 
-from trainrun import ceilings as module
-from trainrun.ceilings import Session, ceilings
-from trainrun.ending import ceiling_facts
-from trainrun.hint import hint
+from trainrun.ending import ceilings as module
+from trainrun.ending.ceilings import Session, ceilings
+from trainrun.ending.finish import ceiling_facts
+from trainrun.ending.hint import hint
+from trainrun.ending.padding_share import padding_share
 from trainrun.monitor.console import ceiling_line, end_lines
-from trainrun.padding_share import padding_share
 from trainrun.state import TrainState
 
 STEPS, BATCH = 200, 4

@@ -13,7 +13,7 @@ from knotted import Knot, Knotted, most, seen
 from torch import Tensor
 
 import trainrun as package
-from trainrun.collector import BETWEEN, STARTING, kept_collector, rest_while_starting, tidy
+from trainrun.process.collector import BETWEEN, STARTING, kept_collector, rest_while_starting, tidy
 from trainrun.runner import resume_run
 
 SHORT = ("model=knotted.Knotted", "trainer.max_epochs=100", "monitor.plots=false", "trainer.num_threads=1")

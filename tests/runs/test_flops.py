@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainrun import ending, flops
-from trainrun.flops import counter, flops_per_item, measured_work, peak_flops
+from trainrun.ending import finish, flops
+from trainrun.ending.flops import counter, flops_per_item, measured_work, peak_flops
 from trainrun.record import train
 
 
@@ -67,8 +67,8 @@ def test_the_peak_is_that_of_the_type():
 
 def test_the_summary_of_a_long_run_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ending, "MIN_SECONDS", 0.0)
-    monkeypatch.setattr(ending, "MIN_STEPS", 0)
+    monkeypatch.setattr(finish, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(finish, "MIN_STEPS", 0)
     monkeypatch.setattr(flops, "PEAK_SECONDS", 0.0)
     run = train("trainer.max_epochs=1", "monitor.hardware=false", "monitor.plots=false")
     summary = run.metrics[-1]["summary"]

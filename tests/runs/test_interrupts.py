@@ -134,7 +134,7 @@ def test_ranks_that_still_import_are_not_shown_as_crashed(project: Path, trainru
 
 def test_until_a_run_begins_the_process_leaves_on_the_spot(project: Path) -> None:
     code = (
-        "import os, signal\nfrom trainrun.signals import leave_at_interrupt\nleave_at_interrupt()\n"
+        "import os, signal\nfrom trainrun.process.signals import leave_at_interrupt\nleave_at_interrupt()\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    print('goes on')\nexcept BaseException:\n    pass\n"
     )
     done = subprocess.run(

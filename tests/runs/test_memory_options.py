@@ -12,8 +12,8 @@ import torch
 import trainrun as package
 from trainrun.checkpoint.format import read_checkpoint
 from trainrun.checkpoint.resume import resolve
-from trainrun.compose import compose_run
 from trainrun.errors import ConfigError
+from trainrun.words.compose import compose_run
 
 QUIET = (
     "monitor.plots=false",

@@ -123,8 +123,8 @@ def test_skip_leaves_no_trace_in_the_averages_of_batch_norm(
 def test_skip_gives_up_where_too_many_are_left_out(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainrun.nonfinite.LEAST_STEPS", 10)
-    monkeypatch.setattr("trainrun.nonfinite.MAX_WRITTEN", 1)
+    monkeypatch.setattr("trainrun.mishaps.nonfinite.LEAST_STEPS", 10)
+    monkeypatch.setattr("trainrun.mishaps.nonfinite.MAX_WRITTEN", 1)
     words = ["data.train.bad=[1,5,9,17,22,30]", "trainer.nan_policy=skip"]
     assert main([*WORDS, TWO, *words, "output_dir=run"]) == 1
     said = capsys.readouterr().err

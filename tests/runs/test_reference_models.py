@@ -9,8 +9,8 @@ import torch
 
 import trainrun as package
 from trainrun.cli import main
-from trainrun.compose import compose_run
 from trainrun.config import conf_dir, options
+from trainrun.words.compose import compose_run
 
 QUIET = [
     "monitor.plots=false",

@@ -15,11 +15,9 @@ from exact_parts import parts_of
 from torch import nn
 
 import trainrun as package
-from trainrun import settle
 from trainrun.checkpoint.format import read_checkpoint
 from trainrun.checkpoint.resume import resolve
 from trainrun.cli import main
-from trainrun.compose import compose_run
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import MicroBatch
@@ -31,9 +29,11 @@ from trainrun.parts import Parts
 from trainrun.randomness import random_state
 from trainrun.restore import parts_of as restored
 from trainrun.rundir import RunDir
-from trainrun.settle import settled
+from trainrun.start import settle
+from trainrun.start.settle import settled
+from trainrun.start.trial import agreed_times, best_of
 from trainrun.task.language_modeling import LanguageModeling
-from trainrun.trial import agreed_times, best_of
+from trainrun.words.compose import compose_run
 
 QUIET = (
     "monitor.plots=false",

@@ -17,8 +17,8 @@ from torch import nn
 from trainrun.data.undecided import Undecided, Way
 from trainrun.parts import Parts
 from trainrun.randomness import random_state
-from trainrun.stage import Stage
-from trainrun.threads import choose_threads, numbers_up_to
+from trainrun.start.stage import Stage
+from trainrun.start.threads import choose_threads, numbers_up_to
 
 WORDS = ("trainer.max_epochs=1000", "data.batch_size=4", "data.train.count=4000", "trainer.num_threads=auto",
          "trainer.early_stopping.enabled=false")  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainrun.build import unit_of
+from trainrun.build.parts import unit_of
 from trainrun.cli import main
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions

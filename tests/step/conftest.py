@@ -5,4 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "runs")]
+sys.path += [
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1] / "runs"),
+    str(Path(__file__).parents[1]),
+]

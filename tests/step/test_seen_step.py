@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainrun import cli
-from trainrun.build_step import seen_step
+from trainrun.build.step import seen_step
 from trainrun.data.device_feed import DeviceFeed
 from trainrun.device_times import SLOTS, Copying, DeviceTimes, times_of
 from trainrun.errors import ConfigError
@@ -185,9 +185,9 @@ class TestOnAGpu:
 
             return call
 
-        from trainrun import build
+        from trainrun.build import parts as building
 
-        monkeypatch.setattr(build, "seen_step", lambda config, step, *rest: strictly(step))
+        monkeypatch.setattr(building, "seen_step", lambda config, step, *rest: strictly(step))
         run = train("trainer.max_epochs=2", "monitor.plots=false")
         assert run.status["state"] == "done"
 

@@ -11,13 +11,13 @@ import torch
 
 from trainrun import cli, loop
 from trainrun import parts as parts_module
-from trainrun.compose import compose_run
 from trainrun.data import order
 from trainrun.precision.guarded import Guarded
 from trainrun.state import TrainState
 from trainrun.verify.certificate import FAIL, NONE, PASS, NotApplicable, different_leaves, largest_difference
 from trainrun.verify.run import checks
 from trainrun.verify.trials import Trials
+from trainrun.words.compose import compose_run
 
 WORDS = (
     "model=subjects.Net", "data.train._target_=subjects.samples", "data.val._target_=subjects.samples",

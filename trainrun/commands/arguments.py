@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from trainrun.checks import nearest
 from trainrun.errors import ConfigError
+from trainrun.words.checks import nearest
 
 FOLDER_FLAGS = ("--config-dir", "-cd")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainrun.checks import parse_seconds
 from trainrun.errors import ConfigError
+from trainrun.words.checks import parse_seconds
 
 LEAST_SECONDS = 5.0
 

@@ -16,9 +16,9 @@ from trainrun.commands.convert_words import (
     test_words,
     with_dest,
 )
-from trainrun.compose import compose_run
 from trainrun.config import DataConfig
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, DataError
+from trainrun.words.compose import compose_run
 
 if TYPE_CHECKING:
     from trainrun.data.convert.samples import Samples

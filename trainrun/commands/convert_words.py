@@ -8,9 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from trainrun.compose import compose_run
 from trainrun.config import conf_dir, options, user_conf_dirs
 from trainrun.errors import ConfigError
+from trainrun.words.compose import compose_run
 
 SHARDED = ("parquet", "tfrecord", "webdataset")
 SPLITS = ("train", "val", "test")

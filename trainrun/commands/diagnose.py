@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from trainrun.commands.arguments import Parser, known_and_words
 from trainrun.commands.budget import take_seconds
-from trainrun.compose import compose_run
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import EXIT_DONE
 
 BUDGET_SECONDS = 40.0
 ABOUT = (
@@ -22,31 +20,22 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     argv, budget = take_seconds(argv, BUDGET_SECONDS, "diagnose")
     wish, words = known_and_words(diagnose_parser(), argv)
-    composition = compose_run(words)
-    for note in composition.notes:
-        print(f"note: {note}", file=sys.stderr)
+    from trainrun.lab.errand import begun, end_of_progress, progress, shown
 
+    typed, folder = begun("diagnose", words)
     import trainrun.rank  # noqa: F401  # once, for all runs under test: they are copies of this process
-    from trainrun.lab.choices import plain_words
     from trainrun.lab.diagnosis import diagnose
-    from trainrun.lab.errand import end_of_progress, new_folder, progress, shown
     from trainrun.lab.report import lines_of, write_report
 
-    folder = new_folder(
-        "diagnose", composition.config.run_name or "run", composition.own.get("hydra.run.dir")
-    )
-    if (folder / "config.yaml").is_file():
-        raise ConfigError(f"hydra.run.dir={folder}: holds a run already; name another folder")
-    words = [word for word in words if not word.startswith("hydra.run.dir=")]
     deadline, say = began + budget, progress()
     try:
         found = diagnose(
-            words, deadline, lambda about: say(about, max(deadline - time.monotonic(), 0.0)), wish.trace
+            typed, deadline, lambda about: say(about, max(deadline - time.monotonic(), 0.0)), wish.trace
         )
     finally:
         print(end_of_progress(), end="", flush=True)
     print("\n".join(lines_of(found)))
-    write_report(found, plain_words(words), folder)
+    write_report(found, typed, folder)
     print(f"in {time.monotonic() - began:.0f} s; pictures and diagnosis.json: {shown(folder)}")
     return EXIT_DONE
 

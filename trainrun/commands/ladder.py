@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainrun.commands.arguments import Parser
 from trainrun.commands.budget import take_seconds
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import EXIT_DONE
 
 if TYPE_CHECKING:
     from trainrun.lab.ladder import Heights
@@ -24,17 +23,9 @@ ABOUT = (
 def main(argv: list[str]) -> int:
     argv, budget = take_seconds(argv, BUDGET_SECONDS, "ladder")
     _, words = ladder_parser().parse_known_args(argv)
-    from trainrun.compose import compose_run
-    from trainrun.lab.choices import plain_words
-    from trainrun.lab.errand import new_folder
+    from trainrun.lab.errand import begun
 
-    composition = compose_run(words)
-    for note in composition.notes:
-        print(f"note: {note}", file=sys.stderr)
-    folder = new_folder("ladder", composition.config.run_name or "run", composition.own.get("hydra.run.dir"))
-    if (folder / "config.yaml").is_file():
-        raise ConfigError(f"hydra.run.dir={folder}: holds a run already; name another folder")
-    typed = [word for word in plain_words(words) if not word.startswith("hydra.run.dir=")]
+    typed, folder = begun("ladder", words)
     return told(typed, measured(typed, budget), budget, folder)
 
 
@@ -67,7 +58,7 @@ def told(typed: list[str], found: Heights, budget: float, folder: Path) -> int:
     from trainrun.lab import ladder_report
     from trainrun.lab.errand import shown
     from trainrun.rundir import write_json
-    from trainrun.tuned import machine
+    from trainrun.words.tuned import machine
 
     head = f"trainrun ladder {' '.join(typed)}".rstrip()
     print(f"{head} | {machine()} | {found.seconds:.0f} s of {budget:.0f} s")

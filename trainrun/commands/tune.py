@@ -31,9 +31,9 @@ def main(argv: list[str]) -> int:
     argv, budget = take_seconds(argv, BUDGET_SECONDS, "tune")
     wish, words = tune_parser().parse_known_args(argv)
     wish.budget = budget
-    from trainrun.compose import compose_run
     from trainrun.lab.choices import plain_words
     from trainrun.lab.preset_file import host_preset, preset_path
+    from trainrun.words.compose import compose_run
 
     composition = compose_run(words)
     for note in composition.notes:
@@ -99,8 +99,8 @@ def place(wish: Namespace, words: list[str], run_name: str, own: str | None) -> 
 
 def question(wish: Namespace, words: list[str]) -> dict[str, object]:
     """What two searches must share for one to go on from the other."""
-    from trainrun.compose import compose_run
-    from trainrun.tuned import fingerprint
+    from trainrun.words.compose import compose_run
+    from trainrun.words.tuned import fingerprint
 
     config = compose_run(words).config
     return {"words": words, "allow": wish.allow, "budget": wish.budget, **fingerprint(config, Path.cwd())}
@@ -128,7 +128,7 @@ def told(wish: Namespace, typed: list[str], outcome: Outcome, folder: Path, pres
     from trainrun.lab.errand import shown
     from trainrun.lab.preset_file import write_preset
     from trainrun.rundir import write_json
-    from trainrun.tuned import machine
+    from trainrun.words.tuned import machine
 
     head = f"trainrun tune {' '.join(typed)}".rstrip()
     print(f"{head} | {machine()} | {outcome.seconds:.0f} s of {wish.budget:.0f} s")

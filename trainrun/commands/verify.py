@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from trainrun.compose import compose_run
 from trainrun.errors import EXIT_DONE, EXIT_FAILED
+from trainrun.words.compose import compose_run
 
 USAGE = """usage: trainrun verify [group=option ...] [key=value ...]
 

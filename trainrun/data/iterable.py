@@ -25,7 +25,7 @@ from trainrun.data.workers import (
 )
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
-from trainrun.usercode import line_of
+from trainrun.process.usercode import line_of
 
 
 @dataclass(frozen=True, eq=False)

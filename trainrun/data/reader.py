@@ -17,8 +17,8 @@ from trainrun.data.scale import Scale
 from trainrun.data.workers import Failure, failure_or_raise
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
+from trainrun.process.usercode import line_of
 from trainrun.randomness import kept_random_state
-from trainrun.usercode import line_of
 
 Collate = Callable[[list[Any]], Any]
 TRANSFORM, COLLATE = 1, 2  # their numbers do not depend on how many the reading drew before

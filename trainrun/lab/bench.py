@@ -31,13 +31,13 @@ from typing import Any, Final
 
 import psutil
 
-from trainrun.compose import Composition
 from trainrun.config import RunConfig
 from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
 from trainrun.lab.orders import Load, Order, Path, Ready, Save, Trace, Train, Turn, Validate
+from trainrun.process.signals import QUIET_SECONDS, catch_stops
 from trainrun.runner import Order as RunOrder
 from trainrun.runner import execute, new_run
-from trainrun.signals import QUIET_SECONDS, catch_stops
+from trainrun.words.compose import Composition
 
 START_SECONDS: Final = 120.0  # the longest that a run may take to its first step
 TURN_SECONDS: Final = 120.0  # and an order

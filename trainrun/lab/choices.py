@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from trainrun.compose import compose_run, prepare
 from trainrun.config import RunConfig
 from trainrun.lab.orders import Ready
+from trainrun.words.compose import compose_run, prepare
 
 LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
 

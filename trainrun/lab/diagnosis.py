@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from trainrun.checks import parse_seconds
 from trainrun.config import RunConfig
 from trainrun.data.stages import Stages
 from trainrun.errors import TrainrunError
@@ -27,6 +26,7 @@ from trainrun.lab.rounds import Rounds, uncompiled, without
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.subject import SAVING
 from trainrun.ledger import ACCOUNTS, LOGGING
+from trainrun.words.checks import parse_seconds
 
 LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
 RARE_SECONDS: Final = 1.0  # from one log point to the next

@@ -1,4 +1,4 @@
-"""What `tune` and `ladder` have in common around their measurements: a folder, the time left, a clean end."""
+"""What `tune`, `ladder` and `diagnose` have in common around their measurements: words, a folder, a clean end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,23 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+from trainrun.errors import ConfigError
 from trainrun.monitor.readable import duration
+from trainrun.words.compose import compose_run
+
+
+def begun(command: str, words: list[str]) -> tuple[list[str], Path]:
+    """The plain words of a run, and the folder for what is found about it. Raises ConfigError of the words, and where
+    a run is in that folder."""
+    composition = compose_run(words)
+    for note in composition.notes:
+        print(f"note: {note}", file=sys.stderr)
+    folder = new_folder(command, composition.config.run_name or "run", composition.own.get("hydra.run.dir"))
+    if (folder / "config.yaml").is_file():
+        raise ConfigError(f"hydra.run.dir={folder}: holds a run already; name another folder")
+    from trainrun.lab.choices import plain_words  # brings torch: a mistake in the words is answered before
+
+    return [word for word in plain_words(words) if not word.startswith("hydra.run.dir=")], folder
 
 
 def new_folder(command: str, run_name: str, own: str | None) -> Path:

@@ -17,7 +17,7 @@ from trainrun.errors import ConfigError
 from trainrun.lab.choices import config_of, loader_words
 from trainrun.lab.facts import Facts
 from trainrun.lab.gate import EXACT, NUMERIC
-from trainrun.threads import numbers_up_to
+from trainrun.start.threads import numbers_up_to
 
 NEGLIGIBLE_LOAD: Final = 0.02  # of a step: no engine can give back more
 FULL_MEMORY: Final = 0.5  # of the device: from there memory may be what limits the micro-batch

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainrun.data.batch import map_leaves
-from trainrun.flops import dtype_of, flops_per_item, peak_flops
+from trainrun.ending.flops import dtype_of, flops_per_item, peak_flops
 from trainrun.interfaces import Batches
 from trainrun.lab.orders import Limits
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
-from trainrun.trial import stand_ins
+from trainrun.start.trial import stand_ins
 
 FEW_BATCHES: Final = 8
 COPY_BYTES: Final = {"cpu": 1 << 27, "cuda": 1 << 30}  # far more than any cache holds

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
-from trainrun.checks import parse_seconds
 from trainrun.errors import TrainingError
 from trainrun.lab.choices import config_of, measured_choices
 from trainrun.lab.contender import Contender, Stand
@@ -15,6 +14,7 @@ from trainrun.lab.facts import Facts, seconds_of_run
 from trainrun.lab.gate import NUMERIC, Verdict, judge
 from trainrun.lab.starter import Measure, Starter
 from trainrun.lab.statistics import EARLY, Ratio, settled
+from trainrun.words.checks import parse_seconds
 
 TURN_SHARE: Final = 1 / 400  # of the budget, for one turn
 SHORTEST_TURN, LONGEST_TURN = 0.05, 0.3  # longer ones meet the drift of the machine

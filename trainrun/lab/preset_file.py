@@ -15,7 +15,7 @@ from trainrun.errors import ConfigError
 from trainrun.lab.choices import composed_anew, exchanged, key_of
 from trainrun.lab.evidence import Outcome, Rung
 from trainrun.rundir import write_text
-from trainrun.tuned import MARK, fingerprint_line
+from trainrun.words.tuned import MARK, fingerprint_line
 
 SIGNED: Final = "# Written by `trainrun tune`"
 _PLAIN = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|null)\Z")

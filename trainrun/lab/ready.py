@@ -5,13 +5,13 @@ from __future__ import annotations
 import psutil
 import torch
 
-from trainrun.attention_kernel import attention_layers
 from trainrun.cadence import Rhythm
-from trainrun.ceilings import ahead
 from trainrun.data.mapstyle import thread_safe
 from trainrun.data.undecided import Undecided
+from trainrun.ending.ceilings import ahead
 from trainrun.lab.orders import Ready
 from trainrun.parts import Parts
+from trainrun.start.attention_kernel import attention_layers
 
 
 def ready_of(parts: Parts) -> Ready:

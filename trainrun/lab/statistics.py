@@ -43,7 +43,7 @@ class Ratio(NamedTuple):
 def paired_ratio(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
     """Of the speeds (units a second) of two things, in turns; the second's over the first's."""
     logs = sorted(math.log(second / first) for first, second in pairs)
-    low, high = _ranked(logs, confidence) if len(logs) < FEW_PAIRS else _resampled(logs, confidence)
+    low, high = _ranked(logs, confidence) if len(logs) < FEW_PAIRS else resampled(logs, confidence)
     return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs))
 
 
@@ -93,7 +93,8 @@ def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:
     return ordered[cut], ordered[-1 - cut]
 
 
-def _resampled(values: list[float], confidence: float) -> tuple[float, float]:
+def resampled(values: Sequence[float], confidence: float) -> tuple[float, float]:
+    """The interval of the median, by resampling."""
     draw = random.Random(0)  # the same pairs always say the same
     return _outermost(
         sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)), confidence

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from trainrun import loop
-from trainrun.build_data import loading_stages
-from trainrun.ceilings import ahead
+from trainrun.build.data import loading_stages
+from trainrun.ending.ceilings import ahead
 from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.lab.limits import limits_of
 from trainrun.lab.orders import (

@@ -2,9 +2,9 @@
 
 what: `flash` is torch's scaled_dot_product_attention; `fp32` the same on float32 copies; `plain` two matrix
     products around a softmax; `math` torch's own reference.
-when: `auto` is what a runner measured (`trainrun.attention_kernel`) and put in its place; until then, and without one,
-    a rule: `flash`, but on a CPU in 16 bits `plain` where heads are narrower than 64, or where it multiplies without
-    AMX and a sequence is shorter than 1024.
+when: `auto` is what a runner measured (`trainrun.start.attention_kernel`) and put in its place; until then, and
+    without one, a rule: `flash`, but on a CPU in 16 bits `plain` where heads are narrower than 64, or where it
+    multiplies without AMX and a sequence is shorter than 1024.
 when not: longer sequences in `plain`, whose table of all pairs costs memory by the square of the length.
 gain: bfloat16 without AMX (AMD EPYC, 1 thread, torch 2.13; `python scripts/bench_attention.py`, on a machine that was
     not quiet): of 20 shapes from 16x64 to 128x1024 `plain` was the best on 14 and took at most 1.53x, `flash` took

@@ -46,6 +46,9 @@ class Console:
         self._speeds: deque[float] = deque(maxlen=window)
         self._unit = "samples/s"
         self._latest: dict[str, float] = {}
+        self._unsaid: tuple[int, float, dict[str, float]] | None = (
+            None  # the newest numbers, if no line had them
+        )
         self._facts: RunFacts | None = None
         self._last_line = time.monotonic()
         self._live: Live | None = None
@@ -67,8 +70,11 @@ class Console:
         if (found := speed_in(row)) is not None:
             self._speeds.append(found[0])
             self._unit = found[1]
-        self._latest |= {name: value for name, value in row.items() if name.startswith("train/")}
+        train = {name: value for name, value in row.items() if name.startswith("train/")}
+        self._latest |= train
+        self._unsaid = step, epoch, train
         if self._live is None and time.monotonic() - self._last_line >= QUIET_SECONDS:
+            self._unsaid = None
             self._print_progress(step, epoch, self._latest)
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
@@ -76,8 +82,11 @@ class Console:
         self._latest |= shown
         if any(name.startswith("test/") for name in shown):
             self._print_progress(step, epoch, shown)
-        elif self._live is None:
-            loss = {name: value for name, value in self._latest.items() if name == "train/loss"}
+            return
+        loss = {name: value for name, value in self._latest.items() if name == "train/loss"}
+        self._unsaid = step, epoch, loss | shown
+        if self._live is None:
+            self._unsaid = None
             self._print_progress(step, epoch, loss | shown)
 
     def on_note(self, text: str) -> None:
@@ -85,6 +94,8 @@ class Console:
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         self.close()
+        if self._unsaid is not None:
+            self._print_progress(*self._unsaid)
         folder = RunDir(Path(self._facts.folder)) if self._facts else None
         for line in end_lines(summary, folder):
             self._print(line)

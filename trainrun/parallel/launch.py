@@ -24,9 +24,9 @@ from typing import BinaryIO
 from trainrun.errors import EXIT_DONE, EXIT_USAGE
 from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, signal_name
 from trainrun.parallel.rank import listening_file
+from trainrun.process.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 from trainrun.rundir import RunDir
 from trainrun.runlock import passed_on
-from trainrun.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 5.0  # how long the other ranks get to notice a failure and to close their files

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
+from trainrun.process.usercode import line_of
 from trainrun.rundir import RunDir, write_json
-from trainrun.usercode import line_of
 
 WATCH_SECONDS = 0.5
 SAVE_SECONDS = 30.0

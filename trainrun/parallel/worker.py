@@ -14,8 +14,8 @@ from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.group import init_group
 from trainrun.parallel.rank import die_with_parent, run_rank, say_listening
+from trainrun.process.signals import StopFlag, catch_signals
 from trainrun.rundir import RunDir
-from trainrun.signals import StopFlag, catch_signals
 
 Work = Callable[[Parallel, StopFlag], int]
 

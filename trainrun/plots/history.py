@@ -9,7 +9,7 @@ from typing import Any
 from trainrun.errors import ConfigError, DataError
 from trainrun.monitor.metrics_file import Row, read_rows
 from trainrun.rundir import RunDir, read_json
-from trainrun.yaml_limits import LOADER, read_yaml_text
+from trainrun.words.yaml_limits import LOADER, read_yaml_text
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,12 @@ def result_rows(history: History) -> list[tuple[str, str]]:
         rows.append(("why it ended", str(summary["reason"])))
     if best is not None:
         rows.append((f"best {best.metric}", f"{figure(best.value)} at step {best.step:,}"))
+    steps = history.of("train")
+    rows += [
+        (name, figure(value))
+        for name, value in (steps[-1] if steps else {}).items()
+        if name.startswith("train/")
+    ]
     rows += [(name, figure(value)) for name, value in (summary.get("metrics") or {}).items()]
     tests = history.of("test")
     rows += [(name, figure(tests[-1][name])) for name in (tests[-1] if tests else {}) if _is_result(name)]

@@ -16,7 +16,8 @@ LARGE_GRADIENT = 1 << 15  # values; below, one kernel over all tensors is faster
 def gradient_groups(params: Iterable[nn.Parameter], uniform: bool) -> Groups:
     """The gradients there are. uniform: all parameters have the same device and type (no search then).
 
-    Sparse gradients are coalesced in place and stand here with their values.
+    Sparse gradients are coalesced in place and stand here with their values. Complex ones stand as the real
+    numbers (..., 2) that they are in memory, since the kernels know no others.
     """
     grads = [_coalesced(p) if grad.is_sparse else grad for p in params if (grad := p.grad) is not None]
     if uniform:
@@ -24,7 +25,15 @@ def gradient_groups(params: Iterable[nn.Parameter], uniform: bool) -> Groups:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    return list(groups.values())
+    return [
+        [_real_parts(grad) for grad in found] if dtype.is_complex else found
+        for (_, dtype), found in groups.items()
+    ]
+
+
+def _real_parts(grad: Tensor) -> Tensor:
+    """Shares the memory. A conjugate stands as what it is a conjugate of: its norm and its limits are the same."""
+    return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
 
 def _coalesced(param: nn.Parameter) -> Tensor:
@@ -34,8 +43,9 @@ def _coalesced(param: nn.Parameter) -> Tensor:
 
 
 def is_uniform(params: Iterable[nn.Parameter]) -> bool:
-    """Whether `gradient_groups` of these parameters is one list."""
-    return len({(param.device, param.dtype) for param in params}) <= 1
+    """Whether `gradient_groups` of these parameters is one list, of the gradients as they are."""
+    kinds = {(param.device, param.dtype) for param in params}
+    return len(kinds) <= 1 and not any(dtype.is_complex for _, dtype in kinds)
 
 
 def total_norm(groups: Groups, device: torch.device) -> Tensor:

@@ -19,9 +19,9 @@ from types import FrameType
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.monitor.readable import counted
+from trainrun.process.signals import catch_stops
 from trainrun.rundir import RunDir
 from trainrun.runlock import only_writer
-from trainrun.signals import catch_stops
 from trainrun.sweep.jobs import Job, Sweep, open_sweep
 from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, is_done, read_result, read_status
 from trainrun.sweep.table import conclude, shown_value

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainrun.build_data import build_sources, open_split
+from trainrun.build.data import build_sources, open_split
 from trainrun.config import RunConfig
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from trainrun.build import Site, build_parts
+from trainrun.build.parts import Site, build_parts
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError, TrainrunError
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
+from trainrun.process.signals import StopFlag
 from trainrun.randomness import derive_seed, kept_random_state, seed_everything
 from trainrun.rundir import RunDir
-from trainrun.signals import StopFlag
 from trainrun.state import TrainState
 from trainrun.verify import continuity, mathematics
 from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable

@@ -21,8 +21,6 @@ from trainrun import loop
 from trainrun.cadence import STOP_TERMINATE
 from trainrun.checkpoint.format import read_checkpoint
 from trainrun.checkpoint.resume import resolve
-from trainrun.checks import check
-from trainrun.compose import Composition, load_config
 from trainrun.config import RunConfig
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, TrainingError
 from trainrun.monitor.metrics_file import read_rows
@@ -32,6 +30,8 @@ from trainrun.runner import Order, execute, new_run, resume_run
 from trainrun.state import TrainState
 from trainrun.verify.attributes import attributes_of
 from trainrun.verify.certificate import NotApplicable
+from trainrun.words.checks import check
+from trainrun.words.compose import Composition, load_config
 
 WALL_CLOCK = (
     "time",

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.compose import compose_run
 from trainrun.data.cache.places import Places
 from trainrun.data.cache.spec import parse_cache, readable
 from trainrun.errors import ConfigError, DataError
+from trainrun.words.compose import compose_run
 
 
 @pytest.mark.parametrize(

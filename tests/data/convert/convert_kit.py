@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from trainrun.build import build_sources
+from trainrun.build.parts import build_sources
 from trainrun.cli import main
-from trainrun.compose import compose_run
 from trainrun.data.convert.samples import Samples, leaves_of
+from trainrun.words.compose import compose_run
 
 N = 24
 RNG = np.random.default_rng(0)

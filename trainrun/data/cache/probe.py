@@ -13,8 +13,8 @@ import torch
 from trainrun.data.cache.slots import record_bytes
 from trainrun.data.cache.tree import Form, Leaf, NotKept, Parts, signature, take_apart
 from trainrun.errors import DataError
+from trainrun.process.usercode import line_of
 from trainrun.randomness import kept_random_state
-from trainrun.usercode import line_of
 
 NUM_PROBES = 9
 

@@ -14,7 +14,7 @@ from trainrun.data.columns import Columns, columns_of
 from trainrun.data.facts import facts_of
 from trainrun.data.formats.image_folder import ImageFolder
 from trainrun.errors import DataError, TrainrunError
-from trainrun.usercode import line_of
+from trainrun.process.usercode import line_of
 
 MAX_BLOCK = 256
 BLOCK_BYTES = 4 * 2**20

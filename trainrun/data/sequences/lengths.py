@@ -15,8 +15,8 @@ from trainrun.data.mapstyle import reads_at_once
 from trainrun.data.sequences.fields import Fields, Form, fields_of, forms_of, has_fields, sequence_names
 from trainrun.data.workers import seed_globals
 from trainrun.errors import DataError
+from trainrun.process.usercode import line_of
 from trainrun.randomness import kept_random_state
-from trainrun.usercode import line_of
 
 PROBES = 8  # samples that show which fields are sequences
 ESTIMATE_SAMPLES = 1000

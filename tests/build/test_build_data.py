@@ -1,0 +1,48 @@
+"""From the section `data` to data sets: what the task says of targets that may be classes or numbers."""
+
+import pytest
+import torch
+
+from trainrun.build.data import REGRESSION, build_sources
+from trainrun.errors import DataError
+from trainrun.instantiate import locate
+from trainrun.task.regression import Regression
+from trainrun.words.compose import compose_run
+
+
+@pytest.fixture
+def table(tmp_path):
+    rows = [f"{i}.5,{i % 3},{'cat' if i % 2 else 'dog'}" for i in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,price,kind", *rows]) + "\n")
+    return ["data=csv", f"data.path={tmp_path}/t.csv", "data.train.inputs=[a]"]
+
+
+def targets(words):
+    sources = build_sources(compose_run(words).config)
+    return [sources[name].tensors[1] for name in ("train", "val")]
+
+
+def test_whole_numbers_are_real_ones_in_a_regression(table):
+    for target in targets([*table, "data.train.target=price", "task=regression", "model.num_classes=1"]):
+        assert target.dtype is torch.float32
+        assert target.shape[1:] == (1,)
+    for target in targets([*table, "data.train.target=price"]):
+        assert target.dtype is torch.int64
+        assert target.ndim == 1
+
+
+def test_a_type_that_was_asked_for_stays(table):
+    words = [*table, "data.train.target=price", "task=regression", "model.num_classes=1"]
+    assert {target.dtype for target in targets([*words, "data.train.target_dtype=int64"])} == {torch.int64}
+    assert {target.dtype for target in targets([*words, "data.train.target_dtype=float64"])} == {
+        torch.float64
+    }
+
+
+def test_words_are_no_target_of_a_regression(table):
+    with pytest.raises(DataError, match="is 'dog', not a number"):
+        targets([*table, "data.train.target=kind", "task=regression", "model.num_classes=1"])
+
+
+def test_the_name_of_the_task_is_its_name():
+    assert locate(REGRESSION, "task") is Regression

@@ -1,0 +1,76 @@
+"""What a resume says: where it goes on, what is done again, and what is another than it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainrun.build.resumption import differences, last_step
+from trainrun.cli import main
+
+WORDS = [
+    "model=mlp", "trainer.max_epochs=null", "trainer.val_check_interval=100", "monitor.log_every_n_steps=1",
+    "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false", "checkpoint.every_n_train_steps=4",
+    "trainer.num_threads=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run at step 6 whose newest checkpoint is that of step 4, as `kill -9` leaves it."""
+    run = tmp_path_factory.mktemp("resumption") / "run"
+    assert main([*WORDS, "trainer.max_steps=6", f"output_dir={run}"]) == 0
+    (newest,) = (run / "checkpoints").glob("step-00000006")
+    newest.rename(newest.with_name(".tmp-step-00000006-kill"))
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "running"}))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    return run
+
+
+def test_a_resume_elsewhere(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(killed), "trainer.num_threads=2", "checkpoint.strict=true"]) == 2
+    said = capsys.readouterr().err
+    assert "checkpoint.strict=true: step-00000004 was saved with another num_threads (1, now 2)" in said
+    assert main(["resume", str(killed), "trainer.num_threads=2", "trainer.max_steps=8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "goes on from step 4 (step-00000004); at least 2 steps after it are done again" in lines
+    (line,) = [line for line in lines if "saved with another" in line]
+    assert line.startswith(
+        "the checkpoint was saved with another num_threads (1, now 2): the numbers that follow may"
+    )
+    rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
+    assert main(["resume", str(killed), "trainer.num_threads=2", "trainer.max_steps=9"]) == 0
+    assert "another" not in capsys.readouterr().out
+
+
+def test_differences() -> None:
+    assert differences({"torch": "2.12", "ranks": 1, "gone": 1}, {"torch": "2.13", "ranks": 1, "new": 1}) == (
+        "torch (2.12, now 2.13)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [("", -1), ('{"step": 3}\n{"step": 5}\n{"st', 5), ('{"step": 3}\nbroken\n', -1), ('{"kind": "x"}\n', -1)],
+)
+def test_the_last_step_of_a_file_that_was_cut(text: str, step: int, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_step(path) == -1
+    path.write_text(text)
+    assert last_step(path) == step
+    path.write_text('{"step": 1}\n' * 9000 + text)
+    assert last_step(path) == (max(1, step) if "broken" not in text else -1)
+
+
+def test_a_number_type_that_was_chosen_is_no_other_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert main(["precision=auto", "trainer.max_steps=4", f"hydra.run.dir={folder}"]) == 0
+    assert main(["resume", str(folder), "trainer.max_steps=6", "checkpoint.strict=true"]) == 0
+    assert "another precision" not in "".join(capsys.readouterr())

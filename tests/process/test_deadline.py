@@ -1,0 +1,86 @@
+"""The clock of a stop runs while the main thread hears nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from trainrun.process.deadline import stop_deadline
+from trainrun.process.signals import StopFlag, catch_signals
+
+
+def sit_in_c(seconds: float) -> None:
+    """Python's own handlers run afterwards only."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        hashlib.pbkdf2_hmac("sha256", b"x", b"y", 200_000)
+
+
+class Expired:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, bool, float]] = []
+        self.began = time.monotonic()
+
+    def __call__(self, number: int, twice: bool) -> None:
+        self.calls.append((number, twice, time.monotonic() - self.began))
+
+
+def test_it_expires_while_the_main_thread_sits_in_c_code() -> None:
+    expired, flag = Expired(), StopFlag()
+    with catch_signals(flag), stop_deadline(0.1, expired):
+        os.kill(os.getpid(), signal.SIGTERM)
+        began = time.monotonic()
+        hashlib.pbkdf2_hmac("sha256", b"x", b"y", 1_500_000)
+        took = time.monotonic() - began
+    assert flag.request == 2
+    ((number, twice, after),) = expired.calls
+    assert (number, twice) == (signal.SIGTERM, False)
+    assert took > 0.2
+    assert after < took
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+def test_every_stop_signal_starts_the_clock_and_others_do_not(number: int) -> None:
+    expired = Expired()
+    before = signal.signal(signal.SIGWINCH, lambda number, frame: None)
+    try:
+        with catch_signals(StopFlag()), stop_deadline(0.05, expired):
+            os.kill(os.getpid(), signal.SIGWINCH)
+            time.sleep(0.15)
+            assert expired.calls == []
+            os.kill(os.getpid(), number)
+            time.sleep(0.15)
+    finally:
+        signal.signal(signal.SIGWINCH, before)
+    assert [call[:2] for call in expired.calls] == [(number, False)]
+
+
+def test_a_second_sigterm_ends_it_at_once_but_one_that_was_passed_on_twice_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainrun.process.deadline.AGAIN_SECONDS", 0.2)
+    expired = Expired()
+    with catch_signals(StopFlag()), stop_deadline(60, expired):
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        time.sleep(0.3)
+        assert expired.calls == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    assert [call[:2] for call in expired.calls] == [(signal.SIGTERM, True)]
+
+
+def test_nothing_of_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, threads = signal.set_wakeup_fd(-1), threading.active_count()
+    files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for _ in range(5):
+        with catch_signals(StopFlag()), stop_deadline(60, Expired()):
+            pass
+    assert threading.active_count() == threads
+    assert signal.set_wakeup_fd(before) == -1
+    assert not files or len(os.listdir("/proc/self/fd")) == files

@@ -1,0 +1,121 @@
+"""Switches of the whole process: threads, determinism, kernels, rounding of products."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from trainrun.config import RunConfig
+from trainrun.errors import ConfigError
+from trainrun.interfaces import Parallel
+from trainrun.precision.amp import set_matmul
+from trainrun.process.host_memory import return_freed_memory
+from trainrun.start.number_type import is_tiny
+
+SMALLEST = 1e-40  # below the smallest float32 with all its bits
+ROUNDING = (
+    "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision",
+    "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision",
+)  # fmt: skip
+
+
+@contextmanager
+def kept_backends() -> Iterator[None]:
+    """What `set_backends` and `set_threads` change is as before at the end: a notebook lives on."""
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, flush = torch.backends.cudnn.benchmark, flushes_denormal()
+    restore_rounding = kept_rounding()
+    try:
+        yield
+    finally:
+        set_deterministic(deterministic, warn_only)
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        if flush != flushes_denormal():
+            torch.set_flush_denormal(flush)
+        restore_rounding()
+
+
+def kept_rounding() -> Callable[[], None]:
+    """Puts back what float32 products may round to, in torch's two ways to say it (the newer since 2.9).
+
+    Torch refuses to read the older one where a user has set both.
+    """
+    older: str | None = None
+    tf32: bool | None = None
+    with suppress(RuntimeError):
+        older, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    newer = {name: attrgetter(name)(torch.backends) for name in ROUNDING if has_attribute(name)}
+
+    def restore() -> None:
+        if older is not None and tf32 is not None:
+            torch.set_float32_matmul_precision(older)
+            torch.backends.cudnn.allow_tf32 = tf32
+        for name, value in newer.items():
+            owner, _, attribute = name.rpartition(".")
+            if attrgetter(name)(torch.backends) != value:
+                setattr(attrgetter(owner)(torch.backends), attribute, value)
+
+    return restore
+
+
+def has_attribute(name: str) -> bool:
+    try:
+        attrgetter(name)(torch.backends)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def flushes_denormal() -> bool:
+    """Torch has a switch for it, and nothing that tells how it is set."""
+    return bool((torch.tensor(SMALLEST) * 1.0).view(torch.int32) == 0)
+
+
+def set_flush_denormal(wanted: bool) -> None:
+    if wanted and not torch.set_flush_denormal(True):
+        raise ConfigError("trainer.flush_denormal=true: this CPU cannot; leave it out")
+
+
+def set_deterministic(wanted: bool, warn_only: bool) -> None:
+    """Only where it is a change: torch loads its compiler for this call, 1 to 2 s that few runs need."""
+    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if now != (wanted, warn_only):
+        torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
+
+
+def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
+    """Switches of the whole process: determinism, kernels, what float32 may round to."""
+    trainer = config.trainer
+    if trainer.deterministic and parallel.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    set_deterministic(trainer.deterministic, warn_only=False)
+    torch.backends.cudnn.benchmark = trainer.benchmark
+    set_flush_denormal(trainer.flush_denormal)
+    notes = [set_matmul(config.precision.matmul, parallel.device)]
+    if trainer.return_freed_memory:
+        notes.append(return_freed_memory())
+    return [note for note in notes if note]
+
+
+def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
+    """Threads of one operation on the CPU, by a rule and not by a clock: they change the last bits of sums.
+
+    A step of a few dense layers is too small to share: two threads made it 1.09x slower on a quiet
+    two-core machine, and 48x on a busy one, where each waits for the other to be scheduled.
+    """
+    wanted = config.trainer.num_threads
+    if wanted != "auto":
+        torch.set_num_threads(wanted)
+        return
+    if device.type != "cpu" or torch.get_num_threads() == 1:
+        return
+    if is_tiny(model, config.data.batch_size):
+        torch.set_num_threads(1)
+        notes.append("trainer.num_threads: 1, a step this small does not gain from more")

@@ -1,0 +1,127 @@
+"""What follows from a config before anything is built: rhythm, metrics to watch, what to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import platform
+from typing import Any
+
+import numpy
+import torch
+
+from trainrun.cadence import Rhythm, Watch
+from trainrun.checkpoint.reasons import KeepOptions
+from trainrun.config import RunConfig
+from trainrun.errors import ConfigError
+from trainrun.interfaces import Batches, Parallel
+from trainrun.words.checks import Interval, parse_interval, parse_seconds
+
+
+def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
+    """`data.global_batch_size` divided among ranks and micro-batches; it must come out even."""
+    wanted, one = config.data.global_batch_size, config.data.batch_size * world_size
+    if wanted is None:
+        return config
+    if wanted % one:
+        near = max(one, round(wanted / one) * one)
+        raise ConfigError(
+            f"data.global_batch_size={wanted}: must be a multiple of batch_size x ranks = {one}; the nearest is {near}"
+        )
+    return dataclasses.replace(
+        config, trainer=dataclasses.replace(config.trainer, accumulate_grad_batches=wanted // one)
+    )
+
+
+def build_rhythm(config: RunConfig, train: Batches, has_val: bool) -> Rhythm:
+    trainer, monitor = config.trainer, config.monitor
+    accumulate = trainer.accumulate_grad_batches
+    per_epoch = None if train.num_batches is None else math.ceil(train.num_batches / accumulate)
+    totals = [trainer.max_steps]
+    if trainer.max_epochs is not None and per_epoch is not None:
+        totals.append(trainer.max_epochs * per_epoch)
+    known = [total for total in totals if total is not None]
+    interval = parse_interval(trainer.val_check_interval) if has_val else Interval()
+    if per_epoch is None and interval.epochs is not None and interval.epochs < 1:
+        raise ConfigError(
+            f"trainer.val_check_interval={trainer.val_check_interval}: the length of this data is not known; give steps"
+        )
+    listening = monitor.metrics_file or monitor.progress_bar or monitor.verbose or bool(monitor.listeners)
+    return Rhythm(
+        per_epoch, accumulate, interval.steps, interval.epochs, trainer.check_val_every_n_epoch,
+        monitor.log_every_n_steps if listening else None, min(known) if known else None,
+    )  # fmt: skip
+
+
+def default_monitor(task: Any, has_val: bool) -> str | None:
+    """What `best` means where nobody says: the metric that the task names, else the validation loss."""
+    if not has_val:
+        return None
+    return f"val/{getattr(task, 'monitor', 'loss')}"  # a task may name one; most do not
+
+
+def direction(metric: str, mode: str) -> str:
+    """Losses and errors are better when smaller, everything else when larger."""
+    if mode != "auto":
+        return mode
+    small = ("loss", "error", "mae", "mse", "rmse", "perplexity", "bits", "kl", "seconds")
+    return "min" if any(word in metric.rpartition("/")[2].lower() for word in small) else "max"
+
+
+def keep_options(config: RunConfig, default: str | None) -> KeepOptions:
+    keep = config.checkpoint
+    metric = keep.monitor or default
+    if keep.monitor is not None and default is None:
+        raise ConfigError(f"checkpoint.monitor={keep.monitor}: there is no validation data (data.val)")
+    return KeepOptions(
+        keep.enabled, metric, direction(metric or "val/loss", keep.mode), keep.save_top_k if metric else 0,
+        keep.save_last, keep.keep_last, keep.every_n_train_steps, parse_seconds(keep.train_time_interval),
+        keep.async_save,
+    )  # fmt: skip
+
+
+def build_watch(config: RunConfig, default: str | None) -> Watch:
+    wanted = config.trainer.early_stopping
+    if not wanted.enabled:
+        return Watch(None, "min")
+    metric = wanted.monitor or default
+    if metric is None or default is None:
+        raise ConfigError(
+            "trainer.early_stopping.enabled=true: there is no validation data (data.val) to watch"
+        )
+    return Watch(
+        metric, direction(metric, wanted.mode), wanted.patience, wanted.min_delta,
+        wanted.stopping_threshold, wanted.divergence_threshold,
+    )  # fmt: skip
+
+
+def fingerprint(config: RunConfig, parallel: Parallel) -> dict[str, Any]:
+    """What the bits of a run depend on besides its config."""
+    return {
+        **machine(parallel.device),
+        "world_size": parallel.world_size,
+        "num_threads": torch.get_num_threads(),
+        "precision": config.precision.mode,
+        "deterministic": config.trainer.deterministic,
+    }
+
+
+@functools.cache
+def machine(device: torch.device) -> dict[str, str]:
+    """Versions and chips. cpu: the widest instructions that torch uses."""
+    facts = {
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": str(device),
+    }
+    return facts | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
+
+
+def best_watch(config: RunConfig, default: str | None) -> Watch:
+    """The metric that the summary calls best, the same that `best` checkpoints go by."""
+    metric = config.checkpoint.monitor or default
+    return Watch(metric if default else None, direction(metric or "val/loss", config.checkpoint.mode))

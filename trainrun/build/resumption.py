@@ -1,0 +1,106 @@
+"""The state that a run begins with: a fresh one, or that of a checkpoint, with what is said about it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainrun.build.plan import fingerprint
+from trainrun.checkpoint.format import Loaded
+from trainrun.checkpoint.resume import resolve
+from trainrun.config import RunConfig
+from trainrun.errors import CheckpointError
+from trainrun.mishaps.nonfinite import RollBack
+from trainrun.monitor.readable import counted
+from trainrun.parts import Parts
+from trainrun.rundir import RunDir
+from trainrun.state import SAVE_NOW, TrainState
+
+TAIL_BYTES = 1 << 16
+
+
+def first_state(
+    parts: Parts, run: RunDir, config: RunConfig, resume: bool, back: RollBack | None
+) -> TrainState:
+    """A fresh state, or the one of the checkpoint to go on from."""
+    state = loaded_state(parts, run, config, resume)
+    if back is not None:
+        back.apply(state)
+    elif config.trainer.nan_policy == "rollback" and state.saved_step != state.step:
+        state.save_request = SAVE_NOW  # so that there is a checkpoint from the first step on
+    return state
+
+
+def loaded_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> TrainState:
+    loaded = None
+    if resume:
+        loaded = parts.checkpoints.load_latest()
+        if loaded is None:
+            parts.board.note("no checkpoint was written yet: the run starts again from its beginning")
+    if loaded is None and config.ckpt_path is not None:
+        loaded = parts.checkpoints.restore(checkpoint_at(config.ckpt_path))
+    if loaded is None:
+        return TrainState()
+    same_ranks = loaded.manifest.world_size == parts.parallel.world_size
+    state = parts.load_tree(loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
+    if state.step != loaded.manifest.step:
+        raise CheckpointError(f"checkpoint {loaded.folder.name}: holds the state of step {state.step}")
+    state.saved_step = state.step
+    if resume:
+        tell(parts, run, loaded)
+    else:  # a new run has none of the other run's checkpoints, and no best of its own yet
+        state.saved_step, state.best_step, state.best_metric = -1, -1, None
+    return state
+
+
+def tell(parts: Parts, run: RunDir, loaded: Loaded) -> None:
+    """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
+    step = loaded.manifest.step
+    changed = differences(loaded.manifest.fingerprint, fingerprint(parts.config, parts.parallel))
+    if changed and parts.config.checkpoint.strict:
+        raise CheckpointError(
+            f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
+            "checkpoint.strict out"
+        )
+    again = last_step(run.metrics) - step
+    lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
+    parts.board.note(f"goes on from step {step} ({loaded.folder.name}){lost}")
+    if changed:
+        parts.board.note(
+            f"the checkpoint was saved with another {changed}: the numbers that follow may differ in their last bits "
+            "from those of a run that was never stopped (checkpoint.strict=true refuses)"
+        )
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """`torch (2.12.0, now 2.13.0), num_threads (2, now 1)`; what only one of the two knows is left out."""
+    return ", ".join(
+        f"{name} ({then[name]}, now {now[name]})" for name in now if name in then and then[name] != now[name]
+    )
+
+
+def last_step(metrics: Path) -> int:
+    """Of the last whole row; -1 where there is none."""
+    try:
+        with metrics.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+        whole = [json.loads(line) for line in lines[int(size > TAIL_BYTES) : -1]]
+        steps = [row["step"] for row in whole if isinstance(row, dict) and "step" in row]
+    except (OSError, ValueError):
+        return -1  # whoever cuts the rows says what is wrong with them
+    return max(steps, default=-1)
+
+
+def checkpoint_at(ckpt_path: str) -> Path:
+    """A checkpoint's folder, or the newest one of a run's folder. Raises CheckpointError."""
+    path = Path(ckpt_path).expanduser().absolute()
+    inside = RunDir(path).checkpoints
+    try:
+        return resolve(inside, "last") if inside.is_dir() else resolve(path.parent, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"ckpt_path={ckpt_path}: {error}") from error

@@ -1,0 +1,84 @@
+"""What makes a step: `loop.train_step`, or the same in one graph; and what compiling costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from trainrun import loop
+from trainrun.config import RunConfig
+from trainrun.device_times import DeviceTimes
+from trainrun.errors import ConfigError
+from trainrun.interfaces import MicroBatch, StepReport
+from trainrun.ledger import COMPILE, Ledger
+from trainrun.monitor.board import Board
+from trainrun.parts import Parts
+from trainrun.precision.guarded import Guarded
+from trainrun.process.collector import freeze_more
+from trainrun.step.sampled import sampled
+from trainrun.step.watched import Watched
+from trainrun.transform.compile_log import CompileLog
+
+Stepper = Callable[[Parts, list[MicroBatch], bool], StepReport]
+
+
+def build_log(board: Board, ledger: Ledger) -> CompileLog:
+    """Compiling is booked on its own account, and is no training time in the rows."""
+
+    @contextmanager
+    def booked() -> Iterator[None]:
+        with ledger.on(COMPILE), board.paused():
+            yield
+            freeze_more()  # or each validation would look at the compiler's 200,000 objects, 0.1 s and more
+
+    return CompileLog(board.note, booked)
+
+
+def build_stepper(config: RunConfig, precision: Guarded, device: torch.device, log: CompileLog) -> Stepper:
+    wanted, records = config.trainer.compile, config.trainer.cuda_graphs
+    if wanted.scope != "step" and not records:
+        return loop.train_step
+    if records and device.type != "cuda":
+        raise ConfigError(
+            f"trainer.cuda_graphs=true: only a CUDA device has them, and this run is on {device.type}; leave it out"
+        )
+    from trainrun.step.captured import captured
+    from trainrun.step.graphs import Function, compiled
+    from trainrun.step.whole import WholeStep
+    from trainrun.transform.compile import check_options
+
+    if wanted.scope == "step":
+        try:
+            check_options(wanted.mode, wanted.backend, on_cpu=device.type == "cpu")
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from error
+
+    def engine(function: Function, inputs: list[Tensor], num_held: int) -> Function:
+        if wanted.scope == "step":
+            function = compiled(function, inputs, wanted.backend, wanted.mode)
+        return captured(function, inputs, num_held) if records else function
+
+    return WholeStep(loop.train_step, precision, config.data.batch_size, engine, log, fixed=records)
+
+
+def seen_step(
+    config: RunConfig,
+    stepper: Stepper,
+    device: torch.device,
+    times: DeviceTimes | None,
+    note: Callable[[str], None],
+) -> Stepper:
+    """The step, timed on its device now and then, and watched where that was asked for; on a CPU the step itself."""
+    if times is not None:
+        stepper = sampled(stepper, times)
+    if not config.monitor.sync_debug:
+        return stepper
+    if device.type != "cuda":
+        raise ConfigError(
+            f"monitor.sync_debug=true: looks for what makes the host wait for a CUDA device, and this run is on "
+            f"{device.type}; leave it out"
+        )
+    return Watched(stepper, note)

@@ -1,0 +1,191 @@
+"""How fast a run could be at most: its loading alone, its training alone, and which of the two limits.
+
+what: the slower of both bounds the speed, `max(load, train)`, however well they overlap. Where batches are read
+    between steps on a CPU, the ledger has timed both apart over the whole run. Where they are read ahead, or a GPU
+    computes, each is repeated alone after the training, for a moment (MOST_SHARE of the run): the next batches
+    through the same engine, then forward and backward of copies of model and task. The rest of a step is as booked.
+when: after runs of MIN_STEPS, where a moment is enough; nothing of the run is moved.
+when not: shorter runs, models too large to copy, compiled steps on a GPU: then there is no figure.
+source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.06775
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from trainrun.data.undecided import Undecided
+from trainrun.interfaces import MicroBatch
+from trainrun.ledger import LOOP
+from trainrun.parts import Parts
+from trainrun.randomness import kept_random_state
+from trainrun.start.stage import uncopied
+from trainrun.start.trial import stand_ins
+from trainrun.state import TrainState
+
+MIN_STEPS = 50  # the first ones warm up
+MOST_SHARE = 0.01  # of the time of all steps, for both laps together
+WORKER_START = 0.1  # seconds for each process
+MOST_BATCHES = 256  # of the load-only lap
+KEPT = 4  # of them the train-only lap uses
+LEAST_STEPS = 2  # after one that warms up
+UPDATE = ("check", "clip", "optimizer", "runner")
+
+Clock = Callable[[], float]
+
+
+class Session(NamedTuple):
+    """What this rank did since it was started: steps, items, and the ledger when the training ended."""
+
+    steps: int
+    items: float
+    seconds: Mapping[str, float]
+
+    @property
+    def loop_seconds(self) -> float:
+        return sum(self.seconds.get(name, 0.0) for name in LOOP)
+
+
+class Ceilings(NamedTuple):
+    """load, train: items a second of this rank, each alone. reached: share of the lower one that the run had."""
+
+    load: float
+    train: float
+    reached: float
+
+    @property
+    def limit(self) -> str:
+        return "load" if self.load < self.train else "train"
+
+
+class Lap(NamedTuple):
+    """Seconds of one item: loaded alone, and in forward and backward alone."""
+
+    load: float
+    train: float
+
+
+def ceilings(
+    parts: Parts, state: TrainState, session: Session, clock: Clock = perf_counter
+) -> Ceilings | None:
+    """None where the run is too short, or where it cannot be told without moving it."""
+    seconds, items = session.seconds, session.items
+    if session.steps < MIN_STEPS or not items or not seconds.get("forward"):
+        return None
+    load, train = seconds.get("data", 0.0), seconds["forward"] + seconds.get("backward", 0.0)
+    on_cpu = parts.parallel.device.type == "cpu"
+    if ahead(parts) or not on_cpu:
+        lap = measured_lap(parts, state, session, clock)
+        if lap is None:
+            return None
+        load = lap.load * items
+        # On a CPU training alone cannot be slower than beside the loading; also where the copy was not compiled.
+        train = min(lap.train * items, train) if on_cpu else lap.train * items
+    train += sum(seconds.get(name, 0.0) for name in UPDATE)
+    return Ceilings(items / max(load, 1e-9), items / train, max(load, train) / session.loop_seconds)
+
+
+def ahead(parts: Parts) -> int:
+    """Batches that are read while others are trained on; 0 where each is read when it is asked for."""
+    return readers(parts) * parts.config.data.prefetch_factor
+
+
+def readers(parts: Parts) -> int:
+    """Threads or worker processes beside the training."""
+    if isinstance(parts.train, Undecided):
+        return parts.train.chosen.number
+    data = parts.config.data
+    number = data.num_threads if data.engine == "threads" else data.num_workers
+    return number if isinstance(number, int) and data.engine != "resident" else 0
+
+
+def start_seconds(parts: Parts) -> float:
+    """What it may take until the readers read; threads begin at once."""
+    engine = parts.train.chosen.engine if isinstance(parts.train, Undecided) else parts.config.data.engine
+    return 0.0 if engine == "threads" else WORKER_START * readers(parts)
+
+
+def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock) -> Lap | None:
+    """None where the share of the run that it may take is too short for it."""
+    accumulate = parts.config.trainer.accumulate_grad_batches
+    usual = session.loop_seconds / (session.steps * accumulate)  # of a batch, so neither lap's is longer
+    number = max(readers(parts), 1)
+    needed = (ahead(parts) + 2 * number + 1 + LEAST_STEPS) * usual + start_seconds(parts)
+    limit = MOST_SHARE * session.loop_seconds
+    compiled = parts.config.trainer.compile.scope != "off" or parts.config.trainer.cuda_graphs
+    if needed > limit or uncopied(parts) or (compiled and parts.parallel.device.type != "cpu"):
+        return None
+    began = clock()
+    try:
+        with kept_random_state():
+            kept, load = load_lap(parts, state, number, began + limit / 2, clock)
+            return Lap(load, train_lap(parts, kept, began + limit, clock))
+    # Whatever the user's data and model do when they are asked again, a finished run is not lost to a figure.
+    except Exception:
+        return None
+
+
+def load_lap(
+    parts: Parts, state: TrainState, number: int, deadline: float, clock: Clock
+) -> tuple[list[Any], float]:
+    """The first batches, and the seconds of one item, once what was read ahead of the clock is used up."""
+    kept: list[Any] = []
+    with contextlib.closing(batches_from(parts, state)) as batches:
+        for _ in range(ahead(parts)):
+            kept.append(next(batches).data)
+        count, items, begin = 0, 0, clock()
+        while count < 2 * number or (count < MOST_BATCHES and clock() < deadline) or count % number:
+            data = next(batches).data
+            count, items = count + 1, items + parts.task.count(data)
+            kept = [*kept[: KEPT - 1], data]
+        settle(parts.parallel.device)
+        return kept, (clock() - begin) / max(items, 1)
+
+
+def batches_from(parts: Parts, state: TrainState) -> Generator[MicroBatch, None, None]:
+    """Those that would come next."""
+    epoch, start = state.epoch, state.batches
+    while True:
+        found: Iterator[MicroBatch] = parts.train.epoch(epoch, start)
+        try:
+            yield from found
+        finally:
+            getattr(found, "close", lambda: None)()
+        epoch, start = epoch + 1, 0
+
+
+def train_lap(parts: Parts, kept: list[Any], deadline: float, clock: Clock) -> float:
+    """Seconds of one item in forward and backward of copies."""
+    model, task = stand_ins(parts.model, parts.task)
+    parameters = list(model.parameters())
+
+    def step(data: Any) -> int:
+        with parts.precision.autocast():
+            out = task.step(model, data)
+        out.loss_sum.backward()
+        for parameter in parameters:
+            parameter.grad = None
+        return int(task.count(data))
+
+    step(kept[0])
+    settle(parts.parallel.device)
+    count, items, begin = 0, 0, clock()
+    while count < LEAST_STEPS or clock() < deadline:
+        items += step(kept[count % len(kept)])
+        count += 1
+        if count % len(kept) == 0:
+            settle(parts.parallel.device)  # or the host would go on giving work until the deadline
+    settle(parts.parallel.device)
+    return (clock() - begin) / max(items, 1)
+
+
+def settle(device: torch.device) -> None:
+    """Until the device has done all that it was given; the training is over."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -1,0 +1,153 @@
+"""How many floating-point operations a run asked for, and how many this machine could do.
+
+what: one forward and backward of copies of model and task under torch's FlopCounterMode, after the training;
+    and the fastest matrix product of this device in the type of the run. MFU is the first over the second:
+    recomputation would count too, and causal attention counts as the full square.
+when: at the end of a run that was long enough to pay for it (MIN_SECONDS); nothing of the run is moved.
+when not: models too large to copy, loops and layers of a kind that cannot be repeated: then there is no figure.
+source: https://arxiv.org/abs/2204.02311, appendix B (MFU); torch/utils/flop_counter.py
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    _FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from trainrun.data.batch import map_leaves
+from trainrun.eager import unloaded_compiler
+from trainrun.parts import Parts
+from trainrun.randomness import kept_random_state
+
+MIN_SECONDS = 10.0  # of training
+MIN_STEPS = 50  # counting takes about one
+PEAK_SECONDS = 0.2  # of matrix products, after one that warms up
+LEAST_PRODUCTS = 5  # the fastest of them counts: other processes take turns with this one
+PEAK_SIZES = {"cpu": 1024, "cuda": 8192}
+
+Shape = Sequence[int]
+
+
+class Work(NamedTuple):
+    """flops: of forward and backward, for one item (what the loss is averaged over). peak: a second, on
+    one device, measured; 0 where it could not be."""
+
+    flops: float
+    peak: float
+
+
+def measured_work(parts: Parts) -> Work | None:
+    """None where it cannot be counted without touching the run; see `trainrun.start.stage.obstacle`.
+
+    Nor where blocks are computed again: torch's counter keeps all of them, which is what was to be avoided.
+    """
+    if parts.config.trainer.gradient_checkpointing != "none":
+        return None
+    try:
+        with kept_random_state():
+            flops = flops_per_item(parts)
+            peak = peak_flops(parts.parallel.device, dtype_of(parts))
+    # Whatever the user's model does in its copy, a finished run is not lost to a figure.
+    except Exception:
+        return None
+    return Work(flops, peak) if flops else None
+
+
+def flops_per_item(parts: Parts) -> float:
+    """Of the first batch of the first epoch. Raises what the model raises."""
+    from trainrun.start.trial import stand_ins
+
+    batch = _first_batch(parts)
+    model, task = stand_ins(parts.model, parts.task)
+    items = task.count(batch)
+    with eagerly(), counter() as counted:
+        with parts.precision.autocast():
+            out = task.step(model, batch)
+        out.loss_sum.backward()
+    return float(counted.get_total_flops()) / items if items else math.nan
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """What is compiled is not run as such; where nothing is, torch's compiler stays unloaded, which takes 1.3 s."""
+    loaded = "torch._dynamo" in sys.modules
+    stance = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+    with unloaded_compiler([_FlopCounterMode.__torch_dispatch__]), stance:
+        yield
+
+
+def _first_batch(parts: Parts) -> Any:
+    batches = parts.train.epoch(0)
+    try:
+        return map_leaves(next(batches).data, lambda leaf: leaf)
+    finally:
+        getattr(batches, "close", lambda: None)()
+
+
+def counter() -> FlopCounterMode:
+    """With the kernels that torch's own counter does not know: attention and LSTM on a CPU."""
+    aten = torch.ops.aten
+    known: dict[Any, Callable[..., int]] = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        aten.mkldnn_rnn_layer: _recurrent,
+        aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=known)
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _recurrent(inputs: Shape, weight_in: Shape, weight_back: Shape, *_: Any, **__: Any) -> int:
+    """inputs: (T, B, I); weights: (gates * H, I) and (gates * H, H), each used at every position."""
+    return 2 * math.prod(inputs[:2]) * (math.prod(weight_in) + math.prod(weight_back))
+
+
+def _recurrent_backward(inputs: Shape, weight_in: Shape, weight_back: Shape, *_: Any, **__: Any) -> int:
+    return 2 * _recurrent(inputs, weight_in, weight_back)
+
+
+def dtype_of(parts: Parts) -> torch.dtype:
+    """The type that matrix products have in the run."""
+    mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    mode = parts.config.precision.mode
+    if mode in mixed:
+        return mixed[mode]
+    return next((p.dtype for p in parts.model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of the best large square product, with the threads and settings of the run."""
+    size = PEAK_SIZES.get(device.type, 2048)
+    a = torch.randn(size, size, device=device).to(dtype)
+    out = torch.empty_like(a)
+
+    def product() -> float:
+        began = perf_counter()
+        torch.mm(a, a, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return perf_counter() - began
+
+    product()
+    seconds = [product()]
+    while len(seconds) < LEAST_PRODUCTS or sum(seconds) < PEAK_SECONDS:
+        seconds.append(product())
+    return 2 * size**3 / min(seconds)

@@ -1,0 +1,42 @@
+"""Where in the user's own code an exception came from: not in this package, nor in an installed one."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parents[1]) + "/"
+_LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines of the user's code that were being run, the outermost first; of the first cause that has any."""
+    cause: BaseException | None = error
+    while cause is not None:
+        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_users(frame.filename)]
+        if frames:
+            return frames
+        cause = cause.__cause__
+    return []
+
+
+def line_of(error: BaseException) -> str:
+    """` (file line n)` of the innermost line of the user's code, or nothing."""
+    frames = user_frames(error)
+    return f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
+
+
+def user_traceback(error: BaseException) -> str:
+    """A traceback of the user's lines alone; empty where none took part."""
+    frames = user_frames(error)
+    if not frames:
+        return ""
+    lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
+    return "".join(lines).rstrip()
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith(("<", _PACKAGE)):
+        return False
+    return not (filename.startswith(_LIBRARY) or "site-packages" in filename or "dist-packages" in filename)

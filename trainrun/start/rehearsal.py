@@ -1,0 +1,53 @@
+"""One batch of the validation before the training: are the metrics that the user named there at all?"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from trainrun.errors import ConfigError
+from trainrun.parts import Parts
+from trainrun.randomness import kept_random_state
+from trainrun.words.checks import nearest
+
+
+def check_monitors(parts: Parts) -> None:
+    """Raises ConfigError for a metric that no validation will have; nothing of the run is moved.
+
+    A compiled model is not asked: compiling it for one batch could take longer than the mistake.
+    """
+    config = parts.config
+    stopping = config.trainer.early_stopping
+    named = {
+        "checkpoint.monitor": config.checkpoint.monitor,
+        "trainer.early_stopping.monitor": stopping.monitor if stopping.enabled else None,
+    }
+    if parts.val is None or not any(named.values()) or config.trainer.compile.scope in ("model", "regional"):
+        return
+    known = _metrics(parts)
+    for key, metric in named.items():
+        if metric is not None and known and metric not in known:
+            raise ConfigError(
+                f"{key}={metric}: no such metric; there are {', '.join(known)}.{nearest(metric, known)}"
+            )
+
+
+def _metrics(parts: Parts) -> list[str]:
+    """Their names, sorted; empty on a rank that has no share of the first batch."""
+    assert parts.val is not None
+    model, training = parts.averaged, parts.averaged.training
+    batches = parts.val.epoch(0)
+    model.eval()
+    try:
+        with torch.no_grad(), kept_random_state():
+            batch = next(batches, None)
+            if batch is None:
+                return []
+            with parts.precision.autocast():
+                out = parts.task.step(model, batch.data)
+    finally:
+        model.train(training)
+        with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
+            batches.close()  # type: ignore[attr-defined]
+    return sorted(f"val/{name}" for name in ("loss", *out.sums))

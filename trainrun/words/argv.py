@@ -1,0 +1,266 @@
+"""The words of the command line, made ready for Hydra: flags first, aliases translated, numbers quoted.
+
+Hydra reads `precision=32` as a number and stops; it takes no flags between overrides; it knows nothing
+of the names that other trainers use. All of that is mended here, on plain strings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trainrun.errors import ConfigError
+from trainrun.words.checks import nearest
+
+KEY_ALIASES = {
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "optimizer.learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "batch_size": "data.batch_size",
+    "per_device_train_batch_size": "data.batch_size",
+    "per_device_eval_batch_size": "data.val_batch_size",
+    "global_batch_size": "data.global_batch_size",
+    "num_workers": "data.num_workers",
+    "dataloader_num_workers": "data.num_workers",
+    "epochs": "trainer.max_epochs",
+    "max_epochs": "trainer.max_epochs",
+    "num_train_epochs": "trainer.max_epochs",
+    "max_steps": "trainer.max_steps",
+    "max_time": "trainer.max_time",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "trainer.gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "accumulate_grad_batches": "trainer.accumulate_grad_batches",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "gradient_clip_val": "trainer.gradient_clip_val",
+    "logging_steps": "monitor.log_every_n_steps",
+    "log_every_n_steps": "monitor.log_every_n_steps",
+    "trainer.log_every_n_steps": "monitor.log_every_n_steps",
+    "trainer.enable_progress_bar": "monitor.progress_bar",
+    "trainer.enable_checkpointing": "checkpoint.enabled",
+    "resume_from_checkpoint": "ckpt_path",
+    "devices": "parallel.devices",
+    "trainer.devices": "parallel.devices",
+    "accelerator": "parallel.accelerator",
+    "trainer.accelerator": "parallel.accelerator",
+    "strategy": "parallel",
+    "trainer.strategy": "parallel",
+    "trainer.precision": "precision",
+    "lr_scheduler_type": "scheduler",
+    "optim": "optimizer",
+    "output_dir": "hydra.run.dir",
+    "trainer.compile.enabled": "trainer.compile",
+    "compile.enabled": "trainer.compile",
+    "seed_everything": "seed",
+}
+SECTION_ALIASES = {
+    "ema": "trainer.ema",
+    "early_stopping": "trainer.early_stopping",
+    "compile": "trainer.compile",
+}
+SWITCHES = ("trainer.ema", "trainer.early_stopping", "checkpoint")
+SWITCH_WORDS = {
+    "true": "true",
+    "on": "true",
+    "yes": "true",
+    "false": "false",
+    "off": "false",
+    "no": "false",
+    "auto": "auto",
+}
+SCOPES = {"trainer.compile": "trainer.compile.scope"}  # sections that are chosen by one word
+SCOPE_WORDS = {
+    **dict.fromkeys(("true", "on", "yes"), "model"),
+    **dict.fromkeys(("false", "off", "no", "none", "null"), "off"),
+}
+OPTION_ALIASES = {
+    "precision": {
+        **dict.fromkeys(("32", "fp32", "float32", "no"), "32-true"),
+        **dict.fromkeys(("16", "fp16", "float16"), "16-mixed"),
+        **dict.fromkeys(("bf16", "bfloat16"), "bf16-mixed"),
+        **dict.fromkeys(("64", "fp64", "float64", "double"), "64-true"),
+    },
+    "parallel": {"none": "single", "null": "single", "ddp_spawn": "ddp", "processes": "ddp"},
+    "scheduler": {"none": "constant", "null": "constant", "off": "constant"},
+    "preset": {"null": "none"},
+    "monitor": {"null": "none"},
+}
+FLAGS = (
+    "--help", "-h", "--version", "--multirun", "-m", "--resolve", "--run", "-r", "--info", "--hydra-help",
+)  # fmt: skip
+FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--shell-completion")
+CFG_QUESTIONS = ("job", "hydra", "all")
+WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
+OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
+
+_PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
+_SHARDS = re.compile(r"\{\d+\.\.\d+\}")  # shard-{000..009}.tar, where Hydra would see a mapping
+
+
+@dataclass
+class Words:
+    """A command line taken apart.
+
+    notes: one line for each name that was translated. twice: one for each key with two values; the last
+    one wins, which a program that adds to its own words may want, and a person may not have seen. typed: what was
+    typed, by what it was translated to.
+    """
+
+    flags: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    config_dirs: list[str] = field(default_factory=list)
+    own: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+    typed: dict[str, str] = field(default_factory=dict)
+
+    def as_typed(self, fault: str) -> str:
+        """A line on a translated word, which names the one that was typed."""
+        for meant, word in self.typed.items():
+            if fault.startswith(f"{meant}:"):
+                return word + fault[len(meant) :]
+        return fault
+
+
+def split_words(argv: list[str]) -> Words:
+    """Flags, overrides, and what is meant for the runner itself, wherever they stand."""
+    words, rest = Words(), list(argv)
+    faults: list[str] = []
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or "=" in word.split("--")[0]:
+            key, _, value = word.partition("=")
+            if key in OWN_KEYS:
+                if words.own.get(key, value) != value:
+                    words.twice.append(
+                        f"{key}={words.own[key]} and {word}: two values; leave one of them out"
+                    )
+                words.own[key] = value
+            else:
+                words.overrides.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS_WITH_VALUE and not equals and rest:
+            value = rest.pop(0)
+        if fault := _flag_fault(word, flag, value):
+            faults.append(fault)
+        elif flag in ("--config-dir", "-cd"):
+            words.config_dirs.append(value)
+        else:
+            words.flags += [flag, value] if value else [flag]
+    if faults:
+        raise ConfigError(*faults)
+    return words
+
+
+def _flag_fault(word: str, flag: str, value: str) -> str:
+    """What is wrong with a word that begins with a dash; empty if nothing is."""
+    if flag not in FLAGS + FLAGS_WITH_VALUE:
+        setting = f" A setting is written without dashes: {word.lstrip('-')}." if "=" in word else ""
+        near = nearest(flag, FLAGS + FLAGS_WITH_VALUE)
+        return f"{word}: no such flag.{near}{setting} See trainrun --help"
+    if flag in ("--cfg", "-c") and value not in CFG_QUESTIONS:
+        return f"{word}: needs one of {', '.join(CFG_QUESTIONS)}, as --cfg job"
+    if flag in FLAGS_WITH_VALUE and not value:
+        return f"{word}: needs a value after it"
+    return ""
+
+
+def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool]) -> None:
+    """Replaces other trainers' names, shorthands and numbers in place, and notes what was meant."""
+    out: list[str] = []
+    typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
+    for word in words.overrides:
+        before = len(out)
+        prefix = re.match(r"[+~]*", word)
+        sign = prefix.group() if prefix else ""
+        key, equals, value = word[len(sign) :].partition("=")
+        key = _translated_key(key, is_group)
+        if is_group(key) and equals:
+            out += [sign + part for part in _group_words(key, value, is_option)]
+        elif key in SWITCHES and equals and value.lower() in SWITCH_WORDS:
+            out.append(f"{key}.enabled={SWITCH_WORDS[value.lower()]}")
+        elif key in SWITCHES and equals and not set(value) & set("{(,$"):
+            out.append(f"{key}.enabled={value}")  # a fault, which names what is allowed
+        elif key == "loop" and "." in value:
+            out.append(f"+loop._target_={value}")
+        elif key in SCOPES and equals:
+            out.append(f"{SCOPES[key]}={SCOPE_WORDS.get(value.lower(), value)}")
+        elif key in OWN_KEYS:
+            words.twice += _said_twice(f"{key}={value}", word, typed)
+            words.own[key] = value
+            continue
+        elif key.endswith("path") and _SHARDS.search(value) and value[0] not in "\"'":
+            out.append(f'{sign}{key}="{value}"')
+        else:
+            out.append(sign + key + equals + value)
+        if out[-1].replace('"', "") != word:
+            words.notes.append(f"{word} is read as {out[-1]}")
+        for meant in out[before:]:
+            if meant != word:
+                words.typed[meant.lstrip("+")] = word
+            words.twice += _said_twice(meant, word, typed)
+    words.overrides = _with_custom_groups(out, is_group)
+
+
+def _said_twice(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:
+    """One line where an earlier word gave the same key another value.
+
+    typed: for each key its value, and the word as it was typed.
+    """
+    key, equals, value = meant.lstrip("+").partition("=")
+    if not equals or meant.startswith("~"):
+        return []
+    earlier_value, earlier_word = typed.setdefault(key, (value, word))
+    if earlier_value == value:
+        return []
+    return [f"{earlier_word} and {word}: two values for {key}; leave one of them out"]
+
+
+def _translated_key(key: str, is_group: Callable[[str], bool]) -> str:
+    if key in KEY_ALIASES:
+        return KEY_ALIASES[key]
+    head, dot, tail = key.partition(".")
+    if head in SECTION_ALIASES and not is_group(head):
+        return SECTION_ALIASES[head] + dot + tail
+    return key
+
+
+def _group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
+    """`precision=32,bf16` -> `precision=32-true,bf16-mixed`; `model=my_net.Net` -> its two words."""
+    if value[:1] in ("[", "{", '"', "'", "$"):
+        return [f"{group}={value}"]
+    aliases = OPTION_ALIASES.get(group, {})
+    options = [
+        part if is_option(group, part) else aliases.get(part.lower(), part) for part in value.split(",")
+    ]
+    extra = ["parallel.accelerator=cpu"] if group == "parallel" and value == "processes" else []
+    if len(options) == 1 and "." in value and not is_option(group, value) and re.fullmatch(r"[\w.]+", value):
+        target = "data.train._target_" if group == "data" else f"{group}._target_"
+        return [f"{group}={CUSTOM}", f"{target}={value}"]
+    quoted = [f'"{part}"' if _PLAIN.match(part) else part for part in options]
+    return [f"{group}={','.join(quoted)}", *extra]
+
+
+def with_one_warmup(overrides: list[str]) -> list[str]:
+    """A warmup that is named replaces the one that the option brings along, in another unit."""
+    units = {f"scheduler.warmup_{unit}": empty for unit, empty in WARMUP_UNITS.items()}
+    named = {word.lstrip("+").partition("=")[0] for word in overrides} & set(units)
+    if len(named) != 1:
+        return overrides
+    return overrides + [f"{key}={empty}" for key, empty in units.items() if key not in named]
+
+
+def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -> list[str]:
+    """A `_target_` of the user's own, without a choice of the group, starts from the empty option."""
+    chosen = {word.partition("=")[0] for word in overrides}
+    added = []
+    for word in overrides:
+        key = word.lstrip("+").partition("=")[0]
+        group = key.partition(".")[0]
+        if key in (f"{group}._target_", "data.train._target_") and is_group(group) and group not in chosen:
+            added.append(f"{group}={CUSTOM}")
+            chosen.add(group)
+    return added + overrides
