@@ -177,7 +177,7 @@ def test_a_slow_data_set_is_found(
     (tmp_path / "slow_data.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(duel, "TURN_SECONDS", 0.1)
-    monkeypatch.setattr(diagnosis, "LEAST_ROUNDS", 3)
+    monkeypatch.setattr(diagnosis, "FEWEST_ROUNDS", 3)
     monkeypatch.setattr(diagnosis, "MOST_ROUNDS", 3)
     monkeypatch.setattr(diagnosis, "steps_for", lambda take, seconds: max(1, take(2).steps))
     began = time.monotonic()

@@ -34,7 +34,7 @@ TRACE_SECONDS, DIVIDE_SECONDS = 2.0, 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
 LEAST_TURN: Final = 0.1  # seconds
 MOST_SIDES: Final = 10
-FEWEST_ROUNDS, FEW_ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 2, 3, 4, 12
+FEWEST_ROUNDS, FEW_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = 2, 3, 4, 12  # a step may be too long for the usual ones
 FORWARD: Final = "cached+forward_only"
 SLOWER: Final = 0.9  # of the base: not worth more turns
 CLEAR: Final = 1.10  # a gain below that is not worth a word
@@ -108,7 +108,7 @@ class Examination:
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
         left, self._deadline = deadline - time.monotonic(), deadline
-        self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * LEAST_ROUNDS)))
+        self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * USUAL_ROUNDS)))
         paced = steps_for(lambda steps: uncompiled(self._base.train(steps)), self._seconds)
         self._steps = round(without_warm(paced))
         self._times = self._times_larger(self._base.train(1).peak_bytes)
@@ -183,10 +183,9 @@ class Examination:
     def _measured(self, sides: dict[str, Callable[[], Turn]], deadline: float, progress: Progress) -> Rounds:
         """Rounds until the time is over, and a few in any case. What is clearly slower is not asked again."""
         found, longest = Rounds(), 0.0
-        least = LEAST_ROUNDS if time.monotonic() < deadline else FEWEST_ROUNDS
         for number in range(MOST_ROUNDS):
             left = deadline - time.monotonic()
-            if number >= least and left < longest:
+            if number >= FEWEST_ROUNDS and left < longest:
                 break
             progress(f"round {number + 1}")
             asked = {
