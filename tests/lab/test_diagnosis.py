@@ -16,7 +16,7 @@ from trainrun.commands.budget import take_seconds
 from trainrun.data.stages import Stages
 from trainrun.errors import ConfigError
 from trainrun.lab import diagnosis, duel
-from trainrun.lab.diagnosis import Diagnosis, WhatIf
+from trainrun.lab.findings import Diagnosis, WhatIf
 from trainrun.lab.orders import Limits, Ready
 from trainrun.lab.report import lines_of
 from trainrun.lab.statistics import Ratio

@@ -10,17 +10,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from trainrun.config import RunConfig
-from trainrun.data.stages import Stages
 from trainrun.errors import TrainrunError
 from trainrun.lab.bench import Bench, Subject
 from trainrun.lab.choices import config_of, exchanged, measured_choices, plain_words
 from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for, without_warm
+from trainrun.lab.findings import CLEAR, Diagnosis, WhatIf
 from trainrun.lab.neighbours import Neighbours
-from trainrun.lab.orders import Divide, Limits, Measure, Profile, Profiled, Ready, Turn
+from trainrun.lab.orders import Divide, Limits, Measure, Profile, Turn
 from trainrun.lab.removals import CACHED, booked_of
 from trainrun.lab.rounds import Rounds, uncompiled, without
 from trainrun.lab.statistics import Ratio
@@ -34,10 +34,14 @@ TRACE_SECONDS, DIVIDE_SECONDS = 2.0, 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
 LEAST_TURN: Final = 0.1  # seconds
 MOST_SIDES: Final = 10
-FEWEST_ROUNDS, FEW_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = 2, 3, 4, 12  # a step may be too long for the usual ones
+FEWEST_ROUNDS, FEW_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = (
+    2,
+    3,
+    4,
+    12,
+)  # a step may be too long for the usual ones
 FORWARD: Final = "cached+forward_only"
 SLOWER: Final = 0.9  # of the base: not worth more turns
-CLEAR: Final = 1.10  # a gain below that is not worth a word
 MOSTLY_DATA: Final = 1.5
 SILENT: Final = "silent"
 LARGER: Final = "larger"  # a batch; it shares log points too, which are another cause: both sides go without
@@ -46,36 +50,6 @@ READING: Final = (SAVING, BUCKET)  # whose reading is not the base's, or goes on
 TINY_BATCH, TINY_TIMES = 8, 8
 BARE: Final = "cached+silent"  # what is left when nothing around the step takes time
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class WhatIf:
-    """How much faster the whole run would be with one thing free. name: one of `trainrun.lab.verdict.CAUSES`."""
-
-    name: str
-    gain: Ratio
-    about: str
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """All that was measured. speed: items a second of the loop; step_seconds: with its share of validation and
-    checkpoints. phases: seconds of forward, backward and update, from removals. load_busy: how many cores loading
-    keeps busy. fused: of the optimizer. growing: the share of a step that grows with the batch. stages: of loading,
-    where it costs something and reads single samples. others: cores that other processes kept busy meanwhile."""
-
-    ready: Ready
-    speed: float
-    step_seconds: float
-    what_ifs: list[WhatIf]
-    limits: Limits
-    phases: dict[str, float]
-    load_busy: float
-    fused: bool = True
-    growing: float = 1.0
-    stages: Stages | None = None
-    profiled: Profiled | None = None
-    others: float = 0.0
 
 
 def diagnose(words: Sequence[str], deadline: float, progress: Progress, trace: bool = False) -> Diagnosis:
@@ -118,7 +92,7 @@ class Examination:
         limits.items_per_second["data"] = load.speed
         limits.reasons["data"] = "loading with nobody to train"
         variants = {name: self._turns(self._base, name) for name in self._removals()}
-        for side in variants.values():
+        for side in variants.values() if self._steps > 1 else ():
             side()  # to find its pace; the first steps of anything are its slowest
         sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
         rounds = self._measured(sides, deadline, progress)
@@ -126,9 +100,9 @@ class Examination:
 
     def _removals(self) -> list[str]:
         """Every one that can tell something of this run."""
-        names = ["cached", SILENT, BARE]
+        names = ["cached", SILENT]
         if not self._config.trainer.optimizer_in_backward and self._config.trainer.compile.scope != "step":
-            names += ["without_update", FORWARD]
+            names += ["without_update"] + [BARE, FORWARD] * (self._steps > 1)  # phases, where steps are short
         keep = self._config.checkpoint
         if keep.enabled and keep.every_n_train_steps and keep.every_n_train_steps <= 2 * self._steps:
             names.append(SAVING)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainrun.data.stages import Stages
-from trainrun.lab.diagnosis import Diagnosis, WhatIf
+from trainrun.lab.findings import Diagnosis, WhatIf
 from trainrun.lab.orders import Profiled
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.verdict import BUSY_MACHINE, CAUSES, verdict

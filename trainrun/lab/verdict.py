@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from trainrun.lab.diagnosis import CLEAR, Diagnosis, WhatIf
+from trainrun.lab.findings import CLEAR, Diagnosis, WhatIf
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below is not worth a word
 BUSY_MACHINE: Final = 0.1  # cores of other processes

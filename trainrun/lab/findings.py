@@ -1,0 +1,42 @@
+"""What a diagnosis measured, for the verdict, the report and the pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from trainrun.data.stages import Stages
+from trainrun.lab.orders import Limits, Profiled, Ready
+from trainrun.lab.statistics import Ratio
+
+CLEAR: Final = 1.10  # a gain below that is not worth a word
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """How much faster the whole run would be with one thing free. name: one of `trainrun.lab.verdict.CAUSES`."""
+
+    name: str
+    gain: Ratio
+    about: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that was measured. speed: items a second of the loop; step_seconds: with its share of validation and
+    checkpoints. phases: seconds of forward, backward and update, from removals. load_busy: how many cores loading
+    keeps busy. fused: of the optimizer. growing: the share of a step that grows with the batch. stages: of loading,
+    where it costs something and reads single samples. others: cores that other processes kept busy meanwhile."""
+
+    ready: Ready
+    speed: float
+    step_seconds: float
+    what_ifs: list[WhatIf]
+    limits: Limits
+    phases: dict[str, float]
+    load_busy: float
+    fused: bool = True
+    growing: float = 1.0
+    stages: Stages | None = None
+    profiled: Profiled | None = None
+    others: float = 0.0
