@@ -34,7 +34,12 @@ TRACE_SECONDS, DIVIDE_SECONDS = 2.0, 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
 LEAST_TURN: Final = 0.1  # seconds
 MOST_SIDES: Final = 10
-FEWEST_ROUNDS, FEW_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = 2, 3, 4, 12  # a step may be too long for the usual ones
+FEWEST_ROUNDS, FEW_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = (
+    2,
+    3,
+    4,
+    12,
+)  # a step may be too long for the usual ones
 FORWARD: Final = "cached+forward_only"
 SLOWER: Final = 0.9  # of the base: not worth more turns
 CLEAR: Final = 1.10  # a gain below that is not worth a word
