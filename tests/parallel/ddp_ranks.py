@@ -154,13 +154,15 @@ def leave_parameters_unused(parallel: Ddp, seen: dict[str, Any]) -> None:
     for allowed in (True, False):
         again = another(parallel, find_unused_parameters=allowed)
         wrapped = again.wrap(HalfUsed())
+        finished = 0
         try:
             for _ in range(2):
                 with again.sync_gradients(last=True):
                     wrapped(torch.ones(1, 2)).sum().backward()
+                finished += 1
             seen["unused_allowed"] = allowed
         except Exception as error:
-            seen["unused"] = [type(error).__name__, str(error)]
+            seen["unused"] = [type(error).__name__, str(error), finished]
 
 
 def raise_inside(parallel: Ddp, seen: dict[str, Any]) -> None:

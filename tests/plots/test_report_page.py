@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from trainrun.plots.compare import compare, differing_keys, short_names
+from trainrun.plots.compare import compare, differing_keys, short_names, text_table
 from trainrun.plots.curves import draw_run
 from trainrun.plots.history import flat
 from trainrun.plots.report import draw_report
@@ -85,6 +85,13 @@ def test_a_comparison_shows_only_what_differs(make_run: Any, tmp_path: Path) -> 
     page = read(result.files[-1])
     assert page.tags.count("img") == 2
     assert "optimizer.lr" in page.text
+
+
+def test_a_wide_comparison_has_a_line_a_value() -> None:
+    head, rows = ["run", *(f"model.key_{i:02d}" for i in range(20))], [["a", *"x" * 20], ["b", *"y" * 20]]
+    lines = text_table(head, rows).splitlines()
+    assert [line.split() for line in lines[:2]] == [["run", "a", "b"], ["model.key_00", "x", "y"]]
+    assert len(lines) == 21
 
 
 def test_a_run_without_config_or_metrics_can_be_compared(

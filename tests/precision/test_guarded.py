@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from trainrun.eager import plain_step
 from trainrun.errors import ConfigError, PluginError
-from trainrun.precision.amp import PrecisionOptions, build_precision, set_matmul, type_notes
+from trainrun.precision.amp import PrecisionOptions, build_precision, prepare_model, set_matmul, type_notes
 from trainrun.precision.guarded import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Guarded
 
 CPU = torch.device("cpu")
@@ -299,6 +299,32 @@ def test_notes_name_the_mode_and_impossible_types_are_refused() -> None:
     assert any("bf16-mixed keeps it" in line for line in type_notes("bf16-true", CPU))
     with pytest.raises(ConfigError, match=r"precision=64-true: the device mps has no float64"):
         type_notes("64-true", torch.device("mps"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "real", "wide"),
+    [("32-true", torch.float32, torch.complex64), ("64-true", torch.float64, torch.complex128),
+     ("bf16-true", torch.bfloat16, torch.complex64)],
+)  # fmt: skip
+def test_complex_numbers_stay_complex_and_counts_whole(
+    mode: str, real: torch.dtype, wide: torch.dtype
+) -> None:
+    model = nn.Linear(2, 2)
+    model.turns = nn.Parameter(torch.tensor([1 + 2j]))
+    model.register_buffer("angles", torch.tensor([3 - 4j]))
+    model.register_buffer("seen", torch.tensor(300))
+    prepare_model(model, mode)
+    assert (model.weight.dtype, model.turns.dtype, model.angles.dtype) == (real, wide, wide)
+    assert (model.turns.item(), model.angles.item(), model.seen.item()) == (1 + 2j, 3 - 4j, 300)
+    assert model.seen.dtype == torch.int64
+
+
+def test_float16_and_complex_parameters_are_refused() -> None:
+    model = nn.ParameterList([torch.zeros(1, dtype=torch.complex64)])
+    with pytest.raises(
+        ConfigError, match=r"precision=16-mixed: torch scales no gradients of complex parameters"
+    ):
+        build_precision(PrecisionOptions("16-mixed"), model, CPU)
 
 
 def test_overflows_are_normal_until_there_are_too_many() -> None:

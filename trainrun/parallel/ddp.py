@@ -143,6 +143,11 @@ class Ddp:
     def _exchange_last(self) -> Iterator[None]:
         with self._exchange():
             yield
+            if not self.cannot_wait:
+                assert self._ddp is not None, "wrap comes first"
+                # Raises where a parameter had no gradient: its whole bucket was not exchanged. Torch looks at the
+                # next forward alone, when the step was taken, and perhaps saved.
+                self._ddp.reducer._rebuild_buckets()
             self._spread_buffers()
 
     @contextmanager

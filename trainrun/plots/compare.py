@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 WINDOW = 20
 LINE_STYLES = ("-", "--", "-.", ":")
+MOST_WIDE = 160  # letters of a line of the table, for the terminal
 UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the training
 
 
@@ -87,9 +88,12 @@ def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under each other, for the terminal."""
+    """Columns under each other, for the terminal; a line a value where a line a run would be too wide to read."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    if sum(widths) > MOST_WIDE:
+        lines = list(zip(*lines, strict=True))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines

@@ -46,7 +46,14 @@ class PrecisionOptions:
 def build_precision(
     options: PrecisionOptions, model: nn.Module, device: torch.device, ledger: Ledger | None = None
 ) -> tuple[Guarded, list[str]]:
-    """The precision of a run, and notes on what this device makes of it; `prepare_model` comes first."""
+    """The precision of a run, and notes on what this device makes of it; `prepare_model` comes first.
+
+    Raises ConfigError where the device, or the model, cannot be trained so.
+    """
+    if options.mode == "16-mixed" and any(param.is_complex() for param in model.parameters()):
+        raise ConfigError(
+            "precision=16-mixed: torch scales no gradients of complex parameters; use precision=bf16-mixed or 32-true"
+        )
     precision = Guarded(
         model,
         device,
@@ -73,9 +80,17 @@ def prepare_model(model: nn.Module, mode: str) -> nn.Module:
     """
     dtype = TRUE_TYPES.get(mode)
     if dtype is not None:
-        model.to(dtype)
+        cast = partial(cast_weight, dtype)  # Module.to would make complex numbers real: half of them lost
+        model._apply(cast)  # type: ignore[no-untyped-call]
         model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
     return model
+
+
+def cast_weight(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Whole numbers stay; complex ones become twice as precise with float64, and stay where there are no shorter."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128) if dtype is torch.float64 else tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def cast_inputs(

@@ -1,4 +1,4 @@
-"""`data.path`, which formats read as `${data.path}`: unread it is refused; a saved run follows a new one."""
+"""`data.path`, which formats read as `${data.path}`: one that nothing reads is refused, and a saved run follows."""
 
 from __future__ import annotations
 
