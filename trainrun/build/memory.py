@@ -66,8 +66,7 @@ def build_update(
     host = torch.device("cpu") if config.trainer.cpu_offload == "optimizer" else None
     if master is not None or host is not None:
         shadow = Shadow(precision, model, master, host)
-        with shadow.in_place():
-            return build(), shadow
+        return shadow.built(build), shadow
     optimizer = build()
     if config.trainer.optimizer_in_backward:
         return optimizer, InBackward(precision, optimizer, model)
