@@ -35,9 +35,11 @@ def save_memory(config: RunConfig, model: nn.Module, device: torch.device, notes
                 f"trainer.cpu_offload=parameters: {NO_BLOCKS}; use trainer.cpu_offload=optimizer"
             )
         notes.append(f"trainer.cpu_offload: the weights of {number} blocks lie in the host's memory")
-    elif mode == "auto" and (trainer.compile.scope != "off" or config.parallel.sync_batchnorm):
+    elif mode == "auto" and (
+        trainer.compile.scope != "off" or trainer.cuda_graphs or config.parallel.sync_batchnorm
+    ):
         notes.append(
-            "trainer.gradient_checkpointing: off, with compiled code or synchronised batch norm (auto)"
+            "trainer.gradient_checkpointing: off, with compiled or recorded steps or synchronised batch norm (auto)"
         )
     elif mode != "none":
         number = gradient_checkpointing(model, "full" if mode == "auto" else mode)
