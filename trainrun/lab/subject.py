@@ -224,7 +224,7 @@ class Subject:
             nonlocal items
             for _ in range(number):
                 window = next(batches)
-                items += sum(self._own.task.count(batch.data) for batch in window if batch.real)
+                items += sum(batch.counted_by(self._own.task) for batch in window if batch.real)
                 state.batches += len(window)
                 if window[-1].last:
                     state.epoch, state.batches = state.epoch + 1, 0
