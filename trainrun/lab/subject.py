@@ -69,6 +69,8 @@ class Driven:
                     state.stop_reason = "the test is over"
                     return state
                 answer = subject.obey(order)
+                if parts.parallel.device.type == "cuda":
+                    torch.cuda.empty_cache()  # while it stands still, the others have what only its steps need
                 if gate is not None:
                     gate.send(answer)
         finally:
