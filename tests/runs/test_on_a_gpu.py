@@ -14,13 +14,13 @@ from test_resume import WORDS, own, stop_at
 from torch.nn.functional import cross_entropy
 
 import trainrun as package
-from trainrun import build
+from trainrun.build import parts as building
 from trainrun.checkpoint.format import read_checkpoint
 from trainrun.cli import main
-from trainrun.forecast import forecast
 from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
 from trainrun.optimizer.build import build_optimizer
+from trainrun.start.forecast import forecast
 
 __all__ = ["own"]  # the fixture
 pytestmark = [
@@ -126,7 +126,7 @@ def test_gradients_add_up_under_cuda_graphs_of_inductor() -> None:
 )
 def test_no_step_waits_for_the_gpu(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """But the first ones, in which models and batches are looked at, and those that are recorded."""
-    monkeypatch.setattr(build, "seen_step", lambda config, step, *rest: strictly(step, first=6))
+    monkeypatch.setattr(building, "seen_step", lambda config, step, *rest: strictly(step, first=6))
     run(*words, "monitor.log_every_n_steps=10")
 
 

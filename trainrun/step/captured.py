@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import PluginError, TrainrunError
+from trainrun.mishaps.retry import no_memory
 from trainrun.randomness import kept_random_state
-from trainrun.retry import no_memory
 from trainrun.step.body import compiling
 from trainrun.step.graphs import Function
 
