@@ -103,3 +103,19 @@ def test_seeds_depend_on_every_part_and_on_their_order() -> None:
     assert len(seeds) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(1, 2) == 7777801250388762567  # a saved run must find the same stream again
+
+
+def test_asking_for_the_states_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        raise AssertionError("CUDA was started in a run that does not use it")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.random, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_init", start)
+    with kept_random_state():
+        state = random_state()
+    assert state["cuda"] == []
+    set_random_state(
+        state | {"cuda": [torch.zeros(16, dtype=torch.uint8)]}
+    )  # of a GPU, and gone on with on a CPU

@@ -69,6 +69,14 @@ class ChecksModel(Protocol):
         """Raises ConfigError where the model does not have it."""
 
 
+@runtime_checkable
+class CountsSamples(Protocol):
+    """A task whose `count` reads values, for which the host would wait for a GPU in every step."""
+
+    def sizes(self, batch: Any) -> Tensor | None:
+        """(B,) int64: the items of each row of a batch on the host; None where `count` reads no values of it."""
+
+
 class MicroBatch(NamedTuple):
     """One batch of a stream, on the device.
 
@@ -77,12 +85,18 @@ class MicroBatch(NamedTuple):
     last: no batch of this epoch comes after this one.
     indices: (B,) int64 on the host, the numbers of its samples in the data set (of an iterable one, their
         positions in the epoch): with seed and epoch they are what random augmentation is drawn from.
+    items: what `Task.count` says of it, where that was found on the host; else None.
     """
 
     data: Any
     real: bool = True
     last: bool = False
     indices: Tensor | None = None
+    items: int | None = None
+
+    def counted_by(self, task: Task) -> int:
+        """The items of it; the task is asked where nobody has counted yet."""
+        return task.count(self.data) if self.items is None else self.items
 
 
 class Batches(Protocol):

@@ -91,7 +91,7 @@ def train_step(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
 def add_gradients(parts: Parts, window: list[MicroBatch], log: bool) -> Gradients:
     """Forward and backward of every micro-batch; only gradients change, and what the forward draws or writes."""
     task, precision, parallel, book = parts.task, parts.precision, parts.parallel, parts.ledger.open
-    items = sum([task.count(batch.data) for batch in window if batch.real])
+    items = sum([batch.counted_by(task) for batch in window if batch.real])
     book(RANKS)
     agreed = parallel.agree(items, parts.cadence.stop_request(), parts.cadence.save_request())
     losses: list[Tensor] = []
@@ -127,7 +127,7 @@ def evaluate(parts: Parts, split: str) -> dict[str, float]:
                     break
                 with parts.precision.autocast():
                     out = task.step(model, batch.data)
-                items += task.count(batch.data)
+                items += batch.counted_by(task)
                 add_sums(sums, {"loss": out.loss_sum, **out.sums})
     finally:
         model.train(training)

@@ -77,7 +77,7 @@ def random_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": [version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": cuda_states(),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -92,8 +92,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    set_cuda_states(state["cuda"])
     if "numpy" in state:
         import numpy
 
@@ -101,11 +100,23 @@ def set_random_state(state: dict[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), position, has_gauss, cached))
 
 
+def cuda_states() -> list[torch.Tensor]:
+    """Of the one GPU that this process trains on, whichever of the machine's it is; none where CUDA was not started
+    (asking for it would start CUDA)."""
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.cuda.get_rng_state()] if started else []
+
+
+def set_cuda_states(states: list[torch.Tensor]) -> None:
+    if states and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.set_rng_state(states[0])
+
+
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Whatever draws random numbers inside, the generators outside go on as if it had not."""
     python, cpu = random.getstate(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    cuda = cuda_states()
     numpy = sys.modules.get("numpy")
     kept = NUMPY.state(numpy) if numpy is not None else None
     try:
@@ -113,7 +124,6 @@ def kept_random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        set_cuda_states(cuda)
         if numpy is not None and kept is not None and NUMPY.untouched(numpy) is not kept:
             numpy.random.set_state(kept)

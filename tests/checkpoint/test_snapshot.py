@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from trainrun.checkpoint import blocks, snapshot, tensor_file
 from trainrun.checkpoint.blocks import in_blocks
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.snapshot import Snapshots
+from trainrun.checkpoint.snapshot import Snapshots, host_bytes
 from trainrun.checkpoint.tensor_file import read_tensors, stream
 
 
@@ -68,3 +69,13 @@ def test_a_large_copy_is_written_from_where_it_lies(tmp_path: Path) -> None:
     found, read = read_tensors(io.BytesIO(content), len(content), "copy", written.piece_bytes)
     assert read == written
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_page_locked_memory_comes_in_powers_of_two() -> None:
+    def tensor(size: int, is_cuda: bool) -> SimpleNamespace:
+        return SimpleNamespace(numel=lambda: size, element_size=lambda: 4, is_cuda=is_cuda)
+
+    assert host_bytes({"a": tensor(5, False), "b": tensor(4, False)}) == 36
+    assert host_bytes({"a": tensor(5, True), "b": tensor(4, False)}) == 64
+    assert host_bytes({"a": tensor(16, True)}) == 64
+    assert host_bytes({"a": tensor(0, True)}) == 0

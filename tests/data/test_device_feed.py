@@ -4,11 +4,15 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from trainrun.data.augment.augmented import Augmented, NamedAugmentation
 from trainrun.data.device_feed import DeviceFeed, fed
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
+from trainrun.data.pieces import cut
 from trainrun.errors import DataError
-from trainrun.interfaces import MicroBatch
+from trainrun.interfaces import CountsSamples, MicroBatch
+from trainrun.task.classification import Classification
+from trainrun.task.language_modeling import LanguageModeling
 
 META = torch.device("meta")
 
@@ -104,6 +108,72 @@ def test_it_stands_behind_workers_and_threads(words):
     batches.close()
     stream.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trainrun")]
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randint(5, (10, 6), generator=generator)
+    return inputs, inputs.masked_fill(torch.rand(10, 6, generator=generator) < 0.3, -100)
+
+
+class Ragged(Dataset):
+    thread_safe = True
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return {"input_ids": torch.arange(1 + index)}
+
+
+@pytest.mark.parametrize(
+    ("task", "source", "words"),
+    [
+        (LanguageModeling(), tokens(), {"engine": "resident"}),
+        (Classification(), tokens(), {"engine": "resident"}),
+        (Classification(), tokens(), {"engine": "threads", "num_threads": 1}),
+        (LanguageModeling(), tokens(), {"num_workers": 0, "engine": "workers"}),
+        (LanguageModeling(), Ragged(), {"num_workers": 0}),
+        (LanguageModeling(), Ragged(), {"num_workers": 0, "padding": "pack", "max_sequence_length": 10}),
+    ],
+)
+def test_what_a_device_would_be_waited_for_is_counted_on_the_host(task, source, words):
+    def epoch(**more):
+        stream, _ = open_batches(source, StreamOptions("data.train", True, 4, 0, **words, **more))
+        found = list(stream.epoch(0))
+        stream.close()
+        return found
+
+    assert isinstance(task, CountsSamples)
+    wanted = [task.count(batch.data) for batch in epoch()]
+    there = epoch(device=META, sizes=task.sizes)
+    assert [batch.items for batch in there] == wanted
+    assert [batch.counted_by(task) for batch in there] == wanted
+    assert [batch.items for batch in epoch(sizes=task.sizes)] == [None] * len(wanted)
+
+
+def test_a_count_that_fails_comes_in_its_turn():
+    def sizes(data):
+        if int(data[0]) == 1:
+            raise DataError("no target")
+        return torch.ones(2, dtype=torch.int64)
+
+    batches = DeviceFeed(Source(), META, sizes=sizes).epoch(0)
+    assert next(batches).items == 2
+    with pytest.raises(DataError, match="no target"):
+        next(batches)
+
+
+def test_counts_do_not_outlive_what_they_counted():
+    batch = MicroBatch(torch.zeros(4, 2), items=8)
+    assert [piece.items for piece in cut(batch, 2)] == [None, None]
+
+    class One(Source):
+        def epoch(self, epoch, start=0):
+            yield batch._replace(indices=torch.arange(4))
+
+    mask = NamedAugmentation("data.augment.mask", lambda data, draws: data)
+    assert [found.items for found in Augmented(One(), [mask], 0).epoch(0)] == [None]
 
 
 @pytest.mark.gpu

@@ -194,3 +194,17 @@ def test_any_other_error_of_the_factory_keeps_its_traceback() -> None:
 
     with pytest.raises(RuntimeError, match="my own bug"):
         build_optimizer(broken, {}, nn.Linear(3, 2))
+
+
+def test_steps_are_counted_beside_the_weights_where_the_host_must_not() -> None:
+    for factory, keywords, capturable in (
+        (torch.optim.NAdam, {}, True),
+        (AdamW, {}, False),  # fused: it counts there anyway
+        (AdamW, {"fused": False}, True),
+        (SGD, {}, None),  # it counts nothing
+        (torch.optim.Adagrad, {}, None),
+    ):
+        optimizer, _ = build_optimizer(factory, {"lr": 0.1, **keywords}, nn.Linear(3, 2), on_device=True)
+        assert optimizer.param_groups[0].get("capturable") is capturable
+        plain, _ = build_optimizer(factory, {"lr": 0.1, **keywords}, nn.Linear(3, 2))
+        assert not plain.param_groups[0].get("capturable")

@@ -16,6 +16,8 @@ from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.group import Group
 from trainrun.parallel.worker import run_as_rank
+from trainrun.precision.guarded import Guarded
+from trainrun.precision.shadow import Shadow
 from trainrun.process.signals import StopFlag
 from trainrun.rundir import RunDir, write_json
 
@@ -141,6 +143,21 @@ def exchange_small_types(parallel: Ddp, seen: dict[str, Any]) -> None:
         seen["small_types"][str(dtype)] = model.weight.grad.item()
 
 
+def update_copies(parallel: Ddp, seen: dict[str, Any]) -> None:
+    """Weights whose updates happen on copies of another type, each rank with other data."""
+    model = nn.Linear(4, 2).bfloat16()
+    wrapped = (again := another(parallel)).wrap(model)
+    shadow = Shadow(Guarded(model, parallel.device), model, torch.float32)
+    optimizer = shadow.built(lambda: torch.optim.SGD(model.parameters(), lr=0.1))
+    generator = torch.Generator().manual_seed(parallel.rank)
+    for _ in range(3):
+        with again.sync_gradients(last=True):
+            out = wrapped(torch.randn(8, 4, generator=generator).bfloat16())
+            shadow.backward(out.float().square().sum(), 0.1)
+        shadow.optimizer_step(optimizer, want_norm=False)
+    seen["copies"] = [copy.tolist() for copy in shadow.state_dict()["master"].values()]
+
+
 class HalfUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -185,6 +202,7 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     resume(parallel, seen)
     wrap_quietly(parallel, seen)
     exchange_small_types(parallel, seen)
+    update_copies(parallel, seen)
     raise_inside(parallel, seen)
     leave_parameters_unused(parallel, seen)
     write_json(Path(sys.argv[1], f"seen{parallel.rank}.json"), seen)

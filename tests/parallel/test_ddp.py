@@ -133,6 +133,10 @@ def test_small_number_types_are_exchanged(results: list[dict[str, Any]]) -> None
         assert seen["small_types"] == pytest.approx({"torch.float16": mean, "torch.bfloat16": mean}, rel=8e-3)
 
 
+def test_gradients_for_copies_of_another_type_are_exchanged(results: list[dict[str, Any]]) -> None:
+    assert all(seen["copies"] == results[0]["copies"] for seen in results)
+
+
 def test_unused_parameters_name_the_key(results: list[dict[str, Any]]) -> None:
     for seen in results:
         assert seen["unused"][0] == "PluginError"

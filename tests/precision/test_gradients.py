@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from trainrun.precision.gradients import clip_norm_, gradient_groups, is_uniform, mark_nonfinite, total_norm
+from trainrun.precision.gradients import (
+    clip_norm_,
+    gradient_groups,
+    is_uniform,
+    mark_by_largest,
+    mark_nonfinite,
+    total_norm,
+)
 
 CPU = torch.device("cpu")
 
@@ -80,4 +87,16 @@ def test_complex_gradients_are_clipped_and_checked_as_torch_does(kinds: tuple[to
     assert found.item() == 0
     params[0].grad = torch.tensor([1, complex(0, float("nan"))], dtype=kinds[0])
     mark_nonfinite(gradient_groups(params, is_uniform(params)), found, one)
+    assert found.item() == 1
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_the_largest_values_tell_the_same(bad: float) -> None:
+    found, huge = torch.zeros(()), torch.finfo(torch.bfloat16).max  # whose square is not finite
+    good = [torch.full((3,), huge, dtype=torch.bfloat16), torch.empty(0, dtype=torch.bfloat16)]
+    mark_by_largest(good, found)
+    mark_by_largest(good[1:], found)
+    assert found.item() == 0
+    mark_by_largest([*good, torch.tensor([1.0, bad], dtype=torch.bfloat16)], found)
+    mark_by_largest(good, found)
     assert found.item() == 1

@@ -33,9 +33,7 @@ def model_of(mode: str = "32-true") -> nn.Module:
 def shadowed(model: nn.Module, kind: str, dtype: torch.dtype | None, device: torch.device | None = None):
     factory, keywords = FACTORIES[kind]
     shadow = Shadow(Guarded(model, CPU, clip_value=1.0), model, dtype, device)
-    with shadow.in_place():
-        optimizer, _ = build_optimizer(factory, dict(keywords), model)
-    return shadow, optimizer
+    return shadow, shadow.built(lambda: build_optimizer(factory, dict(keywords), model)[0])
 
 
 def train(

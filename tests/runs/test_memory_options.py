@@ -97,6 +97,11 @@ REFUSED = [
     (["trainer.gradient_checkpointing=true"], "must be one of none"),
     (["trainer.gradient_checkpointing=full", "trainer.compile.enabled=true"], "use one of the two"),
     (["trainer.gradient_checkpointing=full", "parallel.sync_batchnorm=true"], "exchange the statistics"),
+    (
+        ["trainer.gradient_checkpointing=full", "trainer.cuda_graphs=true"],
+        "random numbers cannot be drawn again",
+    ),
+    (["trainer.activation_offload=true", "trainer.cuda_graphs=true"], "no memory of the host can be had"),
     (["trainer.activation_offload=true", "parallel.accelerator=cpu"], "moves tensors from a GPU"),
     (["trainer.activation_offload=true", "trainer.gradient_checkpointing=full"], "there are none to move"),
     (["trainer.activation_offload=true", "trainer.cpu_offload=parameters"], "there are none to move"),

@@ -21,6 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (["precision=16"], 9_610, 10**6, CPU, "off", "precision=16-mixed"),
         ([], 10_000_000, 10**5, CUDA, "model", "> 60 s"),
         ([], 10_000_000, 100, CUDA, "off", "<= 60 s"),
+        ([], 9_610, 10**6, CUDA, "off", "a small network on a GPU"),
         ([], 9_610, None, CPU, "off", "is not known"),
     ],
 )

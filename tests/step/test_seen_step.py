@@ -172,25 +172,6 @@ def test_it_is_refused_without_a_gpu(tmp_path, monkeypatch, capsys):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 class TestOnAGpu:
-    def test_no_step_waits_between_log_points(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-
-        def strictly(step):
-            def call(parts, window, log):
-                torch.cuda.set_sync_debug_mode("error")
-                try:
-                    return step(parts, window, log)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-
-            return call
-
-        from trainrun.build import parts as building
-
-        monkeypatch.setattr(building, "seen_step", lambda config, step, *rest: strictly(step))
-        run = train("trainer.max_epochs=2", "monitor.plots=false")
-        assert run.status["state"] == "done"
-
     def test_device_times_and_copies_are_in_the_rows(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         words = ("trainer.max_epochs=4", "monitor.plots=false", "data.engine=threads")

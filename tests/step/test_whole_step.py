@@ -212,6 +212,32 @@ def test_a_recorded_step_equals_the_plain_one(accumulate: int) -> None:
     assert len(recorded) == accumulate  # one graph for each place in a window; ragged batches run plain
 
 
+def test_what_cannot_be_recorded_is_refused() -> None:
+    weights, count = torch.zeros(2), torch.zeros((), device="meta")
+    with pytest.raises(PluginError, match="keeps a tensor on the host.*use trainer.cuda_graphs=false"):
+        captured(lambda *flat: [flat[0]], [weights, count], 2, on_cpu)
+
+    def asks(*flat: Tensor) -> list[Tensor]:
+        try:
+            raise RuntimeError("a value was asked for")
+        except RuntimeError:
+            raise RuntimeError(
+                "the recording is void"
+            ) from None  # as CUDA says it when the recording is ended
+
+    with pytest.raises(PluginError, match="cannot be recorded .a value was asked for"):
+        captured(asks, [weights], 1, on_cpu)
+
+
+def test_a_tensor_that_was_moved_is_not_overlooked() -> None:
+    weights = torch.zeros(2)
+    step = captured(lambda *flat: [flat[0].add_(flat[1])], [weights, torch.ones(2)], 1, on_cpu)
+    assert step(weights.detach(), torch.full((2,), 3.0))[0].tolist() == [3.0, 3.0]
+    assert step(weights, torch.ones(2))[0].tolist() == [4.0, 4.0]
+    with pytest.raises(AssertionError, match="lies elsewhere now"):
+        step(weights.clone(), torch.ones(2))
+
+
 def test_a_cpu_has_no_cuda_graphs() -> None:
     with pytest.raises(ConfigError, match="this run is on cpu; leave it out"):
         parts_of(("trainer.cuda_graphs=true",), batch_size=4)
@@ -231,3 +257,4 @@ def test_calls_of_kernels_are_compiled_where_all_is_asked_for(
     done = graphs.compiled(lambda x: [x * 2], [torch.ones(3)], "inductor", mode)
     assert done(torch.ones(3))[0].tolist() == [2.0, 2.0, 2.0]
     assert bool(asked[0].get("cpp_wrapper")) is wrapped
+    assert asked[0]["triton.cudagraphs"] is False

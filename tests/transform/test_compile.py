@@ -1,6 +1,7 @@
 import copy
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.model.mlp import Mlp
-from trainrun.transform.compile import CompileOptions, broken_library, compile_model
+from trainrun.transform.compile import CompileOptions, broken_library, compile_model, keep_gradients
 
 
 @pytest.fixture(autouse=True)
@@ -177,3 +178,34 @@ def test_compiled_code_that_is_cut_short_is_removed_and_said(tmp_path: Path) -> 
     assert "run the same command again" in broken_library(RuntimeError(f"InductorError: {caught.value}"))
     assert not library.exists()
     assert broken_library(RuntimeError("another")) == ""
+
+
+def test_gradients_outlive_the_memory_that_they_came_in() -> None:
+    memory, layer = torch.zeros(1, 3), nn.Linear(3, 1, bias=False)
+
+    class Replayed(torch.autograd.Function):
+        """As a CUDA graph: each backward writes its gradient into the same memory."""
+
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor, value: float) -> torch.Tensor:
+            ctx.value = value
+            return weight.sum() * value
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            return memory.fill_(ctx.value).view(1, 3), None
+
+    def summed_up() -> list[float]:
+        layer.weight.grad = None
+        for value in (1.0, 10.0):
+            Replayed.apply(layer.weight, value).backward()
+        return layer.weight.grad[0].tolist()
+
+    assert summed_up() == [20.0] * 3  # what was there is overwritten
+    keep_gradients(layer)
+    assert summed_up() == [11.0] * 3
+    compiled = compile_model(copy.deepcopy(layer), CompileOptions(backend="aot_eager"))
+    keep_gradients(compiled)
+    for _ in range(2):
+        compiled(torch.ones(2, 3)).sum().backward()
+    assert compiled.weight.grad[0].tolist() == [4.0] * 3

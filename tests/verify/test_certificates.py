@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from trainrun import parts as parts_module
 from trainrun.data import order
 from trainrun.precision.guarded import Guarded
 from trainrun.state import TrainState
+from trainrun.verify import continuity
 from trainrun.verify.certificate import FAIL, NONE, PASS, NotApplicable, different_leaves, largest_difference
 from trainrun.verify.run import checks
-from trainrun.verify.trials import Trials
+from trainrun.verify.trials import Outcome, Trials
 from trainrun.words.compose import compose_run
 
 WORDS = (
@@ -286,3 +288,22 @@ def test_trees_and_tensors_are_compared_bit_by_bit():
     assert largest_difference({"a": a}, {"a": a + 0.5}) == pytest.approx(0.5)
     assert largest_difference({"a": a}, {"a": a * nan}) == float("inf")
     assert largest_difference({"a": a}, {"b": a}) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("device", "noise", "state"), [("cuda", 1.0, NONE), ("cuda", 0.0, FAIL), ("cpu", 1.0, FAIL)]
+)
+def test_a_gpu_that_does_not_repeat_a_run_is_not_blamed_on_the_resume(monkeypatch, device, noise, state):
+    def outcome(weight):
+        return Outcome({"weight": torch.tensor(weight)}, {}, [], {}, 1.0)
+
+    found = {0: [outcome(1.0), outcome(1.0 + noise)], 1: [outcome(2.0)]}  # without a stop, and resumed
+    trials = SimpleNamespace(config=compose_run([]).config, pilot=outcome(1.0))
+    trials.stopped = lambda about, steps, then=0: found[int(then > 0)].pop(0)
+    found[0].pop(0)  # the pilot was that run
+    monkeypatch.setattr(continuity, "choose_device", lambda *_, **__: torch.device(device))
+    if state == NONE:
+        with pytest.raises(NotApplicable, match="trainer.deterministic=true takes others"):
+            continuity.resumed(trials)
+    else:
+        assert continuity.resumed(trials).state == state

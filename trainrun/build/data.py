@@ -7,7 +7,7 @@ from typing import Any
 
 from trainrun.config import RunConfig
 from trainrun.data.augment.nodes import build_augmentations
-from trainrun.data.device_feed import Copying, unnoticed
+from trainrun.data.device_feed import Copying, Sizes, unnoticed
 from trainrun.data.facts import check_labels
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
@@ -37,12 +37,13 @@ def build_sources(config: RunConfig) -> dict[str, Any]:
 
 def open_split(
     config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
-    tally: Tally | None = None, copying: Copying = unnoticed,
+    tally: Tally | None = None, copying: Copying = unnoticed, sizes: Sizes | None = None,
 ) -> Batches | None:  # fmt: skip
-    """tally: counts the useful tokens of training batches. copying: surrounds their copies to a GPU."""
+    """tally: counts the useful tokens of training batches. copying: surrounds their copies to a GPU. sizes: counts
+    items before a batch is copied there."""
     if source is None:
         return None
-    options = stream_options(config, parallel, name, report, tally, copying)
+    options = stream_options(config, parallel, name, report, tally, copying, sizes)
     batches, note = open_batches(source, options)
     notes += note.splitlines()
     return batches
@@ -50,7 +51,7 @@ def open_split(
 
 def stream_options(
     config: RunConfig, parallel: Parallel, name: str, report: Report,
-    tally: Tally | None = None, copying: Copying = unnoticed,
+    tally: Tally | None = None, copying: Copying = unnoticed, sizes: Sizes | None = None,
 ) -> StreamOptions:  # fmt: skip
     data, training = config.data, name == "train"
     assert config.seed is not None
@@ -88,6 +89,7 @@ def stream_options(
         device=parallel.device,
         tally=tally if training else None,
         copying=copying if training else unnoticed,
+        sizes=sizes,
         float_dtype=data_float_dtype(config.precision.mode),
     )
 

@@ -35,9 +35,11 @@ def save_memory(config: RunConfig, model: nn.Module, device: torch.device, notes
                 f"trainer.cpu_offload=parameters: {NO_BLOCKS}; use trainer.cpu_offload=optimizer"
             )
         notes.append(f"trainer.cpu_offload: the weights of {number} blocks lie in the host's memory")
-    elif mode == "auto" and (trainer.compile.scope != "off" or config.parallel.sync_batchnorm):
+    elif mode == "auto" and (
+        trainer.compile.scope != "off" or trainer.cuda_graphs or config.parallel.sync_batchnorm
+    ):
         notes.append(
-            "trainer.gradient_checkpointing: off, with compiled code or synchronised batch norm (auto)"
+            "trainer.gradient_checkpointing: off, with compiled or recorded steps or synchronised batch norm (auto)"
         )
     elif mode != "none":
         number = gradient_checkpointing(model, "full" if mode == "auto" else mode)
@@ -66,8 +68,7 @@ def build_update(
     host = torch.device("cpu") if config.trainer.cpu_offload == "optimizer" else None
     if master is not None or host is not None:
         shadow = Shadow(precision, model, master, host)
-        with shadow.in_place():
-            return build(), shadow
+        return shadow.built(build), shadow
     optimizer = build()
     if config.trainer.optimizer_in_backward:
         return optimizer, InBackward(precision, optimizer, model)

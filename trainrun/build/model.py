@@ -12,7 +12,7 @@ from trainrun.instantiate import build
 from trainrun.interfaces import DataFacts
 from trainrun.precision.amp import prepare_model
 from trainrun.transform.channels_last import channels_last
-from trainrun.transform.compile import CompileOptions, compile_model
+from trainrun.transform.compile import WITH_CUDA_GRAPHS, CompileOptions, compile_model, keep_gradients
 from trainrun.transform.fp8 import fp8_linear
 
 
@@ -58,3 +58,6 @@ def transform_model(config: RunConfig, model: nn.Module, device: torch.device, n
             compile_model(model, options, sizes, regional=wanted.scope == "regional")
         except RuntimeError as error:  # no compiler, no such backend: said in words already
             raise ConfigError(str(error)) from error
+        adds_up = config.trainer.accumulate_grad_batches > 1
+        if adds_up and device.type == "cuda" and wanted.mode in WITH_CUDA_GRAPHS:
+            keep_gradients(model)

@@ -31,7 +31,9 @@ def build_optimizer_of(
         if node.get("adamw_lr") is not None:  # the other half of Muon
             node["adamw_lr"], _ = scaled_lr(node["adamw_lr"], rule, batch, base)
     factory = locate(node.pop("_target_"), "optimizer")
-    optimizer, note = build_optimizer(factory, node, model)
+    in_one_graph = config.trainer.cuda_graphs or config.trainer.compile.scope == "step"
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    optimizer, note = build_optimizer(factory, node, model, on_device=in_one_graph and on_gpu)
     notes.append(note)
     return optimizer
 

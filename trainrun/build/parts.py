@@ -35,7 +35,7 @@ from trainrun.data.skips import report_to
 from trainrun.device_times import Copying, DeviceTimes
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build
-from trainrun.interfaces import ChecksModel, Monitor, Parallel, Precision, RunFacts
+from trainrun.interfaces import ChecksModel, CountsSamples, Monitor, Parallel, Precision, RunFacts
 from trainrun.ledger import Ledger
 from trainrun.mishaps.nonfinite import BadSteps
 from trainrun.mishaps.retry import Retry
@@ -108,8 +108,10 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     facts = facts_of(sources["train"], transform=build_transform(config))
     report = report_to([monitor.on_note for monitor in site.monitors])
     tally, copying = Tally(), Copying(site.ledger, site.device_times)
+    task = build_task(config)
+    sizes = task.sizes if isinstance(task, CountsSamples) else None
     train, val, test = (
-        open_split(config, site.parallel, name, sources[name], notes, report, tally, copying)
+        open_split(config, site.parallel, name, sources[name], notes, report, tally, copying, sizes)
         for name in sources
     )
     assert train is not None
@@ -122,7 +124,6 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, site.parallel.device, notes
     )
     set_threads(config, model, site.parallel.device, notes)
-    task = build_task(config)
     if isinstance(task, ChecksModel):
         task.check_model(model)
     transform_model(config, model, site.parallel.device, notes)

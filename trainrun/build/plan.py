@@ -116,7 +116,7 @@ def machine(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "device": str(device),
+        "device": device.type,  # which of several alike does not matter, and each rank has another
     }
     return facts | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
 

@@ -45,7 +45,7 @@ def build_stepper(config: RunConfig, precision: Guarded, device: torch.device, l
         raise ConfigError(
             f"trainer.cuda_graphs=true: only a CUDA device has them, and this run is on {device.type}; leave it out"
         )
-    from trainrun.step.captured import captured
+    from trainrun.step.captured import OnCuda, captured
     from trainrun.step.graphs import Function, compiled
     from trainrun.step.whole import WholeStep
     from trainrun.transform.compile import check_options
@@ -56,10 +56,12 @@ def build_stepper(config: RunConfig, precision: Guarded, device: torch.device, l
         except RuntimeError as error:
             raise ConfigError(str(error)) from error
 
+    record = OnCuda()
+
     def engine(function: Function, inputs: list[Tensor], num_held: int) -> Function:
         if wanted.scope == "step":
             function = compiled(function, inputs, wanted.backend, wanted.mode)
-        return captured(function, inputs, num_held) if records else function
+        return captured(function, inputs, num_held, record) if records else function
 
     return WholeStep(loop.train_step, precision, config.data.batch_size, engine, log, fixed=records)
 

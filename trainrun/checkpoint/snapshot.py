@@ -72,7 +72,7 @@ class Snapshots:
         """Whether memory for one more is kept, or free. fresh: whether a large one is worth fresh memory; where
         nobody waits for the copy, it is not."""
         self._end_touching()
-        needed = num_bytes(tensors)
+        needed = host_bytes(tensors)
         if self._unused or needed < LARGE_BYTES:
             return True
         return fresh and needed <= MOST_OF_FREE * self._free_bytes()
@@ -91,6 +91,13 @@ class Snapshots:
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def host_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Of a copy: torch's allocator of page-locked memory rounds up to a power of two."""
+    size = num_bytes(tensors)
+    pinned = any(tensor.is_cuda for tensor in tensors.values())
+    return 1 << (size - 1).bit_length() if pinned and size else size
 
 
 def _copy(copies: Memory, tensors: Mapping[str, Tensor], non_blocking: bool) -> None:
@@ -167,6 +174,6 @@ def _memory(size: int, pinned: bool) -> Tensor:
 
 
 def _event(device: torch.device) -> Any:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits takes no core
     event.record(torch.cuda.current_stream(device))
     return event

@@ -237,7 +237,8 @@ def sharing(device: torch.device, world_size: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that is free now."""
+    """Memory of the device that is free now; on a GPU also what torch's allocator keeps to use it again."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     return host_memory().free

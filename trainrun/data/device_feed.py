@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from trainrun.data.batch import map_leaves, to_device
 from trainrun.data.stream import Around
@@ -31,6 +32,7 @@ class OnTheWay(NamedTuple):
 
 
 Copying = Callable[[torch.cuda.Stream | None], AbstractContextManager[Any]]
+Sizes = Callable[[Any], Tensor | None]  # of `CountsSamples`
 
 
 def unnoticed(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
@@ -38,9 +40,11 @@ def unnoticed(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def fed(batches: Batches, device: torch.device, copying: Copying = unnoticed) -> Batches:
+def fed(
+    batches: Batches, device: torch.device, copying: Copying = unnoticed, sizes: Sizes | None = None
+) -> Batches:
     """The stream with its batches on the device; on a CPU the same stream."""
-    return batches if device.type == "cpu" else DeviceFeed(batches, device, copying)
+    return batches if device.type == "cpu" else DeviceFeed(batches, device, copying, sizes)
 
 
 def pinned(data: Any) -> Any:
@@ -48,16 +52,25 @@ def pinned(data: Any) -> Any:
     return map_leaves(data, lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf)
 
 
+def counted(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
+    found = sizes(batch.data)
+    return batch if found is None else batch._replace(items=int(found.sum()))
+
+
 class DeviceFeed(Around):
     """Fills `Batches`. Faults and the end come in their turn, after the batches that were ahead of them.
 
     copying: surrounds each copy; given the stream that it is made on, or None where the host waits for it.
+    sizes: counts the items of a batch while it is still on the host.
     """
 
-    def __init__(self, batches: Batches, device: torch.device, copying: Copying = unnoticed) -> None:
+    def __init__(
+        self, batches: Batches, device: torch.device, copying: Copying = unnoticed, sizes: Sizes | None = None
+    ) -> None:
         super().__init__(batches)
         self._device = device
         self._copying = copying
+        self._sizes = sizes
         self._ahead = AHEAD if device.type == "cuda" else 0
         self._stream: torch.cuda.Stream | None = None
 
@@ -73,6 +86,7 @@ class DeviceFeed(Around):
                 while more and len(waiting) <= self._ahead:
                     try:
                         batch = next(source, None)
+                        batch = batch if batch is None or self._sizes is None else counted(batch, self._sizes)
                     except Exception as error:  # raised below, once what was read before it is used
                         batch, fault = None, error
                     more = batch is not None

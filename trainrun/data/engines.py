@@ -56,7 +56,7 @@ def build_engine(prepared: Prepared, options: StreamOptions, engine: str, number
     plan, facts = prepared.plan, prepared.facts
     if engine == "resident":
         assert facts.columns is not None
-        return ResidentBatches(facts.columns, plan, facts.preparation, options.device)
+        return ResidentBatches(facts.columns, plan, facts.preparation, options.device, options.sizes)
     dataset = prepared.dataset if facts.columns is None else facts.columns.on_host()
     reader = BatchReader(dataset, prepared.recipe)
     skips = Skips(options.key, options.max_skipped_share, options.report, plan.num_seen / plan.world_size)
@@ -68,7 +68,7 @@ def build_engine(prepared: Prepared, options: StreamOptions, engine: str, number
     else:
         workers = worker_options(number, options)
         batches = LoaderBatches(reader, plan, workers, skips, options.seed, options.key, options.report)
-    return fed(batches, options.device, options.copying)
+    return fed(batches, options.device, options.copying, options.sizes)
 
 
 def fitting_choice(choice: Choice, prepared: Prepared, options: StreamOptions) -> Choice:

@@ -193,7 +193,8 @@ def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     reader = StreamReader(source, plan, length, max_batches, recipe)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     line = f"{options.key}: {describe_workers(number)} ({reason})"
-    batches = fed(IterableBatches(reader, worker_options(number, options)), options.device, options.copying)
+    on_host = IterableBatches(reader, worker_options(number, options))
+    batches = fed(on_host, options.device, options.copying, options.sizes)
     return counted(batches, collate, options.tally), line
 
 

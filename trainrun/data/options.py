@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from trainrun.data.augment.augmented import NamedAugmentation
-from trainrun.data.device_feed import Copying, unnoticed
+from trainrun.data.device_feed import Copying, Sizes, unnoticed
 from trainrun.data.reader import Collate
 from trainrun.data.sequences.choose import SequenceOptions
 from trainrun.data.sequences.lengths import Shared
@@ -28,7 +28,7 @@ class StreamOptions:
     training: False reads every sample once in its own order: shuffle and drop_last do not apply,
         every epoch is epoch 0, and a batch_size above the data is lowered.
     engine: "auto", "resident", "workers" or "threads". report: takes one line for the people who watch.
-    tally: is told of the useful tokens, where lengths differ.
+    tally: is told of the useful tokens, where lengths differ. sizes: the task's, which counts on the host.
     gather: the value of every rank, on every rank, for what they do once; None: each for itself.
         limit: a fraction of the micro-batches (float) or their
         number (int). may_grow: batch_size is a suggestion, and small inputs in memory come in larger
@@ -69,6 +69,7 @@ class StreamOptions:
     copying: Copying = unnoticed
     float_dtype: torch.dtype = torch.float32
     tally: Tally | None = None
+    sizes: Sizes | None = None
 
 
 def check_options(options: StreamOptions) -> None:

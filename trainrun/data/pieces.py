@@ -52,6 +52,6 @@ def cut(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
     count = num_rows(batch.data)
     bounds = torch.linspace(0, count, min(pieces, count) + 1, dtype=torch.float64).round().long().tolist()
     return [
-        batch._replace(data=rows_of(batch.data, first, end, count), last=False, indices=None)
+        batch._replace(data=rows_of(batch.data, first, end, count), last=False, indices=None, items=None)
         for first, end in pairwise(bounds)
     ]

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from trainrun.data.batch import Preparation
 from trainrun.data.columns import Column, Columns, is_mapped, tensor_view
+from trainrun.data.device_feed import Sizes
 from trainrun.data.order import StreamPlan
 from trainrun.data.stream import Planned
 from trainrun.interfaces import MicroBatch
 
 BLOCK_BYTES = 2**26  # of a mapped file on its way to a GPU
+BLOCK_ROWS = 4096  # whose items are counted at once
 
 
 class ResidentBatches(Planned):
@@ -25,8 +27,16 @@ class ResidentBatches(Planned):
     """
 
     def __init__(
-        self, columns: Columns, plan: StreamPlan, preparation: Preparation, device: torch.device
+        self,
+        columns: Columns,
+        plan: StreamPlan,
+        preparation: Preparation,
+        device: torch.device,
+        sizes: Sizes | None = None,
     ) -> None:
+        self._sizes = None
+        if sizes is not None and device.type != "cpu":
+            self._sizes = sizes_of(columns, preparation, sizes)
         self._gathers = [_gather(value, preparation, device, columns.in_place) for value in columns.values]
         self._pack = columns.pack
         self._plan = plan
@@ -43,10 +53,23 @@ class ResidentBatches(Planned):
             self._plan.shares(epoch, start, self._device), self._plan.shares(epoch, start), strict=True
         )
         for (indices, real, last), (on_host, _, _) in both:
-            yield MicroBatch(pack([gather(indices) for gather in gathers]), real, last, on_host)
+            items = None if self._sizes is None else int(self._sizes[on_host].sum())
+            yield MicroBatch(pack([gather(indices) for gather in gathers]), real, last, on_host, items)
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+def sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:
+    """(N,) on the host: the items of every sample; None where counting a batch reads no values of it."""
+    found: list[Tensor] = []
+    for begin in range(0, len(columns), BLOCK_ROWS):
+        rows = [preparation.column(value[begin : begin + BLOCK_ROWS]) for value in columns.values]
+        part = sizes(columns.pack(rows))
+        if part is None:
+            return None
+        found.append(part.cpu())
+    return torch.cat(found)
 
 
 def _gather(value: Column, preparation: Preparation, device: torch.device,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -131,17 +131,17 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
 
 def load_lap(
     parts: Parts, state: TrainState, number: int, deadline: float, clock: Clock
-) -> tuple[list[Any], float]:
+) -> tuple[list[MicroBatch], float]:
     """The first batches, and the seconds of one item, once what was read ahead of the clock is used up."""
-    kept: list[Any] = []
+    kept: list[MicroBatch] = []
     with contextlib.closing(batches_from(parts, state)) as batches:
         for _ in range(ahead(parts)):
-            kept.append(next(batches).data)
+            kept.append(next(batches))
         count, items, begin = 0, 0, clock()
         while count < 2 * number or (count < MOST_BATCHES and clock() < deadline) or count % number:
-            data = next(batches).data
-            count, items = count + 1, items + parts.task.count(data)
-            kept = [*kept[: KEPT - 1], data]
+            batch = next(batches)
+            count, items = count + 1, items + batch.counted_by(parts.task)
+            kept = [*kept[: KEPT - 1], batch]
         settle(parts.parallel.device)
         return kept, (clock() - begin) / max(items, 1)
 
@@ -158,18 +158,18 @@ def batches_from(parts: Parts, state: TrainState) -> Generator[MicroBatch, None,
         epoch, start = epoch + 1, 0
 
 
-def train_lap(parts: Parts, kept: list[Any], deadline: float, clock: Clock) -> float:
+def train_lap(parts: Parts, kept: list[MicroBatch], deadline: float, clock: Clock) -> float:
     """Seconds of one item in forward and backward of copies."""
     model, task = stand_ins(parts.model, parts.task)
     parameters = list(model.parameters())
 
-    def step(data: Any) -> int:
+    def step(batch: MicroBatch) -> int:
         with parts.precision.autocast():
-            out = task.step(model, data)
+            out = task.step(model, batch.data)
         out.loss_sum.backward()
         for parameter in parameters:
             parameter.grad = None
-        return int(task.count(data))
+        return batch.counted_by(task)
 
     step(kept[0])
     settle(parts.parallel.device)

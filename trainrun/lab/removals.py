@@ -141,7 +141,7 @@ def _without_update(parts: Parts, window: list[MicroBatch], log: bool) -> StepRe
 
 
 def _forward_only(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
-    items = sum(parts.task.count(batch.data) for batch in window)
+    items = sum(batch.counted_by(parts.task) for batch in window)
     agreed = parts.parallel.agree(items, 0, 0)
     losses = []
     for batch in window:

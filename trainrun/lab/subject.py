@@ -69,6 +69,8 @@ class Driven:
                     state.stop_reason = "the test is over"
                     return state
                 answer = subject.obey(order)
+                if parts.parallel.device.type == "cuda":
+                    torch.cuda.empty_cache()  # while it stands still, the others have what only its steps need
                 if gate is not None:
                     gate.send(answer)
         finally:
@@ -224,7 +226,7 @@ class Subject:
             nonlocal items
             for _ in range(number):
                 window = next(batches)
-                items += sum(self._own.task.count(batch.data) for batch in window if batch.real)
+                items += sum(batch.counted_by(self._own.task) for batch in window if batch.real)
                 state.batches += len(window)
                 if window[-1].last:
                     state.epoch, state.batches = state.epoch + 1, 0

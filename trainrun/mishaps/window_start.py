@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainrun.copies import Lists, by_type
+
 
 class WindowStart:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -31,6 +33,7 @@ class WindowStart:
         self._copies: dict[
             str, tuple[Tensor, Tensor]
         ] = {}  # buffers that windows write into, and what was there
+        self._lists: list[Lists] = []  # the same, copies first
 
     def mark(self) -> None:
         """The window begins now."""
@@ -43,7 +46,7 @@ class WindowStart:
         if self._host_draws:
             self._host = host_state()
         if self._copies:
-            self._copy(self._copies)
+            self._copy_again()
 
     def _look(self, first: bool) -> None:
         """Before the first window, all is kept; after it, what it changed."""
@@ -72,6 +75,18 @@ class WindowStart:
     def _copy(self, names: Any) -> None:
         buffers = dict(self._model.named_buffers())
         self._copies = {name: (buffers[name], buffers[name].detach().clone()) for name in names}
+        self._lists = by_type((copy, buffer) for buffer, copy in self._copies.values())
+
+    @torch.no_grad()
+    def _copy_again(self) -> None:
+        """Into the same copies, unless the model put other tensors in the places of its buffers."""
+        buffers = dict(self._model.named_buffers())
+        for name, (buffer, copy) in self._copies.items():
+            if buffers[name] is not buffer or buffer.shape != copy.shape:
+                self._copy(list(self._copies))
+                return
+        for copies, sources in self._lists:
+            torch._foreach_copy_(copies, sources)
 
     @torch.no_grad()
     def restore(self) -> str:

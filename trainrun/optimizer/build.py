@@ -24,9 +24,12 @@ WRONG = "the fused update computes wrong values"
 
 
 def build_optimizer(
-    factory: Callable[..., Optimizer], keywords: dict[str, Any], model: nn.Module
+    factory: Callable[..., Optimizer], keywords: dict[str, Any], model: nn.Module, on_device: bool = False
 ) -> tuple[Optimizer, str]:
-    """`factory(parameters, **keywords)` on the parameters that want a gradient, and a note on the choice."""
+    """`factory(parameters, **keywords)` on the parameters that want a gradient, and a note on the choice.
+
+    on_device: it is to count its steps beside the weights (a fused one does anyway), for a step without the host.
+    """
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:
         raise PluginError("model: the model has no parameter that wants a gradient; nothing can be trained")
@@ -41,6 +44,8 @@ def build_optimizer(
         WRONG
     ):
         raise PluginError(f"optimizer.fused=true: {fault}; choose optimizer.fused=null")
+    if on_device and not keywords.get("fused") and has_switch(factory, "capturable", False):
+        keywords = {"capturable": True} | keywords
     try:
         optimizer = factory(params if make_groups is None else make_groups(model), **keywords)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -77,16 +82,20 @@ def kernel_of(optimizer: Optimizer, wish: dict[str, Any], fault: str) -> tuple[s
 
 def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model: nn.Module) -> bool:
     """Whether the factory has the switch, leaves it open, and nothing that is known excludes it."""
-    try:
-        switch = inspect.signature(factory).parameters.get("fused")
-    except (TypeError, ValueError):  # a callable without a readable signature
-        return False
-    if switch is None or switch.default is not None or keywords.get("fused") is not None:
+    if not has_switch(factory, "fused", None) or keywords.get("fused") is not None:
         return False
     if factory is SGD and keywords.get("momentum") and keywords.get("dampening"):
         return False  # see start_momentum
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     return not (sparse or keywords.get("foreach") or keywords.get("differentiable"))
+
+
+def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | None) -> bool:
+    try:
+        switch = inspect.signature(factory).parameters.get(name)
+    except (TypeError, ValueError):  # a callable without a readable signature
+        return False
+    return switch is not None and switch.default is default
 
 
 def _fused_fault(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainrun.copies import by_type
 from trainrun.errors import CheckpointError
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -52,12 +53,11 @@ class Ema:
     def _look(self, newest: float) -> None:
         """Mixes the weights in; `newest` is the weight of what is seen now, 1 at the first look."""
         torch._foreach_lerp_(self._averages, [_roomy(param) for param in self._model.parameters()], newest)
-        for shown, average in zip(self.module.parameters(), self._averages, strict=True):
-            if shown is not average:
-                shown.copy_(average)
+        rounded = zip(self.module.parameters(), self._averages, strict=True)
         # asked anew each time: a model may replace a buffer instead of writing into it
-        for kept, buffer in zip(self.module.buffers(), self._model.buffers(), strict=True):
-            kept.copy_(buffer)
+        buffers = zip(self.module.buffers(), self._model.buffers(), strict=True)
+        for targets, sources in by_type([*(pair for pair in rounded if pair[0] is not pair[1]), *buffers]):
+            torch._foreach_copy_(targets, sources)
 
     def state_dict(self) -> dict[str, Any]:
         if not self._enabled:

@@ -84,6 +84,11 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
     """
     for grads in groups:
         device = grads[0].device
+        if device.type == "cuda" and grads[0].dtype is torch.bfloat16:
+            mark_by_largest(
+                grads, found
+            )  # the kernel has no bfloat16 there (torch 2.13, pytorch issue 127176)
+            continue
         if device.type == "cpu":
             grads = [grad for grad in grads if grad.numel() < LARGE_GRADIENT or not has_finite_sum(grad)]
             if not grads:
@@ -94,6 +99,13 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
             there = found.to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, there, one.to(device))
             found.copy_(there)
+
+
+def mark_by_largest(grads: list[Tensor], found: Tensor) -> None:
+    """`mark_nonfinite` of one group by its largest values, of which not-a-number is one: any type, and only read."""
+    if filled := [grad for grad in grads if grad.numel()]:
+        bad = ~torch.stack(torch._foreach_norm(filled, math.inf)).isfinite().all()
+        found.copy_(torch.maximum(found, bad.to(found.device, found.dtype)))
 
 
 def has_finite_sum(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ gain: not measured
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,7 +28,8 @@ class Shadow:
     """Fills `Precision` around another.
 
     dtype: of the copies, None for that of the weights. device: where they lie, None for beside the weights.
-    The optimizer is to be built inside of `in_place`, so that its state is like the copies.
+    The copies are parameters of their own. (With a parameter's `data` of another type or place, torch forgets
+    where its gradient is summed up, and with that the hook by which DDP learns of it: torch 2.13.)
     """
 
     def __init__(
@@ -38,15 +39,25 @@ class Shadow:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._inner = inner
+        self._inner, self._model = inner, model
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self._names = list(named)
-        self._params = list(named.values())
-        self._weights = [param.data for param in self._params]
+        self._params: list[Tensor] = list(named.values())
         self._rounds = dtype is not None
         self._device = device
-        self._copies = [_copied(weight, dtype, device) for weight in self._weights]
+        self._copies: list[Tensor] = [
+            nn.Parameter(_copied(param.detach(), dtype, device)) for param in self._params
+        ]
+        self._copy_of = dict(zip(self._params, self._copies, strict=True))
+        self._param_of = {copy: param for param, copy in self._copy_of.items()}
         self._settled = False
+
+    def built(self, build: Callable[[], Optimizer]) -> Optimizer:
+        """What `build` makes of the model, with a state like the copies; it lists the model's own parameters."""
+        with self._in_the_model():
+            optimizer = build()
+        exchange(optimizer, self._param_of)
+        return optimizer
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self._inner.autocast()
@@ -57,30 +68,47 @@ class Shadow:
     def optimizer_step(self, optimizer: Optimizer, want_norm: bool) -> GradReport:
         if not self._settled and self._device is not None:
             self._settle(optimizer, self._device)
-        with self.in_place():
+        with self._in_the_optimizer(optimizer):
             report = self._inner.optimizer_step(optimizer, want_norm)
         if not report.skipped:
             self._hand_over()
         return report
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the parameters hold the copies, and gradients of their type and place."""
+    def _in_the_model(self) -> Iterator[None]:
+        """Inside, the modules hold the copies."""
+        places = [
+            (module._parameters, name, param)
+            for module in self._model.modules()
+            for name, param in module._parameters.items()
+            if param is not None and param in self._copy_of
+        ]
+        try:
+            for params, name, param in places:
+                params[name] = self._copy_of[param]  # type: ignore[assignment]
+            yield
+        finally:
+            for params, name, param in places:
+                params[name] = param
+
+    @contextmanager
+    def _in_the_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, the optimizer works on the copies, which have the gradients in their type and place."""
         for param, copy in zip(self._params, self._copies, strict=True):
             grad, param.grad = param.grad, None
-            param.data = copy
             if grad is not None:
-                param.grad = grad.to(copy.device, copy.dtype)
+                copy.grad = grad.to(copy.device, copy.dtype)
+        exchange(optimizer, self._copy_of)
         try:
             yield
         finally:
-            for param, weight in zip(self._params, self._weights, strict=True):
-                param.grad = None
-                param.data = weight
+            exchange(optimizer, self._param_of)
+            for copy in self._copies:
+                copy.grad = None
 
     def _hand_over(self) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(self._weights, self._copies, non_blocking=True)
+            torch._foreach_copy_(self._params, self._copies, non_blocking=True)
 
     def _settle(self, optimizer: Optimizer, device: torch.device) -> None:
         """Moves a state that was loaded beside the weights."""
@@ -97,7 +125,10 @@ class Shadow:
         """With the copies, where the weights do not tell them."""
         state = self._inner.state_dict()
         return (
-            state | {"master": dict(zip(self._names, self._copies, strict=True))} if self._rounds else state
+            state
+            | {"master": {name: copy.detach() for name, copy in zip(self._names, self._copies, strict=True)}}
+            if self._rounds
+            else state
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -108,7 +139,15 @@ class Shadow:
         if masters is not None and list(masters) != self._names:
             raise CheckpointError("precision.master_weights: the checkpoint's belong to another model")
         with torch.no_grad():
-            torch._foreach_copy_(self._copies, self._weights if masters is None else list(masters.values()))
+            torch._foreach_copy_(self._copies, self._params if masters is None else list(masters.values()))
+
+
+def exchange(optimizer: Optimizer, other_of: Mapping[Tensor, Tensor]) -> None:
+    """Others in the places of parameters, with the state of those; what has no other stays."""
+    for group in optimizer.param_groups:
+        group["params"] = [other_of.get(param, param) for param in group["params"]]
+    for param in [key for key in optimizer.state if key in other_of]:
+        optimizer.state[other_of[param]] = optimizer.state.pop(param)
 
 
 def _copied(weight: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:

@@ -23,6 +23,7 @@ SMALL_STEP_FLOP = 1e8  # above it kernels and not Python take the time, and a CP
 # A GPU was not measured: the published gain of 1.2x at a step of 50 ms, against a minute of compiling.
 GPU_SAVED_SECONDS = 8e-3
 GPU_COMPILE_SECONDS = 60.0
+GPU_LEAST_WEIGHTS = 1_000_000  # a step of fewer does not take as long as that
 
 
 def chosen_scope(
@@ -31,6 +32,8 @@ def chosen_scope(
     """The scope for this run, and a line that says why."""
     if total_steps is None:
         return "off", "compile: off (auto), the number of steps is not known; give trainer.max_steps"
+    if device.type == "cuda" and num_weights < GPU_LEAST_WEIGHTS:
+        return "off", "compile: off (auto), a small network on a GPU; there trainer.cuda_graphs=true may pay"
     if device.type == "cuda":
         scope, saved, cost = "model", GPU_SAVED_SECONDS, GPU_COMPILE_SECONDS
     else:

@@ -83,7 +83,7 @@ class WholeStep:
             self._graphs.get((kind, i == last)) or self._new_graph(parts, held, batches[i], i == last)
             for i, (kind, _, _) in enumerate(batches)
         ]
-        items = sum([parts.task.count(batch.data) for batch in window])
+        items = sum([batch.counted_by(parts.task) for batch in window])
         agreed = parts.parallel.agree(items, parts.cadence.stop_request(), parts.cadence.save_request())
         share = self._share(1 / (agreed.items or 1), parts.parallel.device)
         held.follow()

@@ -54,8 +54,11 @@ class LanguageModeling:
             )
 
     def count(self, batch: Any) -> int:
-        """Target tokens that are not ignored; waits for the device."""
+        """Target tokens that are not ignored; of a batch on a GPU it waits for that, so `sizes` is asked before."""
         return int((tokens_and_target(batch)[1] != IGNORED).sum())
+
+    def sizes(self, batch: Any) -> Tensor:
+        return (tokens_and_target(batch)[1] != IGNORED).sum(1)
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError, DataError: outputs and targets do not fit each other, at the first batch."""

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor
+
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -63,6 +65,14 @@ def compile_model(
 
     model._compiled_call_impl = dispatch
     return model
+
+
+def keep_gradients(model: nn.Module) -> None:
+    """Copies of the gradients, which the next micro-batch adds to: those that a CUDA graph of inductor gives are
+    overwritten when it is replayed (torch 2.13, pytorch issue 169545)."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -17,6 +17,7 @@ from trainrun.data.options import StreamOptions
 from trainrun.errors import TrainrunError
 from trainrun.interfaces import Batches
 from trainrun.loop import evaluate
+from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.verify.certificate import FAIL, PASS, Certificate, NotApplicable, compared, different_leaves
@@ -45,12 +46,26 @@ def resumed(trials: Trials) -> Certificate:
     places += [] if straight.rows == stopped.rows else ["metrics.jsonl"]
     lost = lost_attributes(trials, straight, stopped, steps)
     text = f"stopped at step {at} of {steps}, every bit the same"
+    if places and on_gpu(trials.config) and not repeats(trials, straight, steps):
+        raise NotApplicable(
+            "a run without a stop does not repeat either: kernels of this GPU add up in any order; "
+            "trainer.deterministic=true takes others"
+        )
     if places:
         text = f"stopped at step {at} of {steps}; different: {', '.join(places[:4])}"
     if lost:
         text += f"; not in the checkpoint: {', '.join(lost[:3])}"
     both = len(places) + len(lost)
     return Certificate("resume", FAIL if both else PASS, f"{both} values", text)
+
+
+def on_gpu(config: RunConfig) -> bool:
+    return choose_device(config.parallel.accelerator, mode=config.parallel.mode).type == "cuda"
+
+
+def repeats(trials: Trials, straight: Outcome, steps: int) -> bool:
+    again = trials.stopped("the run without a stop, once more", steps)
+    return not different_leaves(straight.shared, again.shared, "shared")
 
 
 def lost_attributes(trials: Trials, straight: Outcome, stopped: Outcome, steps: int) -> list[str]:

@@ -51,6 +51,11 @@ def _recompute_faults(config: RunConfig) -> Iterator[str]:
             f"{key}: does not go with trainer.compile.scope={trainer.compile.scope}, because compiled code "
             "decides itself what it computes again; use one of the two"
         )
+    if trainer.cuda_graphs:
+        yield (
+            f"{key}: does not go with trainer.cuda_graphs=true, because random numbers cannot be drawn again while a "
+            "step is recorded; use one of the two"
+        )
     if config.parallel.sync_batchnorm:
         yield (
             f"{key}: does not go with parallel.sync_batchnorm=true, which would exchange the statistics of the ranks "
@@ -73,6 +78,11 @@ def _offload_faults(config: RunConfig) -> Iterator[str]:
                 )
         if trainer.compile.scope != "off":
             yield _compiled("trainer.activation_offload=true", trainer.compile.scope)
+        if trainer.cuda_graphs:
+            yield (
+                "trainer.activation_offload=true: does not go with trainer.cuda_graphs=true, because no memory of the "
+                "host can be had while a step is recorded; use one of the two"
+            )
     if trainer.cpu_offload == "none":
         return
     key = f"trainer.cpu_offload={trainer.cpu_offload}"

@@ -52,7 +52,7 @@ class Augmented(Around):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         for batch in self._batches.epoch(epoch, start):
-            yield batch._replace(data=self._augment(batch, epoch))
+            yield batch._replace(data=self._augment(batch, epoch), items=None)  # targets may be others now
 
     def _augment(self, batch: MicroBatch, epoch: int) -> Any:
         assert batch.indices is not None, "every engine says which samples are in a batch"

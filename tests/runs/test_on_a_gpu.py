@@ -1,0 +1,221 @@
+"""What only a GPU can show, in a few minutes: `pytest -m gpu tests`, of which this file is the runs as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.evidence import facts_of, same
+from test_resume import WORDS, own, stop_at
+from torch.nn.functional import cross_entropy
+
+import trainrun as package
+from trainrun.build import parts as building
+from trainrun.checkpoint.format import read_checkpoint
+from trainrun.cli import main
+from trainrun.model.cnn import Cnn
+from trainrun.model.gpt import Gpt
+from trainrun.optimizer.build import build_optimizer
+from trainrun.start.forecast import forecast
+
+__all__ = ["own"]  # the fixture
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("workdir"),
+]
+DEVICE = torch.device("cuda")
+HERE = ("parallel.accelerator=cuda",)
+QUIET = (
+    "monitor.hardware=false",
+    "monitor.plots=false",
+    "monitor.progress_bar=false",
+    "monitor.verbose=false",
+)
+REPEATS = ("trainer.deterministic=true", "data.engine=threads", "data.num_threads=2")
+SHORT = ("data=digits", "trainer.max_epochs=3", "data.batch_size=64")
+TEXT = (
+    "data=text", "task=language_modeling", "model=gpt", "model.layers=2", "model.width=64", "model.heads=2",
+    "data.train.block_size=64", "data.train.max_bytes=60000", "trainer.max_steps=60", "trainer.max_epochs=null",
+)  # fmt: skip
+
+
+def run(*words: str) -> package.Run:
+    done = package.train(*HERE, *QUIET, *words)
+    assert done.status["state"] == "done"
+    return done
+
+
+def weights(done: package.Run) -> dict[str, torch.Tensor]:
+    return {name: value.double() for name, value in done.load_model("last").state_dict().items()}
+
+
+def close(one: package.Run, other: package.Run, tolerance: float) -> None:
+    for name, value in weights(one).items():
+        torch.testing.assert_close(value, weights(other)[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_every_precision_learns(model: str, mode: str) -> None:
+    found = run(*SHORT, f"model={model}", f"precision={mode}", "trainer.gradient_clip_val=1.0")
+    assert [row for row in found.metrics if row["kind"] == "eval"][-1]["val/acc"] > 0.8
+    place = max((found.folder / "checkpoints").glob("step-*"))
+    assert read_checkpoint(place).manifest.fingerprint["device"] == "cuda"
+
+
+@pytest.mark.parametrize(("step", "precision"), [(1, "32"), (4, "bf16"), (9, "16"), (10, "bf16-true")])
+def test_a_run_stopped_anywhere_ends_with_the_same_bits(own: Path, step: int, precision: str) -> None:
+    """With dropout, batch norm, averages, accumulation, and batches pinned in the background."""
+    words = [*WORDS, *HERE, f"precision={precision}", "data.num_workers=2", "trainer.deterministic=true"]
+    assert main([*words, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
+    assert main([*words, *stop_at(step, "SIGINT"), "output_dir=stopped"]) == 130
+    assert main(["resume", "stopped"]) == 0
+    whole, resumed = facts_of(own / "whole"), facts_of(own / "stopped")
+    same(whole[0], resumed[0])
+    assert whole[1] == resumed[1]
+
+
+@pytest.mark.parametrize("words", [(), ("precision=bf16-true", "precision.master_weights=true")])
+def test_one_rank_under_nccl_is_the_run_without_ranks(words: tuple[str, ...]) -> None:
+    alone = run(*SHORT, "model=cnn", *REPEATS, *words)
+    rank = run(*SHORT, "model=cnn", *REPEATS, *words, "parallel=ddp", "parallel.devices=1")
+    same(facts_of(alone.folder)[0]["shared"]["model"], facts_of(rank.folder)[0]["shared"]["model"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=mlp",),
+        ("model=mlp", "optimizer=custom", "optimizer._target_=torch.optim.NAdam", "optimizer.lr=0.01"),
+        ("model=cnn", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1"),
+    ],
+)
+def test_a_recorded_step_is_the_plain_one_while_threads_pin_batches(words: tuple[str, ...]) -> None:
+    shared = (*SHORT, *REPEATS, *words, "precision=64-true")
+    recorded = run(*shared, "trainer.cuda_graphs=true")
+    assert recorded.status["compiled_graphs"] >= 1
+    close(recorded, run(*shared), 1e-9)
+
+
+def test_gradients_add_up_under_cuda_graphs_of_inductor() -> None:
+    shared = (
+        *SHORT,
+        "model=mlp",
+        "trainer.max_epochs=2",
+        "trainer.accumulate_grad_batches=2",
+        "optimizer=sgd",
+    )
+    compiled = run(*shared, "trainer.compile=model", "trainer.compile.mode=reduce-overhead")
+    close(compiled, run(*shared), 1e-3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*SHORT, "model=cnn", "trainer.gradient_clip_val=1.0", "trainer.ema=true", "trainer.nan_policy=stop"),
+        (*SHORT, "model=mlp", "precision=bf16-true", "precision.master_weights=true"),
+        (*TEXT, "data.engine=threads", "data.num_threads=1"),
+        (*TEXT, "data.cache=memory"),
+        (*SHORT, "model=mlp", "trainer.cuda_graphs=true"),
+    ],
+)
+def test_no_step_waits_for_the_gpu(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the first ones, in which models and batches are looked at, and those that are recorded."""
+    monkeypatch.setattr(building, "seen_step", lambda config, step, *rest: strictly(step, first=6))
+    run(*words, "monitor.log_every_n_steps=10")
+
+
+def strictly(step: Callable[..., Any], first: int) -> Callable[..., Any]:
+    done = 0
+
+    def call(*given: Any) -> Any:
+        nonlocal done
+        done += 1
+        torch.cuda.set_sync_debug_mode("error" if done > first else "default")
+        try:
+            return step(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return call
+
+
+def test_checkpoints_written_beside_the_training_are_those_of_their_step() -> None:
+    words = (
+        *SHORT,
+        "model=mlp",
+        "model.hidden=[3000,3000]",
+        "trainer.max_steps=12",
+        "trainer.val_check_interval=100",
+    )
+    words = (
+        *words,
+        *REPEATS,
+        "checkpoint.every_n_train_steps=3",
+        "checkpoint.keep_last=9",
+        "trainer.ema=true",
+    )
+    folders = [
+        run(*words, f"checkpoint.async_save={how}").folder / "checkpoints" for how in ("true", "false")
+    ]
+    names = [sorted(path.name for path in folder.glob("step-*")) for folder in folders]
+    assert names[0] == names[1]
+    assert len(names[0]) == 4
+    for name in names[0]:
+        beside, waited = (read_checkpoint(folder / name).shared for folder in folders)
+        same(*({key: tree[key] for key in ("model", "ema", "optimizer")} for tree in (beside, waited)))
+
+
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_a_forecast_tells_the_peak(name: str) -> None:
+    model: torch.nn.Module
+    if name == "cnn":
+        model, data = Cnn([3, 64, 64], 10, width=64, norm="batch"), torch.rand(256, 3, 64, 64, device=DEVICE)
+    else:
+        model = Gpt(vocab_size=256, context=256, size="11M")
+        data = torch.randint(256, (64, 256), device=DEVICE)
+    model.to(DEVICE)
+
+    def step(rows: torch.Tensor) -> None:
+        logits = model(rows)
+        target = rows.flatten() if name == "gpt" else torch.zeros(len(rows), dtype=torch.int64, device=DEVICE)
+        cross_entropy(logits.flatten(0, -2), target, reduction="sum").backward()
+
+    optimizer, _ = build_optimizer(torch.optim.AdamW, {}, model)
+    found = forecast(model, step, data, optimizer, False)
+    step(data[:2])  # kernels take workspaces of their own at first
+    model.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):  # the state of the optimizer is there in the second
+        step(data)
+        optimizer.step()
+        optimizer.zero_grad()
+    measured = torch.cuda.max_memory_allocated() - before
+    assert 0.8 < found.coming / measured < 1.2, (found, measured)
+
+
+def test_a_window_that_does_not_fit_runs_in_parts() -> None:
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**30) / total)
+    try:
+        words = (
+            "data=synthetic",
+            "data.shape=[3,64,64]",
+            "data.train.num_samples=2048",
+            "model=cnn",
+            "model.norm=none",
+        )
+        found = run(
+            *words, "data.batch_size=1024", "data.engine=workers", "trainer.max_steps=2", "data.val=null"
+        )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    notes = [row["text"] for row in found.metrics if row["kind"] == "note"]
+    assert any("every micro-batch is cut in" in text for text in notes), json.dumps(notes)
