@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainrun.compose import Composition, load_config, plain_config, save_config
 from trainrun.config import RunConfig
+from trainrun.deadline import patience
 from trainrun.environment import describe
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.existing import check_ours, take_back, take_up, trusted_config
@@ -145,7 +146,8 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
             print(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
             return launch(
                 lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
-                count, run, grace_seconds=config.trainer.stop_grace_seconds, max_restarts=parallel.max_restarts,
+                count, run, grace_seconds=config.trainer.stop_grace_seconds,
+                alone_seconds=patience(config.trainer.watchdog_seconds), max_restarts=parallel.max_restarts,
             )  # fmt: skip
     finally:
         run.job.unlink(missing_ok=True)
