@@ -15,6 +15,7 @@ from typing import Any
 from trainrun.errors import ConfigError
 
 MAX_JSON_BYTES = 4 * 2**20
+SEED_DRAWN = "seed_drawn"  # in RUN.json: whether nobody named one
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,15 @@ def was_saved(run: RunDir) -> bool:
     return any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
 
 
+def named_folder(text: str) -> Path:
+    """The absolute path that a user means; behind a link `..` is where the link leads to, as everywhere."""
+    path = Path(text).expanduser().absolute()
+    return path.resolve() if ".." in path.parts else path
+
+
 def cannot_write(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"hydra.run.dir={folder}: cannot write there ({error.strerror}); "
-        "name another folder with hydra.run.dir=..."
+        f"output_dir={folder}: cannot write there ({error.strerror}); name another folder with output_dir=..."
     )
 
 

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         "diagnose", composition.config.run_name or "run", composition.own.get("hydra.run.dir")
     )
     if (folder / "config.yaml").is_file():
-        raise ConfigError(f"hydra.run.dir={folder}: holds a run already; name another folder")
+        raise ConfigError(f"output_dir={folder}: holds a run already; name another folder")
     words = [word for word in words if not word.startswith("hydra.run.dir=")]
     deadline, say = began + budget, progress()
     try:

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     folder = new_folder("ladder", composition.config.run_name or "run", composition.own.get("hydra.run.dir"))
     if (folder / "config.yaml").is_file():
-        raise ConfigError(f"hydra.run.dir={folder}: holds a run already; name another folder")
+        raise ConfigError(f"output_dir={folder}: holds a run already; name another folder")
     typed = [word for word in plain_words(words) if not word.startswith("hydra.run.dir=")]
     return told(typed, measured(typed, budget), budget, folder)
 

@@ -9,12 +9,13 @@ from datetime import datetime
 from pathlib import Path
 
 from trainrun.monitor.readable import duration
+from trainrun.rundir import named_folder
 
 
 def new_folder(command: str, run_name: str, own: str | None) -> Path:
-    """Beside the folders of runs; `hydra.run.dir` names another. It is made when something is written."""
+    """Beside the folders of runs; own: of `output_dir=`, which names another. It is made when something is written."""
     if own is not None:
-        return Path(own).expanduser().absolute()
+        return named_folder(own)
     now = datetime.now()
     name = f"{now:%H-%M-%S}-{command}-{run_name}-{secrets.token_hex(2)}"
     return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
