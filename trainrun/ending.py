@@ -13,6 +13,7 @@ from trainrun.ledger import CHECKPOINT, MEASURING, PLOTS, RUNNER
 from trainrun.listeners import Listeners
 from trainrun.padding_share import padding_share
 from trainrun.parts import Parts
+from trainrun.resumption import note_commit
 from trainrun.rundir import RunDir
 from trainrun.showcase import show
 from trainrun.state import TrainState
@@ -38,6 +39,7 @@ def finish(
     parts.checkpoints.close()
     if listeners is None:
         return code
+    note_commit(run)
     parts.ledger.open(MEASURING)
     found = measured(parts, state, run, session) if code == EXIT_DONE else {}
     parts.ledger.open(RUNNER)

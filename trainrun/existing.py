@@ -115,7 +115,8 @@ def word(value: object) -> str:
     """As it would be typed."""
     if value is ABSENT:
         return "nothing"
-    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+    return text.removesuffix("...\n").strip()
 
 
 def with_values(changed: list[Difference], resume: str) -> str:

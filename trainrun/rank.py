@@ -47,7 +47,7 @@ from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rehearsal import check_monitors
-from trainrun.resumption import first_state
+from trainrun.resumption import first_state, note_commit
 from trainrun.retry import ONE_SAMPLE, no_memory
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
 from trainrun.runlock import take_over
@@ -159,9 +159,15 @@ def site_of(
     )
     if listeners is None:
         return site
+
+    def before_commit() -> None:
+        assert listeners is not None
+        listeners.flush()
+        note_commit(run)
+
     return replace(
         site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
-        before_commit=listeners.flush,
+        before_commit=before_commit,
     )  # fmt: skip
 
 

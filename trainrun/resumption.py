@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.checkpoint.format import Loaded
+from trainrun.checkpoint.manifest import committed_steps
 from trainrun.checkpoint.resume import resolve
 from trainrun.config import RunConfig
 from trainrun.errors import CheckpointError
@@ -16,7 +17,7 @@ from trainrun.monitor.readable import counted
 from trainrun.nonfinite import RollBack
 from trainrun.parts import Parts
 from trainrun.plan import fingerprint
-from trainrun.rundir import RunDir
+from trainrun.rundir import RunDir, note_saved, says_saved
 from trainrun.state import SAVE_NOW, TrainState
 
 TAIL_BYTES = 1 << 16
@@ -39,6 +40,7 @@ def loaded_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> 
     if resume:
         loaded = parts.checkpoints.load_latest()
         if loaded is None:
+            begin_anew(run, parts.parallel.rank)
             parts.board.note("no checkpoint was written yet: the run starts again from its beginning")
     if loaded is None and config.ckpt_path is not None:
         loaded = parts.checkpoints.restore(checkpoint_at(config.ckpt_path))
@@ -54,6 +56,25 @@ def loaded_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> 
     else:  # a new run has none of the other run's checkpoints, and no best of its own yet
         state.saved_step, state.best_step, state.best_metric = -1, -1, None
     return state
+
+
+def note_commit(run: RunDir) -> None:
+    """Has RUN.json say that there are checkpoints, once there are."""
+    if committed_steps(run.checkpoints):
+        note_saved(run)
+
+
+def begin_anew(run: RunDir, rank: int) -> None:
+    """Raises CheckpointError where there were checkpoints; but a folder that was taken away was so on purpose."""
+    if not says_saved(run):
+        return
+    if run.checkpoints.exists():
+        raise CheckpointError(
+            f"{run.checkpoints}: no checkpoint is there, and {run.identity.name} says that one was saved; is a disk "
+            "not mounted, or was it swept? Bring them back, or delete this folder to begin the run again"
+        )
+    if rank == 0:
+        note_saved(run, False)
 
 
 def tell(parts: Parts, run: RunDir, loaded: Loaded) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from trainrun.errors import ConfigError
 
 MAX_JSON_BYTES = 4 * 2**20
+SAVED = "saved"  # in RUN.json, once a checkpoint was seen
 SEED_DRAWN = "seed_drawn"  # in RUN.json: whether nobody named one
 
 
@@ -126,7 +127,21 @@ class RunDir:
 
 def was_saved(run: RunDir) -> bool:
     """Whether a checkpoint was ever committed here, also where none that is sound is left."""
-    return any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
+    traces = any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
+    return traces or says_saved(run)
+
+
+def says_saved(run: RunDir) -> bool:
+    """Whether RUN.json says so, which stays where the folder of the checkpoints is emptied, or not mounted."""
+    with contextlib.suppress(ConfigError):
+        return read_identity(run).get(SAVED) is True
+    return False
+
+
+def note_saved(run: RunDir, saved: bool = True) -> None:
+    """Has RUN.json say whether a checkpoint was ever committed; nothing where it does already."""
+    if says_saved(run) != saved:
+        write_json(run.identity, read_identity(run) | {SAVED: saved}, durable=True)
 
 
 def named_folder(text: str) -> Path:

@@ -178,9 +178,9 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     take_back(run)
+    seal_links(run)  # those that are trusted from now on
     if told := finished(run, config):
         return stay_finished(told)
-    seal_links(run)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
         return execute(run, config, Order(resume=True, paths=paths))

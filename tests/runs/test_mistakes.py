@@ -306,7 +306,7 @@ def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -
 def test_the_words_that_differ_from_those_of_the_run_in_the_folder(
     project: Path, capsys: pytest.CaptureFixture[str], word: str, shown: str
 ) -> None:
-    words = ["model=mlp", "trainer.max_steps=1", *QUIET]
+    words = ["trainer.max_steps=1", *QUIET]
     assert main([*words, "output_dir=run"]) == 0
     capsys.readouterr()
     assert main([*words, "output_dir=run", word] if shown else [*words, word]) == (2 if shown else 0)
@@ -346,14 +346,39 @@ def test_checkpoints_on_another_disk(
     link.unlink()
     link.symlink_to("../other")
     assert main(words) == 2
-    assert main(["resume", "r", "--trust", "trainer.max_steps=3"]) == 0
+    assert main(["resume", "r", "--trust"]) == 0
     assert main(["resume", "r"]) == 0
-    assert list(Path("other").glob("step-*"))
+    capsys.readouterr()
+    assert main(["resume", "r", "trainer.max_epochs=2"]) == 2
+    assert "no checkpoint is there" in capsys.readouterr().err  # they are on the first disk
 
 
-@pytest.mark.parametrize(
+AGAIN = pytest.mark.parametrize(
     "again", [["output_dir=r", *QUIET], ["resume", "r", "--trust"]], ids=["words", "resume"]
 )
+
+
+@AGAIN
+def test_a_folder_that_was_emptied_begins_no_run_anew(
+    project: Path, capsys: pytest.CaptureFixture[str], again: list[str]
+) -> None:
+    assert main(["output_dir=r", *QUIET]) == 0
+    status = json.loads(Path("r/status.json").read_text())
+    Path("r/status.json").write_text(json.dumps(status | {"state": "stopped"}))
+    rows = Path("r/metrics.jsonl").read_bytes()
+    Path("r/checkpoints").rename("away")
+    Path("r/checkpoints").mkdir()
+    for _ in range(2):
+        assert main(again) == 2
+        said = capsys.readouterr().err
+        assert "r/checkpoints: no checkpoint is there, and RUN.json says that one was saved" in said
+        assert Path("r/metrics.jsonl").read_bytes() == rows
+    Path("r/checkpoints").rmdir()  # as the message says
+    assert main(again) == 0
+    assert "starts again from its beginning" in capsys.readouterr().out
+
+
+@AGAIN
 def test_a_disk_that_is_not_there_begins_no_run_anew(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, again: list[str]
 ) -> None:
