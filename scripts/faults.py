@@ -54,7 +54,7 @@ def main() -> int:
     words = arguments()
     folder = Path(tempfile.mkdtemp(prefix="trainrun-faults-", dir=words.folder))
     referee = Referee(folder, keep=words.case is not None)
-    print(f"seed {words.seed}, {words.judges} judges, {folder}", flush=True)
+    print(f"seed {words.seed}, {words.judges} judges, {folder}\n{'' if words.controls else HEAD}", flush=True)
     tallies: list[Tally] = []
     try:
         if words.controls:
@@ -177,7 +177,7 @@ def line(name: str, tallies: list[Tally]) -> str:
 
 
 def show(tally: Tally) -> None:
-    print(f"{HEAD}\n{line(tally.name, [tally])}  {tally.what}", flush=True)
+    print(f"{line(tally.name, [tally])}  {tally.what}", flush=True)
     show_failed(tally, 0)
 
 

@@ -49,10 +49,12 @@ def check_ours(run: RunDir) -> None:
         run.report,
     )
     taken = [path.name for path in places if path.exists()]
+    if was_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
+        taken.append(run.checkpoints.name)
     if taken and not run.identity.exists():
         remedy = "name another folder, or take them away"
         if was_saved(run):
-            remedy = f"name another folder (ckpt_path={run.root} takes over a checkpoint)"
+            remedy += f" (ckpt_path={run.root} takes over a checkpoint)"
         raise ConfigError(
             f"output_dir={run.root}: holds {', '.join(taken)} and no {run.identity.name}, so no run made it; "
             + remedy

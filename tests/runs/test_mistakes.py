@@ -283,6 +283,23 @@ def test_files_that_no_run_made_stay_as_they_are(project: Path, capsys: pytest.C
         assert (folder / name).read_text() == "mine: 1\n"
 
 
+def test_checkpoints_of_another_run_are_not_mixed_with_new_ones(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(project))
+    assert main(["output_dir=r", *QUIET]) == 0
+    steps = sorted(Path("r/checkpoints").iterdir())
+    for path in Path("r").glob("*.*"):
+        path.unlink()
+    Path("new").mkdir()
+    Path("new/checkpoints").symlink_to(Path("r/checkpoints").absolute())
+    for name in ("r", "new"):
+        capsys.readouterr()
+        assert main([f"output_dir={name}", *QUIET]) == 2
+        assert "holds checkpoints and no RUN.json, so no run made it" in capsys.readouterr().err
+    assert sorted(Path("r/checkpoints").iterdir()) == steps
+
+
 def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -> None:
     assert main(["output_dir=r", "model=own.Wrong", *QUIET]) == 2
     Path("r/.config-before.yaml").write_bytes(Path("r/config.yaml").read_bytes())  # as kill -9 leaves it
