@@ -38,10 +38,10 @@ from trainrun.optimizer.ema import Ema
 from trainrun.parts import Parts
 from trainrun.plan import (
     best_watch,
+    build_fingerprint,
     build_rhythm,
     build_watch,
     default_monitor,
-    fingerprint,
     keep_options,
     with_accumulation,
 )
@@ -176,7 +176,7 @@ def build_checkpoints(
 ) -> Checkpoints:
     return Checkpoints(
         site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
-        lambda: fingerprint(config, site.parallel), note, lambda: host_memory().free,
+        build_fingerprint(config, site.parallel), note, lambda: host_memory().free,
         before_commit=site.before_commit,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from trainrun.errors import CheckpointError
 from trainrun.monitor.readable import counted
 from trainrun.nonfinite import RollBack
 from trainrun.parts import Parts
-from trainrun.plan import fingerprint
+from trainrun.plan import DATA
 from trainrun.rundir import RunDir, note_saved, says_saved
 from trainrun.state import SAVE_NOW, TrainState
 
@@ -80,7 +80,7 @@ def begin_anew(run: RunDir, rank: int) -> None:
 def tell(parts: Parts, run: RunDir, loaded: Loaded) -> None:
     """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
     step = loaded.manifest.step
-    changed = differences(loaded.manifest.fingerprint, fingerprint(parts.config, parts.parallel))
+    changed = differences(loaded.manifest.fingerprint, parts.checkpoints.fingerprint())
     if changed and parts.config.checkpoint.strict:
         raise CheckpointError(
             f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
@@ -90,8 +90,9 @@ def tell(parts: Parts, run: RunDir, loaded: Loaded) -> None:
     lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
     parts.board.note(f"goes on from step {step} ({loaded.folder.name}){lost}")
     if changed:
+        bits = "" if DATA in changed else " in their last bits"
         parts.board.note(
-            f"the checkpoint was saved with another {changed}: the numbers that follow may differ in their last bits "
+            f"the checkpoint was saved with another {changed}: the numbers that follow may differ{bits} "
             "from those of a run that was never stopped (checkpoint.strict=true refuses)"
         )
 
