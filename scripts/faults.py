@@ -1,7 +1,7 @@
 """Breaks runs on purpose, goes on with them, and compares every bit with a run that nothing befell.
 
     python scripts/faults.py [F1 F3 ...]        the suites named, all of them if none is
-    python scripts/faults.py --full             every suite in full size (most of an hour on two cores)
+    python scripts/faults.py --full             every suite in full size
     python scripts/faults.py F12 --full         one of them: 20,000 sealed headers and states that make no sense
     python scripts/faults.py F15 --full --part 2/4      the second quarter of its cases
     python scripts/faults.py --soak 2000        that many mixed faults
