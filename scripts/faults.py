@@ -1,15 +1,17 @@
 """Breaks runs on purpose, goes on with them, and compares every bit with a run that nothing befell.
 
     python scripts/faults.py [F1 F3 ...]        the suites named, all of them if none is
-    python scripts/faults.py --full             every suite in full size (minutes)
+    python scripts/faults.py --full             every suite in full size
+    python scripts/faults.py F12 --full         one of them: 20,000 sealed headers and states that make no sense
     python scripts/faults.py F15 --full --part 2/4      the second quarter of its cases
     python scripts/faults.py --soak 2000        that many mixed faults
     python scripts/faults.py --case "fp32 kill@mark=40 enospc@file=17"      one case again, its files kept
     python scripts/faults.py --controls         defects planted in the runner; each must be found
 
 One process imports torch, and forks a child for every life of a run, which calls the real entry point; ranks are
-forked as well. Prints for each suite: cases, faults that struck, runs lost, runs with other bits, runs that showed a
-traceback, and the command that plays a failed case again. What is random follows from `--seed`. Linux only.
+forked as well. Prints for each suite, and for all together: cases, faults that struck, runs lost, runs with other bits,
+runs that showed a traceback, seconds, and what plays a failed case again. A suite that breaks down itself is a fault of
+its own, and the others are played all the same. What is random follows from `--seed`. Linux only.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -30,15 +34,15 @@ sys.path[:1] = [str(ROOT / "tests"), str(ROOT)]  # in place of this folder
 
 from faults import cold, controls, corpora, power  # noqa: E402
 from faults.judges import Tally, judge  # noqa: E402
-from faults.plan import Case, parse_case  # noqa: E402
+from faults.plan import parse_case  # noqa: E402
 from faults.referee import Referee  # noqa: E402
 from faults.small_disk import can_mount  # noqa: E402
-from faults.suites import SUITES, soak  # noqa: E402
+from faults.suites import SUITES, Make, soak  # noqa: E402
 
 PORTION = 100  # faults of a soak between two lines of progress
 OWN = {  # not made of cases that are played
-    "F6": cold.run, "F10": power.run, "F21": cold.starts,
-    **{name: partial(corpora.run, name) for name in corpora.CORPORA},
+    "F6": (cold.what, cold.run), "F10": (power.what, power.run), "F21": (cold.what_starts, cold.starts),
+    **{name: (corpora.CORPORA[name][0], partial(corpora.run, name)) for name in corpora.CORPORA},
 }  # fmt: skip
 ELSEWHERE = """\
 Not here: F5 (sharded models), which trainrun has not; what the tests show without a fault from outside: F20 (no memory,
@@ -50,22 +54,38 @@ def main() -> int:
     words = arguments()
     folder = Path(tempfile.mkdtemp(prefix="trainrun-faults-", dir=words.folder))
     referee = Referee(folder, keep=words.case is not None)
-    print(f"seed {words.seed}, {words.judges} judges, {folder}", flush=True)
-    began, tallies = time.monotonic(), []
+    print(f"seed {words.seed}, {words.judges} judges, {folder}\n{'' if words.controls else HEAD}", flush=True)
+    tallies: list[Tally] = []
     try:
-        if words.case is not None:
-            tallies.append(play(referee, [parse_case(words.case)], "case", "as typed", words.judges))
-        elif words.controls:
+        if words.controls:
             return controls.run(referee, words.judges, around=words.size > 0)
-        elif words.soak:
-            tallies.append(soaked(referee, words))
-        else:
-            tallies += suites(referee, words, folder)
+        for tally, work in plan(referee, words, folder):
+            tallies.append(tally)
+            run_suite(tally, work)
+            show(tally)  # with what failed, at once
+    except KeyboardInterrupt:
+        print("interrupted")
     finally:
         if words.case is None and not any(tally.failed for tally in tallies):
             shutil.rmtree(folder, ignore_errors=True)
-    show(tallies, time.monotonic() - began)
-    return 1 if any(tally.failed for tally in tallies) else 0
+    show_table(tallies, words.seed)
+    return 1 if not tallies or any(tally.failed for tally in tallies) else 0
+
+
+Work = Callable[[Tally], None]
+
+
+def run_suite(tally: Tally, work: Work) -> None:
+    """One that breaks down is a fault, and no end of those that follow."""
+    began = time.monotonic()
+    try:
+        work(tally)
+    except Exception as error:
+        traceback.print_exc()
+        tally.other += 1
+        tally.failed.append((tally.name, f"the suite itself: {type(error).__name__}: {error}"))
+    finally:
+        tally.seconds = time.monotonic() - began
 
 
 def arguments() -> argparse.Namespace:
@@ -102,70 +122,76 @@ def part(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def suites(referee: Referee, words: argparse.Namespace, folder: Path) -> list[Tally]:
+def plan(referee: Referee, words: argparse.Namespace, folder: Path) -> Iterator[tuple[Tally, Work]]:
+    """What is to be done, one after the other."""
+    if words.case is not None:
+        cases = [parse_case(words.case)]
+        yield Tally("case", "as typed", played=True), lambda tally: judge(referee, cases, 1, tally.add)
+        return
+    if words.soak:
+        yield Tally("F26", "mixed faults", played=True), partial(soaked, referee, words)
+        return
     size = 1.0 if words.full else words.size
-    tallies = []
     for name in names():
         if words.suites and name not in words.suites:
             continue
         rng = random.Random(f"{words.seed} {name}")
         if name in OWN:
-            tally = OWN[name](folder, rng, size)
+            told, run = OWN[name]
+            yield Tally(name, told), partial(run, folder, rng, size)
         elif name == "F9" and not can_mount(folder):
             print("F9   left out: this process may mount nothing")
-            continue
         else:
-            what, make = SUITES[name]
-            first, every = words.part
-            cases = make(referee.reference, rng, size)[first - 1 :: every]
-            tally = play(referee, cases, name, what, words.judges)
-        tallies.append(tally)
-        show([tally])  # with what failed, at once
-    return tallies
+            told, make = SUITES[name]
+            yield Tally(name, told, played=True), partial(played, referee, words, make, rng, size)
 
 
-def soaked(referee: Referee, words: argparse.Namespace) -> Tally:
+def played(
+    referee: Referee, words: argparse.Namespace, make: Make, rng: random.Random, size: float, tally: Tally
+) -> None:
+    first, every = words.part
+    judge(referee, make(referee.reference, rng, size)[first - 1 :: every], words.judges, tally.add)
+
+
+def soaked(referee: Referee, words: argparse.Namespace, tally: Tally) -> None:
     """In portions, because a fault drawn for late in a run may find it at its end."""
-    rng, tally = random.Random(f"{words.seed} soak"), Tally("F26", "mixed faults")
+    rng = random.Random(f"{words.seed} soak")
     told = 0
     while tally.faults < words.soak:
-        for case in portion(referee, rng, min(words.soak - tally.faults, PORTION), words.judges):
-            tally.add(case)
-        for case, why in tally.failed[told:]:
-            print(f'  failed: python scripts/faults.py --case "{case}"\n    {why}', flush=True)
+        faults = min(words.soak - tally.faults, PORTION)
+        judge(referee, soak(referee.reference, rng, faults), words.judges, tally.add)
+        show_failed(tally, told)
         told = len(tally.failed)
-        print(f"{tally.faults} faults, {len(tally.failed)} failed, {tally.seconds:.0f} s of runs", flush=True)
-    return tally
+        print(f"{tally.faults} faults, {told} failed", flush=True)
 
 
-def portion(referee: Referee, rng: random.Random, faults: int, judges: int) -> list:
-    outcomes: list = []
-    judge(referee, soak(referee.reference, rng, faults), judges, outcomes.append)
-    return outcomes
+HEAD = "suite  cases faults  lost different tracebacks other  seconds"
 
 
-def play(referee: Referee, cases: list[Case], name: str, what: str, judges: int) -> Tally:
-    tally = Tally(name, what)
-    judge(referee, cases, judges, tally.add)
-    return tally
+def line(name: str, tallies: list[Tally]) -> str:
+    cases, faults, lost, different, tracebacks, other, seconds = (
+        sum(getattr(tally, what) for tally in tallies)
+        for what in ("cases", "faults", "lost", "different", "tracebacks", "other", "seconds")
+    )
+    return f"{name:5} {cases:6} {faults:6} {lost:5} {different:9} {tracebacks:10} {other:5} {seconds:8.0f}"
 
 
-def show(tallies: list[Tally], seconds: float | None = None) -> None:
+def show(tally: Tally) -> None:
+    print(f"{line(tally.name, [tally])}  {tally.what}", flush=True)
+    show_failed(tally, 0)
+
+
+def show_failed(tally: Tally, first: int) -> None:
+    for case, why in tally.failed[first:]:
+        again = f'python scripts/faults.py --case "{case}"' if tally.played else f"{tally.name} {case}"
+        print(f"  failed: {again}\n    {why}", flush=True)
+
+
+def show_table(tallies: list[Tally], seed: int) -> None:
+    print(f"\n{HEAD}")
     for tally in tallies:
-        print(
-            f"{tally.name:4} {tally.cases:5} cases {tally.faults:5} faults {tally.lost:3} lost {tally.different:3} "
-            f"different {tally.tracebacks:3} tracebacks {tally.other:3} other  {tally.seconds:6.1f} s  {tally.what}",
-            flush=True,
-        )
-        for case, why in tally.failed:
-            print(f'  failed: python scripts/faults.py --case "{case}"\n    {why}', flush=True)
-    if seconds is not None:
-        faults, lost = sum(tally.faults for tally in tallies), sum(tally.lost for tally in tallies)
-        different = sum(tally.different for tally in tallies)
-        shown = sum(tally.tracebacks for tally in tallies)
-        print(
-            f"all: {faults} faults, {lost} runs lost, {different} different, {shown} tracebacks, {seconds:.0f} s"
-        )
+        print(f"{line(tally.name, [tally])}  {tally.what}")
+    print(f"{line('all', tallies)}  seed {seed}")
 
 
 if __name__ == "__main__":

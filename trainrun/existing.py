@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import shlex
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import yaml
 from omegaconf import OmegaConf
 
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.rundir import RunDir, was_saved
+from trainrun.rundir import SEED_DRAWN, RunDir, read_identity, was_saved
 from trainrun.trust import check_files, check_run
-from trainrun.words.compose import leaves, load_config, plain_config, with_words
+from trainrun.words.compose import load_config, plain_config, with_words
 
-SHOWN = 3
+SHOWN = 8
+ABSENT = object()  # of a key that only the other config has
+
+
+class Difference(NamedTuple):
+    """there: of the run that is in the folder."""
+
+    key: str
+    there: object
+    here: object
 
 
 def trusted_config(run: RunDir, overrides: list[str], trust: bool) -> RunConfig:
@@ -34,13 +49,25 @@ def check_ours(run: RunDir) -> None:
         run.report,
     )
     taken = [path.name for path in places if path.exists()]
+    if was_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
+        taken.append(run.checkpoints.name)
     if taken and not run.identity.exists():
         remedy = "name another folder, or take them away"
         if was_saved(run):
-            remedy = f"name another folder (ckpt_path={run.root} takes over a checkpoint)"
+            remedy += f" (ckpt_path={run.root} takes over a checkpoint)"
         raise ConfigError(
-            f"hydra.run.dir={run.root}: holds {', '.join(taken)} and no {run.identity.name}, so no run made it; "
+            f"output_dir={run.root}: holds {', '.join(taken)} and no {run.identity.name}, so no run made it; "
             + remedy
+        )
+
+
+def check_reachable(run: RunDir) -> None:
+    """Raises ConfigError where the checkpoints are linked to a place that is not there: no run begins anew for that."""
+    place = run.checkpoints
+    if place.is_symlink() and not place.is_dir():
+        raise ConfigError(
+            f"{place}: leads to {place.readlink()}, where no folder is; mount or make it, or take the link away to "
+            "train without what was saved there"
         )
 
 
@@ -49,32 +76,57 @@ def take_up(run: RunDir, config: RunConfig) -> None:
 
     What the config names is on this command line, so nothing but the files of the folder can be a stranger's.
     """
-    check_files(
-        run.root, trust=False, way=f"trainrun resume {run.root} --trust"
-    )  # a new run takes no such flag
+    resume = f"trainrun resume {shlex.quote(str(run.root))}"
+    check_files(run.root, trust=False, way=f"{resume} --trust")  # a new run takes no such flag
     before = load_config(run.config_that_holds, [])
-    if config.seed is None:
+    if config.seed is None and read_identity(run).get(SEED_DRAWN, True):
         config.seed = before.seed
     if changed := differences(before, config):
+        shown = ", ".join(f"{key}={word(there)} (here {word(here)})" for key, there, here in changed[:SHOWN])
+        more = f" and {len(changed) - SHOWN} other values" if len(changed) > SHOWN else ""
         raise ConfigError(
-            f"hydra.run.dir={run.root}: holds a run already, which has {changed}; name another folder, or go on with "
-            f"that run: trainrun resume {run.root} [key=value ...]"
+            f"output_dir={run.root}: holds a run already, which has {shown}{more}; name another folder, or go on with "
+            f"that run: {resume}{with_values(changed, resume)}"
         )
     take_back(run)
 
 
-def differences(before: RunConfig, config: RunConfig) -> str:
-    """`optimizer.lr=0.1 (here 0.2)`, the first few of them."""
+def differences(before: RunConfig, config: RunConfig) -> list[Difference]:
     there, here = values_of(before), values_of(config)
-    keys = [
-        key for key in {**there, **here} if key not in there or key not in here or there[key] != here[key]
+    return [
+        Difference(key, there.get(key, ABSENT), here.get(key, ABSENT))
+        for key in {**there, **here}
+        if there.get(key, ABSENT) != here.get(key, ABSENT)
     ]
-    shown = [f"{key}={there.get(key)} (here {here.get(key)})" for key in keys[:SHOWN]]
-    return ", ".join(shown) + (f" and {len(keys) - SHOWN} other values" if len(keys) > SHOWN else "")
 
 
 def values_of(config: RunConfig) -> dict[str, object]:
-    return dict(leaves(OmegaConf.to_container(OmegaConf.structured(config))))
+    """By the keys that can be typed; a list is one value."""
+
+    def flat(value: Any, key: str) -> Iterator[tuple[str, object]]:
+        if not isinstance(value, dict):
+            yield key, value
+            return
+        for name, item in value.items():
+            yield from flat(item, f"{key}.{name}" if key else str(name))
+
+    return dict(flat(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), ""))
+
+
+def word(value: object) -> str:
+    """As it would be typed."""
+    if value is ABSENT:
+        return "nothing"
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+    return text.removesuffix("...\n").strip()
+
+
+def with_values(changed: list[Difference], resume: str) -> str:
+    """The command that would change them on the way; empty where another part was chosen, which is fixed."""
+    if len(changed) > SHOWN or any(ABSENT in (there, here) or key == "seed" for key, there, here in changed):
+        return ""
+    words = [shlex.quote(f"{key}={word(here)}") for key, _, here in changed]
+    return f" (or, where that can change on the way: {resume} {' '.join(words)})"
 
 
 def take_back(run: RunDir) -> None:

@@ -16,6 +16,7 @@ from trainrun.config import RunConfig
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.ledger import Ledger, process_start
+from trainrun.parallel.group import contact
 from trainrun.parallel.handshake import Meeting, follow, lead
 from trainrun.parallel.worker import run_as_rank
 from trainrun.process.signals import StopFlag
@@ -36,10 +37,20 @@ def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> 
     return _work(run, config, resume, meeting)
 
 
+def dismiss() -> None:
+    """Rank 0, where the run has come to its end before; the others end as it does."""
+    with contact():
+        lead({"folder": None}).hear_all()
+
+
 def follow_run() -> int:
     """Every other rank: no Hydra, no words of its own."""
     meeting = follow()
     told = meeting.payload
+    if told["folder"] is None:
+        with contact():
+            meeting.say_heard()
+        return EXIT_DONE
     sys.path += [path for path in told["paths"] if path not in sys.path]
     run = RunDir(Path(told["folder"]))
     return _work(run, load_config(run.config, []), told["resume"], meeting)

@@ -20,7 +20,7 @@ from trainrun import loop
 from trainrun.build.backends import kept_backends
 from trainrun.build.listeners import Listeners
 from trainrun.build.parts import Site, build_parts
-from trainrun.build.resumption import first_state
+from trainrun.build.resumption import first_state, note_commit
 from trainrun.checkpoint.manifest import committed_steps
 from trainrun.config import RunConfig
 from trainrun.device_times import times_of
@@ -159,9 +159,15 @@ def site_of(
     )
     if listeners is None:
         return site
+
+    def before_commit() -> None:
+        assert listeners is not None
+        listeners.flush()
+        note_commit(run)
+
     return replace(
         site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
-        before_commit=listeners.flush,
+        before_commit=before_commit,
     )  # fmt: skip
 
 

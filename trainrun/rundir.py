@@ -15,6 +15,8 @@ from typing import Any
 from trainrun.errors import ConfigError
 
 MAX_JSON_BYTES = 4 * 2**20
+SAVED = "saved"  # in RUN.json, once a checkpoint was seen
+SEED_DRAWN = "seed_drawn"  # in RUN.json: whether nobody named one
 
 
 @dataclass(frozen=True)
@@ -125,13 +127,32 @@ class RunDir:
 
 def was_saved(run: RunDir) -> bool:
     """Whether a checkpoint was ever committed here, also where none that is sound is left."""
-    return any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
+    traces = any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
+    return traces or says_saved(run)
+
+
+def says_saved(run: RunDir) -> bool:
+    """Whether RUN.json says so, which stays where the folder of the checkpoints is emptied, or not mounted."""
+    with contextlib.suppress(ConfigError):
+        return read_identity(run).get(SAVED) is True
+    return False
+
+
+def note_saved(run: RunDir, saved: bool = True) -> None:
+    """Has RUN.json say whether a checkpoint was ever committed; nothing where it does already."""
+    if says_saved(run) != saved:
+        write_json(run.identity, read_identity(run) | {SAVED: saved}, durable=True)
+
+
+def named_folder(text: str) -> Path:
+    """The absolute path that a user means; behind a link `..` is where the link leads to, as everywhere."""
+    path = Path(text).expanduser().absolute()
+    return path.resolve() if ".." in path.parts else path
 
 
 def cannot_write(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"hydra.run.dir={folder}: cannot write there ({error.strerror}); "
-        "name another folder with hydra.run.dir=..."
+        f"output_dir={folder}: cannot write there ({error.strerror}); name another folder with output_dir=..."
     )
 
 

@@ -14,17 +14,18 @@ from pathlib import Path
 from trainrun.config import RunConfig
 from trainrun.environment import describe
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.existing import check_ours, take_back, take_up, trusted_config
+from trainrun.existing import check_ours, check_reachable, take_back, take_up, trusted_config
 from trainrun.ledger import command_start
 from trainrun.monitor.readable import counted
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
+from trainrun.process.deadline import patience
 from trainrun.process.signals import StopFlag, catch_signals
-from trainrun.rundir import RunDir, cannot_write, was_saved, write_json, write_text
+from trainrun.rundir import SEED_DRAWN, RunDir, cannot_write, named_folder, was_saved, write_json, write_text
 from trainrun.runlock import only_writer
 from trainrun.status import deadline, read_status, run_status
-from trainrun.trust import check_found, foreign_nodes, seal_run
+from trainrun.trust import check_found, foreign_nodes, seal_links, seal_run
 from trainrun.words.compose import Composition, load_config, plain_config, save_config
 
 
@@ -51,6 +52,7 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     run.create()
     with only_writer(run):
         check_ours(run)
+        check_reachable(run)
         again = run.config.exists() and not forget_failure(run)
         if again:
             take_up(run, composition.config)
@@ -65,11 +67,15 @@ def new_run(composition: Composition, words: list[str], run: RunDir | None = Non
     assert not run.config.exists()
     run.create()
     config = composition.config
+    identity = {
+        "run_id": secrets.token_hex(8), "created": time.time(), SEED_DRAWN: config.seed is None,
+    }  # fmt: skip
     if config.seed is None:
         config.seed = secrets.randbelow(2**32)
     try:
         # the first: a folder without it is not one that a run made
-        write_json(run.identity, {"run_id": secrets.token_hex(8), "created": time.time()}, durable=True)
+        write_json(run.identity, identity, durable=True)
+        seal_links(run)
         write_text(run.config, save_config(config), durable=True)
         write_text(run.overrides, "".join(f"{word}\n" for word in words))
         write_json(run.environment, describe(Path.cwd()))
@@ -97,7 +103,7 @@ def forget_failure(run: RunDir) -> bool:
 def _folder_of(composition: Composition) -> Path:
     own = composition.own.get("hydra.run.dir")
     if own:
-        return Path(own).expanduser().absolute()
+        return named_folder(own)
     now = datetime.now()
     name = f"{now:%H-%M-%S}-{composition.config.run_name}-{secrets.token_hex(2)}"
     return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
@@ -106,8 +112,7 @@ def _folder_of(composition: Composition) -> Path:
 def start(run: RunDir, config: RunConfig, order: Order) -> int:
     """`execute`, unless the run has come to its end."""
     if order.resume and (told := finished(run, config)):
-        print(told)
-        return EXIT_DONE
+        return stay_finished(told)
     return execute(run, config, order)
 
 
@@ -145,7 +150,8 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
             print(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
             return launch(
                 lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
-                count, run, grace_seconds=config.trainer.stop_grace_seconds, max_restarts=parallel.max_restarts,
+                count, run, grace_seconds=config.trainer.stop_grace_seconds,
+                alone_seconds=patience(config.trainer.watchdog_seconds), max_restarts=parallel.max_restarts,
             )  # fmt: skip
     finally:
         run.job.unlink(missing_ok=True)
@@ -153,7 +159,7 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
 
 def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
     """A run folder that exists. Raises ConfigError."""
-    run = RunDir(Path(folder).expanduser().absolute())
+    run = RunDir(named_folder(str(folder)))
     if not run.config.is_file():
         raise ConfigError(f"{key}={folder}: no run is there (no config.yaml)")
     return run
@@ -167,11 +173,14 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
 
 def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
     config = trusted_config(run, overrides, trust)
+    check_reachable(run)
     check_found(run, asdict(config))
+    if config.seed is None:
+        raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     take_back(run)
+    seal_links(run)  # those that are trusted from now on
     if told := finished(run, config):
-        print(told)
-        return EXIT_DONE
+        return stay_finished(told)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
         return execute(run, config, Order(resume=True, paths=paths))
@@ -179,10 +188,20 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
         take_back(run)
 
 
+def stay_finished(told: str) -> int:
+    """The exit code of a run that has nothing more to do; ranks that somebody else started hear of it."""
+    print(told)
+    if external_ranks():
+        from trainrun.external_run import dismiss
+
+        dismiss()
+    return EXIT_DONE
+
+
 def finished(run: RunDir, config: RunConfig) -> str:
     """What to say of a run that has come to its end and, with this config, would end there again; else nothing."""
     status = read_status(run)
-    if status.get("state") != "done" or external_ranks():  # other ranks wait for this one
+    if status.get("state") != "done":
         return ""
     before = load_config(run.config, [])
     limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps")}

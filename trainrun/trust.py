@@ -11,7 +11,9 @@ target there is followed without a question only if it is
 - named again on this command line, as `model._target_=my_net.Net`.
 
 Everything else is shown and refused; `--trust` follows it. The same holds for a cache on the disk outside of the
-working directory, and for links out of the run folder.
+working directory, and for links out of the run folder: one through which this user has trained before (`checkpoints`
+on a scratch disk, made ahead of the run) is sealed with the place it leads to. Who owns a link says nothing: what is
+unpacked from an archive is one's own.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +134,28 @@ def folder_of(run: RunDir) -> str:
 
 def seal_run(run: RunDir, config: dict[str, Any]) -> None:
     """Notes in the run folder that this user has run these nodes."""
+    add_seals(run, list(foreign_nodes(config)))
+
+
+def seal_links(run: RunDir) -> None:
+    """The same for the links out of it, through which the run that begins or goes on will write."""
+    inside = run.root.resolve()
+    links = [path for path, _ in islice(entries_of(run.root), MAX_ENTRIES) if path.is_symlink()]
+    add_seals(run, [link_node(run, path) for path in links if not path.resolve().is_relative_to(inside)])
+
+
+def link_node(run: RunDir, path: Path) -> Node:
+    """The place that a link leads to is sealed, so a run folder that is moved takes no relative link along."""
+    place = path.relative_to(run.root)
+    return Node(f"link {place}", str(place), str(path.resolve()))
+
+
+def add_seals(run: RunDir, nodes: list[Node]) -> None:
+    if not nodes:
+        return
     own_key(make=True)
     known = seals_of(run)
-    new = known | {mark for node in foreign_nodes(config) if (mark := seal(run, node))}
+    new = known | {mark for node in nodes if (mark := seal(run, node))}
     if new != known:
         write_json(run.identity, read_identity(run) | {SEALS: sorted(new)}, durable=True)
 
@@ -222,19 +244,26 @@ def is_defined(target: str, folder: Path) -> bool:
 def check_files(root: Path, trust: bool, way: str = "--trust") -> None:
     """What is written into a run folder must not land elsewhere, and nobody waits for a pipe. Raises ConfigError.
 
-    way: the words that allow links out of it.
+    way: the words that allow links out of it. One that is sealed is followed.
     """
-    inside = root.resolve()
+    inside, run = root.resolve(), RunDir(root)
     for number, (path, is_plain) in enumerate(entries_of(root)):
         if number >= MAX_ENTRIES:
             raise ConfigError(f"{root}: more than {MAX_ENTRIES:,} files: no run folder")
         if not path.is_symlink():
             if not is_plain:
                 raise ConfigError(f"{path}: neither a plain file nor a folder; take it away")
-        elif not trust and not path.resolve().is_relative_to(inside):
+        elif not (trust or path.resolve().is_relative_to(inside) or is_known(run, link_node(run, path))):
             raise ConfigError(
                 f"{path}: leads out of the run folder, to {path.readlink()}; where that is of your own making: {way}"
             )
+
+
+def is_known(run: RunDir, node: Node) -> bool:
+    """Whether it is sealed; never in a folder that is not whole."""
+    with contextlib.suppress(ConfigError):
+        return seal(run, node) in seals_of(run)
+    return False
 
 
 def entries_of(folder: Path) -> Iterator[tuple[Path, bool]]:

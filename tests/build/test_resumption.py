@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trainrun.build.plan import data_at
 from trainrun.build.resumption import differences, last_step
 from trainrun.cli import main
 
@@ -46,6 +47,45 @@ def test_a_resume_elsewhere(killed: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
     assert main(["resume", str(killed), "trainer.num_threads=2", "trainer.max_steps=9"]) == 0
     assert "another" not in capsys.readouterr().out
+
+
+def test_data_that_changed_between_two_lives(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a file that was cut behind a whole record; a copy elsewhere is no other data."""
+    rows = [f"{i / 40},{i % 2}" for i in range(40)]
+    for folder, text in (("a", rows), ("b", rows), ("c", [*rows[:-1], "0.5,1"])):
+        Path(folder).mkdir()
+        (Path(folder) / "x.csv").write_text("\n".join(["x,y", *text, ""]))
+    words = [
+        "data=csv",
+        "data.train.target=y",
+        "data.val=null",
+        "task=classification",
+        *WORDS,
+        "trainer.max_steps=2",
+    ]
+    assert main([*words, "data.path=a/x.csv", "output_dir=run"]) == 0
+    capsys.readouterr()
+    assert (
+        main(["resume", "run", "data.train.path=b/x.csv", "trainer.max_steps=3", "checkpoint.strict=true"])
+        == 0
+    )
+    assert "another" not in capsys.readouterr().out
+    changed = ["resume", "run", "data.train.path=c/x.csv", "trainer.max_steps=4"]
+    assert main([*changed, "checkpoint.strict=true"]) == 2
+    assert "saved with another data.train.path (1 file, " in capsys.readouterr().err
+    assert main([*changed, "checkpoint.strict=false"]) == 0
+    said = capsys.readouterr().out
+    assert "may differ from those of a run that was never stopped" in said
+
+
+@pytest.mark.parametrize("path", [None, "nothing", "many", "*.none", 3])
+def test_data_that_is_not_looked_at(workdir: Path, path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("many").mkdir()
+    for name in "abc":
+        (Path("many") / name).touch()
+    assert data_at("many/[ab]").startswith("2 files, 0 bytes, ")
+    monkeypatch.setattr("trainrun.build.plan.MOST_FILES", 2)
+    assert data_at(path) == ""
 
 
 def test_differences() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.manifest import Incompatible
 from trainrun.errors import CheckpointError, SaveError
 
 MakeRun = Callable[..., Any]
@@ -115,6 +116,26 @@ def test_all_ranks_step_back_together(make_run: MakeRun, ranks: Ranks, tmp_path:
 
     assert ranks(2, work) == [3, 3]
     assert [len(run.notes) for _, run in sorted(runs, key=lambda one: one[0])] == [1, 0]
+
+
+def test_a_rank_that_does_not_see_the_folder_sets_nothing_aside(
+    make_run: MakeRun, ranks: Ranks, tmp_path: Path
+) -> None:
+    """As on a machine where the shared disk is not mounted."""
+    ranks(2, lambda parallel: story(make_run(parallel=parallel)))
+    folder = tmp_path / "checkpoints"
+    before = sorted(folder.iterdir())
+
+    def work(parallel: Any) -> None:
+        make_run(
+            folder=folder if parallel.rank == 0 else tmp_path / "none", parallel=parallel
+        ).keep.load_latest()
+
+    found = ranks(2, work)
+    assert [type(one) for one in found] == [Incompatible] * 2
+    assert "rank 1: " in str(found[0])
+    assert "all ranks need this folder" in str(found[1])
+    assert sorted(folder.iterdir()) == before
 
 
 def test_files_swapped_between_ranks(make_run: MakeRun, ranks: Ranks, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +55,31 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_is_taken(run: Any, make_r
     damage(again, 3)
     assert make_run().keep.load_latest().manifest.step == 2
     assert again.hidden() == [".bad-step-00000003-1", ".bad-step-00000003-2"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "listdir", "stat"])
+def test_what_cannot_be_read_just_now_is_not_damaged(
+    run: Any, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """A real EIO is: the one before it is taken."""
+    real = getattr(os, call)
+
+    def fails(path: Any, *rest: Any, **more: Any) -> Any:
+        if "step-00000003" in str(path):
+            raise OSError(wanted, os.strerror(wanted), str(path))
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, call, fails)
+    wanted = number
+    for _ in range(2):
+        with pytest.raises(
+            Incompatible, match=rf"step-00000003.*cannot be read now \({os.strerror(number)}\)"
+        ):
+            make_run().keep.load_latest()
+    assert run.steps() == [1, 2, 3]
+    wanted = errno.EIO
+    assert make_run().keep.load_latest().manifest.step == 2
 
 
 def test_an_unfinished_folder_is_damaged(run: Any, make_run: MakeRun) -> None:

@@ -21,24 +21,22 @@ what_starts = "the same words in new processes, also with other numbers of worke
 ORPHAN_SECONDS = 10.0
 
 
-def run(folder: Path, rng: random.Random, size: float) -> Tally:
-    tally = Tally("F6", what)
+def run(folder: Path, rng: random.Random, size: float, tally: Tally) -> None:
     for name in ("workers", "ddp")[: 1 if size < 0.5 else 2]:
         whole = folder / f"cold-{name}"
         seconds = _command(whole, name, [*SUBJECTS[name].words, f"output_dir={whole / 'run'}"])[1]
         expected = facts_of(whole / "run")
         for number in range(max(1, round(5 * size))):
             _one(tally, folder / f"cold-{name}-{number}", name, rng, seconds, expected)
-    return tally
 
 
-def starts(folder: Path, rng: random.Random, size: float) -> Tally:
+def starts(folder: Path, rng: random.Random, size: float, tally: Tally) -> None:
     """A case is a run, compared with the first of its subject; nothing befalls it."""
-    tally, times = Tally("F21", what_starts), max(2, round(5 * size))
+    times = max(2, round(5 * size))
     again = {name: [name] * times for name in ("fp32", "bf16", "fp16", "ddp")}
     compiled = {"compiled": ["compiled"] * 2} if size >= 1 else {}
     for name, runs in {**again, **compiled, "workers": [0, 1, 3]}.items():
-        began, problems = time.monotonic(), []
+        problems: list[str] = []
         facts: list[object] = []
         for number, workers in enumerate(runs):
             place = folder / f"start-{name}-{number}"
@@ -55,15 +53,12 @@ def starts(folder: Path, rng: random.Random, size: float) -> Tally:
         tally.cases += len(facts)
         tally.lost += len(facts) < len(runs)
         tally.different += len(facts) == len(runs) and bool(problems)
-        tally.seconds += time.monotonic() - began
         if problems:
             tally.failed.append((name, "; ".join(problems)))
-    return tally
 
 
 def _one(tally: Tally, place: Path, name: str, rng: random.Random, seconds: float, expected: object) -> None:
-    began = time.monotonic()
-    words = [*SUBJECTS[name].words, f"output_dir={place / 'run'}"]
+    same = words = [*SUBJECTS[name].words, f"output_dir={place / 'run'}"]
     problems = []
     for _ in range(2):
         alone = rng.random() < 0.5
@@ -73,7 +68,7 @@ def _one(tally: Tally, place: Path, name: str, rng: random.Random, seconds: floa
         if left:
             problems.append(f"left behind {ORPHAN_SECONDS:g} s after the kill: {left}")
         if (place / "run" / "checkpoints").exists():
-            words = ["resume", str(place / "run")]
+            words = rng.choice([same, ["resume", str(place / "run")]])
     code, _ = _command(place, name, words)
     if code:
         problems.append(f"ends with {code}: {(place / 'output').read_text()[-1000:]}")
@@ -82,7 +77,6 @@ def _one(tally: Tally, place: Path, name: str, rng: random.Random, seconds: floa
         problems += found[:5]
         tally.different += 1
     tally.cases += 1
-    tally.seconds += time.monotonic() - began
     if problems:
         tally.failed.append((name, "; ".join(problems)))
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 from faults import power
-from faults.defects import DEFECTS
-from faults.judges import judge
+from faults.defects import DEFECTS, UNSYNCED
+from faults.judges import Tally, judge
 from faults.plan import Case, parse_case
 from faults.referee import Outcome, Referee
-from faults.taps import Operation
 
 # kills in the middle of a run, in the subject where the defect shows
 WHERE = {
@@ -30,25 +28,6 @@ WHERE = {
     "begun-anew": "sync kill@batch=26",  # whose second life is the same command
 }
 assert WHERE.keys() == DEFECTS.keys()
-
-
-def without(name: str, folders: bool) -> Callable[[list[Operation]], list[Operation]]:
-    """The record of a runner that never calls fsync on files, or on folders."""
-
-    def change(operations: list[Operation]) -> list[Operation]:
-        made = {operation.path for operation in operations if operation.name == "mkdir"}
-        roots = {str(Path(path).parent) for path in made}
-        return [
-            operation
-            for operation in operations
-            if operation.name != "fsync" or (operation.path in made | roots) != folders
-        ]
-
-    change.__name__ = name
-    return change
-
-
-CHANGES = [without("no-fsync-of-files", folders=False), without("no-fsync-of-folders", folders=True)]
 
 
 def play(referee: Referee, judges: int, around: bool) -> dict[str, Outcome]:
@@ -71,11 +50,14 @@ def _cases(name: str, more: tuple[int, ...]) -> list[Case]:
     return [parse_case(f"{subject} {place}={int(value) + one} defect={name}") for one in more]
 
 
-def play_power(folder: Path, size: float, rng: random.Random) -> dict[str, int]:
+def play_power(folder: Path, size: float) -> dict[str, int]:
     """How many states are judged badly, by defect."""
-    return {
-        change.__name__: power.run(folder / change.__name__, rng, size, change).lost for change in CHANGES
-    }
+    lost = {}
+    for name, plant in UNSYNCED.items():
+        tally = Tally(name, power.what)
+        power.run(folder / name, random.Random(1), size, tally, plant)
+        lost[name] = tally.lost
+    return lost
 
 
 def run(referee: Referee, judges: int, around: bool) -> int:
@@ -84,7 +66,7 @@ def run(referee: Referee, judges: int, around: bool) -> int:
     for name, outcome in sorted(play(referee, judges, around).items()):
         missed += outcome.good
         print(f"{'MISSED' if outcome.good else 'found ':7} {name:30} {'; '.join(outcome.problems)[:100]}")
-    for name, lost in play_power(referee.folder, 0.02, random.Random(1)).items():
+    for name, lost in play_power(referee.folder, 0.02).items():
         missed += lost == 0
         print(
             f"{'MISSED' if lost == 0 else 'found ':7} {name:30} {lost} states from which the run cannot go on"

@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +160,11 @@ def change_value(text: bytes, draw: random.Random) -> bytes:
                 holder.pop(key)
             )
         elif kind == 2 and isinstance(holder, list):
-            holder.append(holder[key])
+            holder.append(deepcopy(holder[key]))
         elif kind == 3 and type(holder[key]) is int:
             holder[key] += draw.choice([-1, 1, 8, -(2**40), 2**40])
         else:
-            holder[key] = draw.choice(STRANGE)
+            holder[key] = deepcopy(draw.choice(STRANGE))  # which a later change may reach into
     return json.dumps(tree).encode()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +12,13 @@ import torch
 
 from trainrun import parts, runner
 from trainrun.cadence import Cadence
-from trainrun.checkpoint import keep, saving
+from trainrun.checkpoint import files, keep, saving
 from trainrun.checkpoint.files import FileLayer
+from trainrun.monitor import metrics_file
 from trainrun.optimizer.ema import Ema
 from trainrun.parallel import ddp
 from trainrun.parts import Parts
-from trainrun.rundir import RunDir
+from trainrun.rundir import RunDir, write_text
 from trainrun.scheduler.schedule import Schedule
 
 
@@ -64,7 +67,7 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-    from trainrun.build import listeners
+    from trainrun.build.parts import listeners
 
     listeners.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
 
@@ -120,3 +123,38 @@ DEFECTS: dict[str, Callable[[], None]] = {
         acknowledged_too_early, other_buckets, begun_anew,
     ]
 }  # fmt: skip
+
+
+class SyncsFolders:
+    """The module `os`, but that what a file holds is not brought to the disk."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fsync(self, descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            os.fsync(descriptor)
+
+
+def no_fsync_of_files() -> None:
+    """Of those of a checkpoint."""
+    files.os = SyncsFolders()  # type: ignore[attr-defined]
+
+
+def no_fsync_of_folders() -> None:
+    FileLayer.fsync_dir = lambda self, path: None  # type: ignore[method-assign]
+
+
+def no_fsync_of_rows() -> None:
+    metrics_file.sync_path = lambda path: None  # type: ignore[assignment]
+
+
+def no_fsync_of_the_config() -> None:
+    runner.write_text = lambda path, text, durable=False: write_text(path, text)  # type: ignore[assignment]
+
+
+# what only a power loss shows
+UNSYNCED: dict[str, Callable[[], None]] = {
+    function.__name__.replace("_", "-"): function
+    for function in [no_fsync_of_files, no_fsync_of_folders, no_fsync_of_rows, no_fsync_of_the_config]
+}

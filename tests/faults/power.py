@@ -15,7 +15,6 @@ import os
 import pickle
 import random
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,8 +209,8 @@ def _is_folder(name: str) -> bool:
     return name == "checkpoints" or name.lstrip(".").startswith(("tmp-step", "step-", "trash-step"))
 
 
-def record(folder: Path, referee: Referee, name: str) -> list[Operation]:
-    """Every file operation of a run, and where a save was reported as done."""
+def record(folder: Path, referee: Referee, name: str, plant: Callable[[], None]) -> list[Operation]:
+    """Every file operation of a run, and where a save was reported as done. plant: makes a defect in it, or nothing."""
     place = folder / f"recorded-{name}"
     place.mkdir(parents=True)
     run, composition = place / "run", referee.composed(SUBJECTS[name])
@@ -222,6 +221,7 @@ def record(folder: Path, referee: Referee, name: str) -> list[Operation]:
         operations: list[Operation] = []
         Tap(run, lambda now, operation: operations.append(operation) if now == "after" else None).install()
         _hear_of_commits(operations)
+        plant()
         code = enter(run, SUBJECTS[name], composition)
         (place / "operations").write_bytes(pickle.dumps(operations))
         return code
@@ -246,19 +246,19 @@ def _hear_of_commits(operations: list[Operation]) -> None:
     saving.Saves.settle = settled  # type: ignore[method-assign]
 
 
-Change = Callable[[list[Operation]], list[Operation]]
+def nothing() -> None:
+    pass
 
 
 def run(
-    folder: Path, rng: random.Random, size: float, change: Change = lambda operations: operations
-) -> Tally:
-    """change: makes the record of a runner with a defect of the true one."""
-    tally, began = Tally("F10", what), time.monotonic()
+    folder: Path, rng: random.Random, size: float, tally: Tally, plant: Callable[[], None] = nothing
+) -> None:
+    """plant: puts a defect into the runner, in the process that is recorded."""
     referee = Referee(folder / "power")
     for name in ("sync", "fp32") if size >= 0.5 else ("sync",):
-        operations = record(folder, referee, name)
+        operations = record(folder, referee, name, plant)
         root = str(folder / f"recorded-{name}" / "run")
-        steps = Disk(root).translate(change(operations))
+        steps = Disk(root).translate(operations)
         seen: set[bytes] = set()
         moments = range(1, len(steps) + 1)
         for moment in moments if size >= 0.5 else sorted(rng.sample(moments, round(len(steps) * size * 2))):
@@ -267,8 +267,6 @@ def run(
                 _judge(
                     tally, state, acknowledged, seen, folder / "state", f"{name} after {moment} operations"
                 )
-    tally.seconds = time.monotonic() - began
-    return tally
 
 
 def _judge(tally: Tally, state: State, acknowledged: int, seen: set[bytes], place: Path, told: str) -> None:

@@ -218,6 +218,16 @@ def test_another_model_is_refused(other: nn.Module, message: str) -> None:
     assert caught.match(message)
 
 
+@pytest.mark.parametrize("strange", [{"x" * 9000: [2]}, {"weight": ["y" * 9000]}], ids=["name", "shape"])
+def test_what_a_file_made_up_is_told_in_few_letters(strange: dict[str, list[Any]]) -> None:
+    model = nn.Linear(2, 2)
+    tree = named_optimizer_state(stepped(model), model)
+    tree["shapes"] |= strange
+    with pytest.raises(CheckpointError, match="belongs to another model") as caught:
+        load_named_optimizer_state(FACTORIES["adamw fused"](model.parameters()), model, tree)
+    assert len(str(caught.value)) < 1000
+
+
 def test_other_groups_are_refused() -> None:
     model = nn.Linear(2, 2)
     tree = named_optimizer_state(stepped(model), model)

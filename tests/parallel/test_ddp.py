@@ -67,7 +67,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     sizes = json.dumps(SIZES[world_size])
     code = launch(
         lambda attempt: [sys.executable, str(SCRIPT), str(run.root), sizes],
-        world_size, run, grace_seconds=5, env=env,
+        world_size, run, grace_seconds=5, alone_seconds=60, env=env,
     )  # fmt: skip
     assert code == 0
     return [read_json(run.root / f"seen{rank}.json") for rank in range(world_size)]
@@ -213,7 +213,7 @@ def test_survivors_say_that_they_lost_contact(
 ) -> None:
     command = script(LOSES_A_RANK)
     with pytest.raises(RankFailed, match=r"rank 1 was killed by SIGKILL \(out of memory\?\)"):
-        launch(lambda attempt: command, 2, run_dir, grace_seconds=5, env=rank_env)
+        launch(lambda attempt: command, 2, run_dir, grace_seconds=5, alone_seconds=60, env=rank_env)
     assert (run_dir.root / "noticed").exists()  # in the exchange of gradients, and then in that of numbers
     survivor = read_json(run_dir.rank_error(0))
     assert survivor["kind"] == "echo"

@@ -24,7 +24,7 @@ Start = Callable[..., int]
 RANK = """
 import os, signal, time
 from trainrun.errors import DataError, TrainingError
-from trainrun.parallel.rank import LostContact, die_with_parent, run_rank, say_listening
+from trainrun.parallel.rank import LostContact, die_with_parent, run_rank, say_listening, show_stacks_when_asked
 from trainrun.process.signals import EXIT_CODE_OF_STOP, StopFlag, catch_signals
 die_with_parent(float(os.environ.get("SAVE_SECONDS", "30")))
 rank = int(os.environ["RANK"])
@@ -49,6 +49,7 @@ def train():
     return EXIT_CODE_OF_STOP[flag.request]
 
 with catch_signals(flag):
+    show_stacks_when_asked()
     say_listening()
     sys.exit(run_rank(run, rank, work))
 """
@@ -64,11 +65,11 @@ def rank_of(work: str) -> str:
 def start(script: Script, run_dir: RunDir, rank_env: dict[str, str]) -> Start:
     """Runs ranks whose `work` is the given text, in this process as the driver."""
 
-    def run(work: str, world_size: int = 2, grace_seconds: float = 20.0, max_restarts: int = 0) -> int:
+    def run(work: str, world_size: int = 2, alone_seconds: float = 60.0, max_restarts: int = 0) -> int:
         command = script(rank_of(work))
         return launch(
             lambda attempt: [*command, str(attempt)], world_size, run_dir,
-            grace_seconds=grace_seconds, max_restarts=max_restarts, env=rank_env,
+            grace_seconds=20.0, alone_seconds=alone_seconds, max_restarts=max_restarts, env=rank_env,
         )  # fmt: skip
 
     return run
@@ -89,7 +90,7 @@ def driver(script: Script, tmp_path: Path, run_dir: RunDir, rank_env: dict[str, 
             run = RunDir(Path({str(run_dir.root)!r}))
             try:
                 command = {script(rank_of(work))!r}
-                code = launch(lambda attempt: command, 2, run, grace_seconds={grace_seconds})
+                code = launch(lambda _: command, 2, run, grace_seconds={grace_seconds}, alone_seconds=60)
             except TrainrunError as error:
                 write_text(run.root / "message", str(error))
                 code = error.exit_code
@@ -226,6 +227,46 @@ def test_ranks_that_hang_after_a_failure_are_ended(
         )
     with pytest.raises(ProcessLookupError):
         os.kill(int((run_dir.root / "pid0").read_text()), 0)
+
+
+HANGS = """
+if rank == 1:
+    (run.root / "pid").write_text(str(os.getpid()))
+    {how}
+wait_for(run.root / "pid")
+return 0
+"""
+
+
+@pytest.mark.parametrize(
+    "how", ["hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1)", "time.sleep(3600)"], ids=["c", "python"]
+)
+def test_a_rank_that_never_ends_is_ended_and_shows_where_it_stood(
+    start: Start, run_dir: RunDir, how: str
+) -> None:
+    with pytest.raises(RankFailed) as caught:
+        start("import hashlib" + HANGS.format(how=how), alone_seconds=0.5)
+    assert str(caught.value) == (
+        "rank 1 failed: it did not end within 0.5 s of the others, who ended well (trainer.watchdog_seconds); "
+        f"where every thread stood: {run_dir.rank_log(1)}"
+    )
+    assert caught.value.exit_code == 1
+    assert "rank_script.py" in run_dir.rank_log(1).read_text()
+    assert not is_alive(int((run_dir.root / "pid").read_text()))
+
+
+def test_a_rank_that_was_only_stopped_is_woken_up_and_ends_well(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who had only been stopped goes on when it is looked at."""
+    monkeypatch.setattr("trainrun.parallel.launch.STACKS_SECONDS", 30.0)
+    work = """
+        all_ready()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return 0
+    """
+    assert start(work, alone_seconds=0.5) == 0
 
 
 def test_restart_with_a_fresh_store_and_the_next_command(

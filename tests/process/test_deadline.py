@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from trainrun.process.deadline import stop_deadline
+from trainrun.process.deadline import patience, stop_deadline
 from trainrun.process.signals import StopFlag, catch_signals
 
 
@@ -84,3 +85,8 @@ def test_nothing_of_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threading.active_count() == threads
     assert signal.set_wakeup_fd(before) == -1
     assert not files or len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize(("wanted", "seconds"), [("auto", 1800.0), (60, 60.0), ("90", 90.0), (0, math.inf)])
+def test_how_long_no_progress_is_borne(wanted: float | str, seconds: float) -> None:
+    assert patience(wanted) == seconds

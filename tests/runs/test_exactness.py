@@ -256,7 +256,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     os.environ["PYTHONPATH"] = root
     try:
         command = [sys.executable, exact_parts.__file__, str(run.root)]
-        assert launch(lambda attempt: command, 2, run, grace_seconds=5) == 0
+        assert launch(lambda attempt: command, 2, run, grace_seconds=5, alone_seconds=60) == 0
     finally:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
     return read_json(run.root / "results.json")

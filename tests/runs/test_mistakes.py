@@ -140,7 +140,7 @@ def project(workdir: Path) -> Iterator[Path]:
         (["parallel.accelerator=cuda"], "parallel.accelerator=cuda"),
         (["scheduler=cosine", "scheduler.warmup_steps=100000"], "scheduler.warmup_steps"),
         (["optimizer._target_=torch.optim.AdamW", "optimizer.leraning_rate=1"], "leraning_rate"),
-        (["hydra.run.dir=own.py/run"], "hydra.run.dir"),
+        (["output_dir=own.py/run"], "output_dir=/"),
         (["resume", "nowhere"], "no run is there"),
         (["evaluate", "nowhere"], "no run is there"),
         (["report", "nowhere"], "nowhere"),
@@ -185,6 +185,11 @@ def test_a_run_folder_is_never_written_over(project: Path, capsys: pytest.Captur
     assert "holds a run already" in said
     assert "data.batch_size=32 (here 7)" in said
     assert "optimizer.lr=0.001 (here 0.25)" in said
+    resume = f"trainrun resume {project / 'run'}"
+    assert (
+        f"{resume} (or, where that can change on the way: {resume} data.batch_size=7 optimizer.lr=0.25)"
+        in said
+    )
     assert (project / "run" / "status.json").read_text() == before
 
 
@@ -278,6 +283,23 @@ def test_files_that_no_run_made_stay_as_they_are(project: Path, capsys: pytest.C
         assert (folder / name).read_text() == "mine: 1\n"
 
 
+def test_checkpoints_of_another_run_are_not_mixed_with_new_ones(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(project))
+    assert main(["output_dir=r", *QUIET]) == 0
+    steps = sorted(Path("r/checkpoints").iterdir())
+    for path in Path("r").glob("*.*"):
+        path.unlink()
+    Path("new").mkdir()
+    Path("new/checkpoints").symlink_to(Path("r/checkpoints").absolute())
+    for name in ("r", "new"):
+        capsys.readouterr()
+        assert main([f"output_dir={name}", *QUIET]) == 2
+        assert "holds checkpoints and no RUN.json, so no run made it" in capsys.readouterr().err
+    assert sorted(Path("r/checkpoints").iterdir()) == steps
+
+
 def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -> None:
     assert main(["output_dir=r", "model=own.Wrong", *QUIET]) == 2
     Path("r/.config-before.yaml").write_bytes(Path("r/config.yaml").read_bytes())  # as kill -9 leaves it
@@ -285,16 +307,113 @@ def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -
     assert not Path("r/.config-before.yaml").exists()
 
 
-def test_a_link_out_of_the_run_folder_is_told_with_a_command_that_takes_the_flag(
-    project: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        (
+            "seed=null",
+            "seed=42 (here null); name another folder, or go on with that run: trainrun resume {run}\n",
+        ),
+        ("model.hidden=[8,3]", "model.hidden=[256, 128] (here [8, 3]); "),
+        ('run_name="a b"', "trainrun resume {run} 'run_name=a b')\n"),
+        ("model=cnn", "model.hidden=[256, 128] (here nothing), "),
+        ("output_dir=./x/../run", ""),
+    ],
+)
+def test_the_words_that_differ_from_those_of_the_run_in_the_folder(
+    project: Path, capsys: pytest.CaptureFixture[str], word: str, shown: str
 ) -> None:
-    Path("disk").mkdir()
-    Path("r").mkdir()
+    words = ["trainer.max_steps=1", *QUIET]
+    assert main([*words, "output_dir=run"]) == 0
+    capsys.readouterr()
+    assert main([*words, "output_dir=run", word] if shown else [*words, word]) == (2 if shown else 0)
+    run = project / "run"
+    assert (shown.format(run=run) or f"{run}: finished already") in "".join(capsys.readouterr())
+    assert not (project / "x").exists()
+
+
+def test_a_run_that_goes_on_keeps_its_seed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer.max_steps=1", *QUIET, "output_dir=r"]) == 0
+    assert main(["resume", "r", "seed=null"]) == 2
+    assert "seed=null: a run that goes on has a seed" in capsys.readouterr().err
+
+
+def test_checkpoints_on_another_disk(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that this user trained through is followed; one that leads elsewhere now, or is anybody else's, is not."""
+    monkeypatch.setenv("HOME", str(project))
+    words = ["output_dir=r", *QUIET]
+    for name in ("disk", "other", "r"):
+        Path(name).mkdir()
+    link = Path("r/checkpoints")
+    link.symlink_to(Path("disk").absolute())
+    assert main(words) == 0
+    assert main(words) == 0
+    assert main(["resume", "r"]) == 0
+    Path("r").rename("moved")
+    assert main(["evaluate", "moved"]) == 0
+    Path("moved").rename("r")
+    monkeypatch.setenv("HOME", str(project / "nobody"))
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"leads out of the run folder, to {project / 'disk'}" in said
+    assert f"trainrun resume {project / 'r'} --trust" in said
+    monkeypatch.setenv("HOME", str(project))
+    link.unlink()
+    link.symlink_to("../other")
+    assert main(words) == 2
+    assert main(["resume", "r", "--trust"]) == 0
+    assert main(["resume", "r"]) == 0
+    capsys.readouterr()
+    assert main(["resume", "r", "trainer.max_epochs=2"]) == 2
+    assert "no checkpoint is there" in capsys.readouterr().err  # they are on the first disk
+
+
+AGAIN = pytest.mark.parametrize(
+    "again", [["output_dir=r", *QUIET], ["resume", "r", "--trust"]], ids=["words", "resume"]
+)
+
+
+@AGAIN
+def test_a_folder_that_was_emptied_begins_no_run_anew(
+    project: Path, capsys: pytest.CaptureFixture[str], again: list[str]
+) -> None:
+    assert main(["output_dir=r", *QUIET]) == 0
+    status = json.loads(Path("r/status.json").read_text())
+    Path("r/status.json").write_text(json.dumps(status | {"state": "stopped"}))
+    rows = Path("r/metrics.jsonl").read_bytes()
+    Path("r/checkpoints").rename("away")
+    Path("r/checkpoints").mkdir()
+    for _ in range(2):
+        assert main(again) == 2
+        said = capsys.readouterr().err
+        assert "r/checkpoints: no checkpoint is there, and RUN.json says that one was saved" in said
+        assert Path("r/metrics.jsonl").read_bytes() == rows
+    Path("r/checkpoints").rmdir()  # as the message says
+    assert main(again) == 0
+    assert "starts again from its beginning" in capsys.readouterr().out
+
+
+@AGAIN
+def test_a_disk_that_is_not_there_begins_no_run_anew(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, again: list[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(project))
+    for name in ("disk", "r"):
+        Path(name).mkdir()
     Path("r/checkpoints").symlink_to(Path("disk").absolute())
     assert main(["output_dir=r", *QUIET]) == 0
-    assert main(["output_dir=r", *QUIET]) == 2
-    assert f"trainrun resume {Path('r').absolute()} --trust" in capsys.readouterr().err
-    assert main(["resume", "r", "--trust"]) == 0
+    status = json.loads(Path("r/status.json").read_text())
+    Path("r/status.json").write_text(json.dumps(status | {"state": "stopped"}))
+    Path("disk").rename("away")
+    files = {path: path.read_bytes() for path in Path("r").glob("[!.]*.*")}
+    assert len(files) >= 4
+    assert main(again) == 2
+    assert f"checkpoints: leads to {project / 'disk'}, where no folder is" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path("r").glob("[!.]*.*")} == files
+    Path("away").rename("disk")
+    assert main(again) == 0
 
 
 def test_a_setting_of_a_loop_that_is_not_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

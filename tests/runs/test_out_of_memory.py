@@ -128,7 +128,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         command = [sys.executable, exact_parts.__file__, str(run.root)]
-        assert launch(lambda attempt: command, 2, run, grace_seconds=5) == 0
+        assert launch(lambda attempt: command, 2, run, grace_seconds=5, alone_seconds=60) == 0
     return read_json(run.root / "results.json")
 
 

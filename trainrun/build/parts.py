@@ -16,10 +16,10 @@ from trainrun.build.model import build_model, transform_model
 from trainrun.build.optimizer import SCHEDULE_KEYS, build_optimizer_of, build_schedule_of
 from trainrun.build.plan import (
     best_watch,
+    build_fingerprint,
     build_rhythm,
     build_watch,
     default_monitor,
-    fingerprint,
     keep_options,
     with_accumulation,
 )
@@ -177,7 +177,7 @@ def build_checkpoints(
 ) -> Checkpoints:
     return Checkpoints(
         site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
-        lambda: fingerprint(config, site.parallel), note, lambda: host_memory().free,
+        build_fingerprint(config, site.parallel), note, lambda: host_memory().free,
         before_commit=site.before_commit,
     )  # fmt: skip
 

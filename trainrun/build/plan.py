@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import platform
+from collections.abc import Callable
+from glob import iglob
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,7 +21,11 @@ from trainrun.checkpoint.reasons import KeepOptions
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Batches, Parallel
+from trainrun.monitor.readable import counted
 from trainrun.words.checks import Interval, parse_interval, parse_seconds
+
+DATA = "data.train.path"  # in a fingerprint
+MOST_FILES = 1000
 
 
 def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
@@ -96,15 +105,37 @@ def build_watch(config: RunConfig, default: str | None) -> Watch:
     )  # fmt: skip
 
 
-def fingerprint(config: RunConfig, parallel: Parallel) -> dict[str, Any]:
-    """What the bits of a run depend on besides its config."""
-    return {
+def build_fingerprint(config: RunConfig, parallel: Parallel) -> Callable[[], dict[str, Any]]:
+    """What the bits of a run depend on besides its config. The data is looked at here, the rest whenever asked."""
+    data = {DATA: found} if (found := data_at((config.data.train or {}).get("path"))) else {}
+    return lambda: {
         **machine(parallel.device),
         "world_size": parallel.world_size,
         "num_threads": torch.get_num_threads(),
         "precision": config.precision.mode,
         "deterministic": config.trainer.deterministic,
+        **data,
     }
+
+
+def data_at(path: Any) -> str:
+    """Number, bytes, and a hash of names and sizes, of a file or of the files of a folder or pattern.
+
+    Empty where they are too many to be looked at each time, or none. Where they lie does not count, nor when they
+    were written: a job may copy its data to a new place first.
+    """
+    if not isinstance(path, str):
+        return ""
+    place = Path(path).expanduser()
+    found = (
+        place.iterdir() if place.is_dir() else [place] if place.is_file() else map(Path, iglob(str(place)))
+    )
+    files = list(islice((file for file in found if not file.name.startswith(".")), MOST_FILES + 1))
+    sizes = sorted((file.name, file.stat().st_size) for file in files if file.is_file())
+    if not sizes or len(files) > MOST_FILES:
+        return ""
+    mark = hashlib.sha256(repr(sizes).encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{counted(len(sizes), 'file')}, {sum(size for _, size in sizes):,} bytes, {mark}"
 
 
 @functools.cache

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainrun.build.plan import fingerprint
+from trainrun.build.plan import DATA
 from trainrun.checkpoint.format import Loaded
+from trainrun.checkpoint.manifest import committed_steps
 from trainrun.checkpoint.resume import resolve
 from trainrun.config import RunConfig
 from trainrun.errors import CheckpointError
 from trainrun.mishaps.nonfinite import RollBack
 from trainrun.monitor.readable import counted
 from trainrun.parts import Parts
-from trainrun.rundir import RunDir
+from trainrun.rundir import RunDir, note_saved, says_saved
 from trainrun.state import SAVE_NOW, TrainState
 
 TAIL_BYTES = 1 << 16
@@ -39,6 +40,7 @@ def loaded_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> 
     if resume:
         loaded = parts.checkpoints.load_latest()
         if loaded is None:
+            begin_anew(run, parts.parallel.rank)
             parts.board.note("no checkpoint was written yet: the run starts again from its beginning")
     if loaded is None and config.ckpt_path is not None:
         loaded = parts.checkpoints.restore(checkpoint_at(config.ckpt_path))
@@ -56,10 +58,29 @@ def loaded_state(parts: Parts, run: RunDir, config: RunConfig, resume: bool) -> 
     return state
 
 
+def note_commit(run: RunDir) -> None:
+    """Has RUN.json say that there are checkpoints, once there are."""
+    if committed_steps(run.checkpoints):
+        note_saved(run)
+
+
+def begin_anew(run: RunDir, rank: int) -> None:
+    """Raises CheckpointError where there were checkpoints; but a folder that was taken away was so on purpose."""
+    if not says_saved(run):
+        return
+    if run.checkpoints.exists():
+        raise CheckpointError(
+            f"{run.checkpoints}: no checkpoint is there, and {run.identity.name} says that one was saved; is a disk "
+            "not mounted, or was it swept? Bring them back, or delete this folder to begin the run again"
+        )
+    if rank == 0:
+        note_saved(run, False)
+
+
 def tell(parts: Parts, run: RunDir, loaded: Loaded) -> None:
     """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
     step = loaded.manifest.step
-    changed = differences(loaded.manifest.fingerprint, fingerprint(parts.config, parts.parallel))
+    changed = differences(loaded.manifest.fingerprint, parts.checkpoints.fingerprint())
     if changed and parts.config.checkpoint.strict:
         raise CheckpointError(
             f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
@@ -69,8 +90,9 @@ def tell(parts: Parts, run: RunDir, loaded: Loaded) -> None:
     lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
     parts.board.note(f"goes on from step {step} ({loaded.folder.name}){lost}")
     if changed:
+        bits = "" if DATA in changed else " in their last bits"
         parts.board.note(
-            f"the checkpoint was saved with another {changed}: the numbers that follow may differ in their last bits "
+            f"the checkpoint was saved with another {changed}: the numbers that follow may differ{bits} "
             "from those of a run that was never stopped (checkpoint.strict=true refuses)"
         )
 

@@ -26,9 +26,9 @@ from trainrun.checkpoint.manifest import (
     open_regular,
     rank_files,
     read_manifest,
+    readable,
 )
 from trainrun.checkpoint.tensor_file import read_tensors
-from trainrun.checkpoint.together import file_faults
 from trainrun.checkpoint.tree import unflatten
 from trainrun.errors import CheckpointError
 
@@ -82,7 +82,7 @@ def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> L
 
 
 def _check_listing(folder: Path, manifest: Manifest) -> None:
-    with file_faults(f"{folder}: cannot be read", folder):
+    with readable(folder):
         found = set(os.listdir(folder))
     expected = {MANIFEST, *manifest.files}
     if found != expected:

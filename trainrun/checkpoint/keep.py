@@ -75,7 +75,7 @@ class Checkpoints:
     ) -> None:
         self._before_commit = before_commit
         self.folder, self.options = folder, options
-        self._run_id, self._parallel, self._fingerprint = run_id, parallel, fingerprint
+        self._run_id, self._parallel, self.fingerprint = run_id, parallel, fingerprint
         self._note, self._files, self._clock = note, files or FileLayer(), clock
         self._ranking = Ranking(options.mode, options.save_top_k, [])
         newest = max(options.keep_last, 1) if options.save_last else 1
@@ -171,7 +171,7 @@ class Checkpoints:
     def _record(self, parts: HasTree, state: TrainState, kind: str) -> Record:
         facts = Manifest(
             self._run_id, state.step, state.epoch, self._parallel.world_size, kind,
-            metric_of(self.options, state), self._fingerprint(), files={},
+            metric_of(self.options, state), self.fingerprint(), files={},
         )  # fmt: skip
         return Record(facts, self._part(parts, state))
 

@@ -6,6 +6,7 @@ sound manifest was never finished.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -27,12 +28,16 @@ MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_STEP = 10**8 - 1
 KINDS = ("last", "best", "periodic", "final", "stopped")
 MAX_NAME = 100  # letters of a run's id
+PASSING = (
+    errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN,
+)  # fmt: skip
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
 
 
 class Incompatible(CheckpointError):
-    """A sound checkpoint that is not for this program or this run: never set aside as damaged."""
+    """One that is not for this program or this run, or cannot be read just now: never set aside as damaged."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +207,9 @@ def _check(value: Any, kinds: Mapping[str, type], place: str) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The checked manifest of a checkpoint folder; its files are not looked at."""
     path = folder / MANIFEST
-    if not path.is_symlink() and folder.is_dir() and not path.exists():
-        raise CheckpointError(f"{folder}: not a finished checkpoint (it has no {MANIFEST})")
+    with readable(path):
+        if folder.is_dir() and not os.path.lexists(path):
+            raise CheckpointError(f"{folder}: not a finished checkpoint (it has no {MANIFEST})")
     with open_regular(path) as file:
         data = file.read(MAX_MANIFEST_BYTES + 1)
     if len(data) > MAX_MANIFEST_BYTES:
@@ -219,12 +225,21 @@ def read_manifest(folder: Path) -> Manifest:
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """A plain file to read; no link, pipe or device. OSErrors of the block become CheckpointErrors."""
-    try:
+    with readable(path):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise CheckpointError(f"{path}: not a plain file")
         with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
             yield file
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """OSErrors of the block become CheckpointErrors; Incompatible where the reason lies outside of the disk."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
     except OSError as error:
+        if error.errno in PASSING:
+            raise Incompatible(f"{path}: cannot be read now ({error.strerror})") from error
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

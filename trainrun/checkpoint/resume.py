@@ -59,7 +59,10 @@ def _known(folder: Path) -> str:
 
 
 def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loaded:
-    """The same checkpoint on every rank, or the same CheckpointError on every rank."""
+    """The same checkpoint on every rank, or the same CheckpointError on every rank.
+
+    Rank 0 looks at the files of all: what only another rank finds wrong is a folder that it does not see.
+    """
     loaded: Loaded | None = None
     try:
         loaded = read_checkpoint(folder, parallel.rank, run_id)
@@ -71,10 +74,12 @@ def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loade
     answers = parallel.gather(mine)
     for _, text in [answer for answer in answers if answer[0] == "incompatible"]:
         raise Incompatible(text)
-    for _, text in [answer for answer in answers if answer[0]]:
-        raise CheckpointError(text)
+    if answers[0][0]:
+        raise CheckpointError(answers[0][1])
+    for rank, text in [(rank, text) for rank, (kind, text) in enumerate(answers) if kind]:
+        raise Incompatible(f"rank {rank}: {text}; rank 0 finds it sound: all ranks need this folder")
     if len({text for _, text in answers}) != 1:
-        raise CheckpointError(f"{folder}: the ranks see different files there; they need one folder")
+        raise Incompatible(f"{folder}: the ranks see different files there; they need one folder")
     assert loaded is not None
     return loaded
 

@@ -93,7 +93,7 @@ def place(wish: Namespace, words: list[str], run_name: str, own: str | None) -> 
         print(f"goes on from {shown(old.parent)} (anew: --fresh)")
         return old.parent, Journal(old, read_rows(old))
     if (folder / NAME).is_file() or (folder / "config.yaml").is_file():
-        raise ConfigError(f"hydra.run.dir={folder}: holds something already; name another folder")
+        raise ConfigError(f"output_dir={folder}: holds something already; name another folder")
     return folder, Journal(folder / NAME, asked=asked)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainrun.build.listeners import Listeners
+from trainrun.build.resumption import note_commit
 from trainrun.ending.ceilings import Ceilings, Session, ceilings
 from trainrun.ending.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
 from trainrun.ending.hint import hint
@@ -38,6 +39,7 @@ def finish(
     parts.checkpoints.close()
     if listeners is None:
         return code
+    note_commit(run)
     parts.ledger.open(MEASURING)
     found = measured(parts, state, run, session) if code == EXIT_DONE else {}
     parts.ledger.open(RUNNER)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainrun.errors import ConfigError
 from trainrun.monitor.readable import duration
+from trainrun.rundir import named_folder
 from trainrun.words.compose import compose_run
 
 
@@ -21,16 +22,16 @@ def begun(command: str, words: list[str]) -> tuple[list[str], Path]:
         print(f"note: {note}", file=sys.stderr)
     folder = new_folder(command, composition.config.run_name or "run", composition.own.get("hydra.run.dir"))
     if (folder / "config.yaml").is_file():
-        raise ConfigError(f"hydra.run.dir={folder}: holds a run already; name another folder")
+        raise ConfigError(f"output_dir={folder}: holds a run already; name another folder")
     from trainrun.lab.choices import plain_words  # brings torch: a mistake in the words is answered before
 
     return [word for word in plain_words(words) if not word.startswith("hydra.run.dir=")], folder
 
 
 def new_folder(command: str, run_name: str, own: str | None) -> Path:
-    """Beside the folders of runs; `hydra.run.dir` names another. It is made when something is written."""
+    """Beside the folders of runs; own: of `output_dir=`, which names another. It is made when something is written."""
     if own is not None:
-        return Path(own).expanduser().absolute()
+        return named_folder(own)
     now = datetime.now()
     name = f"{now:%H-%M-%S}-{command}-{run_name}-{secrets.token_hex(2)}"
     return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name

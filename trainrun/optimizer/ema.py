@@ -79,7 +79,7 @@ class Ema:
         except RuntimeError as error:
             raise CheckpointError(
                 "trainer.ema: the averaged weights in the checkpoint belong to another model: "
-                + " ".join(str(error).split())
+                + " ".join(str(error).split())[:1000]
             ) from error
         self._count = state["count"] if state else 0
         stored = state["averages"] if state else {}

@@ -19,6 +19,7 @@ from trainrun.errors import CheckpointError
 
 CYCLED = ("momentum", "betas")
 MAX_FAULTS_SHOWN = 5
+LONGEST = 200  # letters of a name that a file may have made up
 KERNEL_CHOICES = ("fused", "foreach")  # belong to this machine, not to the training
 
 
@@ -87,10 +88,10 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
     """Names, shapes and groups of the checkpoint are those of the optimizer, or CheckpointError."""
     stored = tree["shapes"]
     faults = [f"{name} is not in the checkpoint" for name in params if name not in stored]
-    faults += [f"{name} is not in the model" for name in stored if name not in params]
+    faults += [f"{name[:LONGEST]} is not in the model" for name in stored if name not in params]
     for name, shape in stored.items():
         if name in params and list(params[name].shape) != list(shape):
-            faults.append(f"{name} has shape {list(params[name].shape)}, stored {list(shape)}")
+            faults.append(f"{name} has shape {list(params[name].shape)}, stored {str(list(shape))[:LONGEST]}")
     names = {param: name for name, param in params.items()}
     now = [{names[param] for param in group["params"]} for group in optimizer.param_groups]
     if not faults and now != [set(group["params"]) for group in tree["groups"]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from dataclasses import dataclass
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
@@ -53,6 +54,18 @@ def failure_of(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | 
         return Failure(died, rank, EXIT_FAILED, kind, f"was killed by {name}{guess}")
     place = "" if rank == 0 else f"; its output is in {run_dir.rank_log(rank)}"
     return Failure(died, rank, EXIT_FAILED, "death", f"ended with exit code {code}{place}")
+
+
+def never_ended(rank: int, seconds: float, run_dir: RunDir) -> RankFailed:
+    """Of a rank that is still there though others ended well; its threads were asked to show where they stand."""
+    place = run_dir.rank_log(rank) if rank else "its output, above"
+    message = (
+        f"failed: it did not end within {seconds:g} s of the others, who ended well (trainer.watchdog_seconds); "
+        f"where every thread stood: {place}"
+    )
+    return RankFailed(
+        f"rank {rank} {message}", EXIT_FAILED, Failure(time.time(), rank, EXIT_FAILED, "death", message)
+    )
 
 
 def signal_name(number: int) -> str:

@@ -34,6 +34,14 @@ class Meeting:
     store: Store
     complete: threading.Event
 
+    def say_heard(self) -> None:
+        """By every rank but 0, which waits for it in `hear_all`: it may be the one that keeps the store."""
+        self.store.set(f"heard/{os.environ['RANK']}", "")
+
+    def hear_all(self) -> None:
+        self.store.wait([f"heard/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))])
+        self.complete.set()
+
 
 def lead(payload: dict[str, Any], wait_seconds: float = WAIT_SECONDS) -> Meeting:
     """On rank 0: answers every other rank with `payload` (plain JSON) until the meeting is complete."""

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from trainrun.errors import EXIT_DONE, EXIT_USAGE
-from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, signal_name
+from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, never_ended, signal_name
 from trainrun.parallel.rank import listening_file
 from trainrun.process.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 from trainrun.rundir import RunDir
@@ -31,6 +31,7 @@ from trainrun.runlock import passed_on
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 5.0  # how long the other ranks get to notice a failure and to close their files
 END_SECONDS = 2.0  # between SIGTERM and SIGKILL
+STACKS_SECONDS = 1.0  # to write them down
 MOST_IDLE = 3  # attempts in a row without a new checkpoint
 
 Rank = subprocess.Popen[bytes]
@@ -43,6 +44,7 @@ def launch(
     run_dir: RunDir,
     *,
     grace_seconds: float,
+    alone_seconds: float,
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
     note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
@@ -51,6 +53,7 @@ def launch(
 
     command_for: attempt (from 0) -> the command of every rank; a later attempt resumes.
     grace_seconds: time for the ranks to finish their step and save, once a signal asked them to stop.
+    alone_seconds: for the others to end too, once a rank has ended well.
     env: of the ranks; this process's own if None.
     Raises RankFailed, after `max_restarts` new attempts; a fault of the user's is not tried again.
     Raises KeyboardInterrupt at the second Ctrl-C, or one before the ranks can listen: all are killed, nothing
@@ -61,7 +64,9 @@ def launch(
         for attempt in range(max_restarts + 1):
             base = dict(os.environ if env is None else env, TRAINRUN_ATTEMPT=str(attempt))
             try:
-                code = run_attempt(command_for(attempt), world_size, run_dir, base, received, grace_seconds)
+                code = run_attempt(
+                    command_for(attempt), world_size, run_dir, base, received, grace_seconds, alone_seconds
+                )
                 if code == EXIT_DONE and signal.SIGINT in received:
                     raise KeyboardInterrupt
                 return code
@@ -109,6 +114,7 @@ def run_attempt(
     env: dict[str, str],
     received: list[int],
     grace_seconds: float,
+    alone_seconds: float,
 ) -> int:
     """One life of all ranks: none of them outlives this call."""
     for rank in range(world_size):
@@ -120,7 +126,7 @@ def run_attempt(
             for rank in range(world_size):
                 own = env | rank_environment(env, rank, world_size, store)
                 ranks.append(start_rank(command, rank, run_dir, own))
-            return watch(ranks, run_dir, received, grace_seconds, store)
+            return watch(ranks, run_dir, received, grace_seconds, alone_seconds, store)
         except BaseException:
             end(ranks)
             release_terminal()
@@ -180,19 +186,25 @@ def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str
         return start(log)
 
 
-def watch(ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds: float, store: Path) -> int:
+def watch(
+    ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds: float, alone_seconds: float,
+    store: Path,
+) -> int:  # fmt: skip
     """Waits for the ranks, passes a stop on, and finds out what went wrong if something did.
 
     A Ctrl-C is not kept for ranks that still import: they have nothing to save.
     """
     deaths: dict[int, float] = {}
-    deadline = math.inf
+    num_ended = 0
+    deadline = alone_until = math.inf
     while True:
         codes = poll(ranks, deaths)
         if any(code not in (None, *CLEAN_CODES) for code in codes):
             raise explain(ranks, run_dir, received, deaths)
         if None not in codes:
             return max(rank.returncode for rank in ranks)
+        if len(deaths) > num_ended:
+            num_ended, alone_until = len(deaths), time.monotonic() + alone_seconds
         if received and deadline == math.inf:
             if received[0] == signal.SIGINT and not all(
                 listening_file(store, rank).exists() for rank in range(len(ranks))
@@ -213,6 +225,8 @@ def watch(ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds
                 "and were killed; only the last checkpoint is kept",
                 128 + received[0],
             )
+        elif time.monotonic() > alone_until and (left := still_there(ranks)):
+            raise never_ended(left[0], alone_seconds, run_dir)
         time.sleep(POLL_SECONDS)
 
 
@@ -223,6 +237,18 @@ def poll(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
         if code is not None:
             deaths.setdefault(rank, time.time())
     return codes
+
+
+def still_there(ranks: list[Rank]) -> list[int]:
+    """Who does not end well now either: asked where its threads stand, and woken up, in case it was only stopped."""
+    left = [number for number, rank in enumerate(ranks) if rank.poll() is None]
+    for number in left:
+        ranks[number].send_signal(signal.SIGQUIT)
+        ranks[number].send_signal(signal.SIGCONT)
+    until = time.monotonic() + STACKS_SECONDS
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    return [number for number in left if ranks[number].poll() not in CLEAN_CODES]
 
 
 def explain(ranks: list[Rank], run_dir: RunDir, received: list[int], deaths: dict[int, float]) -> RankFailed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from trainrun.rundir import RunDir, write_json
 
 WATCH_SECONDS = 0.5
 SAVE_SECONDS = 30.0
+STANDARD_ERROR = 2
 
 
 class LostContact(LaunchError):
@@ -54,6 +56,11 @@ def outlive_briefly(parent: int, save_seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(save_seconds)
     os._exit(EXIT_FAILED)
+
+
+def show_stacks_when_asked() -> None:
+    """From here on SIGQUIT has all threads written to the output, whatever they do; nothing else happens on it."""
+    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
 
 
 def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int]) -> int:

@@ -13,7 +13,7 @@ from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.group import init_group
-from trainrun.parallel.rank import die_with_parent, run_rank, say_listening
+from trainrun.parallel.rank import die_with_parent, run_rank, say_listening, show_stacks_when_asked
 from trainrun.process.signals import StopFlag, catch_signals
 from trainrun.rundir import RunDir
 
@@ -56,6 +56,7 @@ def run_as_rank(
 
     with catch_signals(flag), deadline or nullcontext():
         if store is None:  # else nobody of ours started this rank
+            show_stacks_when_asked()
             say_listening()
         return run_rank(run_dir, int(os.environ["RANK"]), whole)
 

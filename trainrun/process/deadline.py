@@ -1,4 +1,4 @@
-"""The clock of a stop: it starts with the first signal, even while the main thread sits in C code.
+"""How long to wait: without progress, and after a stop signal, even while the main thread sits in C code.
 
 Python runs signal handlers between two of its own instructions, so a thread that waits inside a collective or
 a file system hears of a signal when that ends: after 11 s in a gloo exchange with a timeout of 10 s. The bytes
@@ -19,9 +19,16 @@ from contextlib import contextmanager
 from trainrun.process.signals import AGAIN_SECONDS, STOP_SIGNALS
 
 END = 0  # no signal has this number
+AUTO_SECONDS = 1800.0  # without progress
 LAST_WORDS_SECONDS = 2.0  # for who was interrupted twice to write down how the run ended
 
 Expire = Callable[[int, bool], None]  # the signal, and whether it came twice
+
+
+def patience(wanted: float | str) -> float:
+    """The seconds of `trainer.watchdog_seconds`; infinite where nobody shall watch."""
+    seconds = AUTO_SECONDS if wanted == "auto" else float(wanted)
+    return seconds or math.inf
 
 
 @contextmanager

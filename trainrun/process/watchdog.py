@@ -14,6 +14,7 @@ gain: an error in place of a night. No step costs more for it.
 from __future__ import annotations
 
 import faulthandler
+import math
 import signal
 import sys
 import threading
@@ -23,12 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainrun.ledger import ACCOUNTS, CHECKPOINT, COMPILE, LOGGING, PLOTS, Ledger
+from trainrun.process.deadline import patience
 from trainrun.process.signals import StopFlag
 
 if TYPE_CHECKING:
     from trainrun.parts import Parts
 
-AUTO_SECONDS = 1800.0
 TICK_SECONDS = 1.0
 LEAVE_SECONDS = 10.0  # for the main thread, once it was told
 DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy", "ipdb")
@@ -55,7 +56,7 @@ class Watchdog:
         place: Path,
         end: Callable[[str, int], None],
     ) -> None:
-        self._seconds = AUTO_SECONDS if wanted == "auto" else float(wanted)
+        self._seconds = patience(wanted)
         self._spared = (COMPILE, CHECKPOINT, LOGGING, PLOTS) if wanted == "auto" else (COMPILE,)
         self._ledger, self._flag, self._place, self._end = ledger, flag, place, end
         self._parts: Parts | None = None
@@ -63,7 +64,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="trainrun watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self._seconds and threading.current_thread() is threading.main_thread():
+        if self._seconds < math.inf and threading.current_thread() is threading.main_thread():
             self._thread.start()
         return self
 

@@ -1,0 +1,43 @@
+"""A finished run stays as it is also where torchrun starts its ranks again."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainrun import cli
+
+WORDS = ["trainer.max_steps=1", "monitor=none", "output_dir=run"]
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return str(found.getsockname()[1])
+
+
+def test_every_rank_of_a_finished_run_ends_at_once(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(WORDS) == 0
+    files = {path: path.stat().st_mtime_ns for path in (workdir / "run").rglob("*") if path.name != ".lock"}
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "LOCAL_RANK": "0"}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    other = subprocess.Popen(
+        [sys.executable, "-m", "trainrun", *WORDS], env={**os.environ, **env, "RANK": "1", "PYTHONPATH": path}
+    )
+    for name, value in (env | {"RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    try:
+        assert cli.main(WORDS) == 0
+        assert other.wait(60) == 0
+    finally:
+        other.kill()
+        other.wait()
+    assert "finished already" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in files} == files
