@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import trainrun
-from trainrun.ending.finish import ceilings
+from trainrun.ending import ceilings
 from trainrun.interfaces import StepOutput
 
 BATCH = 8

@@ -67,7 +67,7 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-    from trainrun.build.parts import listeners
+    from trainrun.build import listeners
 
     listeners.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
 

@@ -22,7 +22,7 @@ from faults.small_disk import leave_free, small_disk
 from faults.subjects import SUBJECTS, Subject
 from trainrun.cli import main
 from trainrun.errors import TrainrunError
-from trainrun.words.argv import compose
+from trainrun.words import compose
 from trainrun.words.compose import Composition, compose_run
 
 TIMEOUT = 60.0

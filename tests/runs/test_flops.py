@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainrun.ending.finish import finish, flops
+from trainrun.ending import finish, flops
 from trainrun.ending.flops import counter, flops_per_item, measured_work, peak_flops
 from trainrun.record import train
 

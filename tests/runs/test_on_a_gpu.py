@@ -14,7 +14,7 @@ from test_resume import WORDS, own, stop_at
 from torch.nn.functional import cross_entropy
 
 import trainrun as package
-from trainrun.build.parts import parts as building
+from trainrun.build import parts as building
 from trainrun.checkpoint.format import read_checkpoint
 from trainrun.cli import main
 from trainrun.model.cnn import Cnn
