@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 from trainrun.data.options import StreamOptions
 from trainrun.data.stages import stages_of
 
-WAIT = 0.004
+WAIT = 0.02  # long beside what a busy machine takes from a thread
 
 
 class Slow(Dataset):

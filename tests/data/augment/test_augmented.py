@@ -67,11 +67,11 @@ def stream(batch_size: int, seed: int = 3, **plan: Any) -> Batches:
 def by_sample(*streams: Batches, epoch: int = 0) -> dict[int, list[Tensor]]:
     found = {}
     for batches in streams:
-        for data, real, _, indices in batches.epoch(epoch):
-            assert indices is not None
-            for i, index in enumerate(indices.tolist() if real else []):
+        for batch in batches.epoch(epoch):
+            assert batch.indices is not None
+            for i, index in enumerate(batch.indices.tolist() if batch.real else []):
                 assert index not in found
-                found[index] = [part[i] for part in data]
+                found[index] = [part[i] for part in batch.data]
     return found
 
 
