@@ -61,18 +61,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        run_id: str,
-        options: KeepOptions,
-        parallel: Parallel,
-        fingerprint: Callable[[], Mapping[str, Any]],
-        note: Note,
-        free_bytes: Callable[[], int],
-        files: FileLayer | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, folder: Path, run_id: str, options: KeepOptions, parallel: Parallel,
+        fingerprint: Callable[[], Mapping[str, Any]], note: Note, free_bytes: Callable[[], int],
+        files: FileLayer | None = None, clock: Callable[[], float] = time.monotonic,
         before_commit: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._before_commit = before_commit
         self.folder, self.options = folder, options
         self._run_id, self._parallel, self.fingerprint = run_id, parallel, fingerprint
@@ -89,6 +82,8 @@ class Checkpoints:
     def start(self, parts: HasTree, state: TrainState) -> None:
         """Ahead of the first step; after it, memory for copies of a large state is made ready."""
         options = self.options
+        if state.saved_step < 0:  # where a run ended before its first commit
+            self._sweep()
         if options.enabled and options.async_save and self._part(parts, state).num_bytes >= LARGE_BYTES:
             self._unprepared = parts, state.step + 1
 
