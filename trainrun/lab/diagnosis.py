@@ -34,12 +34,8 @@ TRACE_SECONDS, DIVIDE_SECONDS = 2.0, 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
 LEAST_TURN: Final = 0.1  # seconds
 MOST_SIDES: Final = 10
-FEWEST_ROUNDS, FEW_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = (
-    2,
-    3,
-    4,
-    12,
-)  # a step may be too long for the usual ones
+FEWEST_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = 2, 4, 12  # a step may be too long for the usual ones
+FEW_ROUNDS: Final = 3
 FORWARD: Final = "cached+forward_only"
 SLOWER: Final = 0.9  # of the base: not worth more turns
 MOSTLY_DATA: Final = 1.5
@@ -95,7 +91,7 @@ class Examination:
         for side in variants.values() if self._steps > 1 else ():
             side()  # to find its pace; the first steps of anything are its slowest
         sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
-        rounds = self._measured(sides, deadline, progress)
+        rounds = self._measured(sides, progress)
         return self._put_together(rounds, sides, limits, load)
 
     def _removals(self) -> list[str]:
@@ -154,11 +150,11 @@ class Examination:
         own = measured_choices(self._config, self._base.facts)
         return config_of(exchanged(exchanged(self._words, own), words))
 
-    def _measured(self, sides: dict[str, Callable[[], Turn]], deadline: float, progress: Progress) -> Rounds:
+    def _measured(self, sides: dict[str, Callable[[], Turn]], progress: Progress) -> Rounds:
         """Rounds until the time is over, and a few in any case. What is clearly slower is not asked again."""
         found, longest = Rounds(), 0.0
         for number in range(MOST_ROUNDS):
-            left = deadline - time.monotonic()
+            left = self._deadline - time.monotonic()
             if number >= FEWEST_ROUNDS and left < longest:
                 break
             progress(f"round {number + 1}")

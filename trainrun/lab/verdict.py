@@ -129,7 +129,11 @@ THREADS: Final = "data.engine=threads data.num_threads=4"  # for data that says 
 WORKERS: Final = "data.engine=workers data.num_workers=4"
 WORDS: Final[dict[str, tuple[str, ...]]] = {
     "data": ("data.cache=memory", "data.engine=workers data.num_workers=auto"),
-    "compile": ("data.padding=bucket data.pad_multiple=64", "trainer.compile.dynamic=true"),
+    "compile": (
+        "data.padding=bucket data.pad_multiple=64",
+        "trainer.compile.dynamic=true",
+        "trainer.compile=off",
+    ),
     "logging": ("monitor.log_every_n_steps=500", "monitor=fast"),
     "checkpoint": ("checkpoint.async_save=true", "checkpoint.train_time_interval=10min"),
     "validation": ("trainer.check_val_every_n_epoch=5", "trainer.limit_val_batches=0.2"),

@@ -85,9 +85,8 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
     for grads in groups:
         device = grads[0].device
         if device.type == "cuda" and grads[0].dtype is torch.bfloat16:
-            mark_by_largest(
-                grads, found
-            )  # the kernel has no bfloat16 there (torch 2.13, pytorch issue 127176)
+            # The kernel has no bfloat16 there (torch 2.13, pytorch issue 127176).
+            mark_by_largest(grads, found)
             continue
         if device.type == "cpu":
             grads = [grad for grad in grads if grad.numel() < LARGE_GRADIENT or not has_finite_sum(grad)]

@@ -78,9 +78,8 @@ def lowered(graph: torch.fx.GraphModule, inputs: list[Tensor], backend: str, mod
 
         options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode)) if mode else {}
         options |= {"size_asserts": False, "alignment_asserts": False}  # shapes and strides choose the graph
-        options["triton.cudagraphs"] = (
-            False  # inductor's hold nothing that changes in place; ours do, see `captured`
-        )
+        # Inductor's CUDA graphs hold nothing that changes in place; ours do, see `captured`.
+        options["triton.cudagraphs"] = False
         if (mode or "").startswith("max-autotune") and on_cpu(inputs):
             options["cpp_wrapper"] = True  # what calls the kernels is compiled too, which takes long
         done: Function = torch._inductor.compile(graph, list(inputs), options=options)
