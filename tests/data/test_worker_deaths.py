@@ -5,12 +5,14 @@ import signal
 import sys
 import threading
 import time
+from contextlib import contextmanager
+from multiprocessing import active_children
 
 import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from trainrun.data.deaths import MOST_RESTARTS, Ear, listening
+from trainrun.data.deaths import MOST_RESTARTS, Ear, Listener, listening
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
@@ -65,9 +67,7 @@ def test_the_batches_are_the_same(times, persistent, tmp_path):
         stream.close()
     assert len(os.listdir(tmp_path)) == times
     assert len(said) == times
-    assert said[0].startswith(
-        ("data.train: a loader worker was killed (", "data.train: a loader worker died (")
-    )
+    assert said[0].startswith("data.train: a loader worker was killed (process ")
     assert said[-1].endswith(f"; they were started again, and no batch changed ({times} of {MOST_RESTARTS})")
 
 
@@ -126,24 +126,84 @@ def test_a_death_in_the_middle_of_a_step_waits_for_the_next_batch():
     assert said
 
 
-def test_an_ear_hears_what_it_missed_once():
+def children():
+    return {process.pid for process in active_children()}
+
+
+@contextmanager
+def two_streams(**changes):
+    """Of training and validation; the processes are those of the first."""
+    said = {"train": [], "val": []}
+    before = children()
+    train = opened(Deadly(), said["train"], **changes)
+    batches = train.epoch(0)
+    got = [next(batches)]
+    workers = sorted(children() - before)
+    val = opened(Deadly(), said["val"], **changes)
+    try:
+        yield train, batches, got, workers, val, said
+    finally:
+        train.close()
+        val.close()
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_who_waits_hears_of_its_own_workers(at_the_end, persistent):
+    """A worker of the training dies while a validation reads: only the training has to start its own again."""
+    with two_streams(persistent_workers=persistent) as (train, batches, got, workers, val, said):
+        while at_the_end and not got[-1].last:
+            got.append(next(batches))
+        os.kill(workers[0], signal.SIGKILL)
+        time.sleep(0.05)
+        assert contents(val.epoch(0)) == whole()[0]
+        assert contents([*got, *batches]) == whole()[0]
+        assert contents(train.epoch(1)) == whole(2)[1]
+    assert said["val"] == []
+    assert [text.partition(" (")[0] for text in said["train"]] == ["data.train: a loader worker was killed"]
+    assert f"process {workers[0]}: SIGKILL" in said["train"][0]
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_worker_that_stands_still_ends_the_wait(at_the_end):
+    """Torch's own timeout does not reach it: word of a batch has come, or idle workers are asked to go on."""
+    with two_streams(timeout_seconds=0.4) as (train, batches, got, workers, _, _):
+        while at_the_end and not got[-1].last:
+            got.append(next(batches))
+        time.sleep(0.2)  # the next batches are on their way
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(
+            DataError, match=r"worker_timeout_seconds=0.4: data.train gave no batch for that long"
+        ):
+            list(train.epoch(1) if at_the_end else batches)
+        assert time.monotonic() - began < 30
+        assert not set(workers) & children()
+
+
+def test_an_ear_passes_on_what_torch_hears_only_while_somebody_waits():
     heard = []
+
+    def torchs(number, frame):
+        heard.append(number)
+        raise RuntimeError("DataLoader worker (pid 1) of another loader is killed by signal: Killed.")
+
     before = signal.getsignal(signal.SIGCHLD)
-    signal.signal(signal.SIGCHLD, Ear(lambda number, frame: heard.append(number)))
+    signal.signal(signal.SIGCHLD, Ear(torchs))
+    listener = Listener()
     try:
         os.kill(os.getpid(), signal.SIGCHLD)
-        time.sleep(0.01)
-        assert heard == []
-        with listening():
-            assert heard == [signal.SIGCHLD]
+        with listening(listener):
+            assert heard == []
             os.kill(os.getpid(), signal.SIGCHLD)
             time.sleep(0.01)
-            assert len(heard) == 2
-        with listening():
-            assert len(heard) == 2
-        thread = threading.Thread(target=lambda: listening().__enter__())
+            assert heard == [signal.SIGCHLD]
+        os.kill(os.getpid(), signal.SIGCHLD)
+        thread = threading.Thread(target=lambda: listening(listener).__enter__())
         thread.start()
         thread.join()
+        assert heard == [signal.SIGCHLD]
     finally:
         signal.signal(signal.SIGCHLD, before)
 

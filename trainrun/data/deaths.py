@@ -1,7 +1,8 @@
-"""Dead loader workers are heard of while a batch is waited for, and never in the middle of a training step.
+"""Dead loader workers are heard of while their batch is waited for, and never in the middle of a training step.
 
 Torch's handler of SIGCHLD raises wherever the main thread happens to be, inside an update too, where nothing
-can be mended. Here it is called when somebody listens; until then a death is remembered.
+can be mended, and for the workers of any loader: one that died while a validation waited for its own would be
+taken for one of those. Here whoever waits is told of the deaths of his own workers, also of earlier ones.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from trainrun.data.memory import memory_line
 from trainrun.errors import DataError
 
 MOST_RESTARTS = 3  # of one stream
+TORCHS_NOTICE = "DataLoader worker"  # how torch begins its message about a dead worker
 
 
 class WorkerDied(DataError):
@@ -26,29 +30,43 @@ class WorkerLate(DataError):
     """A loader worker gave no batch for too long."""
 
 
-class Ear:
-    """A handler in front of torch's."""
+class Listener:
+    """Who waits for `workers`. Those that ended well are no news: at the end of an epoch they do."""
 
-    def __init__(self, heard: Any) -> None:
-        self._heard = heard
-        self._listens = False
-        self._missed = False
+    def __init__(self) -> None:
+        self.workers: list[BaseProcess] = []
+        self._looked = -1
+
+    @property
+    def dead(self) -> list[BaseProcess]:
+        return [worker for worker in self.workers if worker.exitcode not in (None, 0)]
+
+    def look(self, num_heard: int) -> None:
+        """num_heard: how many children have ended so far. Raises RuntimeError where one of the workers did."""
+        if num_heard != self._looked:
+            self._looked = num_heard
+            if dead := self.dead:
+                raise RuntimeError(f"{TORCHS_NOTICE} {obituary(dead)}")
+
+
+class Ear:
+    """A handler in front of torch's, which is called while somebody waits, and is not listened to about workers."""
+
+    def __init__(self, torchs: Any) -> None:
+        self._torchs = torchs
+        self.num_heard = 0
+        self.listener: Listener | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._listens:
-            self._heard(number, frame)
-        else:
-            self._missed = True
-
-    def listen(self) -> None:
-        """Raises torch's RuntimeError for what was missed."""
-        self._listens = True
-        if self._missed:
-            self._missed = False
-            self._heard(signal.SIGCHLD, None)
-
-    def turn_away(self) -> None:
-        self._listens = False
+        self.num_heard += 1
+        if self.listener is None:
+            return
+        self.listener.look(self.num_heard)
+        try:
+            self._torchs(number, frame)
+        except RuntimeError as error:
+            if TORCHS_NOTICE not in str(error):
+                raise
 
 
 def lend_an_ear() -> None:
@@ -60,14 +78,39 @@ def lend_an_ear() -> None:
 
 
 @contextmanager
-def listening() -> Iterator[None]:
-    """Around a wait for workers. Elsewhere than in the main thread torch looks at them every 5 seconds."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    if not isinstance(handler, Ear) or threading.current_thread() is not threading.main_thread():
+def listening(listener: Listener) -> Iterator[None]:
+    """Around a wait for workers. Elsewhere than in the main thread torch looks at them when its timeout is over."""
+    ear = signal.getsignal(signal.SIGCHLD)
+    if not isinstance(ear, Ear) or threading.current_thread() is not threading.main_thread():
         yield
         return
     try:
-        handler.listen()
+        ear.listener = listener
+        listener.look(ear.num_heard)
         yield
     finally:
-        handler.turn_away()
+        ear.listener = None
+
+
+def obituary(dead: list[BaseProcess]) -> str:
+    """What became of the workers, and what to do."""
+    if any(
+        worker.exitcode == -signal.SIGKILL for worker in dead
+    ):  # nobody but the system, or a person, sends it
+        return (
+            f"a loader worker was killed ({_ends(dead)}), most likely by the system for lack of memory: "
+            f"{memory_line()}; use fewer data.num_workers, a smaller data.prefetch_factor or data.batch_size, "
+            "or data.num_workers=0"
+        )
+    return (
+        f"a loader worker died ({_ends(dead)}); it may have crashed or used up its memory ({memory_line()}): "
+        "use fewer data.num_workers, or data.num_workers=0 to see the fault"
+    )
+
+
+def _ends(dead: list[BaseProcess]) -> str:
+    return ", ".join(f"process {worker.pid}: {_end(worker.exitcode or 0)}" for worker in dead)
+
+
+def _end(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -159,7 +159,7 @@ class IterableBatches:
             iterator = iter(build_loader(reader, None, self._options, plan.seed))
         self._end_workers = mine = weakref.finalize(self, shut_down, iterator, os.getpid())
         try:
-            for reading in received(iterator, key, self._options):
+            for reading in received(lambda: iterator, key, self._options):
                 yield reading.micro_batch()
                 assert self._end_workers is mine, "another epoch was opened, or the stream was closed"
         except DataError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -73,6 +74,7 @@ class LoaderBatches(Planned):
         self._turn: object = None
         self._keys = KeySource()
         self._loader: DataLoader[Any] | None = None
+        self._iterator: Any = None
         self._end_workers: Callable[[], Any] | None = None
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
@@ -89,16 +91,17 @@ class LoaderBatches(Planned):
 
     def _readings(self, epoch: int, start: int) -> Iterator[Reading]:
         """Of an epoch, whatever becomes of the workers that read them."""
-        place = start
-        while True:
-            iterator = self._open(keys_of(self._plan, epoch, place))
+        place, ended = start, False
+        while not ended:
+            opened = partial(self._open, keys_of(self._plan, epoch, place))
             try:
-                for reading in received(iterator, self._key, self._options):
+                for reading in received(opened, self._key, self._options, self._iterator):
+                    ended = reading.last
                     yield reading
                     place += 1
                 return
             except WorkerDied as error:
-                self._start_again(WorkerDied(f"{error}; {self._in_flight(epoch, place)}"))
+                self._start_again(error if ended else WorkerDied(f"{error}; {self._in_flight(epoch, place)}"))
             except WorkerLate as error:
                 raise DataError(f"{error}; {self._in_flight(epoch, place)}") from error
 
@@ -128,7 +131,7 @@ class LoaderBatches(Planned):
             self._loader = build_loader(self._reader, self._keys, self._options, self._seed)
         self._keys.keys = keys
         with starting(self._key):
-            iterator = iter(self._loader)
+            self._iterator = iterator = iter(self._loader)
         if self._end_workers is None:  # also runs when the stream is forgotten, or at the end of Python
             self._end_workers = weakref.finalize(self, shut_down, iterator, os.getpid())
         return iterator
@@ -141,5 +144,5 @@ class LoaderBatches(Planned):
     def _end(self) -> None:
         if self._end_workers is not None:
             self._end_workers()
-        self._loader = self._end_workers = None
+        self._loader = self._iterator = self._end_workers = None
         self._keys.keys = iter(())

@@ -11,24 +11,32 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from trainrun.data.deaths import WorkerDied, WorkerLate, lend_an_ear, listening
-from trainrun.data.memory import memory_line
+from trainrun.data.deaths import (
+    TORCHS_NOTICE,
+    Listener,
+    WorkerDied,
+    WorkerLate,
+    lend_an_ear,
+    listening,
+    obituary,
+)
+from trainrun.data.patience import Patience
 from trainrun.errors import DataError
 from trainrun.randomness import derive_seed, kept_random_state
 
-DEATH_NOTICE = "DataLoader worker"  # how torch begins its message about a dead worker
-KILLED = "killed by signal: Killed"  # SIGKILL: nobody but the system, or a person, sends it
-NOTICE_SECONDS = 1.0  # longest time from a worker's death to its signal
+TORCHS_TIMEOUT = "DataLoader timed out"
+NOTICE_SECONDS = 1.0  # longest time from a broken connection to the end of the worker behind it
 STANDARD_ERROR = 2
 STACK_SECONDS = 0.3  # to write them
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -145,68 +153,85 @@ def starting(key: str) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def received(iterator: Iterator[Any], key: str, options: WorkerOptions) -> Iterator[Any]:
-    """What the loader yields; faults as DataError. In the main process the global generators stay put."""
-    end = object()
-    while True:
-        if options.num_workers:
-            item = _from_workers(iterator, end, key, options)
-        else:
-            with kept_random_state():
-                item = next(iterator, end)
-        if item is end:
-            return
+def received(
+    opened: Callable[[], Iterator[Any]], key: str, options: WorkerOptions, idle: Any = None
+) -> Iterator[Any]:
+    """What the loader yields; faults as DataError. In the main process the global generators stay put.
+
+    opened: gives the loader's iterator. idle: the one whose workers `opened` asks again, where there is one.
+    """
+    readings = _from_workers(opened, key, options, idle) if options.num_workers else _read_here(opened)
+    for item in readings:
         if isinstance(item, Failure):
             raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
         yield item
 
 
-def _from_workers(iterator: Iterator[Any], end: object, key: str, options: WorkerOptions) -> Any:
+def _read_here(opened: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    iterator, end = opened(), object()
+    while True:
+        with kept_random_state():
+            item = next(iterator, end)
+        if item is end:
+            return
+        yield item
+
+
+def _from_workers(
+    opened: Callable[[], Iterator[Any]], key: str, options: WorkerOptions, idle: Any
+) -> Iterator[Any]:
+    end, listener = object(), Listener()
+    with Patience(options.timeout_seconds, lambda: end_late(listener.workers)) as patience:
+        if idle is not None:  # workers that are asked again answer first
+            listener.workers = idle._workers
+        iterator: Any = _heard(opened, listener, patience, key)
+        listener.workers = iterator._workers
+        while (item := _heard(lambda: next(iterator, end), listener, patience, key)) is not end:
+            yield item
+
+
+def _heard(wait: Callable[[], Any], listener: Listener, patience: Patience, key: str) -> Any:
+    """What `wait` returns, with what becomes of the workers meanwhile as DataError."""
     try:
-        with listening():
-            return _next_or_notice(iterator, end)
-    except RuntimeError as error:
+        with listening(listener), patience.waiting():
+            return wait()
+    except (
+        RuntimeError,
+        OSError,
+        EOFError,
+    ) as error:  # the last batch of a dead worker cannot be fetched from it
         text = str(error).split("\n")[0]
-        if "DataLoader timed out" in text:
-            show_stacks(iterator)
+        if patience.ran_out or TORCHS_TIMEOUT in text:
+            patience.end()
             raise WorkerLate(
-                f"data.worker_timeout_seconds={options.timeout_seconds:g}: {key} gave no batch for that "
+                f"data.worker_timeout_seconds={patience.seconds:g}: {key} gave no batch for that "
                 "long (where its workers stand is above); raise it (0 waits for ever)"
             ) from error
-        if DEATH_NOTICE in text:
-            raise WorkerDied(f"{key}: {_of_death(text)}") from error
+        if dead := _dead_soon(listener, 0 if isinstance(error, RuntimeError) else NOTICE_SECONDS):
+            raise WorkerDied(f"{key}: {obituary(dead)}") from error
+        if TORCHS_NOTICE in text:  # one that left with code 0
+            raise WorkerDied(f"{key}: {text}; use data.num_workers=0 to see why") from error
         raise
 
 
-def show_stacks(iterator: Any) -> None:
-    """Of the workers, on the standard error: what they are doing, in C code too."""
-    for worker in iterator._workers:
-        if worker.is_alive():
-            os.kill(worker.pid, signal.SIGQUIT)
-    time.sleep(STACK_SECONDS)
+def _dead_soon(listener: Listener, seconds: float) -> list[BaseProcess]:
+    until = time.monotonic() + seconds
+    while not (dead := listener.dead) and time.monotonic() < until:
+        time.sleep(0.01)
+    return dead
 
 
-def _of_death(notice: str) -> str:
-    """What torch's notice of a dead worker means, and what to do."""
-    if KILLED in notice:
-        return (
-            f"a loader worker was killed ({notice}), most likely by the system for lack of memory: "
-            f"{memory_line()}; use fewer data.num_workers, a smaller data.prefetch_factor or data.batch_size, "
-            "or data.num_workers=0"
-        )
-    return (
-        f"a loader worker died ({notice}); it may have crashed or used up its memory ({memory_line()}): "
-        "use fewer data.num_workers, or data.num_workers=0 to see the fault"
-    )
+def end_late(workers: list[BaseProcess]) -> None:
+    """Of workers that gave nothing: what they are doing, in C code too, on the standard error; then their end.
 
-
-def _next_or_notice(iterator: Iterator[Any], end: object) -> Any:
-    """The next item; of a dead worker, torch's RuntimeError that says how it died."""
-    try:
-        return next(iterator, end)
-    except (OSError, EOFError) as error:  # the last batch of a dead worker cannot be fetched from it
-        time.sleep(NOTICE_SECONDS)  # cut short by torch's handler of SIGCHLD, which raises
-        raise RuntimeError(f"{DEATH_NOTICE} is gone: {error}") from error
+    Python's own end of them would wait for those that stand still, and so would a thread that pins their batches.
+    """
+    alive = [worker for worker in workers if worker.is_alive()]
+    for worker in alive:
+        os.kill(cast(int, worker.pid), signal.SIGQUIT)
+    time.sleep(STACK_SECONDS if alive else 0)
+    for worker in alive:
+        worker.kill()
 
 
 def shut_down(iterator: Any, owner: int) -> None:
@@ -220,7 +245,7 @@ def shut_down(iterator: Any, owner: int) -> None:
     try:
         end_workers()
     except RuntimeError as error:  # torch's handler of SIGCHLD raises wherever this process happens to be
-        if DEATH_NOTICE not in str(error):
+        if TORCHS_NOTICE not in str(error):
             raise
     for worker in iterator._workers:  # torch's last resort is SIGTERM, which they ignore
         if worker.is_alive():
