@@ -2,12 +2,14 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from multiprocessing import active_children
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -206,6 +208,50 @@ def test_an_ear_passes_on_what_torch_hears_only_while_somebody_waits():
         assert heard == [signal.SIGCHLD]
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("when", ["asleep", "begun"])
+def test_workers_leave_with_a_training_that_is_killed(when, tmp_path):
+    """Also in the middle of a sample, and before torch has looked who their parent is."""
+    word = "time.sleep(600)" if when == "asleep" else "pass"
+    begin = "" if when == "asleep" else "workers.ignore_stop_signals = lambda: (tell(), time.sleep(1))"
+    (tmp_path / "killed.py").write_text(f"""
+import os, sys, time
+from torch.utils.data import get_worker_info
+from trainrun.data import workers
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
+
+def tell():
+    with open("began", "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+
+class Slow:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if get_worker_info() is not None:
+            tell()
+            {word}
+        return index
+
+{begin}
+options = StreamOptions("data.train", training=True, batch_size=1, seed=1, engine="workers", num_workers=2)
+list(open_batches(Slow(), options)[0].epoch(0))
+""")
+    training = subprocess.Popen([sys.executable, "killed.py"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    began = tmp_path / "began"
+    while (
+        len(set(told := began.read_text().split() if began.exists() else [])) < 2 and time.monotonic() < until
+    ):
+        time.sleep(0.02)
+    training.kill()
+    training.wait()
+    while any(map(psutil.pid_exists, map(int, told))) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert len(set(told)) == 2
+    assert not any(map(psutil.pid_exists, map(int, told)))
 
 
 class Handed(Dataset):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import signal
 import sys
@@ -70,7 +71,7 @@ class Judge:
         self.cases = cases
         self._process, self.reader = _start(referee, cases)
         self._text, self._heard, self._last = b"", 0, time.monotonic()
-        self._ended = False
+        self._ended, self._why = False, ""
 
     def hear(self, done: Callable[[Outcome], None]) -> None:
         data = os.read(self.reader, 1 << 16)
@@ -82,6 +83,11 @@ class Judge:
             self._heard += 1
 
     def is_over(self) -> bool:
+        """Also where a process of a case lives on, and holds the pipe open, when the judge has left."""
+        left = os.waitid(os.P_PID, self._process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if left is not None and not self._ended and not select.select([self.reader], [], [], 0)[0]:
+            self._why = "its judge has left, and a process of one of its cases has not"
+            return True
         return self._ended or time.monotonic() - self._last > HUNG_SECONDS
 
     def end(self, done: Callable[[Outcome], None]) -> None:
@@ -89,8 +95,11 @@ class Judge:
         if not self._ended:
             os.kill(self._process, signal.SIGKILL)
         os.waitpid(self._process, 0)
-        why = "its judge died" if self._ended else f"its judge said nothing for {HUNG_SECONDS:g} s"
-        for number, case in enumerate(self.cases[self._heard :]):
+        why = self._why or (
+            "its judge died" if self._ended else f"its judge said nothing for {HUNG_SECONDS:g} s"
+        )
+        rest = self.cases[self._heard :] or ([self.cases[-1]] if self._why else [])
+        for number, case in enumerate(rest):
             done(Outcome(case, lost=True, problems=[why if number == 0 else f"not played: {why} before"]))
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, NamedTuple, cast
@@ -36,6 +39,7 @@ from trainrun.errors import DataError
 from trainrun.randomness import derive_seed, kept_random_state
 
 TORCHS_TIMEOUT = "DataLoader timed out"
+OWNER_SECONDS = 0.5  # between two looks whether the training is still there
 NOTICE_SECONDS = 1.0  # longest time from a broken connection to the end of the worker behind it
 STANDARD_ERROR = 2
 STACK_SECONDS = 0.3  # to write them
@@ -93,7 +97,7 @@ def _loader(reader: Any, keys: Any, options: WorkerOptions, several: bool, seed:
         collate_fn=as_it_is,
         pin_memory=options.pin_memory,
         timeout=options.timeout_seconds if several else 0,
-        worker_init_fn=begin_worker if several else None,
+        worker_init_fn=partial(begin_worker, os.getpid()) if several else None,
         generator=generator,
         prefetch_factor=options.prefetch_factor if several else None,
         persistent_workers=options.persistent_workers and several,
@@ -112,9 +116,19 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def begin_worker(worker: int) -> None:
+def begin_worker(owner: int, worker: int) -> None:
     ignore_stop_signals()
     sys.excepthook = say_unless_the_reader_left
+    if multiprocessing.get_start_method() != "forkserver":  # whose children are not the owner's
+        threading.Thread(target=leave_with, args=(owner,), daemon=True).start()
+
+
+def leave_with(owner: int) -> None:
+    """Torch asks between two batches whether the parent is still the one that it found when it began: a worker that
+    sits in one, or whose training was killed while it began, would stay."""
+    while os.getppid() == owner:
+        time.sleep(OWNER_SECONDS)
+    os._exit(1)
 
 
 def say_unless_the_reader_left(
