@@ -116,7 +116,7 @@ def test_who_reads_ahead_goes_on_after_a_turn_that_reads_nothing(bench: Bench, r
 def test_a_run_under_test_chooses_for_itself_as_the_run_does(bench: Bench) -> None:
     words = ["seed=3", "data=custom", "data.train._target_=lab_worlds.Sleepers", "data.num_classes=3",
              "data.batch_size=8", "trainer.max_epochs=1000"]  # fmt: skip
-    assert bench.start(compose_run(words).config).facts.engine == "threads"
+    assert bench.start(compose_run(words).config).facts.number > 0  # threads or workers: reading waits
     own = [*words, "loop._target_=lab_worlds.fit"]
     assert foreign_loop(compose_run(own).config)
 
@@ -240,6 +240,20 @@ def test_a_thing_that_is_asked_no_more_keeps_its_rounds() -> None:
     found.take(side(20, said, "a"), {"b": side(40, said, "b")})
     assert found.ratio("c").value == pytest.approx(0.5)
     assert (found.ratio("b").value, found.ratio("b").pairs) == (pytest.approx(2.0), 2)
+
+
+def test_where_time_is_short_what_gained_most_is_asked_again() -> None:
+    said: list[str] = []
+    found = Rounds()
+    found.take(
+        side(10, said, "a"),
+        {name: side(speed, said, name) for name, speed in (("b", 9), ("c", 20), ("d", 12))},
+    )
+    found.took = {"": 1.0, "b": 1.0, "c": 2.0, "d": 1.0}
+    assert found.seconds_of_a_round("bcd") == 7.0
+    assert found.fitting("bcd", 7.0) == ["c", "d", "b"]
+    assert found.fitting("bcd", 5.0) == ["c", "d"]
+    assert found.fitting("bcd", 0.0) == ["c"]
 
 
 def test_a_side_takes_about_so_long_whatever_its_speed() -> None:

@@ -18,7 +18,7 @@ from trainrun.errors import ConfigError
 from trainrun.lab import diagnosis, duel
 from trainrun.lab.findings import Diagnosis, WhatIf
 from trainrun.lab.orders import Limits, Ready
-from trainrun.lab.report import lines_of
+from trainrun.lab.report import lines_of, write_report
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.verdict import CAUSES, WORDS, verdict
 
@@ -57,6 +57,27 @@ def test_what_noise_could_be_is_not_a_cause() -> None:
     assert (told.first, told.causes) == ("unclear", ())
     assert "loading may cost something (-10 to +110 % faster without)" in told.text
     assert verdict(found(data=(1.5, 0.9), logging=1.3)).first == "logging"
+
+
+def test_one_turn_is_no_proof(tmp_path: Path) -> None:
+    once = found()
+    once.what_ifs.append(WhatIf("data", Ratio(1.5, 0.0, float("inf"), 1), "batches that are there already"))
+    once.what_ifs.append(WhatIf("validation", Ratio(1.05, 1.05, 1.05, 1), "3 ms a step"))
+    told = verdict(once)
+    assert (told.first, told.causes) == ("unclear", ())
+    assert "loading may cost something (50 % faster without, in a single turn)" in told.text
+    data, validation = lines_of(once)[-4:-2]
+    assert "one turn" in data
+    assert "computed" in validation
+    write_report(once, [], tmp_path)
+    rows = json.loads((tmp_path / "diagnosis.json").read_text())["what_ifs"]
+    assert [row["low"] for row in rows] == [None, 1.05]
+
+
+def test_what_there_was_no_time_for_is_said() -> None:
+    short = replace(found(), untried=("data.batch_size=64",))
+    assert "No time was left for: data.batch_size=64" in verdict(short).text
+    assert "time was left" not in verdict(found()).text
 
 
 def test_other_processes_are_named() -> None:

@@ -7,10 +7,10 @@ is read off a profile. When: before anything is tuned. Cost: 20 to 60 seconds. S
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from trainrun.config import RunConfig
@@ -20,11 +20,11 @@ from trainrun.lab.choices import config_of, exchanged, measured_choices, plain_w
 from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for, without_warm
 from trainrun.lab.findings import CLEAR, Diagnosis, WhatIf
 from trainrun.lab.neighbours import Neighbours
-from trainrun.lab.orders import Divide, Limits, Measure, Profile, Turn
-from trainrun.lab.removals import CACHED, booked_of
-from trainrun.lab.rounds import Rounds, uncompiled, without
+from trainrun.lab.orders import SAVING, Divide, Limits, Measure, Profile, Turn
+from trainrun.lab.removals import BARE, CACHED, FORWARD, SILENT, booked_of, telling
+from trainrun.lab.rounds import BASE, Rounds, uncompiled, without
+from trainrun.lab.shortage import LONG_STEP, affordable
 from trainrun.lab.statistics import Ratio
-from trainrun.lab.subject import SAVING
 from trainrun.ledger import ACCOUNTS, LOGGING
 from trainrun.words.checks import parse_seconds
 
@@ -36,15 +36,17 @@ LEAST_TURN: Final = 0.1  # seconds
 MOST_SIDES: Final = 10
 FEWEST_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = 2, 4, 12  # a step may be too long for the usual ones
 FEW_ROUNDS: Final = 3
-FORWARD: Final = "cached+forward_only"
 SLOWER: Final = 0.9  # of the base: not worth more turns
 MOSTLY_DATA: Final = 1.5
-SILENT: Final = "silent"
 LARGER: Final = "larger"  # a batch; it shares log points too, which are another cause: both sides go without
 BUCKET: Final = "bucket"
 READING: Final = (SAVING, BUCKET)  # whose reading is not the base's, or goes on beside something else
 TINY_BATCH, TINY_TIMES = 8, 8
-BARE: Final = "cached+silent"  # what is left when nothing around the step takes time
+MOST_BESIDE: Final = 0.5  # of the time that is left, to start another run and find its pace
+ABOUTS: Final = {"cached": ("data", "batches that are there already"), SILENT: ("logging", "no log points"),
+                 "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
+                 "unsynced": ("ranks", "no exchange of gradients"), SAVING: ("checkpoint", "no checkpoints"),
+                 BUCKET: ("padding", "data.padding=bucket")}  # fmt: skip
 Progress = Callable[[str], None]
 
 
@@ -54,9 +56,10 @@ def diagnose(words: Sequence[str], deadline: float, progress: Progress, trace: b
     config = config_of(plain_words(words))
     with Bench() as bench:
         progress("starting the run")
+        began = time.monotonic()
         base = bench.start(config)
         neighbours = Neighbours()
-        examined = Examination(bench, base, words, config)
+        examined = Examination(bench, base, words, config, began)
         found = examined.diagnosis(deadline - LAST_SECONDS - TRACE_SECONDS * trace, progress)
         found = replace(found, others=neighbours.cores())
         if trace:
@@ -69,55 +72,66 @@ def diagnose(words: Sequence[str], deadline: float, progress: Progress, trace: b
 
 
 class Examination:
-    """One base run, and the others that stand beside it."""
+    """One base run, and the others that stand beside it. began: when it was started, by `time.monotonic()`."""
 
-    def __init__(self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig) -> None:
+    def __init__(
+        self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig, began: float
+    ) -> None:
         self._bench, self._base, self._words, self._config = bench, base, plain_words(words), config
-        self._steps, self._seconds, self._times, self._deadline = 1, TURN_SECONDS, 2, 0.0
+        self._began, self._starting, self._deadline = began, 0.0, 0.0
+        self._steps, self._warm, self._seconds, self._times = 1, 1, TURN_SECONDS, 2
+        self._untried: list[str] = []
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
         left, self._deadline = deadline - time.monotonic(), deadline
         self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * USUAL_ROUNDS)))
-        paced = steps_for(lambda steps: uncompiled(self._base.train(steps)), self._seconds)
-        self._steps = round(without_warm(paced))
-        self._times = self._times_larger(self._base.train(1).peak_bytes)
+        pace = self._paced()
+        self._times = self._times_larger(pace.peak_bytes)
         progress("measuring what the machine allows")
         limits: Limits = self._base.ask(Measure())
-        load = self._base.load(max(2, min(self._steps, 50)))
+        load = self._base.load(max(2, min(self._steps, 50)), self._warm)
         limits.items_per_second["data"] = load.speed
         limits.reasons["data"] = "loading with nobody to train"
-        variants = {name: self._turns(self._base, name) for name in self._removals()}
+        variants = {name: self._turns(self._base, name) for name in self._affordable(pace)}
         for side in variants.values() if self._steps > 1 else ():
             side()  # to find its pace; the first steps of anything are its slowest
         sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
         rounds = self._measured(sides, progress)
-        return self._put_together(rounds, sides, limits, load)
+        return self._put_together(rounds, limits, load)
 
-    def _removals(self) -> list[str]:
-        """Every one that can tell something of this run."""
-        names = ["cached", SILENT]
-        if not self._config.trainer.optimizer_in_backward and self._config.trainer.compile.scope != "step":
-            names += ["without_update"] + [BARE, FORWARD] * (self._steps > 1)  # phases, where steps are short
-        keep = self._config.checkpoint
-        if keep.enabled and keep.every_n_train_steps and keep.every_n_train_steps <= 2 * self._steps:
-            names.append(SAVING)
-        if "mixed" in self._config.precision.mode:
-            names.append("one_type")
-        if self._base.facts.world_size > 1:
-            names.append("unsynced")
-        elif self._base.facts.device == "cpu":
-            names += [f"threads={number}" for number in self._thread_numbers()]
-        return names
+    def _paced(self) -> Turn:
+        """A turn of the base, of about the right length."""
+        paced: list[Turn] = []
 
-    def _thread_numbers(self) -> list[int]:
-        own, cores = self._base.facts.num_threads, os.cpu_count() or 1
-        return sorted({1, max(1, cores // 2), min(cores, 2 * own)} - {own})
+        def taken(steps: int) -> Turn:
+            paced.append(uncompiled(self._base.train(steps, warm_for(steps))))
+            return paced[-1]
+
+        self._steps = round(without_warm(steps_for(taken, self._seconds)))
+        self._step_seconds = paced[-1].seconds / paced[-1].steps
+        self._warm = warm_for(self._steps) if self._step_seconds < LONG_STEP else 0
+        self._starting = time.monotonic() - self._began  # with what was compiled
+        return paced[-1]
+
+    def _affordable(self, pace: Turn) -> list[str]:
+        """Of the removals that can tell something of this run those that there is time for."""
+        names = telling(self._config, self._base.facts, self._steps)
+        small = {
+            name
+            for name, account in booked_of(self._base.facts).items()
+            if pace.accounts.get(ACCOUNTS[account], 0.0) < (1 - 1 / CLEAR) * pace.seconds
+        }
+        turn = (self._warm + self._steps) * self._step_seconds
+        kept = affordable(names, small, turn, self._deadline - time.monotonic(), FEWEST_ROUNDS)
+        left_out = [name for name in names if name not in kept and name not in small]
+        self._untried += [ABOUTS.get(name, ("", f"trainer.num_{name}"))[1] for name in left_out]
+        return kept
 
     def _turns(self, subject: Subject, variant: str) -> Callable[[], Turn]:
         multiple = self._config.checkpoint.every_n_train_steps if variant == SAVING else None
         return Side(
-            lambda steps: subject.train(steps, warm_for(steps), variant),
+            lambda steps: subject.train(steps, min(self._warm, warm_for(steps)), variant),
             self._steps,
             self._seconds,
             multiple or 1,
@@ -129,8 +143,10 @@ class Examination:
         if padding and self._config.data.padding in ("longest", "max"):
             wishes[BUCKET] = ["data.padding=bucket"]
         for name, words in wishes.items():
-            if time.monotonic() > self._deadline:  # compiling took it all
-                return
+            turns = 2 * (self._warm + 1) * self._step_seconds * (self._times if name == LARGER else 1)
+            if self._starting + turns > MOST_BESIDE * (self._deadline - time.monotonic()):
+                self._untried += words
+                continue
             progress(f"starting it with {' '.join(words)}")
             try:
                 subject = self._bench.start(self.with_words(words))
@@ -152,30 +168,32 @@ class Examination:
 
     def _measured(self, sides: dict[str, Callable[[], Turn]], progress: Progress) -> Rounds:
         """Rounds until the time is over, and a few in any case. What is clearly slower is not asked again."""
-        found, longest = Rounds(), 0.0
+        found = Rounds()
         for number in range(MOST_ROUNDS):
+            asked = [name for name in sides if number < FEW_ROUNDS or self._still_tells(name, found)]
             left = self._deadline - time.monotonic()
-            if number >= FEWEST_ROUNDS and left < longest:
-                break
+            if number and found.seconds_of_a_round(asked) > left:
+                if number >= FEWEST_ROUNDS:
+                    break
+                asked = found.fitting(asked, left)
+                if LARGER in asked and SILENT in sides and SILENT not in asked:
+                    asked.append(SILENT)  # they are compared
             progress(f"round {number + 1}")
-            asked = {
-                name: side
-                for name, side in sides.items()
-                if number < FEW_ROUNDS
-                or name == SAVING
-                or not (name == FORWARD or found.always_below(name, SLOWER))
-            }
-            began = time.monotonic()
-            found.take(lambda: self._base.train(self._steps, warm_for(self._steps)), asked)
-            longest = max(longest, time.monotonic() - began)
+            own = partial(self._base.train, self._steps, self._warm)
+            found.take(own, {name: sides[name] for name in asked})
         return found
 
-    def _put_together(self, rounds: Rounds, names: Iterable[str], limits: Limits, load: Turn) -> Diagnosis:
+    def _still_tells(self, name: str, found: Rounds) -> bool:
+        """Not: phases, of which a few rounds are enough, and what was slower each time."""
+        return name == SAVING or not (name == FORWARD or found.always_below(name, SLOWER))
+
+    def _put_together(self, rounds: Rounds, limits: Limits, load: Turn) -> Diagnosis:
         steps = sum(turn.steps for turn in rounds.own)
         loop_seconds = sum(turn.items for turn in rounds.own) / steps * rounds.seconds()
         ratio = rounds.apart if CACHED in booked_of(self._base.facts) else rounds.ratio
         ratios = {
-            name: (rounds.ratio if name in READING or CACHED in name else ratio)(name) for name in names
+            name: (rounds.ratio if name in READING or CACHED in name else ratio)(name)
+            for name in rounds.others
         }
         small = dict(self._small(rounds))
         ratios |= small
@@ -185,7 +203,10 @@ class Examination:
 
         def freed(ratio: Ratio, part: float = loop_seconds) -> Ratio:
             """Of the whole run, where `ratio` is that of the loop alone, or of a part of it."""
-            bounds = [step_seconds / (step_seconds - part * (1 - 1 / value)) for value in ratio[:3]]
+            others = step_seconds - part
+            bounds = [
+                step_seconds / max(others + part / value, 1e-9) if value else 0.0 for value in ratio[:3]
+            ]
             return Ratio(bounds[0], bounds[1], bounds[2], ratio.pairs)
 
         booked = fixed | dict(self._rare_logging(loop_seconds))
@@ -200,13 +221,14 @@ class Examination:
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), f"{1e3 * seconds:.3g} ms a step"))
         growing = 1.0
         if LARGER in ratios:
-            gain = ratio(LARGER, to=SILENT)
-            part = loop_seconds / max(ratios[SILENT].value, 1.0)
+            gain = ratio(LARGER, to=SILENT if SILENT in rounds.others else BASE)
+            part = loop_seconds / (max(ratios[SILENT].value, 1.0) if SILENT in ratios else 1.0)
             what_ifs.append(WhatIf("dispatch", freed(gain, part), f"a batch {self._times} times as large"))
             growing = min(max((self._times / gain.value - 1) / (self._times - 1), 0.0), 1.0)
         return Diagnosis(
             self._base.facts, 1 / rounds.seconds(), step_seconds, what_ifs, limits,
             self._phases(ratios, loop_seconds), load.cpu_seconds / load.seconds, self._fused(), growing,
+            untried=tuple(self._untried),
         )  # fmt: skip
 
     def _small(self, rounds: Rounds) -> Iterator[tuple[str, Ratio]]:
@@ -214,15 +236,11 @@ class Examination:
         not reach. Of what takes more the removal tells what else it slows: a core that has slept wakes slowly."""
         for name, account in booked_of(self._base.facts).items():
             ratio = rounds.ratio(without(account))
-            if ratio.value < CLEAR:
+            if ratio.value < CLEAR or name not in rounds.others:
                 yield name, ratio
 
     def _named(self, ratios: dict[str, Ratio], small: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
-        abouts = {"cached": ("data", "batches that are there already"), SILENT: ("logging", "no log points"),
-                  "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
-                  "unsynced": ("ranks", "no exchange of gradients"),
-                  BUCKET: ("padding", "data.padding=bucket")}  # fmt: skip
-        for removal, (name, about) in abouts.items():
+        for removal, (name, about) in ABOUTS.items():
             if removal in ratios:
                 yield name, removal, "its time in the untouched loop" if removal in small else about
         counts = [name for name in ratios if name.startswith("threads=")]
@@ -235,7 +253,8 @@ class Examination:
         checkpoints, whose writing also slows the steps after them."""
         every = self._base.facts.val_every
         if every:
-            yield "validation", min(self._base.validate().seconds for _ in range(2)) / every
+            repeats = 2 if self._warm else 1  # the first is the slowest, which is nothing beside long steps
+            yield "validation", min(self._base.validate().seconds for _ in range(repeats)) / every
         if saving is not None:
             yield "checkpoint", max(loop_seconds / saving.value - loop_seconds, 0.0)
         keep = self._config.checkpoint

@@ -20,13 +20,24 @@ class WhatIf:
     gain: Ratio
     about: str
 
+    @property
+    def computed(self) -> bool:
+        """From seconds that are known, and not from turns."""
+        return self.gain.low == self.gain.high
+
+    @property
+    def sure(self) -> bool:
+        """Whether it has an interval: a single turn has none."""
+        return self.computed or self.gain.pairs > 1
+
 
 @dataclass(frozen=True)
 class Diagnosis:
     """All that was measured. speed: items a second of the loop; step_seconds: with its share of validation and
     checkpoints. phases: seconds of forward, backward and update, from removals. load_busy: how many cores loading
     keeps busy. fused: of the optimizer. growing: the share of a step that grows with the batch. stages: of loading,
-    where it costs something and reads single samples. others: cores that other processes kept busy meanwhile."""
+    where it costs something and reads single samples. others: cores that other processes kept busy meanwhile.
+    untried: what there was no time for, in words."""
 
     ready: Ready
     speed: float
@@ -40,3 +51,4 @@ class Diagnosis:
     stages: Stages | None = None
     profiled: Profiled | None = None
     others: float = 0.0
+    untried: tuple[str, ...] = ()

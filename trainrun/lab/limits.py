@@ -7,7 +7,7 @@ when: `trainrun diagnose`. source: Williams and others, Roofline (2009); for the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from time import perf_counter
 from typing import Any, Final
@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainrun.data.batch import map_leaves
 from trainrun.ending.flops import dtype_of, flops_per_item, peak_flops
-from trainrun.interfaces import Batches
+from trainrun.interfaces import Batches, MicroBatch
 from trainrun.lab.orders import Limits
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 from trainrun.start.trial import stand_ins
 
 FEW_BATCHES: Final = 8
+READ_SECONDS: Final = 1.0  # after which no further batch is read for its padding
 COPY_BYTES: Final = {"cpu": 1 << 27, "cuda": 1 << 30}  # far more than any cache holds
 REPEATS: Final = 5  # the fastest counts: other processes take turns with this one
 CALLS: Final = 2000
@@ -32,7 +33,7 @@ CALLS: Final = 2000
 
 def limits_of(parts: Parts, train: Batches) -> Limits:
     """Of one rank, times the ranks. A limit that cannot be measured is left out, and its reason is not."""
-    batches = list(islice(train.epoch(0), FEW_BATCHES))
+    batches = [*_first(islice(train.epoch(0), FEW_BATCHES), READ_SECONDS)]
     found: dict[str, float] = {}
     reasons: dict[str, str] = {}
     first = map_leaves(batches[0].data, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
@@ -51,6 +52,15 @@ def limits_of(parts: Parts, train: Batches) -> Limits:
                 found[name] = parts.parallel.world_size / seconds_per_item
                 reasons[name] = reason
     return Limits(found, reasons, padding_share([batch.data for batch in batches]))
+
+
+def _first(batches: Iterator[MicroBatch], seconds: float) -> Iterator[MicroBatch]:
+    """Those of the first seconds, and at least one."""
+    until = perf_counter() + seconds
+    for batch in batches:
+        yield batch
+        if perf_counter() > until:
+            return
 
 
 def _compute(parts: Parts, batch: Any, items: int) -> tuple[float, str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from trainrun.data.stages import Stages
+
+WHOLE: Final = "whole"  # in place of a removal: validations and checkpoints come as in the run
+SAVING: Final = "saving"  # checkpoints alone do
 
 
 @dataclass(frozen=True)
 class Train:
     """Some steps of the run, after `warm` steps that are not timed. variant: with something taken away, see
-    `trainrun.lab.removals`; or with what is due: `whole`, validations and checkpoints; `saving`, checkpoints."""
+    `trainrun.lab.removals`; or WHOLE or SAVING."""
 
     steps: int
     warm: int = 2

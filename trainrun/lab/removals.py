@@ -5,6 +5,8 @@ Each takes the parts of a run and returns other parts for a few steps whose outc
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,13 +15,15 @@ from typing import Any, Final
 import torch
 
 from trainrun import loop
+from trainrun.config import RunConfig
 from trainrun.data.stream import Around
 from trainrun.interfaces import GradReport, MicroBatch, StepReport
-from trainrun.lab.orders import Ready
+from trainrun.lab.orders import SAVING, Ready
 from trainrun.ledger import DATA, LOGGING, OPTIMIZER, RUNNER
 from trainrun.parts import Parts
 
 RING: Final = 12  # batches that are kept and given again and again
+FILL_SECONDS: Final = 1.0  # after which those that are there are enough
 
 
 class Ring(Around):
@@ -38,11 +42,11 @@ class Ring(Around):
         """Once: with the batches that come next."""
         if self._kept:
             return
-        batches = self._batches.epoch(epoch, start)
+        batches, until = self._batches.epoch(epoch, start), time.monotonic() + FILL_SECONDS
         for batch in batches:
             if batch.real and not (batch.last and self._kept):  # the last of an epoch may be smaller
                 self._kept.append(batch._replace(last=False))
-            if batch.last or len(self._kept) == RING:
+            if batch.last or len(self._kept) == RING or (self._kept and time.monotonic() > until):
                 break
 
     def close(self) -> None:
@@ -158,7 +162,10 @@ REMOVALS: Final[dict[str, Callable[[Parts], Parts]]] = {
     "one_type": one_type,
 }
 CACHED: Final = "cached"  # no loading, no copying
+SILENT: Final = "silent"
 THREADS: Final = "threads="
+FORWARD: Final = "cached+forward_only"
+BARE: Final = "cached+silent"  # what is left when nothing around the step takes time
 
 
 def removed(name: str, parts: Parts, ring: Ring) -> Parts:
@@ -180,3 +187,25 @@ def booked_of(facts: Ready) -> dict[str, int]:
     if facts.device != "cpu":
         return {}
     return {"silent": LOGGING} if facts.reads_ahead else {CACHED: DATA, "silent": LOGGING}
+
+
+def telling(config: RunConfig, facts: Ready, steps: int) -> list[str]:
+    """Every removal that can tell something of this run, of which a turn holds so many steps."""
+    names = [CACHED, SILENT]
+    if not config.trainer.optimizer_in_backward and config.trainer.compile.scope != "step":
+        names += ["without_update"] + [BARE, FORWARD] * (steps > 1)  # phases, where steps are short
+    keep = config.checkpoint
+    if keep.enabled and keep.every_n_train_steps and keep.every_n_train_steps <= 2 * steps:
+        names.append(SAVING)
+    if "mixed" in config.precision.mode:
+        names.append("one_type")
+    if facts.world_size > 1:
+        names.append("unsynced")
+    elif facts.device == "cpu":
+        names += [f"{THREADS}{number}" for number in _thread_numbers(facts.num_threads)]
+    return names
+
+
+def _thread_numbers(own: int) -> list[int]:
+    cores = os.cpu_count() or 1
+    return sorted({1, max(1, cores // 2), min(cores, 2 * own)} - {own})

@@ -12,7 +12,6 @@ import torch
 from trainrun.data.stages import Stages
 from trainrun.lab.findings import Diagnosis, WhatIf
 from trainrun.lab.orders import Profiled
-from trainrun.lab.statistics import Ratio
 from trainrun.lab.verdict import BUSY_MACHINE, CAUSES, verdict
 from trainrun.monitor.readable import duration, quantity
 from trainrun.rundir import write_json, write_text
@@ -60,7 +59,8 @@ def lines_of(found: Diagnosis) -> list[str]:
 
 def row(each: WhatIf) -> str:
     gain, low, high = (100 * (value - 1) for value in each.gain[:3])
-    interval = f"{low:+.0f} to {high:+.0f} %" if each.gain.pairs > 1 else "computed"
+    interval = f"{low:+.0f} to {high:+.0f} %" if each.sure else "one turn"
+    interval = "computed" if each.computed else interval
     return f"{title_of(each):<22} {gain:>+8.0f} %   {interval:<16} {each.about}"
 
 
@@ -120,12 +120,13 @@ def as_json(found: Diagnosis, words: list[str]) -> dict[str, Any]:
         "load_cores": found.load_busy,
         "loading": None if found.stages is None else found.stages._asdict(),
         "what_ifs": [
-            {"name": each.name, "title": title_of(each), "about": each.about, **as_fields(each.gain)}
+            {"name": each.name, "title": title_of(each), "about": each.about, **as_fields(each)}
             for each in found.what_ifs
         ],
         "roofs": found.limits.items_per_second,
         "roof_reasons": found.limits.reasons,
         "padding": found.limits.padding,
+        "untried": list(found.untried),
         "profile": None if found.profiled is None else profile_fields(found.profiled),
         "run": dataclasses.asdict(found.ready),
         "torch": torch.__version__,
@@ -137,8 +138,11 @@ def profile_fields(found: Profiled) -> dict[str, Any]:
     return {"step_seconds": found.step_seconds, "idle": found.idle, "operations": operations}
 
 
-def as_fields(ratio: Ratio) -> dict[str, float]:
-    return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "pairs": ratio.pairs}
+def as_fields(each: WhatIf) -> dict[str, float | None]:
+    """low, high: null where a single turn says nothing of them."""
+    gain = each.gain
+    low, high = (gain.low, gain.high) if each.sure else (None, None)
+    return {"ratio": gain.value, "low": low, "high": high, "pairs": gain.pairs}
 
 
 def write_report(found: Diagnosis, words: list[str], folder: Path) -> None:

@@ -7,7 +7,8 @@ round alike. When: `diagnose`, which asks what each of many removals gains and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Final
@@ -24,21 +25,23 @@ Side = Callable[[], Turn]
 @dataclass
 class Rounds:
     """told: of each round the seconds an item, by name, without compilation; a name need not be in every one. Under
-    the name of `without` what was booked on an account is taken off. own: all turns of the base."""
+    the name of `without` what was booked on an account is taken off. own: all turns of the base. took: seconds of
+    the last turn of each, with the steps ahead of it."""
 
     told: list[dict[str, float]] = field(default_factory=list)
     own: list[Turn] = field(default_factory=list)
+    took: dict[str, float] = field(default_factory=dict)
 
     def take(self, base: Side, others: Mapping[str, Side]) -> None:
         """One more round, in the opposite order of the one before."""
         names = list(others) if len(self.told) % 2 == 0 else list(others)[::-1]
-        own, found = [base()], {}
+        own, found = [self._timed(BASE, base)], {}
         for number, name in enumerate(names, 1):
-            turn = others[name]()
+            turn = self._timed(name, others[name])
             found[name] = running(turn) / turn.items
             found[without(DATA, name)] = found[name] - turn.accounts.get(ACCOUNTS[DATA], 0.0) / turn.items
             if number % 2 == 0 or number == len(names):
-                own.append(base())
+                own.append(self._timed(BASE, base))
         items = sum(turn.items for turn in own)
         found[BASE] = sum(map(running, own)) / items
         for account in BOOKED:
@@ -46,6 +49,31 @@ class Rounds:
             found[without(account)] = found[BASE] - spent
         self.told.append(found)
         self.own += own
+
+    def _timed(self, name: str, side: Side) -> Turn:
+        began = time.monotonic()
+        turn = side()
+        self.took[name] = time.monotonic() - began
+        return turn
+
+    @property
+    def others(self) -> list[str]:
+        """All that had a turn beside the base."""
+        return [name for name in self.took if name != BASE]
+
+    def seconds_of_a_round(self, names: Iterable[str]) -> float:
+        """As long as the last turns of these took, and of the base in between."""
+        each = [self.took[name] for name in names]
+        return sum(each) + self.took[BASE] * (1 + (len(each) + 1) // 2)
+
+    def fitting(self, names: Sequence[str], seconds: float) -> list[str]:
+        """Those whose next turns take no longer than so many seconds: what gained most so far comes first, and is
+        asked in any case, because nothing is said by one turn."""
+        chosen: list[str] = []
+        for name in sorted(names, key=lambda name: -self.ratio(name).value):
+            if not chosen or self.seconds_of_a_round([*chosen, name]) <= seconds:
+                chosen.append(name)
+        return chosen
 
     def seconds(self, name: str = BASE) -> float:
         """Of an item, on average."""

@@ -23,6 +23,8 @@ from trainrun.ending.ceilings import ahead
 from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.lab.limits import limits_of
 from trainrun.lab.orders import (
+    SAVING,
+    WHOLE,
     Answer,
     Divide,
     Load,
@@ -45,8 +47,6 @@ from trainrun.parts import Parts
 from trainrun.state import SAVE_NOW, TrainState
 
 VALIDATION_SECONDS: Final = 3.0
-WHOLE: Final = "whole"  # in place of a removal: validations and checkpoints come as in the run
-SAVING: Final = "saving"  # checkpoints alone do
 
 
 class Driven:

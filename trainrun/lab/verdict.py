@@ -64,15 +64,27 @@ def verdict(found: Diagnosis) -> Verdict:
         return Verdict((), unclear_text(found, worth[0]), "unclear")
     if not causes:
         text = "healthy: nothing around the step costs a tenth of the time (the update is part of it). "
-        return Verdict((), text + bound_by(found), "healthy")
+        return Verdict((), text + bound_by(found) + untried_text(found), "healthy")
     lines = [f"{cause.text}: up to {gain_text(cause.what_if)} faster without" for cause in causes]
     together = (
         " (the two are not added up: together at most what is measured together)" if len(causes) > 1 else ""
     )
-    return Verdict(tuple(causes), "; ".join(lines) + together, causes[0].what_if.name)
+    text = "; ".join(lines) + together + untried_text(found)
+    return Verdict(tuple(causes), text, causes[0].what_if.name)
+
+
+def untried_text(found: Diagnosis) -> str:
+    if not found.untried:
+        return ""
+    return f". No time was left for: {', '.join(found.untried)} (--budget 120 may have it)"
 
 
 def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
+    if not what_if.sure:
+        return (
+            f"unclear: {CAUSES[what_if.name]} may cost something ({gain_text(what_if)} faster without, in a single "
+            "turn); there was no time for more: try --budget 120"
+        )
     low, high = (100 * (bound - 1) for bound in what_if.gain[1:3])
     others = ", and other processes are in the way" if found.others >= BUSY_MACHINE else ""
     return (

@@ -26,9 +26,10 @@ def draw_what_ifs(data: Mapping[str, Any], path: Path) -> None:
     figure = new_figure(8.0, 1.6 + ROW * len(rows), fitted=True)
     ax = figure.subplots()
     gains = [100 * (row["ratio"] - 1) for row in rows]
-    low = [max(gain - 100 * (row["low"] - 1), 0.0) for gain, row in zip(gains, rows, strict=True)]
     top = WIDEST * max(*gains, 20.0)  # an interval may reach far further than all bars
-    high = [max(min(100 * (row["high"] - 1), top) - gain, 0.0) for gain, row in zip(gains, rows, strict=True)]
+    low, high = ([_percent(row, bound) for row in rows] for bound in ("low", "high"))
+    low = [max(gain - bound, 0.0) for gain, bound in zip(gains, low, strict=True)]
+    high = [max(min(bound, top) - gain, 0.0) for gain, bound in zip(gains, high, strict=True)]
     causes = {cause["name"] for cause in data["verdict"]["causes"]}
     colours = [VAL if row["name"] in causes else (TRAIN if gain > 0 else QUIET)
                for row, gain in zip(rows, gains, strict=True)]  # fmt: skip
@@ -47,6 +48,12 @@ def draw_what_ifs(data: Mapping[str, Any], path: Path) -> None:
                  fontsize=11, fontweight="bold")  # fmt: skip
     _plain(ax)
     save(figure, path)
+
+
+def _percent(row: Mapping[str, Any], bound: str) -> float:
+    """A single turn has no bounds, and is drawn without."""
+    ratio: float = row["ratio"] if row[bound] is None else row[bound]
+    return 100 * (ratio - 1)
 
 
 def draw_roofs(data: Mapping[str, Any], path: Path) -> None:

@@ -1,0 +1,17 @@
+"""What is left out of a diagnosis where steps are long."""
+
+from trainrun.lab.shortage import affordable
+
+NAMES = ["cached", "silent", "without_update", "cached+silent", "cached+forward_only", "saving", "threads=2"]
+
+
+def test_nothing_is_left_out_where_there_is_time() -> None:
+    assert affordable(NAMES, {"cached", "silent"}, 0.3, 2 * 12 * 0.3, 2) == NAMES
+
+
+def test_what_tells_least_goes_first_and_what_the_ledger_told_before_that() -> None:
+    assert affordable(NAMES, {"silent"}, 1.0, 2 * 9, 2) == [
+        "cached", "saving", "threads=2", "without_update", "cached+silent"
+    ]  # fmt: skip
+    assert affordable(NAMES, {"silent"}, 1.0, 12, 2) == ["cached", "saving", "threads=2"]
+    assert affordable(NAMES, {"cached", "silent"}, 1.0, 0.0, 2) == ["saving"]
