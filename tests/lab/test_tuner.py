@@ -13,6 +13,7 @@ from trainrun.errors import ConfigError
 from trainrun.lab.evidence import NEEDLESS, NOISE, REJECTED, UNPAID, UNTRIED, Outcome
 from trainrun.lab.journal import NAME, Journal, read_rows, unfinished
 from trainrun.lab.knobs import KNOBS, Knob, Wish
+from trainrun.lab.look import measure_for, refuse_too_short, seconds_to_compare
 from trainrun.lab.tuner import Tuner
 
 WORDS = ["seed=1", "trainer.num_threads=2"]
@@ -146,6 +147,17 @@ def test_time_that_is_short_is_kept(tmp_path: Path) -> None:
     outcome = tuned(world, budget=30.0)
     assert world.now <= 1.1 * 30
     assert "no time left for it" in {trial.reason for trial in outcome.trials}
+
+
+def test_a_budget_in_which_nothing_can_be_compared_is_refused() -> None:
+    needed = seconds_to_compare(1.0, 1.5, 1, measure_for(30.0))
+    assert 50 < needed < seconds_to_compare(1.0, 1.5, 3, measure_for(30.0)) < 110
+    with pytest.raises(
+        ConfigError, match=r"--budget 30: a step of this run takes 1.5 s, .* --budget \d+0 at least"
+    ):
+        refuse_too_short(30.0, needed, 1.5)
+    refuse_too_short(1.1 * needed, needed, 1.5)
+    refuse_too_short(30.0, needed, 0.1)  # a hundred steps a turn: some will fit in
 
 
 def test_the_best_is_told_only_of_what_was_tried(tmp_path: Path) -> None:

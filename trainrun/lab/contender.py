@@ -11,7 +11,11 @@ from trainrun.lab.duel import steps_for
 from trainrun.lab.orders import Load, Path, Ready, Trace, Train, Turn
 
 SLOW_STEP_SECONDS: Final = 0.2  # with longer ones a turn is warmed by one step
-LEAST_STEPS: Final = 3  # of a turn: batches that were read ahead must not be all it takes
+READ_AHEAD: Final = 3  # steps of a turn at least: batches that were read ahead must not be all it takes
+
+
+def least_steps(facts: Ready) -> int:
+    return READ_AHEAD if facts.reads_ahead else 1
 
 
 class Contender(Protocol):
@@ -67,7 +71,8 @@ class RealContender:
 
     def __init__(self, subject: Subject, limit: float) -> None:
         self._subject, self._limit = subject, limit
-        self._steps = LEAST_STEPS
+        self._least = least_steps(subject.facts)
+        self._steps = self._least
         self._warm = 2
 
     @property
@@ -86,7 +91,7 @@ class RealContender:
         first = self._train(1)
         self._warm = 1 if first.seconds > SLOW_STEP_SECONDS else 2
         slow = first.seconds > seconds  # and would only be measured again to the same end
-        self._steps = LEAST_STEPS if slow else max(LEAST_STEPS, steps_for(self._train, seconds))
+        self._steps = self._least if slow else max(self._least, steps_for(self._train, seconds))
 
     def _train(self, steps: int) -> Turn:
         turn: Turn = self._subject.ask(Train(steps, self._warm), self._limit)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
-from trainrun.errors import TrainingError
+from trainrun.errors import ConfigError, TrainingError
 from trainrun.lab.choices import config_of, measured_choices
-from trainrun.lab.contender import Contender, Stand
+from trainrun.lab.contender import SLOW_STEP_SECONDS, Contender, Stand, least_steps
+from trainrun.lab.contest import FIRST_ROUNDS
 from trainrun.lab.duel import Duel, take_pair
 from trainrun.lab.facts import Facts, seconds_of_run
 from trainrun.lab.gate import NUMERIC, Verdict, judge
@@ -24,6 +26,8 @@ NOISE_SHARE: Final = 0.06  # of the budget
 MOST_NOISE_PAIRS, LEAST_NOISE_PAIRS = 20, 6
 CALM: Final = 0.01  # a machine that noise of this size shows needs no more pairs
 FEWEST_LOADS, MOST_LOADS = 2, 50
+FIRST_STEPS: Final = 3  # of a contender that finds its pace
+MANY: Final = 5  # times the least budget
 
 
 def measure_for(budget: float) -> Measure:
@@ -34,9 +38,9 @@ def look(words: Sequence[str], stand: Stand, measure: Measure, cores: int,
          budget: float) -> tuple[Facts, list[str]]:  # fmt: skip
     """The facts, and the run's own choices as words; sets how many steps are compared.
 
-    Raises what a run of these words would raise.
+    Raises what a run of these words would raise, and ConfigError where no comparison fits into the budget.
     """
-    config = config_of(words)
+    config, began = config_of(words), stand.clock()
     scout = stand.start(config, budget)
     try:
         scout.pace(measure.turn_seconds)
@@ -44,15 +48,35 @@ def look(words: Sequence[str], stand: Stand, measure: Measure, cores: int,
         step = turn.seconds / turn.steps
         batches = min(MOST_LOADS, max(FEWEST_LOADS, int(measure.turn_seconds / step)))
         loaded = scout.load(batches)
-        ready = scout.facts
+        ready, starting = scout.facts, scout.start_seconds
     finally:
         scout.close()
+    needed = seconds_to_compare(starting, step, least_steps(ready), measure)
+    refuse_too_short(budget, stand.clock() - began + needed, step)
     measure.gate_steps = min(MOST_GATE, max(FEWEST_GATE, int(GATE_SHARE * budget / step)))
     run_seconds = seconds_of_run(ready.total_steps, step, parse_seconds(config.trainer.max_time))
     facts = Facts(
         config, ready, cores, step, loaded.seconds / batches, turn.peak_bytes, ready.memory_bytes, run_seconds
     )
     return facts, measured_choices(config, ready)
+
+
+def seconds_to_compare(starting: float, step: float, steps: int, measure: Measure) -> float:
+    """Of two runs of the same words and a setting beside them, in as few turns as say anything. steps: of a turn, which
+    one more comes ahead of."""
+    turn = max(measure.turn_seconds, (steps + 1) * step)
+    begun = starting + (measure.gate_steps + FIRST_STEPS) * step
+    return 3 * begun + 2 * turn + FIRST_ROUNDS * 3 * turn
+
+
+def refuse_too_short(budget: float, needed: float, step: float) -> None:
+    """Only where steps are long: with short ones a search ends in time, whatever it has found."""
+    if step > SLOW_STEP_SECONDS and needed > budget:
+        least = math.ceil(needed / 10) * 10
+        raise ConfigError(
+            f"--budget {budget:g}: a step of this run takes {step:.2g} s, and one setting beside your own words about "
+            f"{needed:.0f} s: --budget {least} at least, {MANY * least} for most settings"
+        )
 
 
 class Twins(NamedTuple):
