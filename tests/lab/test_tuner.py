@@ -156,7 +156,7 @@ def test_a_budget_in_which_nothing_can_be_compared_is_refused() -> None:
         ConfigError, match=r"--budget 30: a step of this run takes 1.5 s, .* --budget \d+0 at least"
     ):
         refuse_too_short(30.0, needed, 1.5)
-    refuse_too_short(1.1 * needed, needed, 1.5)
+    refuse_too_short(1.7 * needed, needed, 1.5)
     refuse_too_short(30.0, needed, 0.1)  # a hundred steps a turn: some will fit in
 
 

@@ -27,6 +27,7 @@ MOST_NOISE_PAIRS, LEAST_NOISE_PAIRS = 20, 6
 CALM: Final = 0.01  # a machine that noise of this size shows needs no more pairs
 FEWEST_LOADS, MOST_LOADS = 2, 50
 FIRST_STEPS: Final = 3  # of a contender that finds its pace
+FIRST_SHARE: Final = 0.6  # of a budget that is for first looks: the rest is for what they find
 MANY: Final = 5  # times the least budget
 
 
@@ -71,8 +72,8 @@ def seconds_to_compare(starting: float, step: float, steps: int, measure: Measur
 
 def refuse_too_short(budget: float, needed: float, step: float) -> None:
     """Only where steps are long: with short ones a search ends in time, whatever it has found."""
-    if step > SLOW_STEP_SECONDS and needed > budget:
-        least = math.ceil(needed / 10) * 10
+    if step > SLOW_STEP_SECONDS and needed > FIRST_SHARE * budget:
+        least = math.ceil(needed / FIRST_SHARE / 10) * 10
         raise ConfigError(
             f"--budget {budget:g}: a step of this run takes {step:.2g} s, and one setting beside your own words about "
             f"{needed:.0f} s: --budget {least} at least, {MANY * least} for most settings"
