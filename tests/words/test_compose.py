@@ -163,7 +163,7 @@ def test_all_faults_are_listed_at_once() -> None:
         ("data.path=a(b", "quote it twice"),
         ("+trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
         ("++modle.width=3", "Did you mean model.width?"),
-        ("+nothing=3", "nothing=: no such group or setting."),
+        ("+nothing=3", "nothing=3: no such group or setting."),
         ("parallel.stop_grace_seconds=5", "Did you mean trainer.stop_grace_seconds?"),
         ("val_check_interval=5", "Did you mean trainer.val_check_interval?"),
         ("trainer=fast", "is a section"),
