@@ -171,13 +171,10 @@ def _flag_fault(word: str, flag: str, value: str) -> str:
     if flag not in FLAGS + FLAGS_WITH_VALUE:
         bare = word.lstrip("-")
         is_setting = "=" in word or "." in bare or bare in KEY_ALIASES
-        setting = (
-            f" A setting is written without dashes: {bare}{'' if '=' in word else '=...'}."
-            if is_setting
-            else ""
-        )
-        near = "" if is_setting else nearest(flag, FLAGS + FLAGS_WITH_VALUE)
-        return f"{word}: no such flag.{near}{setting} See trainrun --help"
+        near = nearest(flag, FLAGS + FLAGS_WITH_VALUE)
+        if is_setting:
+            near = f" A setting is written without dashes: {bare}{'' if '=' in word else '=VALUE'}."
+        return f"{word}: no such flag.{near} See trainrun --help"
     if flag in ("--cfg", "-c") and value not in CFG_QUESTIONS:
         return f"{word}: needs one of {', '.join(CFG_QUESTIONS)}, as --cfg job"
     if flag in FLAGS_WITH_VALUE and not value:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ KINDS = {
     "bool": "true or false",
 }
 BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
+_FILE_FAULT = re.compile(r"In '(.+?)': \w+ raised while composing config:\n(.*)\n\s*full_key: (\S+)")
 MAX_NAMES = 12  # that are listed where none is near
 
 
@@ -46,17 +48,39 @@ def word_fault(word: str) -> str:
 
 def explain(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
     """One line on what Hydra does not compose, and the word to take out; None where no single word is to blame."""
+    text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
+        fault = no_option(group, option, [name for name in error.options if "/" not in name])
         culprit = next((word for word in words if word.partition("=")[0].lstrip("+~") == group), None)
-        return no_option(group, option, [name for name in error.options if "/" not in name]), culprit
+        return fault, culprit
+    if found := _FILE_FAULT.match(text):
+        return _explain_file(found[1], found[2], found[3], folders), _choosing(found[1], words)
     for word in words:
         name = word.partition("=")[0].lstrip("+~")
-        if word.startswith("~") and f"'{word[1:]}'" in str(error):
+        if word.startswith("~") and f"'{word[1:]}'" in text:
             return f"{word}: is not chosen, so it cannot be taken away", word
-        if f"'{name}'" in str(error):
+        if f"'{name}'" in text and any((folder / name).is_dir() for folder in folders):
+            return f"{word}: nothing is chosen of {name} that it could replace; add it, as +{word}", word
+        if f"'{name}'" in text:
             return unknown_key(name, word.lstrip("+"), "", top_names(folders)), word
-    return " ".join(str(error).split()[:60]), None
+    return " ".join(text.split()[:60]), None
+
+
+def _choosing(file: str, words: list[str]) -> str | None:
+    """The word that chooses an option's file."""
+    return next((word for word in words if word.lstrip("+").replace("=", "/", 1) == file), None)
+
+
+def _explain_file(file: str, text: str, key: str, folders: list[Path]) -> str:
+    """What does not fit the schema in an option of the user's own."""
+    if "not in" not in text:
+        return f"{file}.yaml: {key}: {_rule(text)}"
+    if key == file.partition("/")[0]:
+        return f"{file}.yaml: there is no section {key}; settings of others need `# @package _global_` as first line"
+    above = key.rpartition(".")[0]
+    names = [item.name for item in fields(attrgetter(above)(RunConfig()))] if above else top_names(folders)
+    return unknown_key(key, f"{file}.yaml: {key}", above, names)
 
 
 def no_option(group: str, option: str, known: list[str]) -> str:

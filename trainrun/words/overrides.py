@@ -221,6 +221,8 @@ def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
         key = bare.partition("=")[0]
         if is_open(key):
             return f"++{bare}"
+        if not key:
+            return word
         of_the_user = key not in own and (key in groups(user_dirs) or "/" in key)
         return word if of_the_user or key.startswith(tuple(f"{node}." for node in OPEN_NODES)) else bare
 
