@@ -4,7 +4,7 @@ import os
 import sys
 
 import trainrun.ledger  # noqa: F401  (it looks at the clock)
-from trainrun.process.collector import rest_while_starting
+from trainrun.process.collector import nothing_to_collect, rest_while_starting
 from trainrun.process.signals import leave_at_interrupt
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -17,7 +17,10 @@ def entry() -> None:
     wait_asleep()
     from trainrun.cli import main
 
-    sys.exit(main())
+    code = main()
+    if "torch" not in sys.modules:  # no run was built, and no code of the user's was called
+        nothing_to_collect()
+    sys.exit(code)
 
 
 def wait_asleep() -> None:

@@ -107,7 +107,7 @@ def no_command(word: str) -> str:
 def train_words(words: list[str]) -> int:
     """A new run, a sweep, or one of Hydra's own questions."""
     from trainrun.parallel.external import external_ranks
-    from trainrun.words.compose import hydra_question, prepare
+    from trainrun.words.compose import prepare
 
     if follows_others():
         from trainrun.external_run import follow_run
@@ -118,6 +118,8 @@ def train_words(words: list[str]) -> int:
         raise ConfigError(*prepared.twice)
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
     if len(prepared.flags) > len(sweeps):
+        from trainrun.words.overrides import hydra_question
+
         return hydra_question(prepared, folders)
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:

@@ -19,6 +19,7 @@ from trainrun.errors import ConfigError
 from trainrun.rundir import read_json, write_json
 from trainrun.sweep.results import Result
 from trainrun.trust import check_files
+from trainrun.words.explain import unreadable
 
 NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable
 
@@ -143,9 +144,7 @@ def values_of(word: str) -> list[str]:
             )
         values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
     except HydraException as error:
-        raise ConfigError(
-            f"{word}: cannot be read as key=value,value ({str(error).splitlines()[0]})"
-        ) from error
+        raise ConfigError(unreadable(word)) from error
     if not values:
         raise ConfigError(f"{word}: holds no value")
     return values

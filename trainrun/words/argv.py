@@ -130,7 +130,8 @@ def split_words(argv: list[str]) -> Words:
     faults: list[str] = []
     while rest:
         word = rest.pop(0)
-        if not word.startswith("-") or "=" in word.split("--")[0]:
+        if not word.startswith("-"):
+            word = _with_its_rest(word, rest)
             key, _, value = word.partition("=")
             if key in OWN_KEYS:
                 if words.own.get(key, value) != value:
@@ -155,12 +156,25 @@ def split_words(argv: list[str]) -> Words:
     return words
 
 
+def _with_its_rest(word: str, rest: list[str]) -> str:
+    """`lr = 1`, of which a shell makes three words, as one that is refused for its spaces; also `lr =1` and `lr= 1`."""
+    whole = word
+    if "=" not in whole and rest and rest[0].startswith("="):
+        whole += rest.pop(0)
+    if whole.endswith("=") and rest and rest[0] and "=" not in rest[0] and not rest[0].startswith("-"):
+        whole += rest.pop(0)
+    return word if whole == word else whole.replace("=", " = ", 1)
+
+
 def _flag_fault(word: str, flag: str, value: str) -> str:
     """What is wrong with a word that begins with a dash; empty if nothing is."""
     if flag not in FLAGS + FLAGS_WITH_VALUE:
-        setting = f" A setting is written without dashes: {word.lstrip('-')}." if "=" in word else ""
+        bare = word.lstrip("-")
+        is_setting = "=" in word or "." in bare or bare in KEY_ALIASES
         near = nearest(flag, FLAGS + FLAGS_WITH_VALUE)
-        return f"{word}: no such flag.{near}{setting} See trainrun --help"
+        if is_setting:
+            near = f" A setting is written without dashes: {bare}{'' if '=' in word else '=VALUE'}."
+        return f"{word}: no such flag.{near} See trainrun --help"
     if flag in ("--cfg", "-c") and value not in CFG_QUESTIONS:
         return f"{word}: needs one of {', '.join(CFG_QUESTIONS)}, as --cfg job"
     if flag in FLAGS_WITH_VALUE and not value:

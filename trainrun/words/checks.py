@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ VAE, VAE_TASK = "trainrun.model.vae.Vae", "trainrun.task.vae.Vae"
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
 CLASSIFICATION = "trainrun.task.classification.Classification"
 LR_SCALINGS = ("none", "linear", "sqrt")
-BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -75,10 +73,18 @@ def parse_seconds(value: Any) -> float | None:
     raise ValueError(allowed)
 
 
-def nearest(word: str, known: Any) -> str:
-    """` Did you mean 'x'?`, or nothing where no name is near."""
-    close = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=0.55)
-    return f" Did you mean {close[0]}?" if close else ""
+def closest(word: str, known: Iterable[object]) -> str:
+    """The name that was probably meant, in small or large letters, or by its beginning; empty where none is near."""
+    names = {str(name).lower(): str(name) for name in known}
+    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.55)
+    begun = [name for name in names if len(word) > 1 and name.startswith(word.lower())]
+    return names[[*found, *begun][0]] if found or begun else ""
+
+
+def nearest(word: str, known: Iterable[object]) -> str:
+    """` Did you mean x?`, or nothing where no name is near."""
+    name = closest(word, known)
+    return f" Did you mean {name}?" if name else ""
 
 
 def check(config: RunConfig) -> list[str]:
@@ -115,31 +121,6 @@ def check(config: RunConfig) -> list[str]:
         *faults, *_callable_faults(config), *_rate_faults(config), *_kernel_faults(config), *_model_faults(config),
         *_task_faults(config), *_pair_faults(config), *memory_faults(config),
     ]  # fmt: skip
-
-
-def word_fault(word: str) -> str:
-    """What is wrong with one word as typed, before its value is turned into another type; empty if nothing is."""
-    key, equals, value = word.lstrip("+").partition("=")
-    if not equals or set(value) & set("{(,$"):  # a reference, or several values of a sweep
-        return ""
-    if key in _switches(RunConfig(), "") and value.lower() not in BOOLEANS:
-        return f"{key}={value}: must be true or false"
-    cores = os.cpu_count() or 1
-    if key == "trainer.num_threads" and value.isdigit() and int(value) > cores:
-        return f"{key}={value}: this machine has {cores} cores; use at most {cores}, or auto"
-    return ""
-
-
-def _switches(section: Any, prefix: str) -> set[str]:
-    """The keys that are true or false."""
-    found = set()
-    for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
-        if dataclasses.is_dataclass(value):
-            found |= _switches(value, f"{prefix}{item.name}.")
-        elif item.type == "bool":
-            found.add(prefix + item.name)
-    return found
 
 
 def _callable_faults(config: RunConfig) -> Iterator[str]:

@@ -1,51 +1,30 @@
-"""From words to a `RunConfig`: Hydra composes, and every mistake becomes one readable line.
+"""From words to a `RunConfig`: every mistake becomes one readable line, and all are listed at once.
 
-Hydra stops at the first mistake; here the word that is wrong is taken out and the rest is composed
-again, so that all faults are listed at once. Nothing of Hydra or OmegaConf is left afterwards.
+Nothing of Hydra or OmegaConf is left afterwards.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import hydra
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options, user_conf_dirs
 from trainrun.data.cache.spec import parse_cache
-from trainrun.errors import EXIT_DONE, ConfigError, DataError
+from trainrun.errors import ConfigError, DataError
 from trainrun.words.argv import CUSTOM, Words, split_words, translate, with_one_warmup
-from trainrun.words.checks import check, word_fault
+from trainrun.words.checks import check
 from trainrun.words.data_path import follow_path, unread_path
-from trainrun.words.explain import explain, explain_value, first_line
+from trainrun.words.explain import explain_reference, first_line, word_fault
+from trainrun.words.overrides import composed, put
 from trainrun.words.renamed import in_words_of_today
 from trainrun.words.tuned import stale
-from trainrun.words.yaml_limits import limit_fault, read_yaml_text, yaml_fault
-
-_user_dirs: list[Path] = []
-
-
-class TrainrunSearchPath(SearchPathPlugin):
-    """Puts the user's config folders in front of ours; registered for this process only."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in _user_dirs:
-            search_path.prepend("user", f"file://{folder}", anchor="main")
+from trainrun.words.yaml_limits import read_yaml_text
 
 
 @dataclass(frozen=True)
@@ -65,6 +44,11 @@ def prepare(argv: list[str], working_dir: Path) -> tuple[Words, list[Path]]:
     folders = [*user_conf_dirs(words.config_dirs, working_dir), conf_dir()]
     known = groups(folders)
     translate(words, lambda group, option: option in options(group, folders), lambda name: name in known)
+    empty = [
+        f"{key}=: names no folder; give one, or leave it out" for key, own in words.own.items() if not own
+    ]
+    if empty:
+        raise ConfigError(*empty)
     return words, folders
 
 
@@ -80,11 +64,10 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
 def _composition(words: Words, folders: list[Path], working_dir: Path) -> Composition:
     wrong = {word: fault for word in words.overrides if (fault := word_fault(word))}
     faults = list(wrong.values())
-    overrides = [word for word in words.overrides if word not in wrong]
-    composed = _compose_without_faults(with_one_warmup(overrides), folders, faults)
-    if composed is None:
+    overrides = with_one_warmup([word for word in words.overrides if word not in wrong])
+    cfg = composed(overrides, folders, faults)
+    if cfg is None:
         raise ConfigError(*faults)
-    cfg, kept = composed
     choices = {
         key: str(value) for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")
     }
@@ -93,7 +76,7 @@ def _composition(words: Words, folders: list[Path], working_dir: Path) -> Compos
     except ConfigError as error:
         raise ConfigError(*faults, *error.faults) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(*faults, explain_value(error, str(error.full_key or "config"), "")) from error
+        raise ConfigError(*faults, explain_reference(error)) from error
     faults += [*faults_of(config), *unread_path(config)]
     if faults:
         raise ConfigError(*faults)
@@ -101,7 +84,7 @@ def _composition(words: Words, folders: list[Path], working_dir: Path) -> Compos
         f"{_named(config.data.name, config.data.train)}-{_named(choices.get('model', 'model'), config.model)}"
     )
     words.notes += stale_preset(config, choices.get("preset", "none"), folders, working_dir)
-    return Composition(config, choices, kept, words.own, words.notes)
+    return Composition(config, choices, overrides, words.own, words.notes)
 
 
 def _named(option: str, node: Any) -> str:
@@ -130,14 +113,16 @@ def faults_of(config: RunConfig) -> list[str]:
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
-    """Plain dataclasses with every reference resolved."""
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), {k: v for k, v in cfg.items() if k != "hydra"})
-    missing = sorted(OmegaConf.missing_keys(merged))
-    if missing:
-        raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing])
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, RunConfig)
-    return config
+    """Plain dataclasses with every reference resolved. Hydra composed into the schema, so all types are checked."""
+    try:
+        return RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)})
+    except MissingMandatoryValue as error:
+        missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
+        raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
 def save_config(config: RunConfig) -> str:
@@ -203,98 +188,20 @@ def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunCo
             faults.append(fault)
             continue
         try:
-            open_node = any(key.startswith(node + ".") for node in OPEN_NODES)
-            OmegaConf.update(cfg, key, yaml.safe_load(value), force_add=open_node)
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            faults.append(explain_value(error, key, value))
+            meant = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            faults.append(f"{word}: {first_line(error)}")
+            continue
+        open_node = any(key.startswith(node + ".") for node in OPEN_NODES)
+        if fault := put(cfg, key, meant, value, open_node, [conf_dir()]):
+            faults.append(fault)
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(*faults, explain_value(error, str(error.full_key or "config"), "")) from error
+        raise ConfigError(*faults, explain_reference(error)) from error
     assert isinstance(config, RunConfig)
     follow_path(config.data, OmegaConf.select(saved, "data.path"))
     faults += faults_of(config)
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])
     return config
-
-
-def _compose_without_faults(
-    overrides: list[str], folders: list[Path], faults: list[str]
-) -> tuple[DictConfig, list[str]] | None:
-    """Composes; a word that Hydra refuses is explained in `faults`, taken out, and the rest tried again."""
-    words = _opened(overrides, folders)
-    for folder in folders[:-1]:
-        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
-            if fault := limit_fault(path):
-                faults.append(fault)
-    if faults:
-        return None
-    while True:
-        try:
-            return _hydra_compose(words, folders[:-1]), words
-        except yaml.YAMLError as error:
-            faults.append(yaml_fault(error))
-            return None
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            fault, culprit = explain(error, words, folders)
-            faults.append(fault)
-            if culprit is None:
-                return None
-            words = [word for word in words if word != culprit]
-
-
-@cache
-def _register() -> None:
-    """Our search path and our schema, made known to Hydra once: the schema takes 10 ms."""
-    Plugins.instance().register(TrainrunSearchPath)
-    ConfigStore.instance().store(name="trainrun_schema", node=RunConfig, provider="trainrun")
-
-
-def _hydra_compose(overrides: list[str], user_dirs: list[Path]) -> DictConfig:
-    _user_dirs[:] = reversed(user_dirs)
-    _register()
-    logging.getLogger("hydra").setLevel(logging.ERROR)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name="trainrun"):
-        return compose("trainrun", overrides=overrides, return_hydra_config=True)
-
-
-def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
-    """Keys below a node of the user's own may be new: the target's signature decides, not Hydra."""
-    chosen = dict(word.partition("=")[::2] for word in overrides)
-    targets = [key.removesuffix("._target_") for key in chosen if key.endswith("._target_")]
-    named = [key for key in targets if any(f"{key}.".startswith(f"{node}.") for node in OPEN_NODES)]
-    user_dirs = folders[:-1]
-
-    def is_open(key: str) -> bool:
-        group = key.partition(".")[0]
-        if any(key == f"{node}._target_" or key.startswith(f"{node}.") for node in named):
-            return True
-        if group in ("user", "loop") or key.startswith("monitor.listeners."):
-            return True
-        if not any(key.startswith(node + ".") for node in OPEN_NODES):
-            return False
-        option = chosen.get(group, "").strip('"')
-        return option == CUSTOM or any((folder / group / f"{option}.yaml").is_file() for folder in user_dirs)
-
-    return [word if word[:1] == "~" else _with_plus(word, is_open) for word in overrides]
-
-
-def _with_plus(word: str, is_open: Callable[[str], bool]) -> str:
-    """`++` where a key may be new, as typed in the rest of an open node, and none where the schema is closed:
-    with a `+` Hydra would add a misspelt setting that nobody reads."""
-    bare = word.lstrip("+")
-    key = bare.partition("=")[0]
-    if is_open(key):
-        return f"++{bare}"
-    return word if "." not in key or key.startswith(tuple(f"{node}." for node in OPEN_NODES)) else bare
-
-
-def hydra_question(words: Words, folders: list[Path]) -> int:
-    """Hydra's own questions (--cfg job, --info, --hydra-help, shell completion), answered by Hydra."""
-    _user_dirs[:] = reversed(folders[:-1])
-    _register()
-    sys.argv = ["trainrun", *words.flags, *_opened(words.overrides, folders)]
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
-    return EXIT_DONE

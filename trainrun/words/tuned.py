@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,8 @@ _CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(.+)$", re.MULTILINE)
 
 def fingerprint(config: RunConfig, working_dir: Path) -> dict[str, str]:
     """By what a person would call it: `machine`, `torch`, `model`, `shapes`."""
+    from importlib import metadata  # 10 ms, and most runs have no preset that was measured
+
     return {
         "machine": machine(),
         "torch": metadata.version("torch"),
