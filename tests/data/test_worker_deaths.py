@@ -234,6 +234,7 @@ def test_a_signal_ends_the_wait_for_idle_workers():
             alarm.start()
             with pytest.raises(Stopped):
                 list(train.epoch(1))
+            assert workers[0] in children()  # it was not late
             alarm.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
