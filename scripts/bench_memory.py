@@ -8,6 +8,7 @@ resident set is what lives. The base is the resident set after a step of two sam
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -130,14 +131,26 @@ def child(words: list[str]) -> dict[str, Any]:
     return {"forecast": found.coming, "measured": measured, "code": code}
 
 
+def names_of(words: list[str]) -> list[str]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--more", action="store_true", help="other lengths, sizes, types and updates")
+    known = ", ".join([*CASES, *MORE])
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {known}; without: the first {len(CASES)}"
+    )
+    given = parser.parse_args(words)
+    if unknown := [name for name in given.names if name not in CASES | MORE]:
+        parser.error(f"{unknown[0]}: no such case; known are {known}")
+    return given.names or list(MORE if given.more else CASES)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         print(json.dumps(child(sys.argv[2:])))
         return
     trim = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     cases = CASES | MORE
-    names = {"--more": list(MORE)}.get(" ".join(sys.argv[1:]), sys.argv[1:] or list(CASES))
-    for name in names:
+    for name in names_of(sys.argv[1:]):
         command = [sys.executable, __file__, "--child", *cases[name]]
         env = os.environ | trim | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -143,6 +143,19 @@ def test_lazy_conjugates_are_not_taken_for_their_base() -> None:
     assert back[1].tolist() == [1 - 2j, 3 + 1j]
 
 
+def test_complex_numbers_of_two_doubles() -> None:
+    table = torch.complex(torch.rand(2, 3, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64))
+    values = [table, table.t(), table.conj(), table[:, ::2], table[:0], table[0, 0]]
+    back = there_and_back(values)
+    for value, again in zip(values, back, strict=True):
+        assert again.dtype == torch.complex128
+        assert torch.equal(again, value)
+    assert back[1].stride() == table.t().stride()
+    tied = there_and_back([nn.Parameter(table), table])
+    tied[0].fill_(7)
+    assert tied[1].eq(7).all()
+
+
 def test_tied_tensors_stay_tied() -> None:
     weight = nn.Parameter(torch.rand(3, 2))
     _, tensors = flatten(
@@ -187,7 +200,7 @@ class Strange(Tensor):
     [
         {1, 2}, object(), 1j, defaultdict(int), torch.float32, torch.device("cpu"), np.zeros(2),
         torch.Size([1]),
-        np.longdouble(1), torch.zeros(2).to_sparse(), torch.zeros(1, dtype=torch.complex128),
+        np.longdouble(1), torch.zeros(2).to_sparse(),
         torch.empty(1, device="meta"), torch.zeros(1).as_subclass(Strange),
         {True: 1}, {1.5: 1}, {None: 1}, {(1,): 1},
     ],
@@ -236,12 +249,17 @@ def test_a_tree_that_holds_itself_is_refused() -> None:
         ({"$tensor": ["x", [-3, 1]]}, "no memory format"),
         ({"$tensor": ["x", [4, 1]]}, "no memory format"),
         ([{"$tensor": ["x"]}, {"$tensor": ["x", [1, 2]]}], "two memory formats"),
+        ({"$complex": [1, 2]}, "no real and imaginary"),
+        ({"$complex": {"$tensor": ["x"]}}, "no real and imaginary"),
         ([], "nothing names"),
     ],
 )
 def test_hostile_trees_are_refused(plain: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         unflatten(plain, {"x": torch.zeros(2, 3)}, "state.json")
+    if "$complex" in plain:
+        with pytest.raises(CheckpointError, match=message):
+            unflatten(plain, {"x": torch.zeros(2, 3, dtype=torch.float64)}, "state.json")
 
 
 def test_dense() -> None:

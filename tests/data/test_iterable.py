@@ -43,9 +43,12 @@ class Epochs(IterableDataset):
 
 
 class Failing(IterableDataset):
+    def __init__(self, error=OSError):
+        self.error = error
+
     def __iter__(self):
         yield from range(5)
-        raise OSError("connection lost")
+        raise self.error("connection lost")
 
 
 def opened(source, **changes):
@@ -130,6 +133,7 @@ def test_faults(workers):
     assert fault(Failing()).startswith(
         f"data.train: sample 5 of Failing cannot be read: OSError: connection lost ({__file__} line "
     )
+    assert "cannot be read: SystemExit: connection lost" in fault(Failing(SystemExit))
     assert fault(Stream(2)).startswith("data.batch_size=3: larger than the data: data.train has 2 samples")
     assert "stopped at batch 4 of an epoch, but an epoch now has 4" in fault(Stream(), start=4)
 

@@ -2,6 +2,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 
 import numpy as np
@@ -218,6 +219,13 @@ def test_a_sample_that_cannot_be_read(opened, workers):
         f"data.train: sample 9 of Broken cannot be read: KeyError: 'no such file' ({__file__} line {line})"
     )
     assert isinstance(caught.value.__cause__, KeyError) or "in fail" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(("engine", "workers"), [("workers", 0), ("workers", 1), ("threads", 1)])
+def test_code_of_a_data_set_does_not_end_the_run_without_a_word(opened, engine, workers):
+    stream = opened(Broken(sys.exit), num_workers=workers, engine=engine)
+    with pytest.raises(DataError, match="data.train: sample 9 of Broken cannot be read: SystemExit"):
+        list(stream.epoch(0))
 
 
 def test_samples_read_at_once_that_cannot_be_read(opened):

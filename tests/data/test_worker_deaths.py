@@ -7,16 +7,18 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from multiprocessing import active_children
+from multiprocessing import Process, active_children
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainrun.data.deaths import MOST_RESTARTS, Ear, Listener, listening
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
+from trainrun.data.workers import end_late
 from trainrun.errors import DataError
 
 N = 40
@@ -25,11 +27,15 @@ N = 40
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+def kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Deadly(Dataset):
     """Random samples; the process that reads number 17 dies, as often as `times` says."""
 
-    def __init__(self, folder=None, times=0):
-        self.folder, self.times = folder, times
+    def __init__(self, folder=None, times=0, die=kill_oneself):
+        self.folder, self.times, self.die = folder, times, die
 
     def __len__(self):
         return N
@@ -39,7 +45,7 @@ class Deadly(Dataset):
             deaths = len(os.listdir(self.folder))
             if deaths < self.times:
                 (self.folder / str(deaths)).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                self.die()
         return torch.rand(3), index, os.getpid()
 
 
@@ -71,6 +77,30 @@ def test_the_batches_are_the_same(times, persistent, tmp_path):
     assert len(said) == times
     assert said[0].startswith("data.train: a loader worker was killed (process ")
     assert said[-1].endswith(f"; they were started again, and no batch changed ({times} of {MOST_RESTARTS})")
+
+
+@pytest.mark.parametrize("in_main_thread", [True, False])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_one_that_leaves_with_code_0_is_heard_of(persistent, in_main_thread, tmp_path, monkeypatch):
+    """Also without a timeout; and where no signal tells, torch looks at the workers again and again."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+    said, got = [], []
+    source = Deadly(tmp_path, 1, die=lambda: os._exit(0))
+    stream = opened(source, said, persistent_workers=persistent, timeout_seconds=0, shuffle=False)
+
+    def read():
+        got.extend(contents(stream.epoch(epoch)) for epoch in (0, 1))
+
+    if in_main_thread:
+        read()
+    else:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    stream.close()
+    assert got == whole(2, shuffle=False)
+    assert [text[: text.index(" (")] for text in said] == ["data.train: a loader worker left"]
+    assert "exit code 0" in said[0]
 
 
 def test_from_the_middle_of_an_epoch(tmp_path):
@@ -162,6 +192,10 @@ def test_who_waits_hears_of_its_own_workers(at_the_end, persistent):
         assert contents([*got, *batches]) == whole()[0]
         assert contents(train.epoch(1)) == whole(2)[1]
     assert said["val"] == []
+    if at_the_end and not persistent:  # nobody waits for it any more
+        assert said["train"] == []
+        return
+    assert ("on their way were the samples" in said["train"][0]) != at_the_end
     assert [text.partition(" (")[0] for text in said["train"]] == ["data.train: a loader worker was killed"]
     assert f"process {workers[0]}: SIGKILL" in said["train"][0]
 
@@ -184,7 +218,84 @@ def test_a_worker_that_stands_still_ends_the_wait(at_the_end):
         assert not set(workers) & children()
 
 
-def test_an_ear_passes_on_what_torch_hears_only_while_somebody_waits():
+def test_a_signal_ends_the_wait_for_idle_workers():
+    class Stopped(Exception):
+        pass
+
+    def stop(number, frame):
+        raise Stopped
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with two_streams(timeout_seconds=10) as (train, batches, _, workers, _, _):
+            list(batches)
+            os.kill(workers[0], signal.SIGSTOP)
+            alarm = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+            alarm.start()
+            with pytest.raises(Stopped):
+                list(train.epoch(1))
+            assert workers[0] in children()  # it was not late
+            alarm.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Deadly()[index] for index in range(N))
+
+
+@pytest.mark.parametrize("source", [Deadly(), Stream()])
+def test_after_the_last_batch_nobody_waits(source):
+    stream = opened(source, num_workers=1, persistent_workers=False, timeout_seconds=0.4)
+    got = []
+    for batch in stream.epoch(0):
+        got.append(batch)
+        if batch.last:
+            (worker,) = active_children()
+            os.kill(worker.pid, signal.SIGSTOP)
+    assert got[-1].last
+    assert worker.exitcode == 0  # not killed: it went on, and ended
+    stream.close()
+
+
+def test_one_that_has_just_ended_can_be_ended():
+    process = Process(target=int)
+    process.start()
+    is_alive, process.is_alive = process.is_alive, lambda: True  # as it was a moment ago
+    process.join()
+    end_late([process])
+    assert not is_alive()
+
+
+def test_time_in_which_the_process_itself_was_stopped_does_not_count():
+    words, paths = [sys.executable, __file__], os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes, env=paths, start_new_session=True) as reading:
+        assert reading.stdout.readline() == "waits\n"
+        os.killpg(reading.pid, signal.SIGSTOP)
+        time.sleep(3.5)
+        os.killpg(reading.pid, signal.SIGCONT)
+        assert reading.communicate("go on\n", timeout=60)[0] == "read\n"
+
+
+class Waiting(Dataset):
+    """The second sample is there as soon as somebody says so."""
+
+    def __init__(self):
+        self.others_input = os.dup(0)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        if index == 1:
+            os.write(1, b"waits\n")
+            os.read(self.others_input, 1)
+        return torch.rand(3)
+
+
+def test_an_ear_passes_everything_on_but_what_torch_says_of_workers():
     heard = []
 
     def torchs(number, frame):
@@ -196,16 +307,14 @@ def test_an_ear_passes_on_what_torch_hears_only_while_somebody_waits():
     listener = Listener()
     try:
         os.kill(os.getpid(), signal.SIGCHLD)
+        assert len(heard) == 1
         with listening(listener):
-            assert heard == []
             os.kill(os.getpid(), signal.SIGCHLD)
             time.sleep(0.01)
-            assert heard == [signal.SIGCHLD]
-        os.kill(os.getpid(), signal.SIGCHLD)
+        assert len(heard) == 2
         thread = threading.Thread(target=lambda: listening(listener).__enter__())
         thread.start()
         thread.join()
-        assert heard == [signal.SIGCHLD]
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -272,3 +381,11 @@ def test_a_worker_says_nothing_of_a_reader_that_left(capfd):
     said = capfd.readouterr().err
     assert "another fault" in said
     assert "the reader left" not in said
+
+
+if __name__ == "__main__":
+    assert (
+        len(list(opened(Waiting(), num_workers=1, batch_size=1, shuffle=False, timeout_seconds=2).epoch(0)))
+        == 2
+    )
+    print("read")

@@ -138,6 +138,14 @@ def test_each_metric_has_its_panel_and_the_loss_has_none(open_run: OpenRun) -> N
     assert texts_of(picture.axes[0]) == ["train", "val", "test 0.25"]
 
 
+def test_the_best_step_is_marked_in_the_panel_of_its_metric(make_run: Any, tmp_path: Path) -> None:
+    picture = metrics_picture(read_history(make_run(tmp_path / "run")), 5)
+    assert picture is not None
+    marked = {ax.get_ylabel(): "best val/acc 0.98 (step 100)" in texts_of(ax) for ax in picture.axes}
+    assert marked["acc"]
+    assert sum(marked.values()) == 1
+
+
 def test_units_follow_the_size(open_run: OpenRun) -> None:
     run, file = open_run
     for step in (1, 2):

@@ -6,9 +6,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from trainrun.plots.compare import compare, differing_keys, short_names, text_table
+import pytest
+
+from trainrun.plots.compare import compare, compare_picture, differing_keys, short_names, text_table
 from trainrun.plots.curves import draw_run
-from trainrun.plots.history import flat
+from trainrun.plots.history import flat, read_history
 from trainrun.plots.report import draw_report
 from trainrun.rundir import RunDir
 
@@ -116,3 +118,23 @@ def test_names_are_short_and_distinct() -> None:
     roots = [Path("/x/day1/run"), Path("/x/day2/run")]
     assert short_names([RunDir(root) for root in roots]) == ["day1/run", "day2/run"]
     assert short_names([RunDir(Path("/x/run"))]) == ["run"]
+
+
+@pytest.mark.parametrize("name", ["a", "7-optimizer.lr=0.001-data.batch_size=32"])
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("metrics", [["loss"], ["acc", "loss", "acc"]])
+def test_a_legend_lies_between_title_and_curves(
+    make_run: Any, tmp_path: Path, metrics: list[str], count: int, name: str
+) -> None:
+    history = read_history(make_run(tmp_path / "run"))
+    histories = {f"{name}{number}": history for number in range(count)}
+    figure = compare_picture("Several", histories, metrics)
+    assert figure is not None
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert len(legend.get_texts()) == count
+    assert figure._suptitle.get_window_extent().y0 >= box.y1
+    assert max(ax.get_window_extent().y1 for ax in figure.axes) <= box.y0
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert not any(ax.get_legend() for ax in figure.axes)

@@ -5,6 +5,7 @@ What JSON has no word for is an object with one key that begins with `$`:
     {"$int": "0x..."}  {"$float": "<8 bytes, hex>"}  {"$str": "<hex>"}  {"$bytes": "<hex>"}
     {"$tuple": [...]}  {"$dict": [[key, value], ...]}  {"$counter": [[key, value], ...]}
     {"$tensor": ["name"]}  {"$tensor": ["name", [stride, ...]]}
+    {"$complex": {"$tensor": ...}}   complex128, for which safetensors has no name: real and imaginary parts
 
 The round trip is exact, with these deliberate losses: an OrderedDict comes back as a dict, a NumPy
 scalar as the Python number, a kind of str as a str, a Parameter as a plain tensor on the CPU. Places
@@ -130,6 +131,8 @@ class _Writer:
             raise TypeError(f"cannot save {_name(path)}: a {type(tensor).__name__} is no plain tensor")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise TypeError(f"cannot save {_name(path)}: a tensor without plain memory")
+        if tensor.dtype is torch.complex128:
+            return {"$complex": self._tensor(torch.view_as_real(tensor.detach().resolve_conj()), path)}
         if tensor.dtype not in DTYPES:
             raise TypeError(f"cannot save {_name(path)}: {tensor.dtype} has no place in a safetensors file")
         shape, stride = tuple(tensor.shape), tensor.stride()
@@ -167,6 +170,7 @@ class _Reader:
             "$dict": self._pairs,
             "$counter": lambda content, path: Counter(self._pairs(content, path)),
             "$tensor": self._tensor,
+            "$complex": self._complex,
         }
 
     def decode(self, value: Any, path: Path) -> Any:
@@ -243,6 +247,15 @@ class _Reader:
         if self.views[name].stride() != stride:
             raise self._fault(path, f"the tensor {name[:200]!r} has two memory formats")
         return self.views[name]
+
+    def _complex(self, content: Any, path: Path) -> Tensor:
+        parts = self.decode(content, path)
+        try:
+            if isinstance(parts, Tensor) and parts.dtype is torch.float64:
+                return torch.view_as_complex(parts)
+        except RuntimeError:  # of another shape
+            pass
+        raise self._fault(path, "no real and imaginary parts")
 
     def _stride(self, content: Any, stored: Tensor, path: Path) -> tuple[int, ...]:
         shape = tuple(stored.shape)

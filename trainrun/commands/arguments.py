@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import NoReturn
 
 from trainrun.errors import ConfigError
+from trainrun.rundir import RunDir
 from trainrun.words.checks import nearest
 
 FOLDER_FLAGS = ("--config-dir", "-cd")
@@ -34,6 +36,25 @@ def add_trust(parser: Parser) -> None:
     parser.add_argument(
         "--trust", action="store_true", help="run the code that RUN_DIR names, and follow its links"
     )
+
+
+def add_checkpoint(parser: Parser) -> None:
+    parser.add_argument(
+        "--which", help="best, last, or a checkpoint's name (default: best, or last without one)"
+    )
+    parser.add_argument("--split", default="val", choices=("val", "test"), help="which data (default: val)")
+
+
+def checkpoint_of(run: RunDir, which: str | None) -> str:
+    """What `--which` says; without it the best, or the last where no metric chose a best one."""
+    from trainrun.checkpoint.ranking import best_checkpoint
+
+    if which is not None:
+        return which
+    if best_checkpoint(run.checkpoints) is not None:
+        return "best"
+    print("note: no checkpoint of this run was chosen by a metric, so this is of the last", file=sys.stderr)
+    return "last"
 
 
 def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

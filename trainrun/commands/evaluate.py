@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from trainrun.commands.arguments import parse, run_parser
+from trainrun.commands.arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.rundir import write_json
 from trainrun.runner import open_run
@@ -13,15 +13,15 @@ from trainrun.runner import open_run
 def main(argv: list[str]) -> int:
     """Prints the metrics and writes them to `evaluation-SPLIT.json` in the run folder."""
     parser = run_parser("evaluate", "Loss and metrics of a saved model, each sample counted once.")
-    parser.add_argument("--which", default="best", help="best, last, or a checkpoint's name (default: best)")
-    parser.add_argument("--split", default="val", choices=("val", "test"), help="which data (default: val)")
+    add_checkpoint(parser)
     words = parse(parser, argv)
     run = open_run(words.run_dir)
 
     from trainrun.loop import evaluate
     from trainrun.restore import parts_of
 
-    parts, _, folder = parts_of(run, words.which, words.overrides, words.trust)
+    which = checkpoint_of(run, words.which)
+    parts, _, folder = parts_of(run, which, words.overrides, words.trust)
     if words.split not in parts.splits():
         raise ConfigError(
             f"--split {words.split}: this run has no data.{words.split}; name it with data.{words.split}._target_=..."
@@ -29,10 +29,7 @@ def main(argv: list[str]) -> int:
     metrics = {
         name: value for name, value in evaluate(parts, words.split).items() if not name.endswith("/seconds")
     }
-    print(
-        f"{folder.name} ({words.which}): "
-        + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items())
-    )
+    print(f"{folder.name} ({which}): " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
     place = run.root / f"evaluation-{words.split}.json"
     try:
         write_json(place, {"checkpoint": folder.name, **metrics})

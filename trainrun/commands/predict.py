@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.commands.arguments import parse, run_parser
+from trainrun.commands.arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.monitor.readable import counted
 from trainrun.rundir import RunDir
@@ -25,8 +25,7 @@ def main(argv: list[str]) -> int:
     parser = run_parser(
         "predict", "Predictions of a saved model, one row a sample, in the order of the data."
     )
-    parser.add_argument("--which", default="best", help="best, last, or a checkpoint's name (default: best)")
-    parser.add_argument("--split", default="val", choices=("val", "test"), help="which data (default: val)")
+    add_checkpoint(parser)
     parser.add_argument(
         "--out", default=None, help="a .csv or .parquet file (default: predictions-SPLIT.csv in RUN_DIR)"
     )
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out {out}: must end in {' or '.join(FORMATS)}")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
-    columns = predictions(run, words.which, words.split, words.overrides, words.trust)
+    columns = predictions(run, checkpoint_of(run, words.which), words.split, words.overrides, words.trust)
     try:
         write_table(out, columns)
     except OSError as error:

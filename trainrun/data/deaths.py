@@ -3,12 +3,16 @@
 Torch's handler of SIGCHLD raises wherever the main thread happens to be, inside an update too, where nothing
 can be mended, and for the workers of any loader: one that died while a validation waited for its own would be
 taken for one of those. Here whoever waits is told of the deaths of his own workers, also of earlier ones.
+
+Where no signal tells (in another thread, of workers of a fork server, behind a handler of the user's own), torch
+looks at the workers every 5 seconds.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -20,6 +24,7 @@ from trainrun.errors import DataError
 
 MOST_RESTARTS = 3  # of one stream
 TORCHS_NOTICE = "DataLoader worker"  # how torch begins its message about a dead worker
+NOTICE_SECONDS = 1.0  # longest time from a broken connection to the end of the worker behind it
 
 
 class WorkerDied(DataError):
@@ -31,7 +36,7 @@ class WorkerLate(DataError):
 
 
 class Listener:
-    """Who waits for `workers`. Those that ended well are no news: at the end of an epoch they do."""
+    """Who waits for `workers`. None of them ends while somebody waits, unless it died: code 0 is a death too."""
 
     def __init__(self) -> None:
         self.workers: list[BaseProcess] = []
@@ -39,7 +44,14 @@ class Listener:
 
     @property
     def dead(self) -> list[BaseProcess]:
-        return [worker for worker in self.workers if worker.exitcode not in (None, 0)]
+        return [worker for worker in self.workers if worker.exitcode is not None]
+
+    def dead_soon(self) -> list[BaseProcess]:
+        """After a fault that a death explains: a connection breaks a little before its process has ended."""
+        until = time.monotonic() + NOTICE_SECONDS
+        while not (dead := self.dead) and time.monotonic() < until:
+            time.sleep(0.01)
+        return dead
 
     def look(self, num_heard: int) -> None:
         """num_heard: how many children have ended so far. Raises RuntimeError where one of the workers did."""
@@ -50,7 +62,7 @@ class Listener:
 
 
 class Ear:
-    """A handler in front of torch's, which is called while somebody waits, and is not listened to about workers."""
+    """A handler in front of torch's, behind which is the user's; what torch's says about workers is not listened to."""
 
     def __init__(self, torchs: Any) -> None:
         self._torchs = torchs
@@ -59,14 +71,13 @@ class Ear:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.num_heard += 1
-        if self.listener is None:
-            return
-        self.listener.look(self.num_heard)
         try:
             self._torchs(number, frame)
         except RuntimeError as error:
             if TORCHS_NOTICE not in str(error):
                 raise
+        if self.listener is not None:
+            self.listener.look(self.num_heard)
 
 
 def lend_an_ear() -> None:
@@ -79,7 +90,7 @@ def lend_an_ear() -> None:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Around a wait for workers. Elsewhere than in the main thread torch looks at them when its timeout is over."""
+    """Around a wait for workers."""
     ear = signal.getsignal(signal.SIGCHLD)
     if not isinstance(ear, Ear) or threading.current_thread() is not threading.main_thread():
         yield
@@ -94,14 +105,15 @@ def listening(listener: Listener) -> Iterator[None]:
 
 def obituary(dead: list[BaseProcess]) -> str:
     """What became of the workers, and what to do."""
-    if any(
-        worker.exitcode == -signal.SIGKILL for worker in dead
-    ):  # nobody but the system, or a person, sends it
+    codes = {worker.exitcode or 0 for worker in dead}
+    if -signal.SIGKILL in codes:  # nobody but the system, or a person, sends it
         return (
             f"a loader worker was killed ({_ends(dead)}), most likely by the system for lack of memory: "
             f"{memory_line()}; use fewer data.num_workers, a smaller data.prefetch_factor or data.batch_size, "
             "or data.num_workers=0"
         )
+    if min(codes) >= 0:
+        return f"a loader worker left ({_ends(dead)}): code of the data set, or of a library of its, ends the process"
     return (
         f"a loader worker died ({_ends(dead)}); it may have crashed or used up its memory ({memory_line()}): "
         "use fewer data.num_workers, or data.num_workers=0 to see the fault"

@@ -25,7 +25,7 @@ from trainrun.data.workers import (
 )
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
-from trainrun.process.usercode import line_of
+from trainrun.process.usercode import ANY_FAULT, line_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                     break
                 position += 1
                 yield sample
-        except Exception as error:
+        except ANY_FAULT as error:
             raise DataError(
                 f"{self.recipe.key}: sample {position} of {self._name} cannot be read: "
                 f"{type(error).__name__}: {error}{line_of(error)}"
@@ -140,7 +140,7 @@ class IterableBatches:
 
     def __init__(self, reader: StreamReader, options: WorkerOptions) -> None:
         self._reader = reader
-        self._options = replace(options, persistent_workers=False)
+        self._options = options
         self._end_workers: Callable[[], Any] | None = None
 
     @property
@@ -165,6 +165,7 @@ class IterableBatches:
         except DataError:
             self.close()
             raise
+        self.close()
 
     def close(self) -> None:
         if self._end_workers is not None:

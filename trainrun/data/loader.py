@@ -91,19 +91,23 @@ class LoaderBatches(Planned):
 
     def _readings(self, epoch: int, start: int) -> Iterator[Reading]:
         """Of an epoch, whatever becomes of the workers that read them."""
-        place, ended = start, False
-        while not ended:
-            opened = partial(self._open, keys_of(self._plan, epoch, place))
+        place = start
+        while True:
+            if not self._options.persistent_workers:
+                self._end()
+            keys = keys_of(self._plan, epoch, place)
             try:
-                for reading in received(opened, self._key, self._options, self._iterator):
-                    ended = reading.last
+                for reading in received(partial(self._open, keys), self._key, self._options, self._iterator):
                     yield reading
                     place += 1
-                return
+                break
             except WorkerDied as error:
-                self._start_again(error if ended else WorkerDied(f"{error}; {self._in_flight(epoch, place)}"))
+                asked = self._keys.keys is keys  # otherwise they died before
+                self._start_again(WorkerDied(f"{error}; {self._in_flight(epoch, place)}") if asked else error)
             except WorkerLate as error:
                 raise DataError(f"{error}; {self._in_flight(epoch, place)}") from error
+        if not self._options.persistent_workers:
+            self._end()
 
     def _in_flight(self, epoch: int, place: int) -> str:
         """The samples that the workers were asked for and did not give: one of them may be the reason."""
@@ -123,18 +127,18 @@ class LoaderBatches(Planned):
             f"{error}; they were started again, and no batch changed ({self._restarts} of {MOST_RESTARTS})"
         )
 
-    def _open(self, keys: Iterator[Key]) -> Iterator[Any]:
-        """The DataLoader's iterator; persistent workers are started once and used again."""
-        if not self._options.persistent_workers:
-            self._end()
-        if self._loader is None:
-            self._loader = build_loader(self._reader, self._keys, self._options, self._seed)
+    def _open(self, keys: Iterator[Key]) -> Any:
+        """The DataLoader's iterator; workers that are there are asked again."""
         self._keys.keys = keys
+        if self._loader is not None:
+            self._iterator = iter(self._loader)
+            return self._iterator
+        loader = build_loader(self._reader, self._keys, self._options, self._seed)
         with starting(self._key):
-            self._iterator = iterator = iter(self._loader)
-        if self._end_workers is None:  # also runs when the stream is forgotten, or at the end of Python
-            self._end_workers = weakref.finalize(self, shut_down, iterator, os.getpid())
-        return iterator
+            self._loader, self._iterator = loader, iter(loader)
+        # also runs when the stream is forgotten, or at the end of Python
+        self._end_workers = weakref.finalize(self, shut_down, self._iterator, os.getpid())
+        return self._iterator
 
     def close(self) -> None:
         self._turn = None

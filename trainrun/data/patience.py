@@ -1,8 +1,9 @@
-"""An end to waiting for loader workers where no timeout of torch's reaches.
+"""An end to waiting for loader workers.
 
-Torch gives up when no word of a batch comes for `data.worker_timeout_seconds`. After the word the batch itself is
-fetched from a thread of the worker, without any timeout: a worker that stands still by then (stopped, frozen, in C
-code that holds Python's lock) would keep the training for ever.
+Torch's own timeout does not do. It ends the wait for the word of a batch, but not for the batch itself, which is then
+fetched from a thread of the worker: one that stands still by then (stopped, frozen, in C code that holds Python's lock)
+would keep the training for ever. It counts the time in which this process itself was stopped. And as long as it has
+not passed torch looks at no worker, so that one that died may not be heard of before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TICK_SECONDS = 1.0
-GRACE_SECONDS = 1.0  # torch's own timeout comes first
 
 
 class Patience:
@@ -47,12 +47,6 @@ class Patience:
         finally:
             self._changes += 1
 
-    def end(self) -> None:
-        """Where torch's own timeout came first."""
-        if not self.ran_out:
-            self.ran_out = True
-            self.give_up()
-
     def _watch(self) -> None:
         tick = min(TICK_SECONDS, self.seconds / 4)
         before, waited, looked = 0, 0.0, time.monotonic()
@@ -62,6 +56,7 @@ class Patience:
             found = self._changes
             waited = waited + passed if found == before and found % 2 else 0.0
             before = found
-            if waited >= self.seconds + GRACE_SECONDS:
-                self.end()
+            if waited >= self.seconds:
+                self.ran_out = True
+                self.give_up()
                 return

@@ -17,7 +17,7 @@ from trainrun.data.scale import Scale
 from trainrun.data.workers import Failure, failure_or_raise
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
-from trainrun.process.usercode import line_of
+from trainrun.process.usercode import ANY_FAULT, line_of
 from trainrun.randomness import kept_random_state
 
 Collate = Callable[[list[Any]], Any]
@@ -96,7 +96,7 @@ class Transform:
                 return self._function(sample)
         except GlobalDraw:
             raise
-        except Exception as error:
+        except ANY_FAULT as error:
             place = describe(self._dataset, index)
             raise DataError(
                 f"data.transform: sample {index}{place} of {self._key} cannot be transformed: "
@@ -231,7 +231,7 @@ class BatchReader:
                 return base.__getitem__(place, generator=generator_of(*parts))
         except GlobalDraw:
             raise
-        except Exception as error:
+        except ANY_FAULT as error:
             raise self._fault(f"sample {index}", describe(self._dataset, index), error) from error
 
     def _read_at_once(self, epoch: int, indices: list[int]) -> list[Any] | None:
@@ -252,14 +252,14 @@ class BatchReader:
             return list(samples)
         except GlobalDraw:
             raise
-        except Exception as error:
+        except ANY_FAULT as error:
             if self._recipe.skips:
                 return None
             for index in indices:
                 self._read(epoch, index)
             raise self._fault(f"one of the samples {_listed(indices)}", "", error) from error
 
-    def _fault(self, which: str, place: str, error: Exception) -> DataError:
+    def _fault(self, which: str, place: str, error: BaseException) -> DataError:
         return DataError(
             f"{self._recipe.key}: {which}{place} of {name_of(self._dataset)} cannot be read: "
             f"{type(error).__name__}: {error}{line_of(error)}"
@@ -281,7 +281,7 @@ def collated(samples: list[Any], recipe: Recipe) -> Any:
         return preparation.batch(tuple(batch) if type(samples[0]) is tuple else batch)
     except GlobalDraw:
         raise
-    except Exception as error:
+    except ANY_FAULT as error:
         raise DataError(
             f"{recipe.key}: its samples do not form a batch: {type(error).__name__}: {error}; "
             f"give them one shape, or a function of your own as data.collate_fn"

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -38,9 +38,7 @@ from trainrun.data.patience import Patience
 from trainrun.errors import DataError
 from trainrun.randomness import derive_seed, kept_random_state
 
-TORCHS_TIMEOUT = "DataLoader timed out"
 OWNER_SECONDS = 0.5  # between two looks whether the training is still there
-NOTICE_SECONDS = 1.0  # longest time from a broken connection to the end of the worker behind it
 STANDARD_ERROR = 2
 STACK_SECONDS = 0.3  # to write them
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -81,7 +79,11 @@ def failure_or_raise(error: DataError) -> Failure:
 
 
 def build_loader(reader: Any, keys: Any, options: WorkerOptions, seed: int) -> DataLoader[Any]:
-    """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers."""
+    """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers.
+
+    Its workers stay until they are shut down, also where each epoch is to have its own: those that ended by
+    themselves at the end of an epoch could not be told from those that died.
+    """
     several = options.num_workers > 0
     with without_advice():
         return _loader(reader, keys, options, several, seed)
@@ -96,11 +98,10 @@ def _loader(reader: Any, keys: Any, options: WorkerOptions, several: bool, seed:
         num_workers=options.num_workers,
         collate_fn=as_it_is,
         pin_memory=options.pin_memory,
-        timeout=options.timeout_seconds if several else 0,
         worker_init_fn=partial(begin_worker, os.getpid()) if several else None,
         generator=generator,
         prefetch_factor=options.prefetch_factor if several else None,
-        persistent_workers=options.persistent_workers and several,
+        persistent_workers=several,
     )
 
 
@@ -170,7 +171,7 @@ def starting(key: str) -> Iterator[None]:
 def received(
     opened: Callable[[], Iterator[Any]], key: str, options: WorkerOptions, idle: Any = None
 ) -> Iterator[Any]:
-    """What the loader yields; faults as DataError. In the main process the global generators stay put.
+    """What the loader yields, up to the last; faults as DataError. In the main process the global generators stay put.
 
     opened: gives the loader's iterator. idle: the one whose workers `opened` asks again, where there is one.
     """
@@ -179,6 +180,8 @@ def received(
         if isinstance(item, Failure):
             raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
         yield item
+        if item.last:
+            return  # whatever becomes of the workers now
 
 
 def _read_here(opened: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -196,10 +199,10 @@ def _from_workers(
 ) -> Iterator[Any]:
     end, listener = object(), Listener()
     with Patience(options.timeout_seconds, lambda: end_late(listener.workers)) as patience:
-        if idle is not None:  # workers that are asked again answer first
-            listener.workers = idle._workers
-        iterator: Any = _heard(opened, listener, patience, key)
+        iterator: Any = opened() if idle is None else idle
         listener.workers = iterator._workers
+        if idle is not None:  # workers that are asked again answer first
+            _heard(opened, listener, patience, key)
         while (item := _heard(lambda: next(iterator, end), listener, patience, key)) is not end:
             yield item
 
@@ -209,30 +212,15 @@ def _heard(wait: Callable[[], Any], listener: Listener, patience: Patience, key:
     try:
         with listening(listener), patience.waiting():
             return wait()
-    except (
-        RuntimeError,
-        OSError,
-        EOFError,
-    ) as error:  # the last batch of a dead worker cannot be fetched from it
-        text = str(error).split("\n")[0]
-        if patience.ran_out or TORCHS_TIMEOUT in text:
-            patience.end()
+    except (RuntimeError, OSError, EOFError) as error:
+        if patience.ran_out:
             raise WorkerLate(
                 f"data.worker_timeout_seconds={patience.seconds:g}: {key} gave no batch for that "
                 "long (where its workers stand is above); raise it (0 waits for ever)"
             ) from error
-        if dead := _dead_soon(listener, 0 if isinstance(error, RuntimeError) else NOTICE_SECONDS):
+        if dead := listener.dead_soon():
             raise WorkerDied(f"{key}: {obituary(dead)}") from error
-        if TORCHS_NOTICE in text:  # one that left with code 0
-            raise WorkerDied(f"{key}: {text}; use data.num_workers=0 to see why") from error
         raise
-
-
-def _dead_soon(listener: Listener, seconds: float) -> list[BaseProcess]:
-    until = time.monotonic() + seconds
-    while not (dead := listener.dead) and time.monotonic() < until:
-        time.sleep(0.01)
-    return dead
 
 
 def end_late(workers: list[BaseProcess]) -> None:
@@ -242,20 +230,29 @@ def end_late(workers: list[BaseProcess]) -> None:
     """
     alive = [worker for worker in workers if worker.is_alive()]
     for worker in alive:
-        os.kill(cast(int, worker.pid), signal.SIGQUIT)
+        _send(worker, signal.SIGQUIT)
     time.sleep(STACK_SECONDS if alive else 0)
     for worker in alive:
         worker.kill()
 
 
+def _send(worker: BaseProcess, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(cast(int, worker.pid), number)
+
+
 def shut_down(iterator: Any, owner: int) -> None:
     """Ends the workers of a DataLoader's iterator; torch has no public way to do so.
 
+    Stopped ones are continued, as torch waits 10 seconds for each, and longer for a batch that is to be pinned.
     owner: id of the process that started them. A forked child that drops its copy must not end them.
     """
     end_workers = getattr(iterator, "_shutdown_workers", None)
     if end_workers is None or os.getpid() != owner:
         return
+    for worker in iterator._workers:
+        if worker.is_alive():
+            _send(worker, signal.SIGCONT)
     try:
         end_workers()
     except RuntimeError as error:  # torch's handler of SIGCHLD raises wherever this process happens to be

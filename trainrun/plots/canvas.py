@@ -19,6 +19,11 @@ TITLE, ABOVE, BELOW, BETWEEN, LEFT, RIGHT = 0.4, 0.5, 0.55, 0.2, 0.95, 0.2  # ma
 TRAIN, VAL, TEST, BEST, QUIET = "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#888888"
 # Okabe and Ito's colours, which people with colour blindness tell apart: https://jfly.uni-koeln.de/color/
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6BB1")
+LEGEND_MARK, LETTER, LEGEND_LINE = (
+    0.6,
+    0.082,
+    0.19,
+)  # inches of legends in 9 points: mark and gaps, letter, line
 FEW_POINTS = 40  # below, each point gets a mark
 
 
@@ -34,19 +39,29 @@ def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
     return figure
 
 
-def panels(title: str, count: int, columns: int = 1, height: float = 2.3) -> tuple[Figure, list[Axes]]:
-    """`count` axes in a grid under one title; single-column panels share their x axis."""
+def width_of(columns: int) -> float:
+    """Inches of a picture with so many panels beside each other."""
+    return 8.0 if columns == 1 else 5.2 * columns
+
+
+def panels(
+    title: str, count: int, columns: int = 1, height: float = 2.3, above: float = ABOVE
+) -> tuple[Figure, list[Axes]]:
+    """`count` axes in a grid under one title; single-column panels share their x axis.
+
+    above: inches between the title and the panels, for an axis of epochs or a legend.
+    """
     from matplotlib.ticker import FuncFormatter
 
     rows = -(-count // columns)
-    width = 8.0 if columns == 1 else 5.2 * columns
-    gap = BETWEEN if columns == 1 else BELOW + ABOVE
-    total = TITLE + ABOVE + rows * height + (rows - 1) * gap + BELOW
+    width = width_of(columns)
+    gap = BETWEEN if columns == 1 else BELOW + min(above, ABOVE)
+    total = TITLE + above + rows * height + (rows - 1) * gap + BELOW
     figure = new_figure(width, total)
     figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False, y=1 - 0.12 / total, va="top")
     column = (width - columns * (LEFT + RIGHT)) / columns
     figure.subplots_adjust(
-        left=LEFT / width, right=1 - RIGHT / width, bottom=BELOW / total, top=1 - (TITLE + ABOVE) / total,
+        left=LEFT / width, right=1 - RIGHT / width, bottom=BELOW / total, top=1 - (TITLE + above) / total,
         wspace=(LEFT + RIGHT) / column, hspace=gap / height,
     )  # fmt: skip
     grid = figure.subplots(rows, columns, squeeze=False, sharex=columns == 1)
@@ -130,6 +145,25 @@ def show_legend(ax: Axes, strip: bool = False) -> None:
         )
         for text in legend.get_texts():
             text.set_parse_math(False)
+
+
+def legend_grid(labels: Sequence[str], width: float) -> tuple[int, float]:
+    """Columns and inches of height of a legend above all panels, which is `width` inches wide at most."""
+    columns = max(1, min(len(labels), int(width / (LEGEND_MARK + LETTER * max(map(len, labels))))))
+    return columns, LEGEND_LINE * (-(-len(labels) // columns) + 0.5)
+
+
+def show_legend_above(figure: Figure, axes: Sequence[Axes], columns: int) -> None:
+    """One for all panels, right under the title."""
+    named = {
+        label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
+    legend = figure.legend(
+        named.values(), named.keys(), fontsize=9, frameon=False, ncols=columns, borderaxespad=0,
+        loc="upper center", bbox_to_anchor=(0.5, 1 - TITLE / figure.get_figheight()),
+    )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def note_gaps(ax: Axes, curves: Sequence[Series]) -> None:

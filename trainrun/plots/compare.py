@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WINDOW = 20
+ONLY_TRAIN = " (train)"  # behind the name of a run without validation
 LINE_STYLES = ("-", "--", "-.", ":")
 MOST_WIDE = 160  # letters of a line of the table, for the terminal
 UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the training
@@ -39,11 +40,11 @@ def compare(runs: list[RunDir], out: Path) -> Comparison:
     head, rows = comparison_table(histories)
     names = _metric_names(list(histories.values()))
     drawings = {
-        "compare_loss.png": _picture("Loss (faint: training)", histories, ["loss"]),
+        "compare_loss.png": compare_picture("Loss (faint: training)", histories, ["loss"]),
         "compare_metrics.png": None,
     }
     if names:
-        drawings["compare_metrics.png"] = _picture("Metrics (faint: training)", histories, names)
+        drawings["compare_metrics.png"] = compare_picture("Metrics (faint: training)", histories, names)
     files = [canvas.save(drawing, out / name) for name, drawing in drawings.items() if drawing is not None]
     title = f"{len(runs)} runs side by side"
     parts = [page.heading(title, level=1), page.table(head, rows), page.pictures(files)]
@@ -107,11 +108,13 @@ def _metric_names(histories: Sequence[History]) -> list[str]:
     return [name for name in names if name not in ("", "loss", "seconds")]
 
 
-def _picture(title: str, histories: dict[str, History], names: Sequence[str]) -> Figure | None:
-    """One panel for each name; validation drawn full, training faint in the same colour."""
+def compare_picture(title: str, histories: dict[str, History], names: Sequence[str]) -> Figure | None:
+    """One panel for each name; validation drawn full, training faint in the same colour. No legend covers a curve."""
     wide = 1 if len(names) == 1 else 2
-    figure_, axes = canvas.panels(title, len(names), wide, height=3.4 if wide == 1 else 2.8)
+    columns, above = canvas.legend_grid([f"{run}{ONLY_TRAIN}" for run in histories], canvas.width_of(wide))
+    figure_, axes = canvas.panels(title, len(names), wide, 3.4 if wide == 1 else 2.8, above)
     drawn = [_draw_panel(ax, name, histories) for ax, name in zip(axes, names, strict=True)]
+    canvas.show_legend_above(figure_, axes, columns)
     return figure_ if any(drawn) else None
 
 
@@ -124,13 +127,12 @@ def _draw_panel(ax: Axes, name: str, histories: dict[str, History]) -> bool:
         val = series_of(history.of("eval"), f"val/{name}")
         smooth = moving_average(train, fitting_window(len(train), WINDOW))
         canvas.draw_line(
-            ax, smooth, color, None if len(val) else f"{run} (train)", faint=bool(len(val)), style=style
+            ax, smooth, color, None if len(val) else f"{run}{ONLY_TRAIN}", faint=bool(len(val)), style=style
         )
         canvas.draw_line(ax, val, color, run, style=style)
         curves += [smooth, val]
     ax.set_ylabel(name, parse_math=False)
     if name == "loss" and wants_log_scale(curves):
         canvas.use_log_scale(ax)
-    canvas.show_legend(ax)
     canvas.label_steps([ax], None)
     return any(len(curve) for curve in curves)

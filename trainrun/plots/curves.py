@@ -53,12 +53,9 @@ def loss_picture(history: History, window: int) -> Figure | None:
     curves = _splits(history, "loss")
     if not any(len(curve) for curve in curves.values()):
         return None
-    picture, (ax,) = canvas.panels(_title("Loss", history), 1, height=3.4)
+    picture, (ax,) = _panels("Loss", history, 1, height=3.4)
     _draw_splits(ax, curves, window)
-    best = history.best
-    if best is not None:
-        text = f"best {best.metric} {readable(best.value)} (step {best.step:,})"
-        ax.axvline(best.step, color=canvas.BEST, linewidth=1.2, linestyle="--", label=text)
+    _mark_best(ax, history)
     for row in history.of("start"):
         if row["step"] > 0:
             ax.axvline(row["step"], color=canvas.QUIET, linewidth=1, linestyle=":", label="resumed")
@@ -74,12 +71,12 @@ def metrics_picture(history: History, window: int) -> Figure | None:
     if not names:
         return None
     wide = 1 if len(names) == 1 else 2
-    picture, axes = canvas.panels(
-        _title("Metrics", history), len(names), wide, height=3.4 if wide == 1 else 2.8
-    )
+    picture, axes = _panels("Metrics", history, len(names), wide, 3.4 if wide == 1 else 2.8)
     for ax, name in zip(axes, names, strict=True):
         curves = _splits(history, name)
         _draw_splits(ax, curves, window)
+        if history.best is not None and history.best.metric == f"val/{name}":
+            _mark_best(ax, history)
         ax.set_ylabel(name, parse_math=False)
         _finish(ax, list(curves.values()), history, log=False)
     return picture
@@ -92,7 +89,7 @@ def lr_picture(history: History) -> Figure | None:
     norm = series_of(rows, "grad_norm")
     if not rates:
         return None
-    picture, axes = canvas.panels(_title("Learning rate", history), 2 if len(norm) else 1)
+    picture, axes = _panels("Learning rate", history, 2 if len(norm) else 1)
     for color, name in zip(canvas.CYCLE * len(rates), rates, strict=False):
         canvas.draw_line(axes[0], series_of(rows, name), color, name if len(rates) > 1 else None)
     axes[0].set_ylabel("learning rate")
@@ -114,7 +111,7 @@ def throughput_picture(history: History, window: int) -> Figure | None:
     speed, seconds = series_of(rows, name), series_of(rows, "step_seconds")
     if not len(speed):
         return None
-    picture, axes = canvas.panels(_title("Throughput", history), 2 if len(seconds) else 1)
+    picture, axes = _panels("Throughput", history, 2 if len(seconds) else 1)
     _draw_averaged(axes[0], speed, window, canvas.TRAIN, SPEEDS[name])
     axes[0].set_ylabel(name.replace("_", " "))
     axes[0].yaxis.set_major_formatter(lambda value, _: quantity(value))
@@ -144,7 +141,7 @@ def memory_picture(history: History) -> Figure | None:
     busy = {name: curve for name, curve in busy.items() if len(curve)}
     if not memory:
         return None
-    picture, axes = canvas.panels(_title("Memory and load", history), 2 if busy else 1)
+    picture, axes = _panels("Memory and load", history, 2 if busy else 1)
     largest = Series(np.empty(0), np.concatenate([curve.values for curve in memory.values()]))
     _, unit = _in_units(largest, BYTE_UNITS)
     size = next(size for size, name in BYTE_UNITS if name == unit)
@@ -159,6 +156,13 @@ def memory_picture(history: History) -> Figure | None:
         canvas.start_at_zero(ax)
     canvas.label_steps(axes, history.steps_per_epoch)
     return picture
+
+
+def _panels(
+    what: str, history: History, count: int, columns: int = 1, height: float = 2.3
+) -> tuple[Figure, list[Axes]]:
+    above = canvas.ABOVE if history.steps_per_epoch else canvas.BETWEEN  # for the axis of epochs
+    return canvas.panels(_title(what, history), count, columns, height, above)
 
 
 def _title(what: str, history: History) -> str:
@@ -186,6 +190,13 @@ def _draw_splits(ax: Axes, curves: dict[str, Series], window: int) -> None:
     if len(test):
         label = f"test {readable(float(test.values[-1]))}"
         ax.plot(test.steps, test.values, "D", color=canvas.TEST, markersize=7, label=label)
+
+
+def _mark_best(ax: Axes, history: History) -> None:
+    best = history.best
+    if best is not None:
+        text = f"best {best.metric} {readable(best.value)} (step {best.step:,})"
+        ax.axvline(best.step, color=canvas.BEST, linewidth=1.2, linestyle="--", label=text)
 
 
 def _draw_averaged(ax: Axes, curve: Series, window: int, color: str, label: str) -> None:

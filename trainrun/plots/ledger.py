@@ -68,7 +68,7 @@ def ledger_picture(history: History, title: str) -> Figure | None:
         return None
     total = sum(block.width for block in blocks)
     sums = {name: sum(block.seconds.get(name, 0.0) for block in blocks) for name in ACCOUNTS}
-    picture, (ax,) = canvas.panels(title, 1, height=3.8)
+    picture, (ax,) = canvas.panels(title, 1, height=4.1, above=canvas.BETWEEN)
     shown = merged(blocks)
     starts, widths = [block.start for block in shown], [block.width for block in shown]
     floor = [0.0] * len(shown)
@@ -86,9 +86,7 @@ def ledger_picture(history: History, title: str) -> Figure | None:
     ax.set_xlabel("seconds since the run began")
     ax.set_ylabel("share of the time, %")
     box = ax.get_position()
-    ax.set_position(
-        (box.x0, box.y0, box.width * 0.7, 0.9 - box.y0)
-    )  # the legend is beside it, the title above
+    ax.set_position((box.x0, box.y0, box.width * 0.7, box.height))  # the legend is beside it
     ax.grid(visible=False)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(

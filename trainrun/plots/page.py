@@ -14,8 +14,10 @@ h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top
 table { border-collapse: collapse; }
 td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top;
        border-bottom: 1px solid #e4e4e4; } th { color: #555; font-weight: 600; }
-.pictures { display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start; }
-.pictures img { max-width: 100%; width: 540px; border: 1px solid #e4e4e4; }
+.beside { display: flex; flex-wrap: wrap; column-gap: 4em; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28em), 1fr)); gap: 1em;
+       align-items: start; }
+.pictures img { width: 100%; box-sizing: border-box; border: 1px solid #e4e4e4; }
 pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 13px; } .quiet { color: #666; }
 """
 
@@ -44,6 +46,11 @@ def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
         return ""
     body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>\n" for name, value in rows)
     return f"{heading(title)}\n<table>\n{body}</table>"
+
+
+def beside(parts: Iterable[str]) -> str:
+    """Parts next to each other where the window is wide enough."""
+    return '<div class="beside">' + "".join(f"<div>{part}</div>\n" for part in parts if part) + "</div>"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

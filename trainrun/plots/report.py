@@ -31,8 +31,9 @@ def draw_report(run: RunDir) -> Path:
     parts = [
         page.heading(name, level=1),
         page.paragraph(str(run.root)),
-        page.pairs("Result", result_rows(history)),
-        page.pairs("Set-up", setup_rows(history.facts)),
+        page.beside(
+            [page.pairs("Result", result_rows(history)), page.pairs("Set-up", setup_rows(history.facts))]
+        ),
         page.listing("Choices", [str(choice) for choice in history.facts.get("choices", [])]),
         page.pictures(pictures_in_order(run)),
         page.listing("Notes", dropped + notes[-MOST_NOTES:]),

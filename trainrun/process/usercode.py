@@ -6,6 +6,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+ANY_FAULT = (Exception, SystemExit)  # sys.exit in code that is called would end the run without a word
+
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
 _LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 

@@ -23,17 +23,7 @@ from torch import Tensor, nn
 from trainrun.data.choice import free_bytes
 from trainrun.model.names import KERNELS
 from trainrun.precision.guarded import build_context
-from trainrun.start.trial import (
-    LEAST_ROUNDS,
-    Gather,
-    Size,
-    Trial,
-    agreed_times,
-    best_of,
-    fastest_times,
-    share_of,
-    told_times,
-)
+from trainrun.start.trial import Gather, Size, Trial, heard_times, share_of, too_long, verdict
 
 PAIR_BYTES = 10  # of a pair of positions in every head and layer: scores, softmax and its copy in 16 bits
 MOST_MEMORY = 1 / 8  # of what is free
@@ -105,10 +95,10 @@ def kernel_times(trial: Trial, scene: Scene, size: Size, dtype: torch.dtype | No
 
     works(few)[usual]()
     alone = max(gather(works(few)[usual]()))
-    if alone > share_of(limit, len(names), LEAST_ROUNDS):
+    if too_long(alone, limit, len(names)):
         return {}, usual
     rows = min(size.count, max(few, int(few * share_of(limit, len(names)) / alone)))
-    return agreed_times(fastest_times(works(rows), limit), gather), usual
+    return heard_times(works(rows), limit, gather), usual
 
 
 def _seconds(trial: Trial, scene: Scene, rows: int, kernel: str, dtype: torch.dtype | None,
@@ -144,7 +134,6 @@ def chosen_kernel(trial: Trial, layers: list[Any], size: Size, dtype: torch.dtyp
     times, usual = kernel_times(trial, scene, size, dtype, limit, device, gather)
     if not times:
         return "auto", ""
-    kernel = best_of(times, usual)
-    own, others = told_times(times, kernel)
+    kernel, own, others = verdict(times, usual)
     kind = "" if dtype is None else f" in {str(dtype).removeprefix('torch.')}"
     return kernel, f"model.attention: {kernel}, {own} a layer{kind} ({others})"

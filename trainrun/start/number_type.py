@@ -20,17 +20,7 @@ from torch import nn
 
 from trainrun.monitor.readable import counted
 from trainrun.precision.amp import cpu_has
-from trainrun.start.trial import (
-    LEAST_ROUNDS,
-    Gather,
-    Size,
-    Trial,
-    agreed_times,
-    best_of,
-    fastest_times,
-    share_of,
-    told_times,
-)
+from trainrun.start.trial import Gather, Size, Trial, heard_times, too_long, verdict
 
 FULL, MIXED = "32-true", "bf16-mixed"
 TYPES: dict[str, torch.dtype | None] = {FULL: None, MIXED: torch.bfloat16}
@@ -69,12 +59,11 @@ def faster_type(
         prepare(mode)
         return trial.step(size.rows, TYPES[mode])
 
-    if size.seconds > share_of(limit, len(TYPES), LEAST_ROUNDS):
+    if too_long(size.seconds, limit, len(TYPES)):
         return "", ""
-    times = agreed_times(fastest_times({mode: partial(heard, mode) for mode in TYPES}, limit), gather)
+    times = heard_times({mode: partial(heard, mode) for mode in TYPES}, limit, gather)
     if not times:
         return "", ""
-    chosen = best_of(times, usual=FULL)
+    chosen, own, others = verdict(times, usual=FULL)
     part = "a step" if size.rows == size.count else f"a step of {counted(size.rows, 'sample')}"
-    own, others = told_times(times, chosen)
     return chosen, f"{own} {part} ({others})"

@@ -114,6 +114,16 @@ def share_of(limit: float, number: int, rounds: int = ROUNDS) -> float:
     return limit / (number * (rounds + 1))
 
 
+def too_long(seconds: float, limit: float, number: int) -> bool:
+    """Whether so many works of so many seconds cannot be compared within the limit."""
+    return seconds > share_of(limit, number, LEAST_ROUNDS)
+
+
+def heard_times(works: dict[str, Callable[[], float]], limit: float, gather: Gather) -> dict[str, float]:
+    """What all ranks measured, as `fastest_times`."""
+    return agreed_times(fastest_times(works, limit), gather)
+
+
 def fastest_times(works: dict[str, Callable[[], float]], limit: float) -> dict[str, float]:
     """Each one's fastest time, heard in turns after one that warms up; empty where `limit` seconds are too few."""
     first = {name: work() for name, work in works.items()}
@@ -141,10 +151,15 @@ def best_of(times: dict[str, float], usual: str) -> str:
     return usual if times.get(usual, math.inf) <= SAME * best else min(times, key=lambda name: times[name])
 
 
-def told_times(times: dict[str, float], chosen: str) -> tuple[str, str]:
-    """`1.23 ms` of the one, and `flash: 2.5 ms, math: 3 ms` of the others."""
+def verdict(times: dict[str, float], usual: str) -> tuple[str, str, str]:
+    """What `best_of` says, `1.23 ms` of that one, and `flash: 2.5 ms, math: 3 ms` of the others."""
+    chosen = best_of(times, usual)
     shown = {name: f"{1e3 * seconds:.3g} ms" for name, seconds in times.items()}
-    return shown[chosen], ", ".join(f"{name}: {text}" for name, text in shown.items() if name != chosen)
+    return (
+        chosen,
+        shown[chosen],
+        ", ".join(f"{name}: {text}" for name, text in shown.items() if name != chosen),
+    )
 
 
 def copy_obstacle(model: nn.Module, device: torch.device) -> str:

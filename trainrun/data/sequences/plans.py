@@ -39,16 +39,10 @@ def marked(shares: Iterator[Share | None]) -> Iterator[Share]:
 
 
 @dataclass(frozen=True, eq=False)
-class BucketPlan:
-    """Samples of like length in one batch: sorted inside mega-batches of the shuffled order.
+class Derived:
+    """Of `StreamPlan`, what the plan says from which another one is made."""
 
-    The batches of an epoch come in random order, the short one last; it holds samples of a random
-    length. With drop_last it is a random part of the samples that is left out, not the longest.
-    lengths: (num_samples,) int64.
-    """
-
-    base: Plan
-    lengths: Tensor
+    base: StreamPlan
 
     @property
     def seed(self) -> int:
@@ -72,6 +66,19 @@ class BucketPlan:
 
     def effective_epoch(self, epoch: int) -> int:
         return self.base.effective_epoch(epoch)
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPlan(Derived):
+    """Samples of like length in one batch: sorted inside mega-batches of the shuffled order.
+
+    The batches of an epoch come in random order, the short one last; it holds samples of a random
+    length. With drop_last it is a random part of the samples that is left out, not the longest.
+    lengths: (num_samples,) int64.
+    """
+
+    base: Plan
+    lengths: Tensor
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
         if start and start >= self.num_batches:
@@ -111,7 +118,7 @@ class BucketPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class PackPlan:
+class PackPlan(Derived):
     """Rows that were composed once, in the order that `base` gives to rows.
 
     base: its samples and its batch_size are rows. What comes out are the samples of this rank's rows,
@@ -122,28 +129,9 @@ class PackPlan:
     rows: Groups
 
     @property
-    def seed(self) -> int:
-        return self.base.seed
-
-    @property
-    def world_size(self) -> int:
-        return self.base.world_size
-
-    @property
-    def global_size(self) -> int:
-        return self.base.global_size
-
-    @property
-    def num_batches(self) -> int:
-        return self.base.num_batches
-
-    @property
     def num_seen(self) -> int:
         """Of an epoch; where rows are left out, of an average one."""
         return seen(self.rows, self.base.num_seen, self.base.shuffle)
-
-    def effective_epoch(self, epoch: int) -> int:
-        return self.base.effective_epoch(epoch)
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
         return (
@@ -156,7 +144,7 @@ class PackPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class BudgetPlan:
+class BudgetPlan(Derived):
     """Batches that were composed once, in a new order each epoch: their number never changes.
 
     base: its batch_size and drop_last play no part, as no batch is short.
@@ -164,14 +152,6 @@ class BudgetPlan:
 
     base: Plan
     groups: Groups
-
-    @property
-    def seed(self) -> int:
-        return self.base.seed
-
-    @property
-    def world_size(self) -> int:
-        return self.base.world_size
 
     @property
     def global_size(self) -> int:
@@ -187,9 +167,6 @@ class BudgetPlan:
     def num_seen(self) -> int:
         """Of an epoch; with a limit, of an average one."""
         return seen(self.groups, self.num_batches, self.base.shuffle)
-
-    def effective_epoch(self, epoch: int) -> int:
-        return self.base.effective_epoch(epoch)
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
         of_groups = replace(
@@ -207,37 +184,13 @@ def seen(groups: Groups, number: int, shuffled: bool) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class SelectedPlan:
+class SelectedPlan(Derived):
     """A plan over some of the samples. numbers: (num_samples,) int64, their numbers in the data set."""
 
-    plan: StreamPlan
     numbers: Tensor
-
-    @property
-    def seed(self) -> int:
-        return self.plan.seed
-
-    @property
-    def world_size(self) -> int:
-        return self.plan.world_size
-
-    @property
-    def global_size(self) -> int:
-        return self.plan.global_size
-
-    @property
-    def num_batches(self) -> int:
-        return self.plan.num_batches
-
-    @property
-    def num_seen(self) -> int:
-        return self.plan.num_seen
-
-    def effective_epoch(self, epoch: int) -> int:
-        return self.plan.effective_epoch(epoch)
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
         return (
             share._replace(indices=self.numbers[share.indices].to(device))
-            for share in self.plan.shares(epoch, start)
+            for share in self.base.shares(epoch, start)
         )
