@@ -18,7 +18,8 @@ from trainrun.cli import main
 from trainrun.errors import ConfigError
 from trainrun.lab.bench import Bench, Subject, SubjectFailed
 from trainrun.lab.duel import Rules, Side, duel, steps_for
-from trainrun.lab.orders import Turn
+from trainrun.lab.limits import FEW_BATCHES
+from trainrun.lab.orders import Measure, Turn
 from trainrun.lab.removals import REMOVALS
 from trainrun.lab.rounds import Rounds, running, without
 from trainrun.ledger import DATA, LOGGING
@@ -110,6 +111,16 @@ def test_who_reads_ahead_goes_on_after_a_turn_that_reads_nothing(bench: Bench, r
     told = bench.start(compose_run(words).config)
     turns = [told.train(3, variant=name) for name in ("cached", "", "silent", "cached", "silent", "")]
     assert {turn.items for turn in turns} == {12}
+    assert told.load(3).items == 12
+
+
+def test_reading_goes_on_after_the_limits_were_measured(bench: Bench) -> None:
+    """Also where the training stands just behind the batches that were looked at."""
+    words = ["seed=3", "data=custom", "data.train._target_=lab_worlds.Numbers", "data.num_classes=3",
+             "data.engine=workers", "data.num_workers=0", "data.batch_size=4"]  # fmt: skip
+    told = bench.start(compose_run(words).config)
+    told.train(FEW_BATCHES, 0)
+    told.ask(Measure())
     assert told.load(3).items == 12
 
 

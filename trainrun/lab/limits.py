@@ -51,6 +51,7 @@ def limits_of(parts: Parts, train: Batches) -> Limits:
             else:
                 found[name] = parts.parallel.world_size / seconds_per_item
                 reasons[name] = reason
+    train.close()  # counting has read from the stream beneath it, which is no longer where it was
     return Limits(found, reasons, padding_share([batch.data for batch in batches]))
 
 
