@@ -126,7 +126,11 @@ def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, float | No
     if fault.expected == "healthy":
         print(line, *("" if good else [told.text]), flush=True)
         return good, None
-    promised = next((each.gain.value for each in found.what_ifs if each.name == fault.expected), float("nan"))
+    promises = [
+        *(cause.what_if for cause in told.causes),
+        *found.what_ifs,
+    ]  # what is said in words comes first
+    promised = next((each.gain.value for each in promises if each.name == fault.expected), float("nan"))
     if fault.without is None:
         print(f"{line} {promised:>7.2f}x", *("" if good else [told.text]), flush=True)
         return good, None

@@ -21,7 +21,7 @@ from trainrun.lab.duel import Rules, Side, duel, steps_for
 from trainrun.lab.limits import FEW_BATCHES
 from trainrun.lab.orders import Measure, Turn
 from trainrun.lab.removals import REMOVALS
-from trainrun.lab.rounds import Rounds, running, without
+from trainrun.lab.rounds import USUAL, Rounds, running, without
 from trainrun.ledger import DATA, LOGGING
 from trainrun.monitor.metrics_file import read_rows
 from trainrun.start.trial import foreign_loop
@@ -220,6 +220,21 @@ def test_a_stall_of_the_data_is_no_difference_between_two_that_read_the_same() -
         found.take(lambda: turn(10.0, next(stalls)), {"b": lambda: turn(8.0, next(its))})
     assert found.ratio("b").high > 1.5
     assert found.apart("b") == pytest.approx((1.2, 1.2, 1.2, 3))
+
+
+def test_few_stalls_are_known_from_all_that_read_the_same() -> None:
+    """Eight turns of the base and of others that read: one of the latter stalled, as one in four do."""
+    found = Rounds()
+    stalled = iter([0.0, 4.0])
+
+    def turn(stall: float) -> Turn:
+        return Turn(2.0 + stall, 10, 10, accounts={"data": stall})
+
+    sides = {"b": lambda: turn(next(stalled)), "cached": lambda: turn(0.0)}
+    for _ in range(2):
+        found.take(lambda: turn(0.0), sides, unread=["cached"])
+    assert found.ratio("cached").value == pytest.approx(1.0)
+    assert found.ratio("cached", to=USUAL).value == pytest.approx((2.0 + 4.0 / 6) / 2.0)
 
 
 def test_reading_that_was_shorter_in_every_round_counts() -> None:

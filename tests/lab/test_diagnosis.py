@@ -121,6 +121,14 @@ def test_the_stage_of_loading_that_takes_most_of_it_is_named(stages: Stages, sai
     assert any(line.startswith("loading   a batch: samples") for line in lines_of(diagnosed))
 
 
+def test_what_is_promised_is_what_the_named_stage_costs() -> None:
+    diagnosed = replace(
+        found(data=5.0), stages=Stages(0.06, 0.06, 0.001, 0.0, 0.02)
+    )  # 4/5 is loading, 3/4 samples
+    assert verdict(diagnosed).causes[0].what_if.gain.value == pytest.approx(2.5)
+    assert "up to 150 % faster" in verdict(diagnosed).text
+
+
 def test_who_has_to_share_its_core_does_not_wait_for_a_disk() -> None:
     diagnosed = replace(found(data=3.0), stages=Stages(0.06, 0.06, 0.02, 0.0, 0.004))
     assert "mostly waits" in verdict(diagnosed).text

@@ -22,7 +22,7 @@ from trainrun.lab.findings import CLEAR, Diagnosis, WhatIf
 from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import SAVING, Divide, Limits, Measure, Profile, Turn
 from trainrun.lab.removals import BARE, CACHED, FORWARD, SILENT, booked_of, telling
-from trainrun.lab.rounds import BASE, Rounds, uncompiled, without
+from trainrun.lab.rounds import BASE, USUAL, Rounds, uncompiled, without
 from trainrun.lab.shortage import LONG_STEP, affordable
 from trainrun.lab.statistics import Ratio
 from trainrun.ledger import ACCOUNTS, LOGGING
@@ -180,7 +180,8 @@ class Examination:
                     asked.append(SILENT)  # they are compared
             progress(f"round {number + 1}")
             own = partial(self._base.train, self._steps, self._warm)
-            found.take(own, {name: sides[name] for name in asked})
+            unread = [name for name in asked if CACHED in name or name in READING]
+            found.take(own, {name: sides[name] for name in asked}, unread)
         return found
 
     def _still_tells(self, name: str, found: Rounds) -> bool:
@@ -195,6 +196,8 @@ class Examination:
             name: (rounds.ratio if name in READING or CACHED in name else ratio)(name)
             for name in rounds.others
         }
+        if CACHED in ratios and CACHED in booked_of(self._base.facts):
+            ratios[CACHED] = rounds.ratio(CACHED, to=USUAL)
         small = dict(self._small(rounds))
         ratios |= small
         fixed = dict(self._fixed_costs(loop_seconds, ratios.get(SAVING)))

@@ -8,7 +8,7 @@ round alike. When: `diagnose`, which asks what each of many removals gains and n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Final
@@ -18,6 +18,9 @@ from trainrun.lab.statistics import Ratio, ratio_of_means
 from trainrun.ledger import ACCOUNTS, COMPILE, DATA, LOGGING
 
 BASE: Final = ""  # its name in a round
+USUAL: Final = (
+    "as it reads"  # the base with the mean reading of all that read the same, so that few stalls say more
+)
 BOOKED: Final = (DATA, LOGGING)
 Side = Callable[[], Turn]
 
@@ -32,12 +35,15 @@ class Rounds:
     own: list[Turn] = field(default_factory=list)
     took: dict[str, float] = field(default_factory=dict)
 
-    def take(self, base: Side, others: Mapping[str, Side]) -> None:
-        """One more round, in the opposite order of the one before."""
+    def take(self, base: Side, others: Mapping[str, Side], unread: Collection[str] = ()) -> None:
+        """One more round, in the opposite order of the one before. unread: which of the others do not read as the
+        base does."""
         names = list(others) if len(self.told) % 2 == 0 else list(others)[::-1]
         own, found = [self._timed(BASE, base)], {}
+        reading: list[Turn] = []
         for number, name in enumerate(names, 1):
             turn = self._timed(name, others[name])
+            reading += [] if name in unread else [turn]
             found[name] = running(turn) / turn.items
             found[without(DATA, name)] = found[name] - turn.accounts.get(ACCOUNTS[DATA], 0.0) / turn.items
             if number % 2 == 0 or number == len(names):
@@ -47,6 +53,9 @@ class Rounds:
         for account in BOOKED:
             spent = sum(turn.accounts.get(ACCOUNTS[account], 0.0) for turn in own) / items
             found[without(account)] = found[BASE] - spent
+        reading += own
+        read = sum(turn.accounts.get(ACCOUNTS[DATA], 0.0) for turn in reading)
+        found[USUAL] = found[without(DATA)] + read / sum(turn.items for turn in reading)
         self.told.append(found)
         self.own += own
 

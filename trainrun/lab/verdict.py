@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from trainrun.lab.findings import CLEAR, Diagnosis, WhatIf
+from trainrun.lab.statistics import Ratio
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below is not worth a word
 BUSY_MACHINE: Final = 0.1  # cores of other processes
@@ -113,11 +114,26 @@ def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
     match what_if.name:
         case "data":
             text, words = of_loading(found)
+            what_if = of_named_stage(found, what_if)
         case "threads":
             words = (what_if.about,)
         case "padding":
             text = f"padding ({100 * found.limits.padding:.0f} % of all positions)"
     return Cause(what_if, text, words)
+
+
+def of_named_stage(found: Diagnosis, what_if: WhatIf) -> WhatIf:
+    """What the stage that is named costs, of all that loading does."""
+    if found.stages is None:
+        return what_if
+    stages = (found.stages.samples, found.stages.transform, found.stages.rest)
+    share = max(stages) / sum(stages)
+
+    def freed(value: float) -> float:
+        return 1 / (1 - share * (1 - 1 / value)) if value else 0.0
+
+    gain = what_if.gain
+    return replace(what_if, gain=Ratio(freed(gain.value), freed(gain.low), freed(gain.high), gain.pairs))
 
 
 def of_loading(found: Diagnosis) -> tuple[str, tuple[str, ...]]:
