@@ -9,7 +9,7 @@ import pytest
 from trainrun.cli import main
 from trainrun.errors import ConfigError
 from trainrun.words import overrides
-from trainrun.words.compose import compose_run
+from trainrun.words.compose import compose_run, load_config, save_config
 
 
 def faults_of(*words: str) -> tuple[str, ...]:
@@ -96,3 +96,27 @@ def test_questions_to_hydra_refuse_the_same_words(
     assert "optimizer.lrr=1: no such setting. Did you mean optimizer.lr?" in capsys.readouterr().err
     assert main(["--cfg", "job", "optimizer.lr=7", "--package", "optimizer"]) == 0
     assert "lr: 7" in capsys.readouterr().out
+
+
+def test_a_saved_run_reads_values_as_a_new_one_does_and_says_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run([]).config))
+    assert load_config(path, ["lr=1e-2"]).optimizer["lr"] == 0.01
+    assert load_config(path, ["++optimizer.new.part=3"]).optimizer["new"] == {"part": 3}
+    said = {
+        "trainer.max_epochs": "cannot be read as key=value",
+        "trainer.max_epochs = 3": "no spaces around the =",
+        "trainer.max_steps=[1": "a bracket or quote may be open",
+        "~trainer.max_epochs": "as trainer.max_epochs=null",
+        "++optimizer.lr.x=3": "optimizer.lr is a single value",
+        "seed=1,2": "a saved run has one",
+        "hydra.run.dir=x": "stays in its folder",
+        "hydra.verbose=true": "changes nothing here",
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(said))
+    assert len(caught.value.faults) == len(said)
+    for word, told in said.items():
+        assert any(fault.startswith(word.lstrip("+")) and told in fault for fault in caught.value.faults), (
+            word
+        )

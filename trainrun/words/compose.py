@@ -14,14 +14,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options, user_conf_dirs
+from trainrun.config import RunConfig, conf_dir, groups, options, user_conf_dirs
 from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import ConfigError, DataError
 from trainrun.words.argv import CUSTOM, Words, split_words, translate, with_one_warmup
 from trainrun.words.checks import check
 from trainrun.words.data_path import follow_path, unread_path
 from trainrun.words.explain import explain_reference, first_line, word_fault
-from trainrun.words.overrides import composed, put
+from trainrun.words.overrides import composed, put_into_saved
 from trainrun.words.renamed import in_words_of_today
 from trainrun.words.tuned import stale
 from trainrun.words.yaml_limits import read_yaml_text
@@ -174,27 +174,11 @@ def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunCo
         raise ConfigError(f"{path}: not a config of a run ({key}: {first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
     words = split_words(overrides)
-    known = groups([conf_dir()])
     translate(words, lambda *_: False, lambda name: False)
-    faults = words.twice
-    for word in words.overrides:
-        key, equals, value = word.lstrip("+").partition("=")
-        if not equals or key in known:
-            faults.append(
-                f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"
-            )
-            continue
-        if fault := word_fault(word):
-            faults.append(fault)
-            continue
-        try:
-            meant = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            faults.append(f"{word}: {first_line(error)}")
-            continue
-        open_node = any(key.startswith(node + ".") for node in OPEN_NODES)
-        if fault := put(cfg, key, meant, value, open_node, [conf_dir()]):
-            faults.append(fault)
+    faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
+    wrong = {word: fault for word in words.overrides if (fault := word_fault(word))}
+    faults += wrong.values()
+    put_into_saved(cfg, [word for word in words.overrides if word not in wrong], faults)
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:

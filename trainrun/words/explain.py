@@ -19,6 +19,7 @@ from trainrun.words.argv import OWN_KEYS
 from trainrun.words.checks import closest, nearest
 
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
+NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"
 KINDS = {
     "Integer": "a whole number",
     "Float": "a number",
@@ -151,8 +152,8 @@ def explain_reference(error: OmegaConfBaseException) -> str:
     return f"{key}={value}: {f'there is no setting {missing[1]}' if missing else _rule(text)}"
 
 
-def misplaced(cfg: DictConfig, key: str, word: str, folders: list[Path]) -> str:
-    """What is wrong with a key that must be there already; empty if nothing is."""
+def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: list[Path]) -> str:
+    """What is wrong with the place of a key; empty if nothing is."""
     node: Any = cfg
     parts = key.split(".")
     for place, part in enumerate(parts):
@@ -160,9 +161,13 @@ def misplaced(cfg: DictConfig, key: str, word: str, folders: list[Path]) -> str:
         if isinstance(node, ListConfig):
             return ""  # by number, which OmegaConf looks at
         if not isinstance(node, DictConfig):
-            return _below_a_value(above, word, node)
+            return "" if may_be_new and node is None else _below_a_value(above, word, node)
         if part not in node.keys():  # noqa: SIM118  (`in` says no where the value is still missing)
-            return unknown_key(key, word, above, names_of(node) if above else top_names(folders))
+            return (
+                ""
+                if may_be_new
+                else unknown_key(key, word, above, names_of(node) if above else top_names(folders))
+            )
         node = OmegaConf.select(cfg, ".".join(parts[: place + 1])) if place + 1 < len(parts) else None
     return ""
 

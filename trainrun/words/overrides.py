@@ -29,7 +29,16 @@ from omegaconf.errors import OmegaConfBaseException
 from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.words.argv import CUSTOM, Words
-from trainrun.words.explain import SWEEP, explain, explain_value, misplaced, no_option, unread, unreadable
+from trainrun.words.explain import (
+    NO_SWEEP,
+    SWEEP,
+    explain,
+    explain_value,
+    misplaced,
+    no_option,
+    unread,
+    unreadable,
+)
 from trainrun.words.yaml_limits import limit_fault, yaml_fault
 
 # Options of Hydra's own that no run reads; without them composing takes 0.8x its time.
@@ -86,7 +95,7 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
     return cfg
 
 
-def _read(word: str, faults: list[str]) -> Override | None:
+def _read(word: str, faults: list[str], if_several: str = SWEEP) -> Override | None:
     typed = word.lstrip("+") or word
     try:
         override = _parser().parse_override(word)
@@ -99,7 +108,7 @@ def _read(word: str, faults: list[str]) -> Override | None:
     elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
         faults.append(unread(typed))
     elif override.is_sweep_override():
-        faults.append(f"{typed}: {SWEEP}")
+        faults.append(f"{typed}: {if_several}")
     else:
         return override
     return None
@@ -163,7 +172,7 @@ def _put(cfg: DictConfig, override: Override, folders: list[Path]) -> str:
 def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, folders: list[Path]) -> str:
     """Sets one value. What is wrong with it in a line; empty if nothing is. text: the value as it was typed."""
     try:
-        if not may_be_new and (fault := misplaced(cfg, key, f"{key}={text}", folders)):
+        if fault := misplaced(cfg, key, f"{key}={text}", may_be_new, folders):
             return fault
         OmegaConf.update(cfg, key, value, merge=True, force_add=may_be_new)
     except OmegaConfBaseException as error:
@@ -175,7 +184,7 @@ def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str
     """`~key`: the target's own default counts."""
     if text:
         return f"~{key}={text}: a setting is taken away without a value, as ~{key}"
-    if fault := misplaced(cfg, key, f"~{key}", folders):
+    if fault := misplaced(cfg, key, f"~{key}", False, folders):
         return fault
     above, _, name = key.rpartition(".")
     node = OmegaConf.select(cfg, above) if above else cfg
@@ -185,6 +194,26 @@ def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str
     except OmegaConfBaseException as error:
         return explain_value(error, key, "", folders)
     return ""
+
+
+def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None:
+    """Single values of a run whose options are chosen; below an open node they may be new."""
+    fixed = groups([conf_dir()])
+    for word in words:
+        override = _read(word, faults, NO_SWEEP)
+        if override is None:
+            continue
+        key, text = override.key_or_group, word.partition("=")[2]
+        may_be_new = any(key.startswith(f"{node}.") for node in OPEN_NODES)
+        if key in fixed:
+            fault = (
+                f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"
+            )
+        elif override.is_delete():
+            fault = f"{word}: nothing of a run can be taken away; give it another value, as {key}=null"
+        else:
+            fault = put(cfg, key, override.value(), text, may_be_new, [conf_dir()])
+        faults += [fault] if fault else []
 
 
 def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
