@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainrun.errors import ConfigError, PluginError, TrainingError
 from trainrun.parts import Parts
 from trainrun.state import TrainState
 from trainrun.step import graphs
+from trainrun.step.body import Holdings
 from trainrun.step.captured import captured
 
 STEP = ("trainer.compile=step", "trainer.compile.backend=eager")  # traced like any other, and run as traced
@@ -236,6 +238,29 @@ def test_a_tensor_that_was_moved_is_not_overlooked() -> None:
     assert step(weights, torch.ones(2))[0].tolist() == [4.0, 4.0]
     with pytest.raises(AssertionError, match="lies elsewhere now"):
         step(weights.clone(), torch.ones(2))
+
+
+def moved(parts: Parts) -> None:
+    weight = next(parts.model.parameters())
+    weight.data = weight.data.clone()
+
+
+def loaded(parts: Parts) -> None:
+    parts.optimizer.load_state_dict(copy.deepcopy(parts.optimizer.state_dict()))
+
+
+def replaced(parts: Parts) -> None:
+    parts.model.seen = parts.model.seen + 1
+
+
+@pytest.mark.parametrize("change", [moved, loaded, replaced])
+def test_what_is_held_is_made_anew_once_a_tensor_is_another(change: Any) -> None:
+    parts = parts_of((*ADAMW, "model=test_whole_step.Normed", *STEP), batch_size=5)
+    fitted(parts)
+    held = Holdings(parts, parts.precision, {}, [])  # type: ignore[arg-type]
+    assert held.are_current()
+    change(parts)
+    assert not held.are_current()
 
 
 def test_a_cpu_has_no_cuda_graphs() -> None:

@@ -72,6 +72,7 @@ class WholeStep:
         self._batch_size, self._fixed = batch_size, fixed
         self._kinds: dict[Kind, Seen] = {}
         self._held: Holdings | None = None
+        self._doubted: Holdings | None = None  # what was held ahead of a plain step
         self._ready = False
         self._shares: dict[float, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
@@ -84,7 +85,7 @@ class WholeStep:
         kinds = [self._kinds.get(kind) or self._new_kind(kind, leaves) for kind, leaves, _ in batches]
         full = all(kind.full for kind in kinds)
         if not (full and self._ready and parts.retry.pieces == 1):
-            self._held = None  # it may replace tensors
+            self._held, self._doubted = None, self._held or self._doubted  # it may replace tensors
             return self._plain(parts, window, log)
         parts.retry.unmark()
         held = self._held = self._held or self._hold(parts)
@@ -125,6 +126,8 @@ class WholeStep:
         return seen
 
     def _hold(self, parts: Parts) -> Holdings:
+        if self._doubted is not None and self._doubted.are_current():
+            return self._doubted
         if parts.config.trainer.accumulate_grad_batches > 1 and not self._sums:
             named = parts.model.named_parameters()
             self._sums = {name: torch.zeros_like(p).detach() for name, p in named if p.requires_grad}
