@@ -29,17 +29,22 @@ def test_calls_of_kernels_are_compiled_where_all_is_asked_for(
     assert asked[0]["triton.cudagraphs"] is False
 
 
-def both(one: Tensor, other: Tensor) -> list[Tensor]:
+def both(one: Tensor, other: Tensor, read: Tensor) -> list[Tensor]:
     one.add_(1)
     other.mul_(2)
-    return [one + other, other.sum()]
+    return [one + other, (other * read).sum()]
+
+
+def three(shared: bool) -> list[Tensor]:
+    memory = torch.arange(8.0)
+    return [memory[:4], memory[2:6] if shared else torch.arange(4.0), torch.arange(4.0)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize(("apart", "wrapped"), [(4, False), (2, True)])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.slow
 def test_what_torch_wraps_around_code_is_left_out_unless_inputs_share_memory(
-    apart: int, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+    shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor import compile_fx as inductor
 
@@ -56,12 +61,16 @@ def test_what_torch_wraps_around_code_is_left_out_unless_inputs_share_memory(
         return call
 
     monkeypatch.setattr(inductor, "compile_fx", counted)
-    memory, same = torch.arange(8.0), torch.arange(8.0)
-    inputs, plain = [memory[:4], memory[apart : apart + 4]], [same[:4], same[apart : apart + 4]]
+    inputs, plain = three(shared), three(shared)
     function = graphs.compiled(both, inputs, "inductor", None)
-    assert memory.equal(same)
+    for one, same in zip(inputs, three(shared), strict=True):
+        assert one.equal(same)
     for _ in range(2):
+        versions = [tensor._version for tensor in inputs]
         for mine, his in zip(function(*inputs), both(*plain), strict=True):
             torch.testing.assert_close(mine, his, rtol=0, atol=0)
-    assert memory.equal(same)
-    assert bool(calls) is wrapped  # `compile_fx` calls itself
+        for one, same in zip(inputs, plain, strict=True):
+            assert one.equal(same)
+        changed = [tensor._version > version for tensor, version in zip(inputs, versions, strict=True)]
+        assert changed == [True, True, False]
+    assert bool(calls) is shared  # `compile_fx` calls itself

@@ -105,22 +105,25 @@ def by_inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], options: dict
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     outputs = _num_outputs(graph)
-    codes: list[Any] = []
+    codes: list[tuple[Any, list[int]] | None] = []
 
     def note(inner: torch.fx.GraphModule, given: list[Any], **more: Any) -> Any:
-        code = compile_fx_inner(inner, given, **more)
         alike = on_cpu(inputs) and _num_outputs(inner) == outputs and _are_alike(given, inputs)
-        codes.append(code if alike else None)
+        changed = _written(inner)  # ahead of what takes the graph apart
+        code = compile_fx_inner(inner, given, **more)
+        codes.append((code, changed) if alike else None)
         return code
 
-    made: Any = compile_fx(graph, list(inputs), inner_compile=note, config_patches=options)
+    wrapped: Any = compile_fx(graph, list(inputs), inner_compile=note, config_patches=options)
     if len(codes) != 1 or codes[0] is None:
-        wrapped: Function = made
-        return wrapped
-    bare = getattr(codes[0], "current_callable", None) or codes[0]
+        function: Function = wrapped
+        return function
+    code, changed = codes[0]
+    bare = getattr(code, "current_callable", None) or code
 
     def call(*given: Tensor) -> list[Tensor]:
         done: list[Tensor] = bare(list(given))  # it empties its list
+        torch.autograd.graph.increment_version([given[i] for i in changed])  # others ask what has changed
         return done
 
     return call
@@ -129,6 +132,16 @@ def by_inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], options: dict
 def _num_outputs(graph: torch.fx.GraphModule) -> int:
     given: Any = graph.graph.output_node().args[0]
     return len(given)
+
+
+def _written(graph: torch.fx.GraphModule) -> list[int]:
+    """The inputs that a functional graph changes: at its end, by copies."""
+    copy = torch.ops.aten.copy_.default
+    return [
+        number
+        for number, place in enumerate(graph.graph.find_nodes(op="placeholder"))
+        if any(user.target is copy and user.args[0] is place for user in place.users)
+    ]
 
 
 def _are_alike(given: list[Any], inputs: list[Tensor]) -> bool:
