@@ -10,8 +10,8 @@ when not: short runs (about 5 s of compiling), shapes that change with every bat
 source: functionalised training steps of JAX; torch.fx.experimental.proxy_tensor.make_fx and
     torch._inductor.compile: a graph without guards, where `torch.compile` checks its inputs in every call.
 gain: digits MLP of 9,610 weights, batch 32, one core of a busy machine: the step 0.28x of the plain one (86
-    against 304 us of CPU time); with data, validation, logging and checkpoints 0.53x of a hand-written loop
-    (median of eight runs of scripts/bench_speed.py mlp_step: 0.44 to 0.55, not quiet).
+    against 304 us of CPU time); with data, validation, logging and checkpoints 0.54x of a hand-written loop
+    (median of ten runs of scripts/bench_speed.py mlp_step: 0.44 to 0.56, not quiet).
 """
 
 from __future__ import annotations
