@@ -13,7 +13,7 @@ from knotted import Knot, Knotted, most, seen
 from torch import Tensor
 
 import trainrun as package
-from trainrun.process.collector import BETWEEN, STARTING, kept_collector, rest_while_starting, tidy
+from trainrun.process.collector import BETWEEN, STARTING, Tidy, kept_collector, rest_while_starting
 from trainrun.runner import resume_run
 
 SHORT = ("model=knotted.Knotted", "trainer.max_epochs=100", "monitor.plots=false", "trainer.num_threads=1")
@@ -94,6 +94,7 @@ def test_cycles_of_a_users_model_do_not_pile_up(workdir: object):
 def test_log_points_collect_what_is_young_and_enough():
     gc.freeze()
     gc.set_threshold(BETWEEN, 10, 10)
+    tidy = Tidy()
     knots = [weakref.ref(Knot(torch.zeros(1))) for _ in range(10)]
     tidy(False)
     assert any(knot() is not None for knot in knots)
@@ -102,12 +103,23 @@ def test_log_points_collect_what_is_young_and_enough():
     assert all(knot() is None for knot in knots)
 
 
-def test_validations_collect_everything():
+def test_validations_collect_everything_and_within_a_second_what_is_young():
     gc.freeze()
     gc.set_threshold(BETWEEN, 10, 10)
-    knot = weakref.ref(Knot(torch.zeros(1)))
+    now = 0.0
+    tidy = Tidy(lambda: now)
+    old = [Knot(torch.zeros(1))]
+    knots = [weakref.ref(old[0]), weakref.ref(Knot(torch.zeros(1)))]
     tidy(True)
-    assert knot() is None
+    assert [knot() is None for knot in knots] == [False, True]
+    old.clear()
+    knots[1] = weakref.ref(Knot(torch.zeros(1)))
+    now = 0.9
+    tidy(True)
+    assert [knot() is None for knot in knots] == [False, True]
+    now = 1.0
+    tidy(True)
+    assert knots[0]() is None
 
 
 def test_imports_are_not_interrupted_and_the_run_ends_that(workdir: object):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from trainrun.errors import ConfigError, PluginError, TrainingError
 from trainrun.parts import Parts
 from trainrun.state import TrainState
-from trainrun.step import graphs
+from trainrun.step.body import Holdings
 from trainrun.step.captured import captured
 
 STEP = ("trainer.compile=step", "trainer.compile.backend=eager")  # traced like any other, and run as traced
@@ -238,23 +239,29 @@ def test_a_tensor_that_was_moved_is_not_overlooked() -> None:
         step(weights.clone(), torch.ones(2))
 
 
+def moved(parts: Parts) -> None:
+    weight = next(parts.model.parameters())
+    weight.data = weight.data.clone()
+
+
+def loaded(parts: Parts) -> None:
+    parts.optimizer.load_state_dict(copy.deepcopy(parts.optimizer.state_dict()))
+
+
+def replaced(parts: Parts) -> None:
+    parts.model.seen = parts.model.seen + 1
+
+
+@pytest.mark.parametrize("change", [moved, loaded, replaced])
+def test_what_is_held_is_made_anew_once_a_tensor_is_another(change: Any) -> None:
+    parts = parts_of((*ADAMW, "model=test_whole_step.Normed", *STEP), batch_size=5)
+    fitted(parts)
+    held = Holdings(parts, parts.precision, {}, [])  # type: ignore[arg-type]
+    assert held.are_current()
+    change(parts)
+    assert not held.are_current()
+
+
 def test_a_cpu_has_no_cuda_graphs() -> None:
     with pytest.raises(ConfigError, match="this run is on cpu; leave it out"):
         parts_of(("trainer.cuda_graphs=true",), batch_size=4)
-
-
-@pytest.mark.parametrize(("mode", "wrapped"), [(None, False), ("default", False), ("max-autotune", True)])
-def test_calls_of_kernels_are_compiled_where_all_is_asked_for(
-    mode: str | None, wrapped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def compile_graph(graph: Any, inputs: Any, options: dict[str, Any]) -> Any:
-        asked.append(options)
-        return graph
-
-    monkeypatch.setattr("torch._inductor.compile", compile_graph)
-    done = graphs.compiled(lambda x: [x * 2], [torch.ones(3)], "inductor", mode)
-    assert done(torch.ones(3))[0].tolist() == [2.0, 2.0, 2.0]
-    assert bool(asked[0].get("cpp_wrapper")) is wrapped
-    assert asked[0]["triton.cudagraphs"] is False

@@ -46,7 +46,7 @@ from trainrun.precision.amp import (
     PrecisionOptions,
     build_precision,
 )
-from trainrun.process.collector import tidy
+from trainrun.process.collector import Tidy
 from trainrun.process.signals import StopFlag
 from trainrun.rundir import RunDir
 from trainrun.scheduler.schedule import Schedule
@@ -167,7 +167,7 @@ def build_board(
     between = config.trainer.python_gc == "between_steps"
     return Board(
         site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
-        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), tidy if between else None, tally,
+        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), Tidy() if between else None, tally,
         site.ledger,
     )  # fmt: skip
 

@@ -10,8 +10,8 @@ when not: short runs (about 5 s of compiling), shapes that change with every bat
 source: functionalised training steps of JAX; torch.fx.experimental.proxy_tensor.make_fx and
     torch._inductor.compile: a graph without guards, where `torch.compile` checks its inputs in every call.
 gain: digits MLP of 9,610 weights, batch 32, one core of a busy machine: the step 0.28x of the plain one (86
-    against 304 us of CPU time); with data, validation, logging and checkpoints 0.51x and 0.69x of a
-    hand-written loop (scripts/bench_overhead.py --skip 3 trainer.compile=step, two rounds each, not quiet).
+    against 304 us of CPU time); with data, validation, logging and checkpoints 0.54x of a hand-written loop
+    (median of ten runs of scripts/bench_speed.py mlp_step: 0.44 to 0.56, not quiet).
 """
 
 from __future__ import annotations
@@ -41,6 +41,16 @@ Kind = tuple[Any, ...]
 Flattened = tuple[Kind, Flat, Callable[[Flat], Any]]
 
 
+class Seen:
+    """A kind of batch, whether it is full, and its graphs: of a micro-batch before others, and of the last."""
+
+    __slots__ = ("full", "graphs")
+
+    def __init__(self, full: bool) -> None:
+        self.full = full
+        self.graphs: list[tuple[Function, Body] | None] = [None, None]
+
+
 class WholeStep:
     """Fills `Parts.stepper`.
 
@@ -60,9 +70,9 @@ class WholeStep:
     ) -> None:
         self._plain, self._precision, self._engine, self._log = plain, precision, engine, log
         self._batch_size, self._fixed = batch_size, fixed
-        self._graphs: dict[Kind, tuple[Function, Body]] = {}
-        self._kinds: dict[Kind, bool] = {}  # seen, and whether it is full
+        self._kinds: dict[Kind, Seen] = {}
         self._held: Holdings | None = None
+        self._doubted: Holdings | None = None  # what was held ahead of a plain step
         self._ready = False
         self._shares: dict[float, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
@@ -72,16 +82,17 @@ class WholeStep:
     def __call__(self, parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
         self._ready = self._ready or is_ready(parts.optimizer)
         batches = [flattened(batch.data) for batch in window]
-        full = all(self._is_full(kind, leaves) for kind, leaves, _ in batches)
+        kinds = [self._kinds.get(kind) or self._new_kind(kind, leaves) for kind, leaves, _ in batches]
+        full = all(kind.full for kind in kinds)
         if not (full and self._ready and parts.retry.pieces == 1):
-            self._held = None  # it may replace tensors
+            self._held, self._doubted = None, self._held or self._doubted  # it may replace tensors
             return self._plain(parts, window, log)
         parts.retry.unmark()
         held = self._held = self._held or self._hold(parts)
         last = len(window) - 1
         graphs = [
-            self._graphs.get((kind, i == last)) or self._new_graph(parts, held, batches[i], i == last)
-            for i, (kind, _, _) in enumerate(batches)
+            kind.graphs[i == last] or self._new_graph(parts, held, kind, batches[i], i == last)
+            for i, kind in enumerate(kinds)
         ]
         items = sum([batch.counted_by(parts.task) for batch in window])
         agreed = parts.parallel.agree(items, parts.cadence.stop_request(), parts.cadence.save_request())
@@ -104,19 +115,19 @@ class WholeStep:
             parts.ema.update()
         return StepReport(losses, items, agreed, sums, GradReport(norm if log else None, not usable))
 
-    def _is_full(self, kind: Kind, leaves: Flat) -> bool:
-        full = self._kinds.get(kind)
-        if full is None:
-            full = all(leaf.shape[0] == self._batch_size for leaf in leaves if leaf.ndim)
-            self._kinds[kind] = full
-            if sum(self._kinds.values()) > MAX_SHAPES:
-                raise TrainingError(
-                    f"trainer.compile.scope=step: the batches have more than {MAX_SHAPES} shapes, and each is a "
-                    "graph; use data.padding=max, or trainer.compile.scope=model"
-                )
-        return full
+    def _new_kind(self, kind: Kind, leaves: Flat) -> Seen:
+        full = all(leaf.shape[0] == self._batch_size for leaf in leaves if leaf.ndim)
+        seen = self._kinds[kind] = Seen(full)
+        if sum(one.full for one in self._kinds.values()) > MAX_SHAPES:
+            raise TrainingError(
+                f"trainer.compile.scope=step: the batches have more than {MAX_SHAPES} shapes, and each is a "
+                "graph; use data.padding=max, or trainer.compile.scope=model"
+            )
+        return seen
 
     def _hold(self, parts: Parts) -> Holdings:
+        if self._doubted is not None and self._doubted.are_current():
+            return self._doubted
         if parts.config.trainer.accumulate_grad_batches > 1 and not self._sums:
             named = parts.model.named_parameters()
             self._sums = {name: torch.zeros_like(p).detach() for name, p in named if p.requires_grad}
@@ -124,24 +135,24 @@ class WholeStep:
         held = Holdings(parts, self._precision, self._sums, self._rates)
         places = [tensor.data_ptr() for tensor in held.flat]
         if self._fixed and places != self._places:
-            self._graphs.clear()
+            for seen in self._kinds.values():
+                seen.graphs = [None, None]
         self._places = places
         return held
 
     def _new_graph(
-        self, parts: Parts, held: Holdings, batch: Flattened, updates: bool
+        self, parts: Parts, held: Holdings, seen: Seen, batch: Flattened, updates: bool
     ) -> tuple[Function, Body]:
-        kind, leaves, rebuild = batch
+        _, leaves, rebuild = batch
+        again = any(graph for one in self._kinds.values() for graph in one.graphs)
         self._log.begin()
         rehearse(parts, rebuild(leaves))
         body = Body(parts, self._precision, held, rebuild, updates)
         share = self._share(1.0, parts.parallel.device)
-        made = self._graphs[kind, updates] = (
-            self._engine(body, [*held.flat, share, *leaves], len(held.flat)),
-            body,
-        )
+        made = self._engine(body, [*held.flat, share, *leaves], len(held.flat)), body
+        seen.graphs[updates] = made
         shapes = " ".join("x".join(map(str, leaf.shape)) for leaf in leaves)
-        self._log.end(f"the step of a batch {shapes}", again=len(self._graphs) > 1)
+        self._log.end(f"the step of a batch {shapes}", again=again)
         return made
 
     def _share(self, share: float, device: torch.device) -> Tensor:
