@@ -134,22 +134,22 @@ def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, float | No
     if fault.without is None:
         print(f"{line} {promised:>7.2f}x", *("" if good else [told.text]), flush=True)
         return good, None
-    real = realised(words, without_twice([*base, *fault.without]))
+    own = measured_choices(config_of(words), found.ready)
+    real = realised(words, without_twice([*base, *fault.without]), own)
     error = abs(promised / real.value - 1)
     print(f"{line} {promised:>7.2f}x {real!s:>22}  {error:.0%}", *("" if good else [told.text]), flush=True)
     return good, error
 
 
-def realised(faulty: list[str], clean: list[str]) -> Ratio:
-    """How much faster the run is without the fault, validation and checkpoints as they come."""
+def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
+    """How much faster the run is without the fault, validation and checkpoints as they come. own: what the run that
+    was diagnosed chose for itself, as threads."""
     pairs: list[tuple[float, float]] = []
-    own: list[str] = []
     for number in range(MOST):
         if number >= FEWEST and sure(gain_of(pairs)):
             break
         with Bench() as bench:
             first = bench.start(config_of(exchanged(faulty, own)))
-            own = own or measured_choices(config_of(faulty), first.facts)
             said = {key_of(word) for word in clean}
             second = bench.start(config_of([*clean, *(word for word in own if key_of(word) not in said)]))
             steps = steps_for(lambda steps, first=first: first.train(steps, variant="whole"))
