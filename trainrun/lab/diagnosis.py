@@ -94,8 +94,9 @@ class Examination:
         limits.items_per_second["data"] = load.speed
         limits.reasons["data"] = "loading with nobody to train"
         variants = {name: self._turns(self._base, name) for name in self._affordable(pace)}
-        for side in variants.values() if self._steps > 1 else ():
-            side()  # to find its pace; the first steps of anything are its slowest
+        for name, side in variants.items():
+            if self._steps > 1 or name == CACHED:  # a step without loading may be far shorter
+                side()  # to find its pace; the first steps of anything are its slowest
         sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
         rounds = self._measured(sides, progress)
         return self._put_together(rounds, limits, load)
