@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,16 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def forget_imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A module that a test wrote is imported by no later test in this process, whatever its name."""
+    yield
+    written = f"{tmp_path_factory.getbasetemp()}{os.sep}"
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(written):
+            del sys.modules[name]
 
 
 @pytest.fixture
