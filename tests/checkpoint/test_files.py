@@ -3,13 +3,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainrun.checkpoint import blocks
+from trainrun.checkpoint import blocks, file_hash
 from trainrun.checkpoint.blocks import BLOCK_BYTES
 from trainrun.checkpoint.file_hash import FileHash
 from trainrun.checkpoint.files import FileLayer
@@ -43,6 +45,36 @@ def test_memory_that_is_used_again_is_written_and_hashed_before(
         assert again.written() == written
     assert (written.piece_bytes == 0) == (size <= 2**16)
     assert written.piece_bytes or written.sha256 == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("slow", ["hash", "disk"])
+def test_memory_of_the_caller_and_gathered_blocks_by_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """However far the hash or the disk is behind, no byte is overwritten before both have it."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**16)
+    memory = mmap.mmap(-1, 60 * 2**16)  # begins at a page
+    memory.write(os.urandom(len(memory)))
+    view = memoryview(memory)
+    chunks: list[bytes | memoryview] = []
+    for i in range(3):
+        chunks += [os.urandom(2**16), view[20 * i * 2**16 :][: 20 * 2**16], os.urandom(10 * 2**16)]
+    chunks.append(b"end")
+    place, name = (file_hash, "_hash_of") if slow == "hash" else (os, "write")
+    quick = getattr(place, name)
+
+    def late(*given: Any) -> Any:
+        time.sleep(0.003)
+        return quick(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, late)
+        written = FileLayer().write(tmp_path / "file", iter(chunks))
+    data = (tmp_path / "file").read_bytes()
+    assert data == b"".join(chunks)
+    with FileHash(written.piece_bytes) as again:
+        again.update(data)
+        assert again.written() == written
 
 
 def test_nothing_is_written_behind_a_block_that_could_not_be(

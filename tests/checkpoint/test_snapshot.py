@@ -33,6 +33,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "LARGE_BYTES", 2**16)
     monkeypatch.setattr(snapshot, "PIECE_BYTES", 2**16)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**18)
+    monkeypatch.setattr(blocks, "MOST_BLOCKS", 2)
     monkeypatch.setattr(tensor_file, "LONG_BYTES", 2**18)
 
 
@@ -59,7 +60,8 @@ def test_a_large_copy_is_written_from_where_it_lies(tmp_path: Path) -> None:
     inside = [numpy.shares_memory(piece, memory) for piece in pieces]
     assert inside == [False, *[True] * (len(pieces) - 2), False]  # with the header, full blocks, the rest
     assert len(pieces) > 4
-    assert all(len(piece) == blocks.BLOCK_BYTES for piece in pieces[:-1])
+    assert [len(piece) // blocks.BLOCK_BYTES for piece in pieces[:4]] == [1, 2, 2, 2]
+    assert all(len(piece) % blocks.BLOCK_BYTES == 0 for piece in pieces[:-1])
 
     written = FileLayer().write(tmp_path / "copy", stream(taken))
     assert written == FileLayer().write(tmp_path / "state", stream(tensors))

@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 # A step of the scheduler's scale is a factor of 1.25. Beside a training on both of two cores the longest step while a
 # save was under way took 1.83 of the usual time by 3, 1.66 and 1.71 by 5, 1.57 by 9, and the save 0.79, 0.82 and 0.86,
 # 0.92 s (1.2 GB, AMD EPYC, medians of 9 or 11); by 9 and more it starves where others want the cores too.
-LOWER_BY = 5
+LOWER_BY = 4
 
 
 class Background(Generic[Result]):

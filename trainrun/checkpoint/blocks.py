@@ -2,7 +2,7 @@
 
 What: a second thread that writes, and on Linux O_DIRECT: the disk reads the blocks itself instead of the
 kernel copying every byte into its page cache. Long memory that begins at a page, as a snapshot's, is
-written from where it lies; all else is gathered in a few blocks by turns.
+written from where it lies, many blocks at a time; all else is gathered in a few blocks by turns.
 When: always; a file of less than one block is written on the spot, through the page cache.
 When not: O_DIRECT, where the file system refuses it (tmpfs, some network ones).
 Gain: 1.2 GB with SHA-256 take 0.69 to 0.75 s of processor time, 0.62 of them for the hash; through the page cache it
@@ -24,15 +24,16 @@ from types import TracebackType
 import numpy
 
 BLOCK_BYTES = 4 << 20  # a multiple of every disk's sector, and what is hashed at a time
-AHEAD = 7  # blocks that are not written or hashed yet: on busy cores each thread waits for its turn
+MOST_BLOCKS = 8  # at a time: after each the writing thread waits for its turn on a busy core
+AHEAD = 7  # that are not written or hashed yet
 PAGE_BYTES = mmap.PAGESIZE
 DIRECT = getattr(os, "O_DIRECT", 0)  # 0 where the system has no such thing
 
 
 def in_blocks(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The same bytes in blocks of BLOCK_BYTES, and a last one that may be shorter.
+    """The same bytes in blocks of BLOCK_BYTES or up to MOST_BLOCKS times that, and a last one that may be shorter.
 
-    A block is valid while no more than AHEAD after it were asked for.
+    Longer ones are the caller's memory; one of BLOCK_BYTES is valid while no more than AHEAD after it were asked for.
     """
     memory = mmap.mmap(-1, (AHEAD + 1) * BLOCK_BYTES)  # begins at a page, as O_DIRECT demands
     blocks = cycle(numpy.frombuffer(memory, numpy.uint8).reshape(AHEAD + 1, BLOCK_BYTES))
@@ -41,11 +42,12 @@ def in_blocks(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
         data = numpy.frombuffer(chunk, numpy.uint8)
         start = 0
         while start < len(data):
-            count = min(len(data) - start, BLOCK_BYTES - filled)
-            if count == BLOCK_BYTES and (data.ctypes.data + start) % PAGE_BYTES == 0:
-                yield data[start : start + count].data
-                start += count
+            whole = min((len(data) - start) // BLOCK_BYTES, MOST_BLOCKS)
+            if whole and not filled and (data.ctypes.data + start) % PAGE_BYTES == 0:
+                yield data[start : start + whole * BLOCK_BYTES].data
+                start += whole * BLOCK_BYTES
                 continue
+            count = min(len(data) - start, BLOCK_BYTES - filled)
             block[filled : filled + count] = data[start : start + count]  # lets other threads run
             start, filled = start + count, filled + count
             if filled == BLOCK_BYTES:

@@ -92,15 +92,17 @@ def prepare(root: Path, facts: Manifest, needed: int, files: FileLayer) -> str |
         return name
 
 
-def write_part(temporary: Path, target: Path, rank: int, part: Part, files: FileLayer) -> Report:
-    """The two files of one rank, on the disk when this returns."""
+def write_part(
+    temporary: Path, target: Path, rank: int, part: Part, files: FileLayer, low: bool = False
+) -> Report:
+    """The two files of one rank, on the disk when this returns. low: a training goes on meanwhile."""
     for event in part.events:
         event.synchronize()
     text_name, tensors_name = rank_files(rank)
     with file_faults(f"cannot save checkpoint {target}", target.parent, part.num_bytes):
         return {
             text_name: files.write(temporary / text_name, [part.text]),
-            tensors_name: files.write(temporary / tensors_name, stream(part.tensors)),
+            tensors_name: files.write(temporary / tensors_name, stream(part.tensors), low),
         }
 
 

@@ -16,6 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import NamedTuple
 
+from trainrun.checkpoint.background import lower_priority
+
 MOST_THREADS = 4  # hash what a fast disk writes
 LEAST_PIECE_BYTES, LARGEST_PIECE_BYTES = 2**16, 2**26  # in a manifest that somebody else wrote
 
@@ -29,14 +31,14 @@ class Written(NamedTuple):
 
 
 class FileHash:
-    """Of what `update` is told; piece_bytes: 0 for the plain SHA-256.
+    """Of what `update` is told; piece_bytes: 0 for the plain SHA-256. low: below the priority of the training.
 
     The memory told must stay as it is until it is hashed: all but the last `piece_bytes * ahead` of it when
     `wait(ahead)` returns, and all of it with `written`.
     """
 
-    def __init__(self, piece_bytes: int) -> None:
-        self._piece_bytes, self._size = piece_bytes, 0
+    def __init__(self, piece_bytes: int, low: bool = False) -> None:
+        self._piece_bytes, self._low, self._size = piece_bytes, low, 0
         self._whole = hashlib.sha256()
         self._parts: list[memoryview] = []  # of the piece that is not full yet
         self._room = piece_bytes
@@ -64,7 +66,9 @@ class FileHash:
             self._parts.append(part)
             self._room -= len(part)
             if not self._room:
-                self._threads = self._threads or ThreadPoolExecutor(num_threads())
+                self._threads = self._threads or ThreadPoolExecutor(
+                    num_threads(), initializer=lower_priority if self._low else None
+                )
                 self._under_way.append(self._threads.submit(_hash_of, self._parts))
                 self._parts, self._room = [], self._piece_bytes
 

@@ -38,20 +38,21 @@ class FileLayer:
             path.mkdir(parents=True, exist_ok=True)
             self.fsync_dir(path.parent)
 
-    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-        """A new file that is on the disk, not only in memory, when this returns."""
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview], low: bool = False) -> Written:
+        """A new file that is on the disk, not only in memory, when this returns. low: a training goes on meanwhile."""
         self._before("open", path)
         with (
             open(path, "xb", buffering=0) as file,
             blocks.BlockFile(file.fileno()) as target,
-            FileHash(blocks.BLOCK_BYTES) as content,
+            FileHash(blocks.BLOCK_BYTES, low) as content,
         ):
             for block in blocks.in_blocks(chunks):
                 self._before("write", path)
                 target.write(block)
                 content.update(block)
                 target.wait(blocks.AHEAD)
-                content.wait(blocks.AHEAD)
+                if len(block) <= blocks.BLOCK_BYTES:  # longer ones stay as they are
+                    content.wait(blocks.AHEAD)
             target.wait()
             self._before("fsync", path)
             os.fsync(file.fileno())

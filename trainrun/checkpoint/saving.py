@@ -32,7 +32,8 @@ Note = Callable[[str], None]
 class Save:
     """The records of one save on one rank; `names`: of their temporary folders, None where nothing is to do.
 
-    finish: what rank 0 does after the commits.
+    finish: what rank 0 does after the commits. low: the training goes on meanwhile: the hash, which takes nearly
+        all of the processor time, stands back for it. What waits for the disk does not, or it would wait twice.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class Save:
         self._rank, self._world_size = parallel.rank, parallel.world_size
         self._told = threading.Event()
         self._reports: list[list[Report]] | None = None
-        self.thread = Background(self._run, "trainrun checkpoint", low)
+        self._low = low
+        self.thread = Background(self._run, "trainrun checkpoint", low=False)
 
     def tell(self, reports: list[list[Report]] | None) -> None:
         """What the other ranks wrote, so that their files need not be waited for; None: they failed."""
@@ -73,7 +75,7 @@ class Save:
 
     def _run(self) -> list[Report]:
         own = [
-            write_part(temporary, self._target(one), self._rank, one.part, self._files)
+            write_part(temporary, self._target(one), self._rank, one.part, self._files, self._low)
             for one, temporary in self._new
         ]
         if self._rank > 0:
