@@ -23,6 +23,8 @@ from types import TracebackType
 
 import numpy
 
+from trainrun.checkpoint.pages import large_pages
+
 BLOCK_BYTES = 4 << 20  # a multiple of every disk's sector, and what is hashed at a time
 MOST_BLOCKS = 8  # at a time: after each the writing thread waits for its turn on a busy core
 AHEAD = 7  # that are not written or hashed yet
@@ -35,7 +37,7 @@ def in_blocks(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
     Longer ones are the caller's memory; one of BLOCK_BYTES is valid while no more than AHEAD after it were asked for.
     """
-    memory = mmap.mmap(-1, (AHEAD + 1) * BLOCK_BYTES)  # begins at a page, as O_DIRECT demands
+    memory = large_pages((AHEAD + 1) * BLOCK_BYTES)  # begins at a page, as O_DIRECT demands
     blocks = cycle(numpy.frombuffer(memory, numpy.uint8).reshape(AHEAD + 1, BLOCK_BYTES))
     block, filled = next(blocks), 0
     for chunk in chunks:

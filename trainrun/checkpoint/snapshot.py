@@ -12,8 +12,6 @@ updates after them, and whoever reads waits for `Snapshot.events`.
 
 from __future__ import annotations
 
-import errno
-import mmap
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trainrun.checkpoint.background import Background
+from trainrun.checkpoint.pages import large_pages
 from trainrun.checkpoint.tensor_file import file_order
 
 LARGE_BYTES = 32 * 2**20  # below, neither the time nor the room is worth a thought
@@ -160,17 +159,7 @@ def _in_one_piece(tensors: Mapping[str, Tensor], touch: bool = False) -> Memory:
 def _memory(size: int, pinned: bool) -> Tensor:
     if pinned or size < LARGE_BYTES:
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    # large pages, which only private memory has, are cleared and handed to a disk faster; loader processes must
-    # not share them, or each overwrite would copy one
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            try:
-                memory.madvise(getattr(mmap, advice))
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # a kernel that was built without
-                    raise
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(large_pages(size), dtype=torch.uint8)
 
 
 def _event(device: torch.device) -> Any:
