@@ -3,8 +3,8 @@
     python scripts/bench_checkpoint.py [--rounds 3] [--layers 8] [--width 1024] [--folder DIR]
 
 A model of about 100 M parameters with AdamW (weights and two averages: 1.2 GB) trains on all cores. Each
-way takes its turn in every round: some steps alone, one save, then steps until the save is durable and a
-few more. The ways:
+way takes its turn in every round: what the way before left to be written is waited for, then come some steps
+alone, one save, and steps until the save is durable. The ways:
 
     trainrun            checkpoint.async_save=true, with SHA-256, manifest, fsync and rename
     trainrun sync       checkpoint.async_save=false, the same files
@@ -166,6 +166,7 @@ class Dcp:
 
 
 def one_turn(training: Training, way: Any) -> Turn:
+    os.sync()
     alone = [training.step() for _ in range(ALONE)]
     median = statistics.median(alone)
     began = time.perf_counter()

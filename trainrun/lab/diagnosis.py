@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any, Final
 
 from trainrun.config import RunConfig
@@ -90,7 +91,7 @@ class Examination:
         self._times = self._times_larger(pace.peak_bytes)
         progress("measuring what the machine allows")
         limits: Limits = self._base.ask(Measure())
-        load = self._base.load(max(2, min(self._steps, 50)), self._warm)
+        load = self._base.load(max(2, min(self._steps, 50)) if self._warm else 1, self._warm)
         limits.items_per_second["data"] = load.speed
         limits.reasons["data"] = "loading with nobody to train"
         variants = {name: self._turns(self._base, name) for name in self._affordable(pace)}
@@ -112,8 +113,13 @@ class Examination:
         self._steps = round(without_warm(steps_for(taken, self._seconds)))
         self._step_seconds = paced[-1].seconds / paced[-1].steps
         self._warm = warm_for(self._steps) if self._step_seconds < LONG_STEP else 0
+        self._deadline -= self._num_saves() * self._step_seconds  # a save needs a step to be saved
         self._starting = time.monotonic() - self._began  # with what was compiled
         return paced[-1]
+
+    def _num_saves(self) -> int:
+        """To be timed. Beside a long step a slow one is nothing."""
+        return 3 if self._warm else 1
 
     def _affordable(self, pace: Turn) -> list[str]:
         """Of the removals that can tell something of this run those that there is time for."""
@@ -269,8 +275,7 @@ class Examination:
         if keep.save_last and interval:
             rate += loop_seconds / interval
         if rate:
-            times = sorted(self._base.save().seconds for _ in range(3))
-            yield "checkpoint", times[1] * rate
+            yield "checkpoint", median(self._base.save().seconds for _ in range(self._num_saves())) * rate
 
     def _rare_logging(self, loop_seconds: float) -> Iterator[tuple[str, float]]:
         """Seconds a step, of log points that most turns do not hold: from as many steps as hold one."""
