@@ -133,7 +133,7 @@ class TrainerConfig:
     activation_offload: bool = False
     cpu_offload: str = one_of("none", "optimizer", "parameters", default="none")
     optimizer_in_backward: bool = False
-    return_freed_memory: bool = False
+    freed_memory: str = one_of("auto", "keep", "libc", "return", default="auto")
     deterministic: bool = False
     benchmark: bool = False
     num_threads: Any = number("auto", at_least=1)

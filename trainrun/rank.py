@@ -50,7 +50,7 @@ from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
 from trainrun.runlock import take_over
 from trainrun.start.audition import choose_engine
-from trainrun.start.forecast import memory_line
+from trainrun.start.freed_memory import FreedMemory
 from trainrun.start.rehearsal import check_monitors
 from trainrun.start.settle import Chosen, chosen_before
 from trainrun.start.stage import Stage
@@ -122,11 +122,7 @@ def train_once(
                 closing.callback(stream.close)
         check_monitors(parts)
         recorded = identity.get("num_threads", torch.get_num_threads() if resume else None)
-        with Stage(parts) as stage:
-            with site.spent.more():
-                lines = [choose_threads(parts, recorded, stage)]
-            lines += [choose_engine(parts, stage, site.spent.seconds), memory_line(parts)]
-        facts = replace(facts, choices=(*facts.choices, *filter(None, lines)))
+        facts = replace(facts, choices=(*facts.choices, *chosen_here(parts, recorded, site)))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt
@@ -148,6 +144,16 @@ def train_once(
         watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], parts.ledger.read())
         return finish(parts, state, run, listeners, facts, session)
+
+
+def chosen_here(parts: Parts, recorded: int | None, site: Site) -> list[str]:
+    """What this process chooses for itself once all parts are there, in a line each. recorded: threads, of before."""
+    memory = FreedMemory(parts)
+    with Stage(parts) as stage:
+        with site.spent.more():
+            lines = [choose_threads(parts, recorded, stage)]
+        lines += [choose_engine(parts, stage, site.spent.seconds), *memory.lines()]
+    return [line for line in lines if line]
 
 
 def site_of(

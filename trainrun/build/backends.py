@@ -14,7 +14,7 @@ from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.precision.amp import set_matmul
-from trainrun.process.host_memory import return_freed_memory
+from trainrun.process.host_memory import kept_host_memory
 from trainrun.start.number_type import is_tiny
 
 SMALLEST = 1e-40  # below the smallest float32 with all its bits
@@ -26,13 +26,14 @@ ROUNDING = (
 
 @contextmanager
 def kept_backends() -> Iterator[None]:
-    """What `set_backends` and `set_threads` change is as before at the end: a notebook lives on."""
+    """What `set_backends`, `set_threads` and `FreedMemory` change is as before at the end: a notebook lives on."""
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, flush = torch.backends.cudnn.benchmark, flushes_denormal()
     restore_rounding = kept_rounding()
     try:
-        yield
+        with kept_host_memory():
+            yield
     finally:
         set_deterministic(deterministic, warn_only)
         torch.set_num_threads(threads)
@@ -99,8 +100,6 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     torch.backends.cudnn.benchmark = trainer.benchmark
     set_flush_denormal(trainer.flush_denormal)
     notes = [set_matmul(config.precision.matmul, parallel.device)]
-    if trainer.return_freed_memory:
-        notes.append(return_freed_memory())
     return [note for note in notes if note]
 
 

@@ -41,6 +41,10 @@ def gpu_only(facts: Facts) -> str:
     return NEEDS_GPU if facts.on_cpu else ""
 
 
+def cpu_only(facts: Facts) -> str:
+    return "" if facts.on_cpu else "not a CPU"
+
+
 def convolutions(facts: Facts) -> str:
     return "" if facts.has("Conv2d") else "the model has no convolutions"
 
@@ -104,6 +108,7 @@ STEPS: Final = (
     Step("accumulation (2 halves)", two_parts, applies=halves),
     Step("fused optimizer", fixed("optimizer.fused=null", "optimizer.foreach=null"),
          fixed("optimizer.fused=false", "optimizer.foreach=false"), applies=kernels),
+    Step("freed memory kept", fixed("trainer.freed_memory=keep"), fixed("trainer.freed_memory=libc"), applies=cpu_only),
     Step("one thread", fixed("trainer.num_threads=1"), applies=threads_apply),
     Step("a thread for each core", lambda facts: (f"trainer.num_threads={facts.cores}",), applies=threads_apply),
     Step("compiled (whole step)", fixed("trainer.compile.scope=step"), fixed("trainer.compile.scope=off")),

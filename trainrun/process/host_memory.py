@@ -1,27 +1,84 @@
-"""Freed memory goes back to the system at once, instead of staying with the process.
+"""What becomes of the host memory of freed tensors: it stays for the next step, or goes back to the system.
 
-what: tensors of a megabyte or more get pages of their own (glibc's M_MMAP_THRESHOLD, fixed), which are given
-    back when the tensor goes. By itself glibc keeps up to 32 MB blocks in its heap, where the holes between
-    tensors that live on add up. No number changes.
-when: peak memory counts, on a CPU; above all with trainer.gradient_checkpointing, whose blocks come and go.
-when not: time counts: the system hands out empty pages anew for every large tensor.
+what: switches of glibc's allocator. By its own rule blocks of more than 32 MB, and the end of its heap, go back to the
+    system at once; the next step asks for them again, and the system clears page after page. `keep`: blocks up to
+    2 GB stay. `return`: tensors of a megabyte or more go back at once, so that no holes between tensors that live
+    on add up. No number changes.
+when: `keep`, where the forward and backward run on the CPU and memory is ample (`auto` looks); `return`, where peak
+    memory counts, above all with trainer.gradient_checkpointing, whose blocks come and go.
+when not: `keep` beside others who need the memory: the resident set grows by what is between the tensors, too.
 source: https://man7.org/linux/man-pages/man3/mallopt.3.html
-gain: GPT of 3M parameters, 8,192 tokens, one forward and backward, 2 busy cores: peak above the imports 850 to
+gain: see README, "Speed" (`python scripts/bench_host_memory.py`).
+    `return`: GPT of 3M parameters, 8,192 tokens, one forward and backward, 2 busy cores: peak above the imports 850 to
     667 MB, with blocks computed again 511 to 238 MB; steps 1.0 to 1.3x as long, not quiet.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-M_MMAP_THRESHOLD = -3  # malloc.h of glibc
-THRESHOLD_BYTES = 1 << 20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h of glibc
+MOST_MAPS = 65536  # glibc's own M_MMAP_MAX
+SMALL_BYTES = 1 << 20
+LARGEST_BYTES = 2**31 - 1  # an int; larger tensors go back
+USUAL_BYTES = 32 << 20  # where glibc's own rule ends up once a tensor as large was freed
+USERS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
+_kept = False
 
 
-def return_freed_memory() -> str:
-    """For the rest of the process: glibc cannot go back to its own rule. A note on what was done."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or mallopt(M_MMAP_THRESHOLD, THRESHOLD_BYTES) != 1:
-        return "trainer.return_freed_memory: off, the C library of this machine has no such switch"
-    return "trainer.return_freed_memory: tensors of 1 MB or more go back to the system at once"
+def can_keep() -> bool:
+    """Whether there is a switch, and nobody has set it outside."""
+    outside = any(name in os.environ for name in USERS) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    return not outside and _glibc("mallopt") is not None
+
+
+def keep_freed_memory() -> bool:
+    """For the rest of the process, or until `kept_host_memory` ends. Whether the C library could."""
+    global _kept
+    if not _set(M_MMAP_THRESHOLD, LARGEST_BYTES) and not _set(
+        M_MMAP_MAX, 0
+    ):  # glibc before 2.35 allows 32 MB only
+        return False
+    _kept = _set(M_TRIM_THRESHOLD, -1)
+    return _kept
+
+
+@contextmanager
+def kept_host_memory() -> Iterator[None]:
+    """What is kept inside goes back at the end: a notebook lives on."""
+    global _kept
+    before = _kept
+    try:
+        yield
+    finally:
+        if _kept and not before:
+            _kept = False
+            _set(M_MMAP_MAX, MOST_MAPS)
+            _set(M_MMAP_THRESHOLD, USUAL_BYTES)
+            _set(M_TRIM_THRESHOLD, 2 * USUAL_BYTES)
+            give_back()
+
+
+def return_freed_memory() -> bool:
+    """For the rest of the process: glibc cannot go back to its own rule. Whether the C library could."""
+    return _set(M_MMAP_THRESHOLD, SMALL_BYTES)
+
+
+def give_back() -> None:
+    """What is free in the heap now goes to the system."""
+    trim = _glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _set(parameter: int, value: int) -> bool:
+    mallopt = _glibc("mallopt")
+    return mallopt is not None and mallopt(parameter, value) == 1
+
+
+def _glibc(name: str) -> ctypes._NamedFuncPointer | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

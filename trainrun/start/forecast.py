@@ -193,15 +193,16 @@ def rough_guess(parts: Parts) -> float:
     return 16.0 * params + 4.0 * numbers * max(SPREAD, params / 64)
 
 
-def memory_line(parts: Parts) -> str:
-    """For the first lines of a run: what a step will take and what is free; "" where it is certainly enough."""
+def memory_forecast(parts: Parts) -> tuple[str, float]:
+    """For the first lines of a run: what a step will take and what is free, "" where it is certainly enough; and how
+    many bytes are to come, at most."""
     device = parts.parallel.device
     free = free_bytes(device)
-    trainer = parts.config.trainer
-    if rough_guess(parts) < NOT_SMALL * free or trainer.compile.scope != "off":
-        return ""
+    trainer, rough = parts.config.trainer, rough_guess(parts)
+    if rough < NOT_SMALL * free or trainer.compile.scope != "off":
+        return "", rough
     if trainer.optimizer_in_backward:  # a trial would update the weights
-        return ""
+        return "", rough
     batches = parts.train.epoch(0)
     try:
         data = next(batches).data
@@ -217,11 +218,12 @@ def memory_line(parts: Parts) -> str:
         )
     # Whatever a task of the user's cannot do with two samples is no fault of the run.
     except Exception as error:
-        return f"memory: not forecast, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return f"memory: not forecast, {type(error).__name__}: {str(error).partition(chr(10))[0]}", rough
     finally:
         with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
             batches.close()  # type: ignore[attr-defined]
-    return told(found, free, num_rows(data), parts.config.trainer.accumulate_grad_batches)
+    line = told(found, free, num_rows(data), parts.config.trainer.accumulate_grad_batches)
+    return line, found.coming
 
 
 def told(found: Forecast, free: int, rows: int, accumulate: int) -> str:

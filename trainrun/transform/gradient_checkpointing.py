@@ -7,7 +7,7 @@ when: activations do not fit; a larger batch pays.
 when not: memory is taken by weights and optimizer (see trainer.cpu_offload); time counts more.
 source: Chen et al., 2016, arXiv:1604.06174; https://docs.pytorch.org/docs/stable/checkpoint.html
 gain: GPT of 3M parameters, 8,192 tokens, float32, one of 2 busy Xeon cores: peak above the imports 667 MB, full
-    238, selective 486, 0.5 381, with trainer.return_freed_memory; a step 1.2x as long with full. Without it
+    238, selective 486, 0.5 381, with trainer.freed_memory=return; a step 1.2x as long with full. Without it
     850 and 511: freed memory stays with the process.
 """
 

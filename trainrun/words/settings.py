@@ -73,7 +73,7 @@ SETTINGS = {
     "trainer.activation_offload": "activations wait in the host's memory (GPU)",
     "trainer.cpu_offload": "what stays in the host's memory (GPU)",
     "trainer.optimizer_in_backward": "update each parameter as soon as its gradient is there",
-    "trainer.return_freed_memory": "to the system, at once",
+    "trainer.freed_memory": "of the host: kept for the next step, returned to the system, or as the C library likes",
     "trainer.deterministic": "refuse kernels whose sums have no fixed order",
     "trainer.benchmark": "cuDNN picks kernels by timing (GPU)",
     "trainer.num_threads": "of one operation on a CPU, or auto",
