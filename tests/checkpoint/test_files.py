@@ -6,6 +6,8 @@ import hashlib
 import mmap
 import os
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,32 @@ def test_memory_of_the_caller_and_gathered_blocks_by_turns(
     with FileHash(written.piece_bytes) as again:
         again.update(data)
         assert again.written() == written
+
+
+def test_memory_that_only_the_stream_holds_is_let_go_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As copies of a device's tensors, one after the other, where there is no room for all of them."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**16)
+    monkeypatch.setattr(blocks, "MOST_BLOCKS", 2)
+    quick, living, most = file_hash._hash_of, weakref.WeakSet[mmap.mmap](), 0
+
+    def late(*given: Any) -> Any:
+        time.sleep(0.002)
+        return quick(*given)
+
+    def copies() -> Iterator[memoryview]:
+        nonlocal most
+        for _ in range(100):
+            living.add(memory := mmap.mmap(-1, 2 * 2**16))
+            most = max(most, len(living))
+            view = memoryview(memory)
+            del memory
+            yield view
+
+    monkeypatch.setattr(file_hash, "_hash_of", late)
+    FileLayer().write(tmp_path / "file", copies())
+    assert most <= 3 * blocks.AHEAD
 
 
 def test_nothing_is_written_behind_a_block_that_could_not_be(

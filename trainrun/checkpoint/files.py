@@ -51,8 +51,9 @@ class FileLayer:
                 target.write(block)
                 content.update(block)
                 target.wait(blocks.AHEAD)
-                if len(block) <= blocks.BLOCK_BYTES:  # longer ones stay as they are
-                    content.wait(blocks.AHEAD)
+                # longer ones stay as they are, but as long as one is not hashed it takes memory
+                gathered = len(block) <= blocks.BLOCK_BYTES
+                content.wait(blocks.AHEAD if gathered else blocks.AHEAD * blocks.MOST_BLOCKS)
             target.wait()
             self._before("fsync", path)
             os.fsync(file.fileno())
