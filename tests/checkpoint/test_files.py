@@ -5,6 +5,8 @@ import fcntl
 import hashlib
 import mmap
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from trainrun.checkpoint import blocks, file_hash
+from trainrun.checkpoint.background import LOWER_BY
 from trainrun.checkpoint.blocks import BLOCK_BYTES
 from trainrun.checkpoint.file_hash import FileHash
 from trainrun.checkpoint.files import FileLayer
@@ -103,6 +106,44 @@ def test_memory_that_only_the_stream_holds_is_let_go_meanwhile(
     monkeypatch.setattr(file_hash, "_hash_of", late)
     FileLayer().write(tmp_path / "file", copies())
     assert most <= 3 * blocks.AHEAD
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+@pytest.mark.parametrize("forbidden", [False, True])
+def test_only_what_hashes_has_a_lower_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forbidden: bool
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**16)
+    seen: dict[str, set[int]] = {"hash": set(), "disk": set()}
+    real_write, real_hash, own = os.write, file_hash._hash_of, priority()
+
+    def write(*given: Any) -> int:
+        seen["disk"].add(priority())
+        return real_write(*given)
+
+    def hash_of(*given: Any) -> bytes:
+        seen["hash"].add(priority())
+        return real_hash(*given)
+
+    def forbid(*given: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if forbidden:
+        monkeypatch.setattr(os, "setpriority", forbid)
+    lower = own if forbidden else min(own + LOWER_BY, 19)
+    for low, wanted in ((False, own), (True, lower)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write)
+            patch.setattr(file_hash, "_hash_of", hash_of)
+            FileLayer().write(tmp_path / str(low), [bytes(4 * 2**16)], low)
+        assert seen == {"hash": {wanted}, "disk": {own}}
+        seen = {"hash": set(), "disk": set()}
+    assert priority() == own
+
+
+def priority() -> int:
+    """Of this thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 def test_nothing_is_written_behind_a_block_that_could_not_be(

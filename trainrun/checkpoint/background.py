@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
@@ -66,4 +67,5 @@ def lower_priority() -> None:
     """Of this thread alone, and of those that it starts. Only Linux has such a thing."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LOWER_BY)
+        with suppress(OSError):  # forbidden, as to a service without @resources: the save matters more
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + LOWER_BY)
