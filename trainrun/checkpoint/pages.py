@@ -11,11 +11,19 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
+import weakref
+from functools import cache
+
+LIVING: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+NOT_OURS: list[mmap.mmap] = []  # of the process that this one was forked from
 
 
 def large_pages(size: int) -> mmap.mmap:
     """Of `size` bytes, not touched yet. A process forked while pages are shared would copy one at each overwrite."""
+    _mind_forks()
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no large pages
+    LIVING.add(memory)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             try:
@@ -24,3 +32,10 @@ def large_pages(size: int) -> mmap.mmap:
                 if error.errno != errno.EINVAL:  # a kernel that was built without
                     raise
     return memory
+
+
+@cache
+def _mind_forks() -> None:
+    """A forked process has the objects and not their memory: what took its place would be unmapped with the object,
+    which may have been garbage already when the process was forked."""
+    os.register_at_fork(after_in_child=lambda: NOT_OURS.extend(LIVING))
