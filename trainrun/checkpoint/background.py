@@ -10,9 +10,10 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
-# A step of the scheduler's scale is a factor of 1.25. Beside a training on both of two cores the longest step while a
-# save was under way took 1.83 of the usual time by 3, 1.66 and 1.71 by 5, 1.57 by 9, and the save 0.79, 0.82 and 0.86,
-# 0.92 s (1.2 GB, AMD EPYC, medians of 9 or 11); by 9 and more it starves where others want the cores too.
+# Of the threads that hash. A step of the scheduler's scale is a factor of 1.25. Beside a training on both of two cores
+# the longest step while a save was under way took 1.96 and 1.71 of the usual time by 2, 1.77 and 1.56 by 3, 1.69 and
+# 1.65 by 4, 1.67 twice by 5, and the save 0.75 and 0.76 s, 0.77 and 0.83, 0.87 and 0.78, 0.87 and 0.81 (1.2 GB, AMD
+# EPYC, medians of 9: `scripts/bench_checkpoint.py --only trainrun --rounds 9 --lower-by 4`).
 LOWER_BY = 4
 
 
