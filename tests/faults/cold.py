@@ -15,10 +15,11 @@ import psutil
 from faults.evidence import differences, facts_of
 from faults.judges import Tally
 from faults.subjects import SUBJECTS
+from trainrun.parallel.rank import SAVE_SECONDS
 
 what = "kill -9 of the whole process group, and of the command alone: real commands in new processes"
 what_starts = "the same words in new processes, also with other numbers of workers: the same bits"
-ORPHAN_SECONDS = 10.0
+ORPHAN_SECONDS = SAVE_SECONDS + 10.0  # a rank whose driver died may save first
 
 
 def run(folder: Path, rng: random.Random, size: float, tally: Tally) -> None:
