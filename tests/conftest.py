@@ -17,8 +17,12 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(autouse=True)
 def forget_imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A module that a test wrote is imported by no later test in this process, whatever its name."""
+    """A module that a test wrote is imported by no later test in this process, whatever its name; nor is one found in
+    the folder of an earlier test, which the command put on the path."""
+    path, places = sys.path, list(sys.path)
     yield
+    sys.path = path
+    path[:] = places
     written = f"{tmp_path_factory.getbasetemp()}{os.sep}"
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(written):
