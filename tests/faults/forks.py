@@ -143,6 +143,8 @@ def fork_ranks(prepare: Callable[[int], None]) -> None:
         with stops_held_back():
             child = os.fork()
             if child:
+                with suppress(ProcessLookupError):  # it has ended already
+                    os.setpgid(child, child)  # here too: whoever ends a rank finds its group, however young it is
                 return ForkedRank(child)
             output = run_dir.rank_log(rank) if rank else Path(os.devnull)
             _be_rank(list(command[-2:]), rank, env, output, prepare)
@@ -156,7 +158,7 @@ def _be_rank(
 ) -> None:
     code = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         os.environ.clear()
         os.environ.update(env)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
