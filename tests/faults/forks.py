@@ -144,7 +144,9 @@ def fork_ranks(prepare: Callable[[int], None]) -> None:
             child = os.fork()
             if child:
                 with suppress(ProcessLookupError):  # it has ended already
-                    os.setpgid(child, child)  # here too: whoever ends a rank finds its group, however young it is
+                    os.setpgid(
+                        child, child
+                    )  # here too: whoever ends a rank finds its group, however young it is
                 return ForkedRank(child)
             output = run_dir.rank_log(rank) if rank else Path(os.devnull)
             _be_rank(list(command[-2:]), rank, env, output, prepare)

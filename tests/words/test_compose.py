@@ -382,6 +382,19 @@ def test_a_run_from_before_the_scopes_is_read(
     assert capsys.readouterr().err.count("trainer.compile.enabled") == 1
 
 
+@pytest.mark.parametrize(("old", "rule"), [("true", "return"), ("false", "auto")])
+def test_a_run_that_returned_freed_memory_or_not_is_read(
+    old: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    saved = save_config(compose_run(["model=mlp"]).config)
+    assert "  freed_memory: auto\n" in saved
+    path.write_text(saved.replace("  freed_memory: auto\n", f"  return_freed_memory: {old}\n"))
+    assert load_config(path, []).trainer.freed_memory == rule
+    assert load_config(path, ["trainer.freed_memory=keep"]).trainer.freed_memory == "keep"
+    assert capsys.readouterr().err.count("return_freed_memory") == (rule == "return")
+
+
 def test_a_wrong_word_for_a_saved_run_is_told_as_typed(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(save_config(compose_run([]).config))

@@ -24,6 +24,12 @@ def in_words_of_today(saved: Any, path: Path) -> Any:
     if isinstance(ranks, DictConfig) and "stop_grace_seconds" in ranks:
         del ranks["stop_grace_seconds"]  # it was of the ranks alone; the run's own has another meaning
         _note_renamed(path, "parallel.stop_grace_seconds is left out; it is trainer.stop_grace_seconds now")
+    trainer = OmegaConf.select(saved, "trainer") if isinstance(saved, DictConfig) else None
+    if isinstance(trainer, DictConfig) and "return_freed_memory" in trainer:
+        rule = "return" if trainer.pop("return_freed_memory") else "auto"
+        trainer.setdefault("freed_memory", rule)
+        if rule == "return":
+            _note_renamed(path, "trainer.return_freed_memory=true is read as trainer.freed_memory=return")
     return saved
 
 
