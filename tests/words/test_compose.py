@@ -368,14 +368,19 @@ def test_every_word_for_true_and_false(word: str, value: bool) -> None:
     assert compose_run([f"trainer.channels_last={word}"]).config.trainer.channels_last is value
 
 
+def saved_before(path: Path, now: str, then: str) -> None:
+    """The config of a run of a time when the line `now` was another."""
+    saved = save_config(compose_run(["model=mlp"]).config)
+    assert f"{now}\n" in saved
+    path.write_text(saved.replace(f"{now}\n", f"{then}\n"))
+
+
 @pytest.mark.parametrize(("old", "scope"), [("true", "model"), ("false", "off"), ("auto", "auto")])
 def test_a_run_from_before_the_scopes_is_read(
     old: str, scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
-    saved = save_config(compose_run(["model=mlp"]).config)
-    assert "    scope: 'off'\n" in saved
-    path.write_text(saved.replace("    scope: 'off'\n", f"    enabled: {old}\n"))
+    saved_before(path, "    scope: 'off'", f"    enabled: {old}")
     for _ in range(2):
         assert load_config(path, []).trainer.compile.scope == scope
     assert load_config(path, ["trainer.compile=step"]).trainer.compile.scope == "step"
@@ -387,9 +392,7 @@ def test_a_run_that_returned_freed_memory_or_not_is_read(
     old: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
-    saved = save_config(compose_run(["model=mlp"]).config)
-    assert "  freed_memory: auto\n" in saved
-    path.write_text(saved.replace("  freed_memory: auto\n", f"  return_freed_memory: {old}\n"))
+    saved_before(path, "  freed_memory: auto", f"  return_freed_memory: {old}")
     assert load_config(path, []).trainer.freed_memory == rule
     assert load_config(path, ["trainer.freed_memory=keep"]).trainer.freed_memory == "keep"
     assert capsys.readouterr().err.count("return_freed_memory") == (rule == "return")

@@ -108,7 +108,7 @@ STEPS: Final = (
     Step("accumulation (2 halves)", two_parts, applies=halves),
     Step("fused optimizer", fixed("optimizer.fused=null", "optimizer.foreach=null"),
          fixed("optimizer.fused=false", "optimizer.foreach=false"), applies=kernels),
-    Step("freed memory kept", fixed("trainer.freed_memory=keep"), fixed("trainer.freed_memory=libc"), applies=cpu_only),
+    Step("freed memory kept", fixed("trainer.freed_memory=auto"), fixed("trainer.freed_memory=libc"), applies=cpu_only),
     Step("one thread", fixed("trainer.num_threads=1"), applies=threads_apply),
     Step("a thread for each core", lambda facts: (f"trainer.num_threads={facts.cores}",), applies=threads_apply),
     Step("compiled (whole step)", fixed("trainer.compile.scope=step"), fixed("trainer.compile.scope=off")),

@@ -39,9 +39,8 @@ def can_keep() -> bool:
 def keep_freed_memory() -> bool:
     """For the rest of the process, or until `kept_host_memory` ends. Whether the C library could."""
     global _kept
-    if not _set(M_MMAP_THRESHOLD, LARGEST_BYTES) and not _set(
-        M_MMAP_MAX, 0
-    ):  # glibc before 2.35 allows 32 MB only
+    # glibc before 2.35 allows no threshold above 32 MB
+    if not (_set(M_MMAP_THRESHOLD, LARGEST_BYTES) or _set(M_MMAP_MAX, 0)):
         return False
     _kept = _set(M_TRIM_THRESHOLD, -1)
     return _kept
