@@ -3,8 +3,9 @@
     python scripts/bench_checkpoint.py [--rounds 3] [--layers 8] [--width 1024] [--folder DIR]
 
 A model of about 100 M parameters with AdamW (weights and two averages: 1.2 GB) trains on all cores. Each
-way takes its turn in every round: what the way before left to be written is waited for, then come some steps
-alone, one save, and steps until the save is durable. The ways:
+way has a process of its own and takes its turn in every round: what the way before left to be written is waited
+for, then come some steps alone, one save, and steps until the save is durable. Freed memory is kept for the next
+step, as trainrun keeps it. The ways:
 
     trainrun            checkpoint.async_save=true, with SHA-256, manifest, fsync and rename
     trainrun sync       checkpoint.async_save=false, the same files
@@ -22,12 +23,14 @@ its memory is fresh.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,9 +46,11 @@ from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.reasons import KeepOptions
 from trainrun.data.memory import host_memory
 from trainrun.parallel.single import Single
+from trainrun.process.host_memory import keep_freed_memory
 from trainrun.state import SAVE_NONE, SAVE_NOW, TrainState
 
 ALONE = 6  # steps before a save
+WAYS = ["trainrun", "trainrun sync", "torch.save", "torch.save + fsync", "safetensors", "dcp async"]
 
 
 class Turn(NamedTuple):
@@ -179,21 +184,36 @@ def one_turn(training: Training, way: Any) -> Turn:
     return Turn(stall, way.durable_at - began, median, max(later, default=median), lost)
 
 
-def ways(training: Training, folder: Path) -> dict[str, Any]:
+def way_of(name: str, training: Training, folder: Path) -> Any:
     def plain(path: Path) -> None:
         torch.save(training.tree(), path)
 
     def safe(path: Path) -> None:
         save_file(training.flat(), path)
 
-    return {
-        "trainrun": Trainrun(training, folder, async_save=True),
-        "trainrun sync": Trainrun(training, folder, async_save=False),
-        "torch.save": Blocking(plain, folder, sync=False),
-        "torch.save + fsync": Blocking(plain, folder, sync=True),
-        "safetensors": Blocking(safe, folder, sync=True),
-        "dcp async": Dcp(training, folder),
+    made: dict[str, Callable[[], Any]] = {
+        "trainrun": lambda: Trainrun(training, folder, async_save=True),
+        "trainrun sync": lambda: Trainrun(training, folder, async_save=False),
+        "torch.save": lambda: Blocking(plain, folder, sync=False),
+        "torch.save + fsync": lambda: Blocking(plain, folder, sync=True),
+        "safetensors": lambda: Blocking(safe, folder, sync=True),
+        "dcp async": lambda: Dcp(training, folder),
     }
+    return made[name]()
+
+
+def serve(connection: Connection, name: str, folder: Path, given: argparse.Namespace) -> None:
+    """The process of one way: a turn whenever it is told to, until it is told that there are no more."""
+    torch.set_num_threads(given.threads)
+    keep_freed_memory()
+    background.LOWER_BY = given.lower_by
+    training = Training(given.layers, given.width, given.batch)
+    training.step()
+    folder.mkdir()
+    way = way_of(name, training, folder)
+    connection.send(sum(tensor.nbytes for tensor in training.flat().values()))
+    while connection.recv():
+        connection.send(one_turn(training, way))
 
 
 def show(name: str, turns: list[Turn]) -> None:
@@ -224,25 +244,29 @@ def main() -> None:
     parser.add_argument(
         "--lower-by", type=int, default=background.LOWER_BY, help="of the writing thread, as of `nice`"
     )
-    parser.add_argument("--only", nargs="*", default=[], help="names of ways")
+    parser.add_argument("--only", nargs="+", default=WAYS, choices=WAYS, metavar="WAY")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    background.LOWER_BY = given.lower_by
-    training = Training(given.layers, given.width, given.batch)
-    training.step()
-    size = sum(tensor.nbytes for tensor in training.flat().values())
+    context = multiprocessing.get_context("spawn")
+    connections: dict[str, Connection] = {}
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
-        chosen = ways(training, Path(temporary))
-        chosen = {name: way for name, way in chosen.items() if not given.only or name in given.only}
-        print(
-            f"{size / 1e9:.2f} GB, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True
-        )
-        results: dict[str, list[Turn]] = {name: [] for name in chosen}
+        for name in given.only:
+            here, there = context.Pipe()
+            context.Process(
+                target=serve, args=(there, name, Path(temporary, name), given), daemon=True
+            ).start()
+            connections[name], size = here, here.recv()
+        print(f"{size / 1e9:.2f} GB, {given.threads} threads, torch {torch.__version__}", flush=True)
+        results: dict[str, list[Turn]] = {name: [] for name in given.only}
         for number in range(given.rounds + 1):
-            for name, way in chosen.items():
-                turn = one_turn(training, way)
+            for name, connection in connections.items():
+                connection.send(True)
+                turn = connection.recv()
                 results[name] += [turn] if number else []
                 show(f"{number if number else 'first'}: {name}"[:20], [turn])
+        for connection in connections.values():
+            connection.send(False)
+        for child in multiprocessing.active_children():
+            child.join()
         print(f"\nmedians of {given.rounds} rounds, load {os.getloadavg()[0]:.1f}")
         for name, turns in results.items():
             show(name, turns)

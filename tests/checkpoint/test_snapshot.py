@@ -32,6 +32,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the state above counts as a large one."""
     monkeypatch.setattr(snapshot, "LARGE_BYTES", 2**16)
     monkeypatch.setattr(snapshot, "PIECE_BYTES", 2**16)
+    monkeypatch.setattr(snapshot, "LONG_BYTES", 2**16)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**18)
     monkeypatch.setattr(blocks, "MOST_BLOCKS", 2)
     monkeypatch.setattr(tensor_file, "LONG_BYTES", 2**18)

@@ -11,10 +11,10 @@ from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 # Of the threads that hash. A step of the scheduler's scale is a factor of 1.25. Beside a training on both of two cores
-# the longest step while a save was under way took 1.96 and 1.71 of the usual time by 2, 1.77 and 1.56 by 3, 1.69 and
-# 1.65 by 4, 1.67 twice by 5, and the save 0.75 and 0.76 s, 0.77 and 0.83, 0.87 and 0.78, 0.87 and 0.81 (1.2 GB, AMD
-# EPYC, medians of 9: `scripts/bench_checkpoint.py --only trainrun --rounds 9 --lower-by 4`).
-LOWER_BY = 4
+# of an Intel Xeon with AMX the longest step while a save was under way took 1.75 of the usual time by 8, 1.68 by 10,
+# 1.69 by 12, and the save 1.47 s, 1.55 and 1.50; with two threads that hash 2.2 by 4 (0.92 s). The time lost in all is
+# the same (1.2 GB, medians of 5 to 7: `scripts/bench_checkpoint.py --only trainrun --rounds 7 --lower-by 10`).
+LOWER_BY = 10
 
 
 class Background(Generic[Result]):
