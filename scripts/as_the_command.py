@@ -1,5 +1,5 @@
-"""Imported ahead of torch: threads wait asleep for each other, as `python -m trainrun` has them, for both sides."""
+"""Imported ahead of torch: threads wait for each other as `python -m trainrun` has them wait, for both sides."""
 
-import os
+from trainrun.__main__ import wait_briefly
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+wait_briefly()

@@ -87,32 +87,39 @@ def memory(gpt: list[str], words: list[str]) -> None:
         )
 
 
-SLEEPY = {  # small steps, which wait the most, and one that fills its threads
+SMALL_GPT = [
+    "data=text",
+    "data.train.max_bytes=1000000",
+    "task=language_modeling",
+    "model=gpt",
+    "model.heads=4",
+]
+WAITERS = {  # small steps, which wait the most, and one that fills its threads
     "mlp": ["model.hidden=[128]", "data.batch_size=32"],
     "wide mlp": ["model.hidden=[1024,1024]", "data.batch_size=128"],
+    "small gpt": [*SMALL_GPT, "model.context=64", "data.train.block_size=64", "data.batch_size=12"],
     "cnn": ["model=cnn", "data=synthetic", "data.shape=[1,28,28]", "data.batch_size=64"],
 }
-
-
-SLEEPY_STEPS = {"mlp": 4000, "wide mlp": 400, "cnn": 60}
+WAITER_STEPS = {"mlp": 4000, "wide mlp": 400, "small gpt": 100, "cnn": 60}
+POLICIES = {"ours": {}, "usual": {"GOMP_SPINCOUNT": "300000"}, "asleep": {"GOMP_SPINCOUNT": "0"}}
 
 
 def waiting(rounds: int, words: list[str], steps: int | None) -> None:
-    """Runs with two threads that wait spinning (OpenMP's way) and asleep (`trainrun.__main__`), in turns."""
+    """Runs with two threads that wait as ours do (`trainrun.__main__`), in OpenMP's usual way and asleep, in turns."""
     common = ["trainer.num_threads=2", "monitor.plots=false", "monitor.hardware=false", "trainer.limit_val_batches=1",
               "checkpoint.enabled=false", "data.engine=resident", "trainer.max_epochs=null", *words]  # fmt: skip
     print(bench_kit.machine())
-    for name, model in SLEEPY.items():
-        limit = f"trainer.max_steps={steps or SLEEPY_STEPS[name]}"
-        seconds: dict[str, list[float]] = {"ACTIVE": [], "PASSIVE": []}
+    for name, model in WAITERS.items():
+        limit = f"trainer.max_steps={steps or WAITER_STEPS[name]}"
+        seconds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
         for _ in range(rounds):
-            for policy, found in seconds.items():
-                found.append(
-                    seconds_of([*model, *common, limit], OMP_WAIT_POLICY=policy, OMP_NUM_THREADS="2")
+            for policy, environment in POLICIES.items():
+                seconds[policy].append(
+                    seconds_of([*model, *common, limit], OMP_NUM_THREADS="2", **environment)
                 )
-        pairs = zip(seconds["PASSIVE"], seconds["ACTIVE"], strict=True)
-        ratios = [asleep / spinning for asleep, spinning in pairs]
-        print(f"waiting, {name}: asleep / spinning, in time: {bench_kit.spread(ratios)}", flush=True)
+        for other in ("usual", "asleep"):
+            ratios = [ours / theirs for ours, theirs in zip(seconds["ours"], seconds[other], strict=True)]
+            print(f"waiting, {name}: ours / {other}, in time: {bench_kit.spread(ratios)}", flush=True)
 
 
 def seconds_of(words: list[str], **environment: str) -> float:

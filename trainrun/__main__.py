@@ -7,14 +7,17 @@ import trainrun.ledger  # noqa: F401  (it looks at the clock)
 from trainrun.process.collector import nothing_to_collect, rest_while_starting
 from trainrun.process.signals import leave_at_interrupt
 
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+WAITING = {
+    "GOMP_SPINCOUNT": "5000",
+    "KMP_BLOCKTIME": "1",
+}  # of GNU's OpenMP in turns, of LLVM's in milliseconds
 
 
 def entry() -> None:
     """Sees to an early Ctrl-C before the rest is imported, and to what is read when torch is."""
     leave_at_interrupt()
     rest_while_starting()
-    wait_asleep()
+    wait_briefly()
     from trainrun.cli import main
 
     code = main()
@@ -23,17 +26,19 @@ def entry() -> None:
     sys.exit(code)
 
 
-def wait_asleep() -> None:
-    """Threads that wait for each other sleep, unless the user set how they wait.
+def wait_briefly() -> None:
+    """Threads that wait for each other look for a fifth of a millisecond before they sleep, unless the user said how.
 
-    OpenMP's usual way is to spin, and where another process has taken the core of the one that is waited for,
-    this takes the core from it too: beside busy processes (load 3 on 2 cores, AMD EPYC) a step of 0.16 ms with one
-    thread took 166 ms with two, and 0.3 ms asleep. On a quiet machine: `python scripts/bench_speed.py waiting`.
+    OpenMP's usual way is to look for many milliseconds, and where another process has taken the core of the one that is
+    waited for, this takes the core from it too: beside one busy process a step of a small GPT took 345 to 1956 ms with
+    two threads, 101 this way and 43 asleep at once. But a core that sleeps is slow to wake where nobody else uses it:
+    quiet, that step took 27 ms in the usual way, 30 this way and 62 asleep at once (2 cores of an Intel Xeon, a virtual
+    machine; `python scripts/bench_speed.py waiting`).
 
     Read when OpenMP is loaded, so set here, ahead of torch; ranks and workers inherit it.
     """
-    if not any(name in os.environ for name in WAITING):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING)):
+        os.environ.update(WAITING)
 
 
 if __name__ == "__main__":

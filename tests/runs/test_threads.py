@@ -158,13 +158,21 @@ def test_the_number_is_written_down_and_a_resume_uses_it(trainrun: Any, workdir:
     assert json.loads(identity.read_text())["num_threads"] == 1
 
 
-@pytest.mark.parametrize(("given", "found"), [({}, "PASSIVE"), ({"GOMP_SPINCOUNT": "7"}, "None")])
-def test_threads_wait_asleep_unless_told_otherwise(
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "None 5000 1"),
+        ({"GOMP_SPINCOUNT": "7"}, "None 7 None"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None None"),
+    ],
+)
+def test_threads_wait_briefly_unless_told_otherwise(
     given: dict[str, str], found: str, trainrun: Any, workdir: Path
 ):
+    names = ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"]
     (workdir / "net.py").write_text(
-        "import os\nfrom trainrun.model.mlp import Mlp\n"
-        "def net():\n    print('waits', os.environ.get('OMP_WAIT_POLICY'))\n    return Mlp([1, 8, 8], 10, [4])\n"
+        f"import os\nfrom trainrun.model.mlp import Mlp\ndef net():\n"
+        f"    print('waits', *[os.environ.get(name) for name in {names}])\n    return Mlp([1, 8, 8], 10, [4])\n"
     )
     done = trainrun("model._target_=net.net", "trainer.max_steps=1", "monitor.plots=false", **given)
     assert f"waits {found}" in done.stdout, done.stdout + done.stderr
