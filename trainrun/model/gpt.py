@@ -35,11 +35,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         batch, length, width = x.shape
         parts = self.into(x).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
-        if turn is not None:
-            query, key = turned(query, *turn), turned(key, *turn)
+        pair, value = parts.permute(2, 0, 3, 1, 4).split((2, 1))
+        query, key = (pair if turn is None else turned(pair, *turn)).unbind()
         drop = self.dropout if self.training else 0.0
-        seen = causal_attention(query, key, value, mask, drop, self.kernel, self.tiles)
+        seen = causal_attention(query, key, value[0], mask, drop, self.kernel, self.tiles)
         return self.out(seen.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
@@ -137,7 +136,7 @@ class Gpt(nn.Module):
         return x if return_states else self.head(x)  # type: ignore[no-any-return]
 
     def _turn(self, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (T, head width / 2) or (B, 1, T, head width / 2)."""
+        """Of `rotary_table`, (T, head width) or (B, 1, T, head width) each."""
         table: Any = self.turns
         if position_ids is None:
             return table[0, :length], table[1, :length]
@@ -146,16 +145,16 @@ class Gpt(nn.Module):
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates each pair (i, i + half) of the last dimension by the angle of its position."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    others = torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
+    return torch.addcmul(x * cos.to(x.dtype), others, sin.to(x.dtype))
 
 
 def rotary_table(context: int, head_width: int) -> Tensor:
-    """Cosines and sines: (2, context, head_width / 2)."""
+    """What a number is multiplied with, cos cos, and the other of its pair, -sin sin: (2, context, head_width)."""
     speeds = ROTARY_BASE ** -(torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angles = torch.outer(torch.arange(context, dtype=torch.float64), speeds)
-    return torch.stack([angles.cos(), angles.sin()]).float()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).float()
 
 
 def segments_before(segment_ids: Tensor) -> Tensor:
