@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from trainrun.model.attention import causal_attention, fastest_kernel, has_tiles
+from trainrun.model.attention import causal_attention, fastest_kernel
 
 KERNELS = ("flash", "fp32", "plain", "math")
 WIDTHS, CONTEXTS, BATCHES = (16, 32, 64, 128), (64, 256, 1024), (2, 16)
@@ -50,7 +50,7 @@ def main() -> None:
                             times[name].append(seconds(name, parts, gradient))
                     best = min(min(found) for found in times.values())
                     ratios = {name: min(found) / best for name, found in times.items()}
-                    taken = fastest_kernel("cpu", dtype, context, width, has_tiles())
+                    taken = fastest_kernel("cpu", dtype, context)
                     worst = max(worst, ratios[taken])
                     shown = "  ".join(f"{name} {ratio:5.2f}" for name, ratio in ratios.items())
                     where = f"{str(dtype)[6:]:9} width {width:3} context {context:4} batch {batch:2}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from trainrun.model.attention import causal_attention, has_tiles
+from trainrun.model.attention import causal_attention
 from trainrun.model.layers import checked_count
 from trainrun.model.names import GPT_SIZES, KERNELS, POSITIONS
 
@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float, kernel: str) -> None:
         super().__init__()
-        self.heads, self.dropout, self.kernel, self.tiles = heads, dropout, kernel, has_tiles()
+        self.heads, self.dropout, self.kernel = heads, dropout, kernel
         self.into = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         pair, value = parts.permute(2, 0, 3, 1, 4).split((2, 1))
         query, key = (pair if turn is None else turned(pair, *turn)).unbind()
         drop = self.dropout if self.training else 0.0
-        seen = causal_attention(query, key, value[0], mask, drop, self.kernel, self.tiles)
+        seen = causal_attention(query, key, value[0], mask, drop, self.kernel)
         return self.out(seen.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 

@@ -81,9 +81,8 @@ def kernel_times(trial: Trial, scene: Scene, size: Size, dtype: torch.dtype | No
     from trainrun.model.attention import HALF_TYPES, fastest_kernel
 
     layer, few, length = scene.layer, len(scene.x), scene.x.shape[1]
-    width = scene.x.shape[2] // layer.heads
     kind = dtype or layer.into.weight.dtype
-    usual = fastest_kernel(device.type, kind, length, width, layer.tiles)
+    usual = fastest_kernel(device.type, kind, length)
     names = [name for name in KERNELS if name != "auto" and (name != "fp32" or kind in HALF_TYPES)]
     pairs = size.count * layer.heads * length**2 * scene.layers
     if PAIR_BYTES * pairs > MOST_MEMORY * free_bytes(device):
