@@ -11,11 +11,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import bench_kit
 
 MUST = 2.5
+STAY = 60  # epochs of 10 ms: what a scheduler grants to who has just woken is over by then
 
 
 @contextmanager
@@ -37,27 +39,28 @@ def wake(found: list[subprocess.Popen[bytes]], awake: bool) -> None:
 
 
 def alternating(found: list[subprocess.Popen[bytes]]) -> bench_kit.Hand:
-    """In the place of a hand-written loop: quiet epochs and busy ones in turn, a quiet one first."""
-    yield 0.0, 0.0
+    """In the place of a hand-written loop: STAY busy epochs and STAY quiet ones in turn, busy ones first."""
     awake = False
-    while True:
-        awake = not awake
-        wake(found, awake)
+    for number in count():
+        if number % STAY == 1:
+            awake = not awake
+            wake(found, awake)
         yield 0.0, 0.0
 
 
-def busy(rounds: int, words: list[str], epochs: int = 40) -> None:
+def busy(rounds: int, words: list[str], blocks: int = 20) -> None:
     """Threads are the runner's choice: that is what is measured."""
-    words = ["model.hidden=[128]", f"trainer.max_epochs={epochs}", "monitor.plots=false", *words]
+    words = ["model.hidden=[128]", f"trainer.max_epochs={STAY * blocks}", "monitor.plots=false", *words]
     ratios: list[float] = []
     for number in range(rounds + 1):
         with neighbours() as found, tempfile.TemporaryDirectory() as folder, bench_kit.silence():
             turns = bench_kit.one_round(
                 words, Path(folder), lambda _, found=found: {"noise": alternating(found)}
             ).turns
-        quiet, loud = ([turn.seconds for turn in turns.ours[first:-1:2]] for first in (2, 3))
+        seconds = [turn.seconds for turn in turns.ours[1:]]
+        sums = [sum(seconds[first : first + STAY]) for first in range(0, STAY * (blocks - 1), STAY)]
         if number:
-            ratios += [one / other for one, other in zip(loud, quiet, strict=False)]
+            ratios += [one / other for one, other in zip(sums[::2], sums[1::2], strict=False)]
         print(f"round {number}: val/loss {turns.ours[-1].loss:.5f}; {bench_kit.machine()}", flush=True)
     print(f"mlp_busy: busy / quiet, in time: {bench_kit.spread(ratios)}, must be {MUST} or less")
 
