@@ -108,21 +108,26 @@ POLICIES = {"ours": {}, "usual": {"GOMP_SPINCOUNT": "300000"}, "asleep": {"GOMP_
 
 
 def waiting(rounds: int, words: list[str], steps: int | None) -> None:
-    """Runs with two threads that wait as ours do (`trainrun.__main__`), in OpenMP's usual way and asleep, in turns."""
+    """Runs with two threads that wait as ours do (`trainrun.__main__`), in OpenMP's usual way and asleep, in turns;
+    then the same beside one busy process."""
     common = ["trainer.num_threads=2", "monitor.plots=false", "monitor.hardware=false", "trainer.limit_val_batches=1",
-              "checkpoint.enabled=false", "data.engine=resident", "trainer.max_epochs=null", *words]  # fmt: skip
+              "checkpoint.enabled=false", "data.engine=threads", "trainer.max_epochs=null", *words]  # fmt: skip
     print(bench_kit.machine())
-    for name, model in WAITERS.items():
-        limit = f"trainer.max_steps={steps or WAITER_STEPS[name]}"
-        seconds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-        for _ in range(rounds):
-            for policy, environment in POLICIES.items():
-                seconds[policy].append(
-                    seconds_of([*model, *common, limit], OMP_NUM_THREADS="2", **environment)
+    for beside in (0, 1):
+        with neighbours(beside) as found:
+            wake(found, True)
+            for name, model in WAITERS.items():
+                count = steps or WAITER_STEPS[name] // (1 + 3 * beside)
+                limit = f"trainer.max_steps={count}"
+                times: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+                for _ in range(rounds):
+                    for policy, environment in POLICIES.items():
+                        seconds = seconds_of([*model, *common, limit], OMP_NUM_THREADS="2", **environment)
+                        times[policy].append(1e3 * seconds / count)
+                shown = ", ".join(
+                    f"{policy} {min(values):.2f} to {max(values):.2f}" for policy, values in times.items()
                 )
-        for other in ("usual", "asleep"):
-            ratios = [ours / theirs for ours, theirs in zip(seconds["ours"], seconds[other], strict=True)]
-            print(f"waiting, {name}: ours / {other}, in time: {bench_kit.spread(ratios)}", flush=True)
+                print(f"waiting, beside {beside}, {name}, ms a step: {shown}", flush=True)
 
 
 def seconds_of(words: list[str], **environment: str) -> float:
