@@ -5,7 +5,7 @@
 A model of about 100 M parameters with AdamW (weights and two averages: 1.2 GB) trains on all cores. Each
 way has a process of its own and takes its turn in every round: what the way before left to be written is waited
 for, then come some steps alone, one save, and steps until the save is durable. Freed memory is kept for the next
-step, as trainrun keeps it. The ways:
+step, as trainrun keeps it. All six need about 15 GB of memory. The ways:
 
     trainrun            checkpoint.async_save=true, with SHA-256, manifest, fsync and rename
     trainrun sync       checkpoint.async_save=false, the same files
@@ -242,7 +242,7 @@ def main() -> None:
         "--folder", type=Path, help="on the disk to be measured; a temporary folder by default"
     )
     parser.add_argument(
-        "--lower-by", type=int, default=background.LOWER_BY, help="of the writing thread, as of `nice`"
+        "--lower-by", type=int, default=background.LOWER_BY, help="of the hashing threads, as of `nice`"
     )
     parser.add_argument("--only", nargs="+", default=WAYS, choices=WAYS, metavar="WAY")
     given = parser.parse_args()
@@ -254,6 +254,7 @@ def main() -> None:
             context.Process(
                 target=serve, args=(there, name, Path(temporary, name), given), daemon=True
             ).start()
+            there.close()  # so that the end of a child is heard
             connections[name], size = here, here.recv()
         print(f"{size / 1e9:.2f} GB, {given.threads} threads, torch {torch.__version__}", flush=True)
         results: dict[str, list[Turn]] = {name: [] for name in given.only}

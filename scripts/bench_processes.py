@@ -1,5 +1,5 @@
 """What needs other processes: `bench_speed.py mlp_busy` (a step beside two busy ones), `memory` (peaks of runs), and
-`waiting` (what threads cost that wait asleep, the way of waiting being read once, when a process starts)."""
+`waiting` (how threads wait for each other, which is read once, when a process starts)."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def waiting(rounds: int, words: list[str], steps: int | None) -> None:
         with neighbours(beside) as found:
             wake(found, True)
             for name, model in WAITERS.items():
-                count = steps or WAITER_STEPS[name] // (1 + 3 * beside)
-                limit = f"trainer.max_steps={count}"
+                total = steps or WAITER_STEPS[name] // (1 + 3 * beside)
+                limit = f"trainer.max_steps={total}"
                 times: dict[str, list[float]] = {policy: [] for policy in POLICIES}
                 for _ in range(rounds):
                     for policy, environment in POLICIES.items():
                         seconds = seconds_of([*model, *common, limit], OMP_NUM_THREADS="2", **environment)
-                        times[policy].append(1e3 * seconds / count)
+                        times[policy].append(1e3 * seconds / total)
                 shown = ", ".join(
                     f"{policy} {min(values):.2f} to {max(values):.2f}" for policy, values in times.items()
                 )

@@ -1,6 +1,6 @@
 """The runner with its speed options against the best hand-written loop for the same work.
 
-    python scripts/bench_speed.py cnn|gpt|gpt_small|lstm|mlp|mlp_step|mlp_busy|memory [--rounds 3] [key=value ...]
+    python scripts/bench_speed.py cnn|gpt|gpt_small|lstm|mlp|mlp_step|mlp_busy|memory|waiting [--rounds 3] [WORD ...]
 
 The hand-written loop starts from the same weights, finds the batches of the runner ready in memory, uses the
 fused AdamW and all cores (mlp: one), and never waits for a number inside a step. It takes turns with
@@ -8,7 +8,8 @@ fused AdamW and all cores (mlp: one), and never waits for a number inside a step
 medians of the paired ratios with an interval of 95 %, and what both have learned at the end.
 lstm: lines of a text (`--text`, `bible -f gen1:1-rev22:21 > FILE`), bucketed, in useful tokens a second, against
 batches of other lines padded to their longest. mlp_busy: with two busy processes beside it, against without.
-memory: the peak of whole processes. Further words are overrides of the runner's side.
+memory: the peak of whole processes. waiting: by the way in which threads wait for each other.
+Further words are overrides of the runner's side.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from trainrun.parts import Parts
 from trainrun.randomness import random_state
 from trainrun.restore import parts_of as restored
 from trainrun.rundir import RunDir
-from trainrun.start import settle
+from trainrun.start import attention_kernel, settle
 from trainrun.start.settle import settled
 from trainrun.start.trial import agreed_times, best_of
 from trainrun.task.language_modeling import LanguageModeling
@@ -212,6 +212,26 @@ def test_the_fastest_kernel_of_the_type_is_set(
     assert notes[0].startswith(f"model.attention: {kernel}, {0.1 * seconds[kernel]:.3g} ms a layer{kind} (flash: " if
                                kernel != "flash" else "model.attention: flash, 0.105 ms a layer (plain: ")  # fmt: skip
     assert ("fp32" in notes[0]) == half
+
+
+@pytest.mark.parametrize(("flash", "kernel"), [(9, "fp32"), (9000, "flash")])  # the second leaves no time
+def test_a_table_without_room_is_not_taken_by_rule_or_by_clock(
+    flash: float, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, time, notes, chosen = copy.deepcopy(parts_of((), count=64).config), Time(), [], {}
+    model, used = Gpt(11, context=8, layers=2, width=16, heads=2), set()
+
+    def timed(*given: Any) -> torch.Tensor:
+        used.add(given[5])
+        time.now += 1e-4 * {"flash": flash, "fp32": 2}.get(given[5], 1)
+        return causal_attention(*given)
+
+    monkeypatch.setattr(gpt, "causal_attention", timed)
+    monkeypatch.setattr(attention_kernel, "free_bytes", lambda device: 1000)
+    config.precision.mode = "bf16-mixed"
+    settled(config, model, LanguageModeling(), OneBatch(), CPU, chosen, True, math.inf, notes, time)
+    assert chosen == {"attention": kernel}
+    assert not used & {"plain", "math"}
 
 
 def weights(folder: str) -> torch.Tensor:

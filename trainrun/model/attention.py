@@ -4,7 +4,9 @@ what: `flash` is torch's scaled_dot_product_attention; `fp32` the same on float3
     products around a softmax; `math` torch's own reference.
 when: `auto` is what a runner measured (`trainrun.start.attention_kernel`) and put in its place; until then, and
     without one, a rule: `flash`, but on a CPU in 16 bits `plain` where a sequence is shorter than 1024.
-when not: longer sequences in `plain`, whose table of all pairs costs memory by the square of the length.
+when not: longer sequences in `plain`, which keeps a table of all pairs for the backward: in 16 bits 2 bytes for each,
+    in every head, layer and sample. A runner that measures does not take it where that could fill an eighth of what
+    is free.
 gain: bfloat16, an Intel Xeon with AMX, torch 2.13: of 16 shapes from 16x64 to 128x256 `plain` was the best on 12 and
     took at most 1.31x, `flash` took 1.4x to 7x; with 384 to 768 positions at most 1.33x, and up to 1.9x; with 1024 up
     to 2.1x, and up to 1.3x. A GPT with heads of 64 and context 256 is 2.0x as fast as in float32 with `flash`, 2.6x
@@ -49,16 +51,21 @@ def fastest_kernel(device: str, dtype: torch.dtype, length: int) -> str:
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop: float) -> Tensor:
-    """Scale and mask come with the first product."""
+    """A causal mask and the scale come with the first product."""
     batch, heads, length, width = query.shape
     if mask is None:
         order = torch.arange(length, device=query.device)
         hidden = order > order[:, None]
     else:
-        hidden = ~mask.expand(batch, heads, length, length).reshape(-1, length, length)
+        hidden = ~mask
     unseen = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
     query, key, value = (part.reshape(-1, length, width) for part in (query, key, value))
-    scores = torch.baddbmm(unseen, query, key.transpose(1, 2), alpha=width**-0.5)
+    scale = width**-0.5
+    if mask is None:
+        scores = torch.baddbmm(unseen, query, key.transpose(1, 2), alpha=scale)
+    else:  # other ones for every sample, the same for its heads
+        products = torch.bmm(query * scale, key.transpose(1, 2)).view(batch, heads, length, length)
+        scores = (products + unseen).view(-1, length, length)
     weights = scores.softmax(-1).to(value.dtype)
     out = torch.bmm(dropout(weights, drop) if drop else weights, value)
     return out.view(batch, heads, length, width)

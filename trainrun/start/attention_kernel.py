@@ -77,17 +77,19 @@ def scene_of(trial: Trial, layers: list[Any], rows: int, dtype: torch.dtype | No
 
 def kernel_times(trial: Trial, scene: Scene, size: Size, dtype: torch.dtype | None, limit: float,
                  device: torch.device, gather: Gather) -> tuple[dict[str, float], str]:  # fmt: skip
-    """Seconds of a layer by kernel, and the rule's; empty where there is no time for it."""
+    """Seconds of a layer by kernel, and the one that is meant to stay unless another is faster: the rule's, where its
+    table has room. Empty where there is no time for it, with what to set then."""
     from trainrun.model.attention import HALF_TYPES, fastest_kernel
 
     layer, few, length = scene.layer, len(scene.x), scene.x.shape[1]
     kind = dtype or layer.into.weight.dtype
-    usual = fastest_kernel(device.type, kind, length)
+    rule = fastest_kernel(device.type, kind, length)
     names = [name for name in KERNELS if name != "auto" and (name != "fp32" or kind in HALF_TYPES)]
     pairs = size.count * layer.heads * length**2 * scene.layers
     if PAIR_BYTES * pairs > MOST_MEMORY * free_bytes(device):
         names = [name for name in names if name not in TABLES]
     names = [name for name in names if all(name in others for others in gather(names))]
+    usual = rule if rule in names else "flash"
 
     def works(rows: int) -> dict[str, Any]:
         return {name: lambda name=name: _seconds(trial, scene, rows, name, dtype, device) for name in names}
@@ -95,7 +97,7 @@ def kernel_times(trial: Trial, scene: Scene, size: Size, dtype: torch.dtype | No
     works(few)[usual]()
     alone = max(gather(works(few)[usual]()))
     if too_long(alone, limit, len(names)):
-        return {}, usual
+        return {}, "auto" if usual == rule else usual
     rows = min(size.count, max(few, int(few * share_of(limit, len(names)) / alone)))
     return heard_times(works(rows), limit, gather), usual
 
@@ -132,7 +134,7 @@ def chosen_kernel(trial: Trial, layers: list[Any], size: Size, dtype: torch.dtyp
     assert scene is not None
     times, usual = kernel_times(trial, scene, size, dtype, limit, device, gather)
     if not times:
-        return "auto", ""
+        return usual, ""
     kernel, own, others = verdict(times, usual)
     kind = "" if dtype is None else f" in {str(dtype).removeprefix('torch.')}"
     return kernel, f"model.attention: {kernel}, {own} a layer{kind} ({others})"
