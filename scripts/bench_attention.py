@@ -15,7 +15,7 @@ import torch
 from trainrun.model.attention import causal_attention, fastest_kernel
 
 KERNELS = ("flash", "fp32", "plain", "math")
-WIDTHS, CONTEXTS, BATCHES = (16, 32, 64, 128), (64, 256, 1024), (2, 16)
+WIDTHS, CONTEXTS, BATCHES = (16, 32, 64, 128), (64, 256, 512, 768, 1024), (2, 8, 16)
 HEADS = 4
 MOST_POSITIONS = 8192
 

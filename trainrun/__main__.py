@@ -7,10 +7,8 @@ import trainrun.ledger  # noqa: F401  (it looks at the clock)
 from trainrun.process.collector import nothing_to_collect, rest_while_starting
 from trainrun.process.signals import leave_at_interrupt
 
-WAITING = {
-    "GOMP_SPINCOUNT": "5000",
-    "KMP_BLOCKTIME": "1",
-}  # of GNU's OpenMP in looks, of LLVM's in milliseconds
+# GNU's OpenMP counts looks, LLVM's and Intel's milliseconds
+WAITING = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
 
 
 def entry() -> None:

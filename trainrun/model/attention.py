@@ -7,11 +7,13 @@ when: `auto` is what a runner measured (`trainrun.start.attention_kernel`) and p
 when not: longer sequences in `plain`, which keeps a table of all pairs for the backward: in 16 bits 2 bytes for each,
     in every head, layer and sample. A runner that measures does not take it where that could fill an eighth of what
     is free.
-gain: bfloat16, an Intel Xeon with AMX, torch 2.13: of 16 shapes from 16x64 to 128x256 `plain` was the best on 12 and
-    took at most 1.31x, `flash` took 1.4x to 7x; with 384 to 768 positions at most 1.33x, and up to 1.9x; with 1024 up
-    to 2.1x, and up to 1.3x. A GPT with heads of 64 and context 256 is 2.0x as fast as in float32 with `flash`, 2.6x
-    with `plain`, a smaller one with heads of 32 and context 64 0.77x and 1.40x (2 threads). In float32 `flash` is the
-    best, or within 1.2x of it (`python scripts/bench_attention.py`).
+gain: bfloat16, one thread (`python scripts/bench_attention.py`), an Intel Xeon with AMX, torch 2.13, times as multiples
+    of the best kernel's: of 16 shapes from 16x64 to 128x256 `plain` was the best on 12 and took at most 1.31x, `flash`
+    1.4x to 7x; of 12 with 512 positions at most 1.8x and 1.6x, of 8 with 768 2.4x and 1.4x, of 4 with 1024 2.1x and
+    1.3x. Without AMX (AMD EPYC, not quiet) `flash` took 1.25x to 16x, but for two narrow shapes with 1024. In float32
+    `flash` is the best, or within 1.2x of it. Whole steps with AMX and two threads, against float32 (`python
+    scripts/bench_speed.py gpt`, `gpt_small`): heads of 64, context 256, 2.0x as fast with `flash`, 2.5x with `plain`;
+    heads of 32, context 64, 0.77x and 1.27x.
 source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """
 
