@@ -184,7 +184,7 @@ def test_all_faults_are_listed_at_once() -> None:
         ("optimizer/lr=3", "written with dots, as optimizer.lr="),
         ("model.hidden[0]=3", "names with dots between"),
         ("checkpoint.monitor=", "checkpoint.monitor=: has no value"),
-        ("output_dir=", "names no folder"),
+        ("output_dir=", "output_dir=: names no folder"),
         ("hydra.launcher=joblib", "changes nothing here"),
         ("hydra/job_logging=none", "changes nothing here"),
         ("optimizer.lr=range(1,3)", "add --multirun"),

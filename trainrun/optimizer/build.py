@@ -9,7 +9,7 @@ kernels, is what torch takes on a GPU by itself where nothing is fused; on a CPU
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ def build_optimizer(
     if not params:
         raise PluginError("model: the model has no parameter that wants a gradient; nothing can be trained")
     name = getattr(factory, "__name__", type(factory).__name__)
+    if faults := list(_series_faults(factory, keywords, name)):
+        raise PluginError("\n".join(faults))
     make_groups = getattr(factory, "parameter_groups", None)  # of Muon, or of a user's own
     fault = ""
     wish = keywords
@@ -90,6 +92,22 @@ def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model
     return not (sparse or keywords.get("foreach") or keywords.get("differentiable"))
 
 
+def _series_faults(factory: Callable[..., Optimizer], keywords: dict[str, Any], name: str) -> Iterator[str]:
+    """Where one of torch's optimizers takes several numbers, as the two of `betas`, and gets something else."""
+    if not (isinstance(factory, type) and factory.__module__.startswith(("torch.optim.", "trainrun."))):
+        return  # the signature of a user's own may say less than it takes
+    parameters = inspect.signature(factory).parameters
+    for key, value in keywords.items():
+        usual = parameters[key].default if key in parameters else None
+        if isinstance(usual, tuple) and not _are_numbers(value, len(usual)):
+            yield f"optimizer.{key}={value}: {name} takes {len(usual)} numbers, as {list(usual)}"
+
+
+def _are_numbers(value: Any, count: int) -> bool:
+    several = isinstance(value, (list, tuple)) and len(value) == count
+    return several and all(each is None or isinstance(each, (int, float, Tensor)) for each in value)
+
+
 def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | None) -> bool:
     try:
         switch = inspect.signature(factory).parameters.get(name)
@@ -112,7 +130,7 @@ def _fused_fault(
             fused, plain = (
                 _try_out(factory, keywords | {"fused": choice}, device, dtype) for choice in (True, False)
             )
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
             return str(error)
         if not (fused - plain).abs().max() <= 0.1 * plain.abs().max():
             kind = str(dtype).removeprefix("torch.")

@@ -205,6 +205,7 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
         elif key in OWN_KEYS:
             words.twice += _said_twice(f"{key}={value}", word, typed)
             words.own[key] = value
+            words.typed[f"{key}={value}"] = word
             continue
         elif key.endswith("path") and _SHARDS.search(value) and value[0] not in "\"'":
             out.append(f'{sign}{key}="{value}"')

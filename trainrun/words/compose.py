@@ -48,7 +48,7 @@ def prepare(argv: list[str], working_dir: Path) -> tuple[Words, list[Path]]:
         f"{key}=: names no folder; give one, or leave it out" for key, own in words.own.items() if not own
     ]
     if empty:
-        raise ConfigError(*empty)
+        raise ConfigError(*map(words.as_typed, empty))
     return words, folders
 
 
