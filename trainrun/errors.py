@@ -49,3 +49,10 @@ class TrainingError(TrainrunError):
     """The training itself failed: a non-finite loss, a dead rank, no memory."""
 
     exit_code = EXIT_FAILED
+
+
+def argument_errors(target: object) -> tuple[type[Exception], ...]:
+    """What a target raises at an argument that it does not take. torch looks at few of its arguments before it
+    computes with them; an error of another kind in code of the user's is a mistake in there."""
+    of_torch = str(getattr(target, "__module__", "")).startswith("torch.")
+    return (TypeError, ValueError, ArithmeticError, LookupError) if of_torch else (TypeError, ValueError)

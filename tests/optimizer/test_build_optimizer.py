@@ -13,7 +13,6 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from trainrun.errors import PluginError
 from trainrun.optimizer.build import build_optimizer
-from trainrun.optimizer.muon import Muon
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -178,9 +177,8 @@ def test_nothing_to_train(model: nn.Module) -> None:
     ("factory", "keywords", "message"),
     [
         (AdamW, {"lr": -1.0}, "optimizer: AdamW: Invalid learning rate: -1.0"),
-        (AdamW, {"betas": 0.9}, r"optimizer.betas=0.9: AdamW takes 2 numbers, as \[0.9, 0.999\]"),
-        (AdamW, {"betas": [0.9]}, r"optimizer.betas=\[0.9\]: AdamW takes 2 numbers"),
-        (Muon, {"betas": [0.9, "a"]}, "optimizer.betas=.*: Muon takes 2 numbers"),
+        (AdamW, {"betas": 0.9}, "optimizer: AdamW: .*not subscriptable"),
+        (AdamW, {"betas": [0.9]}, "optimizer: AdamW: list index out of range"),
         (AdamW, {"momentum": 0.9}, "optimizer: AdamW: .*unexpected keyword argument 'momentum'"),
         (LBFGS, {"lr": 1.0}, "optimizer: LBFGS computes the loss several times"),
         (AdamW, {"fused": True, "foreach": True}, "optimizer: AdamW: .fused. and .foreach. cannot be"),

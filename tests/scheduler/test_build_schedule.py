@@ -119,6 +119,12 @@ def test_what_the_user_gave_is_not_changed() -> None:
             PluginError,
             "scheduler: inverse_sqrt: .*unexpected keyword .*scale",
         ),
+        (
+            OneCycleLR,  # torch divides by pct_start * total_steps - 1
+            {"max_lr": 0.1, "pct_start": 0.5, "total_steps": 2},
+            PluginError,
+            "scheduler: OneCycleLR: .*division by zero",
+        ),
         (StepLR, {"gamma": 0.1}, PluginError, "scheduler: StepLR: .*step_size"),
         (lambda step: "fast", {}, PluginError, "returned a str; it must return a number"),
         (lambda optimizer: 0.5, {}, PluginError, "returned a float; it must return a scheduler"),

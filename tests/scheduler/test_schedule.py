@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from trainrun.errors import CheckpointError, ConfigError
+from trainrun.errors import CheckpointError, ConfigError, PluginError
 from trainrun.scheduler import curves
 from trainrun.scheduler.build import build_schedule
 from trainrun.scheduler.schedule import Schedule
@@ -207,6 +207,14 @@ def test_a_state_with_other_groups_is_refused() -> None:
     other = Schedule(SGD([nn.Parameter(torch.zeros(1))], lr=0.1), None)
     with pytest.raises(CheckpointError, match="rates of 2 parameter groups, the optimizer has 1"):
         other.load_state_dict(state)
+
+
+def test_what_torch_cannot_compute_later_names_the_scheduler() -> None:
+    optimizer = new_optimizer()
+    schedule = build_schedule(optimizer, StepLR, {"step_size": 0}, 0, None)
+    optimizer.step()
+    with pytest.raises(PluginError, match="scheduler: StepLR: at step 1: .*modulo by zero"):
+        schedule.step()
 
 
 def plateau(optimizer: Optimizer, warmup: int, metric: str | None = None, **keywords: Any) -> Schedule:

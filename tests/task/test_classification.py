@@ -78,6 +78,11 @@ def test_classes_may_lie_in_the_last_dimension() -> None:
     torch.testing.assert_close(last.predict(MODEL, (x.movedim(1, -1), y)), first.predict(MODEL, (x, y)))
 
 
+def test_a_dimension_that_the_output_has_not_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"task\.class_dim=3: the model gives a tensor of shape"):
+        Classification(class_dim=3).step(MODEL, sequences())
+
+
 class OwnModule(nn.Module):
     """Per item, with a buffer that must follow the model."""
 

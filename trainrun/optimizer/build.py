@@ -9,7 +9,7 @@ kernels, is what torch takes on a GPU by itself where nothing is fused; on a CPU
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from trainrun.eager import plain_step
-from trainrun.errors import PluginError
+from trainrun.errors import PluginError, argument_errors
 from trainrun.optimizer.muon import Muon, shares
 
 WRONG = "the fused update computes wrong values"
@@ -34,8 +34,6 @@ def build_optimizer(
     if not params:
         raise PluginError("model: the model has no parameter that wants a gradient; nothing can be trained")
     name = getattr(factory, "__name__", type(factory).__name__)
-    if faults := list(_series_faults(factory, keywords, name)):
-        raise PluginError("\n".join(faults))
     make_groups = getattr(factory, "parameter_groups", None)  # of Muon, or of a user's own
     fault = ""
     wish = keywords
@@ -48,11 +46,12 @@ def build_optimizer(
         raise PluginError(f"optimizer.fused=true: {fault}; choose optimizer.fused=null")
     if on_device and not keywords.get("fused") and has_switch(factory, "capturable", False):
         keywords = {"capturable": True} | keywords
+    refusals = argument_errors(factory)
+    if wish.get("fused") or wish.get("foreach"):
+        refusals += (RuntimeError,)
     try:
         optimizer = factory(params if make_groups is None else make_groups(model), **keywords)
-    except (RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, RuntimeError) and not (wish.get("fused") or wish.get("foreach")):
-            raise
+    except refusals as error:
         raise PluginError(f"optimizer: {name}: {error}") from error
     _check_contract(optimizer, name)
     start_momentum(optimizer)
@@ -90,22 +89,6 @@ def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model
         return False  # see start_momentum
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     return not (sparse or keywords.get("foreach") or keywords.get("differentiable"))
-
-
-def _series_faults(factory: Callable[..., Optimizer], keywords: dict[str, Any], name: str) -> Iterator[str]:
-    """Where one of torch's optimizers takes several numbers, as the two of `betas`, and gets something else."""
-    if not (isinstance(factory, type) and factory.__module__.startswith(("torch.optim.", "trainrun."))):
-        return  # the signature of a user's own may say less than it takes
-    parameters = inspect.signature(factory).parameters
-    for key, value in keywords.items():
-        usual = parameters[key].default if key in parameters else None
-        if isinstance(usual, tuple) and not _are_numbers(value, len(usual)):
-            yield f"optimizer.{key}={value}: {name} takes {len(usual)} numbers, as {list(usual)}"
-
-
-def _are_numbers(value: Any, count: int) -> bool:
-    several = isinstance(value, (list, tuple)) and len(value) == count
-    return several and all(each is None or isinstance(each, (int, float, Tensor)) for each in value)
 
 
 def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | None) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainrun.errors import CheckpointError, ConfigError
+from trainrun.errors import CheckpointError, ConfigError, PluginError, argument_errors
 from trainrun.scheduler.state import plain
 
 Curve = Callable[[int], float]
@@ -64,7 +64,14 @@ class Schedule:
         if self._curve is not None or self._count <= self._warmup_steps:
             self._follow()
         elif self._wrapped is not None and not isinstance(self._wrapped, ReduceLROnPlateau):
-            self._wrapped.step()
+            self._step_wrapped(self._wrapped)
+
+    def _step_wrapped(self, wrapped: LRScheduler) -> None:
+        try:
+            wrapped.step()
+        except argument_errors(type(wrapped)) as error:
+            name = type(wrapped).__name__
+            raise PluginError(f"scheduler: {name}: at step {self._count}: {error}") from error
 
     def _follow(self) -> None:
         """The rates of the warmup, of its end, and of the start where there is none."""

@@ -11,7 +11,13 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
-from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
+from trainrun.task.batches import (
+    form_of,
+    inputs_and_maybe_target,
+    inputs_and_target,
+    output_tensor,
+    run_model,
+)
 from trainrun.task.losses import Loss, is_summed, no_sum, with_reduction
 
 TORCH_IGNORES = -100  # what torch's own losses ignore unless told
@@ -115,7 +121,11 @@ class Classification:
 
     def _logits(self, model: nn.Module, inputs: Any, batch: Any) -> Tensor:
         logits = output_tensor(run_model(model, inputs, batch))
-        return logits if self.class_dim == 1 else logits.movedim(self.class_dim, 1)
+        if self.class_dim == 1:
+            return logits
+        if not -logits.ndim <= self.class_dim < logits.ndim:
+            raise ConfigError(f"task.class_dim={self.class_dim}: the model gives {form_of(logits)}")
+        return logits.movedim(self.class_dim, 1)
 
     def _loss_sum(self, logits: Tensor, target: Tensor) -> Tensor:
         try:

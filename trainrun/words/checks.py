@@ -6,12 +6,13 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from trainrun.config import RunConfig
 from trainrun.model.names import CHOICES
+from trainrun.words.argument_rules import argument_faults, rule_of
 from trainrun.words.check_compile import compile_faults
 from trainrun.words.memory_rules import memory_faults
 from trainrun.words.pair_rules import pair_faults
@@ -119,7 +120,7 @@ def check(config: RunConfig) -> list[str]:
         faults += _node_faults(config, key)
     return [
         *faults, *_callable_faults(config), *_rate_faults(config), *_kernel_faults(config), *_model_faults(config),
-        *_task_faults(config), *_pair_faults(config), *memory_faults(config),
+        *argument_faults(config), *_task_faults(config), *_pair_faults(config), *memory_faults(config),
     ]  # fmt: skip
 
 
@@ -171,12 +172,6 @@ def _model_faults(config: RunConfig) -> Iterator[str]:
         value = model.get(name, choices[0])
         if str(value) not in choices:
             yield f"model.{name}={value}: must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
-    hidden = model.get("hidden") or []
-    if not isinstance(hidden, list) or not all(type(width) is int and width > 0 for width in hidden):
-        yield f"model.hidden={hidden}: must be a list of whole numbers above 0, as [256,128]"
-    dropout = model.get("dropout", 0.0)
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        yield f"model.dropout={dropout}: must be a number, 0 or more and below 1"
 
 
 def _kernel_faults(config: RunConfig) -> Iterator[str]:
@@ -260,16 +255,3 @@ def _number_faults(key: str, value: Any, item: dataclasses.Field[Any]) -> Iterat
     )
     if wrong:
         yield f"{key}={value}: must be {rule_of(limits) or 'a finite number'}"
-
-
-def rule_of(limits: Mapping[str, Any]) -> str:
-    """The limits of `config.number` in words; empty where there are none."""
-    words = {
-        "at_least": "{} or more",
-        "above": "more than {}",
-        "at_most": "at most {}",
-        "below": "below {}",
-    }
-    return " and ".join(
-        text.format(limits[name]) for name, text in words.items() if limits.get(name) is not None
-    )

@@ -8,7 +8,8 @@ from typing import Any
 
 from trainrun.config import RunConfig, conf_dir, groups
 from trainrun.errors import ConfigError
-from trainrun.words.checks import nearest, rule_of
+from trainrun.words.argument_rules import rule_of
+from trainrun.words.checks import nearest
 from trainrun.words.settings import SETTINGS
 
 WITH_OWN_KEYS = ("data", "model", "task", "optimizer", "scheduler")  # groups whose options bring keys along
