@@ -1,13 +1,19 @@
 """The forms of batches and outputs that the tasks read."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from trainrun.errors import DataError, PluginError
-from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor
+from trainrun.model.cnn import Cnn
+from trainrun.model.mlp import Mlp
+from trainrun.model.resnet import ResNet
+from trainrun.model.vae import Vae
+from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 
 X, Y = torch.zeros(3, 2), torch.tensor([0, 1, 0])
 
@@ -54,3 +60,39 @@ def test_16_bits_become_float32_and_others_stay() -> None:
     assert output_tensor(X.half()).dtype is torch.float32
     assert output_tensor({"logits": X.bfloat16()}).dtype is torch.float32
     assert output_tensor(X.double()).dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (Mlp([1], 10), (1, 8, 8)),
+        (Mlp([4], 10), (5,)),
+        (Mlp([1, 8, 8], 10), ()),
+        (Cnn([3, 8, 8], 10), (1, 8, 8)),
+        (Cnn([1, 16, 16], 10), (1, 8, 8)),
+        (ResNet([3, 8, 8], 10), (1, 8, 8)),
+        (Vae([1, 8, 8]), (1, 8, 9)),
+    ],
+)
+def test_samples_of_another_shape_than_the_network_was_built_for(
+    model: nn.Module, shape: tuple[int, ...]
+) -> None:
+    built_for = re.escape(f"model.in_shape={list(model.in_shape)}: ")
+    with pytest.raises(
+        PluginError, match=rf"{built_for}a sample of the data has the shape {re.escape(str(list(shape)))} "
+    ):
+        run_model(model, torch.zeros(2, *shape), None)
+
+
+def test_errors_of_other_kinds_stay_as_they_are() -> None:
+    class NoMemory(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    class Own(nn.Linear):
+        pass
+
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        run_model(NoMemory([4], 2), torch.zeros(2, 5), None)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        run_model(Own(4, 2), torch.zeros(2, 5), None)

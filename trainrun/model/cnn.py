@@ -35,13 +35,14 @@ class Cnn(nn.Module):
         zero_init_residual: bool = True,
         init: str = "he",
     ) -> None:
-        channels, rows, columns = checked_picture(in_shape)
+        channels, rows, columns = shape = checked_picture(in_shape)
         narrow = checked_count("width", width)
         wide = 2 * narrow
         branch = [*conv(wide, wide, norm), nn.ReLU(inplace=True), *conv(wide, wide, norm)]
         pool = max(1, min(rows, columns) // 4 // HEAD_SIDE)
         num_places = (rows // 4 // pool) * (columns // 4 // pool)
         super().__init__()
+        self.in_shape = shape
         self.layers = nn.Sequential(
             *conv(channels, narrow, norm),
             nn.ReLU(inplace=True),

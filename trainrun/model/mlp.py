@@ -32,6 +32,7 @@ class Mlp(nn.Module):
             width = next_width
         layers.append(nn.Linear(width, checked_count("num_classes", num_classes)))
         super().__init__()
+        self.in_shape = shape
         self.layers = nn.Sequential(*layers)
         initialize(self, init)
 

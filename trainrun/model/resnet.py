@@ -46,7 +46,7 @@ class ResNet(nn.Module):
         zero_init_residual: bool = True,
         init: str = "he",
     ) -> None:
-        channels, rows, columns = checked_picture(in_shape)
+        channels, rows, columns = shape = checked_picture(in_shape)
         if str(size) not in SIZES:
             raise ValueError(f"size={size} is not known; choose {', '.join(RESNET_SIZES)}")
         if stem not in STEMS:
@@ -56,6 +56,7 @@ class ResNet(nn.Module):
         inside = checked_count("width", width)
         large = stem == "large" or (stem == "auto" and min(rows, columns) >= LARGE_SIDE)
         super().__init__()
+        self.in_shape = shape
         layers = stem_layers(channels, inside, norm, large)
         outside = inside
         for stage, count in enumerate(stages):

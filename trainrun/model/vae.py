@@ -59,6 +59,7 @@ class Vae(nn.Module):
         code = checked_count("latent_dim", latent_dim)
         sizes = checked_sizes("hidden", hidden)
         super().__init__()
+        self.in_shape = shape
         if convolves:
             self.encoder, self.decoder = conv_layers(shape, code, checked_count("width", width), sizes)
         else:

@@ -12,6 +12,7 @@ arguments.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -27,6 +28,7 @@ INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids")
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
 MODEL_KEYS = ("attention_mask", "segment_ids", "position_ids", "noise")
 IGNORED = -100  # torch's ignore_index
+OF_SHAPES = re.compile("shape|channels|dimension|expected", re.IGNORECASE)
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -72,11 +74,21 @@ def bare_model(model: nn.Module) -> nn.Module:
 def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
     """The model's output for a batch, of which it also gets the `MODEL_KEYS` that it asks for.
 
-    PluginError: rows hold several sequences, and the model does not ask for `segment_ids`.
+    PluginError: rows hold several sequences, and the model does not ask for `segment_ids`; the samples have not
+        the shape that a network of ours was built for.
     """
+    try:
+        return model(inputs, **_asked_for(model, batch), **more)
+    except (IndexError, RuntimeError, ValueError) as error:
+        if fault := _misfit(bare_model(model), inputs, error):
+            raise PluginError(fault) from error
+        raise
+
+
+def _asked_for(model: nn.Module, batch: Any) -> dict[str, Any]:
     given = [key for key in MODEL_KEYS if key in batch] if isinstance(batch, Mapping) else []
     if not given:
-        return model(inputs, **more)
+        return {}
     bare = bare_model(model)
     taken, takes_all = keywords_of(bare.__class__.forward)
     if "segment_ids" in given and "segment_ids" not in taken:
@@ -85,7 +97,19 @@ def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
             "argument segment_ids to keep them apart (see trainrun.data.sequences.segments.segment_mask); "
             "add one, or use data.padding=bucket"
         )
-    return model(inputs, **{key: batch[key] for key in given if takes_all or key in taken}, **more)
+    return {key: batch[key] for key in given if takes_all or key in taken}
+
+
+def _misfit(model: nn.Module, inputs: Any, error: Exception) -> str:
+    """What to say of an error of torch's that tells of shapes, where those of the samples are to blame."""
+    built_for = getattr(model, "in_shape", None)
+    if not isinstance(built_for, tuple) or not isinstance(inputs, Tensor) or not OF_SHAPES.search(str(error)):
+        return ""
+    given = tuple(inputs.shape[1:])
+    said = str(error).splitlines()[0]
+    if given == built_for:
+        return ""
+    return f"model.in_shape={list(built_for)}: a sample of the data has the shape {list(given)} ({said})"
 
 
 @lru_cache(maxsize=16)
