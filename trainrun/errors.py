@@ -51,8 +51,23 @@ class TrainingError(TrainrunError):
     exit_code = EXIT_FAILED
 
 
-def argument_errors(target: object) -> tuple[type[Exception], ...]:
-    """What a target raises at an argument that it does not take. torch looks at few of its arguments before it
-    computes with them; an error of another kind in code of the user's is a mistake in there."""
-    of_torch = str(getattr(target, "__module__", "")).startswith("torch.")
-    return (TypeError, ValueError, ArithmeticError, LookupError) if of_torch else (TypeError, ValueError)
+OF_ARGUMENTS = (
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+)  # torch looks at few before it computes with them
+
+
+def is_of_torch(error: BaseException) -> bool:
+    """Whether code of torch raised it, and none of the user's that torch had called."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("torch.")
+
+
+def named(error: BaseException) -> str:
+    """Its words, which alone say little where it is of a kind like KeyError."""
+    plain = isinstance(error, TypeError | ValueError | RuntimeError)
+    return str(error) if plain else f"{type(error).__name__}: {error}"

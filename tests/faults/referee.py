@@ -22,6 +22,7 @@ from faults.small_disk import leave_free, small_disk
 from faults.subjects import SUBJECTS, Subject
 from trainrun.cli import main
 from trainrun.errors import TrainrunError
+from trainrun.process.signals import leave_at_interrupt
 from trainrun.words import compose
 from trainrun.words.compose import Composition, compose_run
 
@@ -273,7 +274,8 @@ def _strikes(fault: Fault | None, rank: int) -> bool:
 
 
 def enter(run: Path, subject: Subject, composition: Composition, by_resume: bool = False) -> int:
-    """The command that a user would type now."""
+    """The command that a user would type now, with the signals of its first lines."""
+    leave_at_interrupt()
     own = {**composition.own, "hydra.run.dir": str(run)}
     compose.compose_run = lambda words: replace(composition, own=own, notes=[])  # type: ignore[assignment]
     words = [*subject.words, f"output_dir={run}"]

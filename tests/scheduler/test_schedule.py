@@ -217,6 +217,17 @@ def test_what_torch_cannot_compute_later_names_the_scheduler() -> None:
         schedule.step()
 
 
+def test_what_fails_in_a_function_of_the_users_keeps_its_traceback() -> None:
+    optimizer = new_optimizer()
+    rates = {0: 1.0}
+    schedule = build_schedule(
+        optimizer, lambda optimizer: LambdaLR(optimizer, lambda step: rates[step]), {}, 0, None
+    )
+    optimizer.step()
+    with pytest.raises(KeyError):
+        schedule.step()
+
+
 def plateau(optimizer: Optimizer, warmup: int, metric: str | None = None, **keywords: Any) -> Schedule:
     keywords = {"factor": 0.1, "patience": 1, **keywords}
     return build_schedule(optimizer, ReduceLROnPlateau, keywords, warmup, None, metric)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from trainrun.eager import plain_step
-from trainrun.errors import PluginError, argument_errors
+from trainrun.errors import OF_ARGUMENTS, PluginError, is_of_torch, named
 from trainrun.optimizer.muon import Muon, shares
 
 WRONG = "the fused update computes wrong values"
@@ -46,13 +46,15 @@ def build_optimizer(
         raise PluginError(f"optimizer.fused=true: {fault}; choose optimizer.fused=null")
     if on_device and not keywords.get("fused") and has_switch(factory, "capturable", False):
         keywords = {"capturable": True} | keywords
-    refusals = argument_errors(factory)
-    if wish.get("fused") or wish.get("foreach"):
-        refusals += (RuntimeError,)
     try:
         optimizer = factory(params if make_groups is None else make_groups(model), **keywords)
-    except refusals as error:
-        raise PluginError(f"optimizer: {name}: {error}") from error
+    except (RuntimeError, *OF_ARGUMENTS) as error:
+        if not (
+            _is_refusal(error)
+            or (isinstance(error, RuntimeError) and (wish.get("fused") or wish.get("foreach")))
+        ):
+            raise
+        raise PluginError(f"optimizer: {name}: {named(error)}") from error
     _check_contract(optimizer, name)
     start_momentum(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
@@ -91,6 +93,13 @@ def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model
     return not (sparse or keywords.get("foreach") or keywords.get("differentiable"))
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Of arguments; what is of another kind in the user's own code is a mistake in there."""
+    return isinstance(error, TypeError | ValueError) or (
+        isinstance(error, OF_ARGUMENTS) and is_of_torch(error)
+    )
+
+
 def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | None) -> bool:
     try:
         switch = inspect.signature(factory).parameters.get(name)
@@ -113,8 +122,12 @@ def _fused_fault(
             fused, plain = (
                 _try_out(factory, keywords | {"fused": choice}, device, dtype) for choice in (True, False)
             )
-        except Exception as error:
+        except RuntimeError as error:
             return str(error)
+        except OF_ARGUMENTS as error:
+            if not _is_refusal(error):
+                raise
+            return named(error)
         if not (fused - plain).abs().max() <= 0.1 * plain.abs().max():
             kind = str(dtype).removeprefix("torch.")
             return f"{WRONG} for {kind} on the device {device.type} in torch {torch.__version__}"

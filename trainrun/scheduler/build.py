@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainrun.errors import ConfigError, PluginError, argument_errors
+from trainrun.errors import OF_ARGUMENTS, ConfigError, PluginError, is_of_torch, named
 from trainrun.scheduler.curves import constant
 from trainrun.scheduler.schedule import Curve, Schedule
 
@@ -79,8 +79,10 @@ def build_schedule(
             shape = _checked_scheduler(target(optimizer, **keywords), name)
         else:
             shape = _checked_curve(partial(target, **keywords), name)
-    except argument_errors(target) as error:
-        raise PluginError(f"scheduler: {name}: {error}") from error
+    except OF_ARGUMENTS as error:
+        if not (isinstance(error, TypeError | ValueError) or is_of_torch(error)):
+            raise
+        raise PluginError(f"scheduler: {name}: {named(error)}") from error
     return Schedule(optimizer, shape, warmup_steps, metric)
 
 

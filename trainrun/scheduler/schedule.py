@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainrun.errors import CheckpointError, ConfigError, PluginError, argument_errors
+from trainrun.errors import OF_ARGUMENTS, CheckpointError, ConfigError, PluginError, is_of_torch, named
 from trainrun.scheduler.state import plain
 
 Curve = Callable[[int], float]
@@ -69,9 +69,11 @@ class Schedule:
     def _step_wrapped(self, wrapped: LRScheduler) -> None:
         try:
             wrapped.step()
-        except argument_errors(type(wrapped)) as error:
+        except OF_ARGUMENTS as error:
+            if not is_of_torch(error):
+                raise
             name = type(wrapped).__name__
-            raise PluginError(f"scheduler: {name}: at step {self._count}: {error}") from error
+            raise PluginError(f"scheduler: {name}: at step {self._count}: {named(error)}") from error
 
     def _follow(self) -> None:
         """The rates of the warmup, of its end, and of the start where there is none."""

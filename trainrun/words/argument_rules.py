@@ -6,10 +6,13 @@ A part of the user's own, or another of torch's, says itself what is wrong with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from trainrun.config import RunConfig
+
+_LOOKS_OTHER = re.compile(r"[+-]?\.?\d|(?i:true|false|null|none)\Z")
 
 
 class Rule(NamedTuple):
@@ -24,11 +27,10 @@ def number(whole: bool = False, null: bool = False, **limits: float) -> Rule:
     """limits: at_least, above, at_most, below."""
 
     def holds(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        if not is_finite(value) or (whole and not isinstance(value, int)):
             return False
-        return (
-            math.isfinite(value)
-            and value >= limits.get("at_least", -math.inf)
+        return bool(
+            value >= limits.get("at_least", -math.inf)
             and value > limits.get("above", -math.inf)
             and value <= limits.get("at_most", math.inf)
             and value < limits.get("below", math.inf)
@@ -38,14 +40,30 @@ def number(whole: bool = False, null: bool = False, **limits: float) -> Rule:
     return Rule(", ".join(filter(None, (kind, rule_of(limits)))), holds, null)
 
 
-def several(one: Rule, example: str, count: int | None = None, null: bool = False) -> Rule:
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def several(
+    one: Rule, example: str, count: int | None = None, null: bool = False, empty: bool = False
+) -> Rule:
     """one: what each of them must be, by `number`."""
 
     def holds(value: Any) -> bool:
-        return isinstance(value, list) and count in (None, len(value)) and all(map(one.holds, value))
+        if not isinstance(value, list) or not (value or empty):
+            return False
+        return count in (None, len(value)) and all(map(one.holds, value))
 
     each = one.text.removeprefix("a ").replace("number", "numbers", 1)
     return Rule(f"{'a list of' if count is None else count} {each}, as {example}", holds, null)
+
+
+def one_of(*names: str) -> Rule:
+    return Rule(f"one of {', '.join(names)}", lambda value: value in names)
 
 
 def rule_of(limits: Mapping[str, Any]) -> str:
@@ -61,44 +79,35 @@ def rule_of(limits: Mapping[str, Any]) -> str:
     )
 
 
-def one_of(*names: str) -> Rule:
-    return Rule(f"one of {', '.join(names)}", lambda value: value in names)
-
-
 FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 COUNT, OPEN_COUNT = number(whole=True, at_least=1), number(whole=True, null=True, at_least=1)
 POSITIVE, NOT_NEGATIVE = number(above=0), number(at_least=0)
-SHARE = number(at_least=0, at_most=1)
+SHARE, BELOW_1 = number(at_least=0, at_most=1), number(at_least=0, below=1)
+GIVEN = Rule(NOT_NEGATIVE.text, lambda value: value is not None)  # what it is, is asked of every optimizer
+POINT = Rule("a fraction with a point, as 0.3", lambda value: isinstance(value, float) and 0 <= value <= 1)
 RATES = Rule(  # an optimizer may have several groups of parameters, as Muon
     f"{NOT_NEGATIVE.text}, or a list of them",
     lambda value: (
         NOT_NEGATIVE.holds(value) or (isinstance(value, list) and all(map(NOT_NEGATIVE.holds, value)))
     ),
 )
-DROPOUT = number(at_least=0, below=1)
-GIVEN = Rule(NOT_NEGATIVE.text, lambda value: value is not None)  # what it is, is asked of every optimizer
-SIZES = several(COUNT, "[256,128]", null=True)
+SIZES = several(COUNT, "[256,128]")
 
 Rules = dict[str, Rule]
 UPDATE: Rules = {"lr": GIVEN, "weight_decay": GIVEN}
-ADAM: Rules = UPDATE | {
-    "betas": several(number(at_least=0, below=1), "[0.9,0.999]", 2), "eps": NOT_NEGATIVE, "amsgrad": FLAG
-}  # fmt: skip
+PAIR: Rules = {"betas": several(BELOW_1, "[0.9,0.999]", 2), "eps": NOT_NEGATIVE}
+ADAM: Rules = UPDATE | PAIR | {"amsgrad": FLAG}
 LENGTH: Rules = {"total_steps": OPEN_COUNT}
-NETWORK: Rules = {
-    "in_shape": several(COUNT, "[1,28,28]", null=True), "num_classes": OPEN_COUNT, "vocab_size": OPEN_COUNT,
-    "dropout": DROPOUT, "hidden": SIZES, "blocks": SIZES, "residual": FLAG, "zero_init_residual": FLAG,
-    "context": COUNT, "latent_dim": COUNT, "tied": FLAG,
-}  # fmt: skip
-WIDE: Rules = NETWORK | {"width": COUNT, "layers": COUNT}
-TORCH_SCHEDULERS, CURVES = "torch.optim.lr_scheduler", "trainrun.scheduler.curves"
+CLASSES: Rules = {"num_classes": OPEN_COUNT, "dropout": BELOW_1}
+PICTURES: Rules = {"in_shape": several(COUNT, "[1,28,28]", null=True), "width": COUNT}
+TORCH_SCHEDULERS, CURVES, MODELS = "torch.optim.lr_scheduler", "trainrun.scheduler.curves", "trainrun.model"
 RULES: dict[str, Rules] = {
     "torch.optim.AdamW": ADAM,
     "torch.optim.Adam": ADAM,
     "torch.optim.SGD": UPDATE | {"momentum": NOT_NEGATIVE, "dampening": number(), "nesterov": FLAG},
-    "trainrun.optimizer.muon.Muon": ADAM | {
-        "momentum": DROPOUT, "nesterov": FLAG, "ns_steps": COUNT, "adamw_lr": number(null=True, at_least=0),
-        "adjust_lr_fn": one_of("match_rms_adamw", "original"),
+    "trainrun.optimizer.muon.Muon": UPDATE | PAIR | {
+        "momentum": BELOW_1, "nesterov": FLAG, "ns_steps": number(whole=True, at_least=1, at_most=99),
+        "adamw_lr": number(null=True, at_least=0), "adjust_lr_fn": one_of("match_rms_adamw", "original"),
     },
     f"{CURVES}.cosine": LENGTH | {"min_factor": NOT_NEGATIVE},
     f"{CURVES}.linear": LENGTH | {"end_factor": NOT_NEGATIVE},
@@ -107,40 +116,69 @@ RULES: dict[str, Rules] = {
     f"{CURVES}.wsd": LENGTH | {"decay_ratio": SHARE, "end_factor": NOT_NEGATIVE},
     f"{TORCH_SCHEDULERS}.CosineAnnealingWarmRestarts": {"T_0": COUNT, "T_mult": COUNT, "eta_min": NOT_NEGATIVE},
     f"{TORCH_SCHEDULERS}.ExponentialLR": {"gamma": NOT_NEGATIVE},
-    f"{TORCH_SCHEDULERS}.MultiStepLR": {"milestones": several(COUNT, "[500,800]"), "gamma": NOT_NEGATIVE},
+    f"{TORCH_SCHEDULERS}.MultiStepLR": {
+        "milestones": several(number(whole=True, at_least=0), "[500,800]", empty=True), "gamma": NOT_NEGATIVE
+    },
     f"{TORCH_SCHEDULERS}.OneCycleLR": LENGTH | {
-        "max_lr": RATES, "pct_start": SHARE, "div_factor": POSITIVE, "final_div_factor": POSITIVE
+        "max_lr": RATES, "pct_start": POINT, "div_factor": POSITIVE, "final_div_factor": POSITIVE
     },
     f"{TORCH_SCHEDULERS}.ReduceLROnPlateau": {
-        "mode": one_of("min", "max"),
-        "factor": number(at_least=0, below=1), "patience": number(whole=True, at_least=0),
+        "mode": one_of("min", "max"), "factor": BELOW_1, "patience": number(whole=True, at_least=0),
         "threshold": NOT_NEGATIVE, "min_lr": RATES,
     },
     f"{TORCH_SCHEDULERS}.StepLR": {"step_size": COUNT, "gamma": NOT_NEGATIVE},
     "trainrun.task.classification.Classification": {
-        "label_smoothing": SHARE, "class_dim": number(whole=True), "ignore_index": number(whole=True)
+        "label_smoothing": SHARE, "class_dim": number(whole=True), "ignore_index": number(whole=True, null=True)
     },
     "trainrun.task.language_modeling.LanguageModeling": {"bytes_per_token": POSITIVE},
     "trainrun.task.vae.Vae": {"beta": NOT_NEGATIVE},
-    "trainrun.model.gpt.Gpt": NETWORK | dict.fromkeys(("layers", "width", "heads"), OPEN_COUNT),
-    **dict.fromkeys([f"trainrun.model.{name}" for name in ("mlp.Mlp", "cnn.Cnn", "resnet.ResNet", "lstm.Lstm",
-                                                           "vae.Vae")], WIDE),
+    f"{MODELS}.mlp.Mlp": CLASSES | {
+        "in_shape": PICTURES["in_shape"], "hidden": several(COUNT, "[256,128]", null=True, empty=True)
+    },
+    f"{MODELS}.cnn.Cnn": CLASSES | PICTURES | {"residual": FLAG, "zero_init_residual": FLAG},
+    f"{MODELS}.resnet.ResNet": CLASSES | PICTURES | {
+        "blocks": several(COUNT, "[2,2,2]", null=True), "zero_init_residual": FLAG
+    },
+    f"{MODELS}.gpt.Gpt": {
+        "dropout": BELOW_1, "context": COUNT, "tied": FLAG,
+        **dict.fromkeys(("vocab_size", "layers", "width", "heads"), OPEN_COUNT),
+    },
+    f"{MODELS}.lstm.Lstm": CLASSES | {"vocab_size": OPEN_COUNT, "width": COUNT, "layers": COUNT},
+    f"{MODELS}.vae.Vae": PICTURES | {"latent_dim": COUNT, "hidden": SIZES},
+}  # fmt: skip
+FROM = {  # what an argument is by default
+    "max_lr": "optimizer.lr", "in_shape": "data.shape", "num_classes": "data.num_classes",
+    "vocab_size": "data.num_classes",
 }  # fmt: skip
 
 
-def argument_faults(config: RunConfig) -> Iterator[str]:
-    """One line for each wrong argument of the optimizer, the scheduler, the task and the network."""
-    nodes = {
-        "optimizer": config.optimizer,
-        "scheduler": config.scheduler,
-        "task": config.task,
-        "model": config.model,
-    }
-    for group, node in nodes.items():
+def argument_faults(config: RunConfig) -> dict[str, str]:
+    """By key one line for each wrong argument of the optimizer, the scheduler, the task and the network."""
+    faults: dict[str, str] = {}
+    for group in ("optimizer", "scheduler", "task", "model"):
+        node = getattr(config, group)
         arguments = node if isinstance(node, dict) else {}
         for name, rule in RULES.get(str(arguments.get("_target_")), {}).items():
             value = arguments.get(name)
             if name not in arguments or (value is None and rule.null) or rule.holds(value):
                 continue
-            shown = {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
-            yield f"{group}.{name}={shown}: must be {rule.text}{', or null' if rule.null else ''}"
+            source, key = FROM.get(name), f"{group}.{name}"
+            if source is not None and value == _value_of(config, source):
+                key = source
+            faults[key] = f"{key}={_shown(value)}: must be {rule.text}{', or null' if rule.null else ''}"
+    return faults
+
+
+def _value_of(config: RunConfig, key: str) -> Any:
+    group, _, name = key.partition(".")
+    section: Any = getattr(config, group)
+    return section.get(name) if isinstance(section, dict) else getattr(section, name)
+
+
+def _shown(value: Any) -> str:
+    """As it is typed; a text that looks like something else in its quotes."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str) and _LOOKS_OTHER.match(value):
+        return f"'{value}' (a text)"
+    return str(value)

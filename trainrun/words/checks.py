@@ -12,7 +12,7 @@ from typing import Any
 
 from trainrun.config import RunConfig
 from trainrun.model.names import CHOICES
-from trainrun.words.argument_rules import argument_faults, rule_of
+from trainrun.words.argument_rules import is_finite, rule_of
 from trainrun.words.check_compile import compile_faults
 from trainrun.words.memory_rules import memory_faults
 from trainrun.words.pair_rules import pair_faults
@@ -120,7 +120,7 @@ def check(config: RunConfig) -> list[str]:
         faults += _node_faults(config, key)
     return [
         *faults, *_callable_faults(config), *_rate_faults(config), *_kernel_faults(config), *_model_faults(config),
-        *argument_faults(config), *_task_faults(config), *_pair_faults(config), *memory_faults(config),
+        *_task_faults(config), *_pair_faults(config), *memory_faults(config),
     ]  # fmt: skip
 
 
@@ -196,14 +196,13 @@ def _rate_faults(config: RunConfig) -> Iterator[str]:
     for key, value in nodes.items():
         if value is None:
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or value < 0 or not math.isfinite(value):
+        if not is_finite(value) or value < 0:
             yield f"{key}={value}: must be a number, 0 or more"
     rule = scheduler.get("lr_scaling", "none")
     if rule not in LR_SCALINGS:
         yield f"scheduler.lr_scaling={rule}: must be one of {', '.join(LR_SCALINGS)}.{nearest(str(rule), LR_SCALINGS)}"
     base = scheduler.get("base_batch_size", 1)
-    if not isinstance(base, int) or base < 1:
+    if type(base) is not int or base < 1 or not is_finite(base):
         yield f"scheduler.base_batch_size={base}: must be a whole number, 1 or more"
 
 

@@ -17,6 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from trainrun.config import RunConfig, conf_dir, groups, options, user_conf_dirs
 from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import ConfigError, DataError
+from trainrun.words.argument_rules import argument_faults
 from trainrun.words.argv import CUSTOM, Words, split_words, translate, with_one_warmup
 from trainrun.words.checks import check
 from trainrun.words.data_path import follow_path, unread_path
@@ -78,6 +79,7 @@ def _composition(words: Words, folders: list[Path], working_dir: Path) -> Compos
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_reference(error)) from error
     faults += [*faults_of(config), *unread_path(config)]
+    faults += untold(argument_faults(config), faults)
     if faults:
         raise ConfigError(*faults)
     config.run_name = config.run_name or (
@@ -100,6 +102,12 @@ def stale_preset(config: RunConfig, preset: str, folders: list[Path], working_di
     file = next((file for file in files if preset != "none" and file.is_file()), None)
     told = stale(file, config, working_dir) if file is not None else ""
     return [told] if told else []
+
+
+def untold(more: dict[str, str], faults: list[str]) -> list[str]:
+    """Those of further faults, by key, whose key no fault names."""
+    told = {fault.partition("=")[0] for fault in faults}
+    return [fault for key, fault in more.items() if key not in told]
 
 
 def faults_of(config: RunConfig) -> list[str]:
@@ -186,6 +194,10 @@ def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunCo
     assert isinstance(config, RunConfig)
     follow_path(config.data, OmegaConf.select(saved, "data.path"))
     faults += faults_of(config)
+    changed = {
+        word.lstrip("+~").partition("=")[0] for word in words.overrides
+    }  # with the others it has trained
+    faults += untold({key: fault for key, fault in argument_faults(config).items() if key in changed}, faults)
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])
     return config
