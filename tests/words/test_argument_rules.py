@@ -10,18 +10,19 @@ import pytest
 
 from trainrun.config import conf_dir
 from trainrun.errors import ConfigError
-from trainrun.words.argument_rules import RULES, argument_faults
+from trainrun.words.argument_rules import LOADERS, argument_faults, rules_of
 from trainrun.words.checks import check
 from trainrun.words.compose import compose_run, load_config, save_config
 
-GROUPS = ("optimizer", "scheduler", "task", "model")
+GROUPS = ("optimizer", "scheduler", "task", "model", "data.train")
 OPTIONS = [
     (group, file.stem)
     for group in GROUPS
-    for file in sorted((conf_dir() / group).glob("*.yaml"))
+    for file in sorted((conf_dir() / group.partition(".")[0]).glob("*.yaml"))
     if file.stem != "custom"
 ]
-NEEDED = {"gpt": ["data=text", "task=language_modeling"], "lstm": ["data=text", "task=language_modeling"]}
+NEEDED = {"gpt": ["data=text", "task=language_modeling"], "lstm": ["data=text", "task=language_modeling"],
+          "vae": ["task=vae", "model=vae"], "text": ["model=gpt", "task=language_modeling"]}  # fmt: skip
 
 
 def faults_of(*words: str) -> tuple[str, ...]:
@@ -31,14 +32,18 @@ def faults_of(*words: str) -> tuple[str, ...]:
 
 
 def composed(group: str, option: str) -> Any:
-    words = ["task=vae", "model=vae"] if option == "vae" else [f"{group}={option}", *NEEDED.get(option, [])]
+    words = [f"{group.partition('.')[0]}={option}", *NEEDED.get(option, [])]
     return compose_run(words).config
+
+
+def node_of(config: Any, group: str) -> Any:
+    return config.data.train if group == "data.train" else getattr(config, group)
 
 
 def wrong(config: Any, group: str, name: str, value: Any) -> list[str]:
     """The faults of that key when it has that value."""
     changed = copy.deepcopy(config)
-    getattr(changed, group)[name] = value
+    node_of(changed, group)[name] = value
     faults = [*check(changed), *argument_faults(changed).values()]
     return [fault for fault in faults if fault.startswith(f"{group}.{name}=")]
 
@@ -46,13 +51,13 @@ def wrong(config: Any, group: str, name: str, value: Any) -> list[str]:
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda name: name)
 def test_every_number_flag_and_list_of_an_option_is_looked_at(group: str, option: str) -> None:
     config = composed(group, option)
-    node = getattr(config, group)
-    rules = RULES.get(node["_target_"], {})
-    assert rules.keys() <= node.keys()
+    node = node_of(config, group)
+    rules = rules_of(node["_target_"])
+    assert rules is LOADERS or rules.keys() <= node.keys()
     assert check(config) == []
     assert argument_faults(config) == {}
     for name, usual in node.items():
-        if name in rules or isinstance(usual, bool | int | float | list):
+        if name in rules or isinstance(usual, bool | int | float):
             for value in ("abc", {}, [[]], float("nan"), 10**400):
                 assert wrong(config, group, name, value), (name, value)
         if name in rules:
@@ -82,6 +87,14 @@ def test_every_number_flag_and_list_of_an_option_is_looked_at(group: str, option
         ("scheduler=onecycle scheduler.pct_start=1", "must be a fraction with a point, as 0.3"),
         ("scheduler=onecycle scheduler.div_factor=0", "must be a number, more than 0"),
         ("scheduler=multistep scheduler.milestones=[-1]", "must be a list of whole numbers, 0 or more"),
+        ("data=arrays data.path=x data.train.mapped=off", "must be true or false"),
+        ("data=csv data.path=x.csv data.train.header=no", "must be true or false"),
+        ("data=parquet data.path=x data.train.in_memory=on", "must be true, false or auto"),
+        (
+            "data=text model=gpt task=language_modeling data.train.max_bytes=1.5",
+            "must be a whole number, 1 or more",
+        ),
+        ("data.train.val_fraction=1.0", "must be a number, 0 or more and below 1"),
         ("model=resnet model.blocks=[]", "must be a list of whole numbers, 1 or more, as [2,2,2], or null"),
     ],
 )

@@ -146,33 +146,51 @@ RULES: dict[str, Rules] = {
     f"{MODELS}.lstm.Lstm": CLASSES | {"vocab_size": OPEN_COUNT, "width": COUNT, "layers": COUNT},
     f"{MODELS}.vae.Vae": PICTURES | {"latent_dim": COUNT, "hidden": SIZES},
 }  # fmt: skip
+OUR_DATA = "trainrun.data."
+LOADERS: Rules = {  # of every format
+    "shape": PICTURES["in_shape"], "num_classes": OPEN_COUNT, "val_fraction": BELOW_1,
+    "seed": number(whole=True), "num_samples": COUNT, "noise": NOT_NEGATIVE,
+    "block_size": COUNT, "max_bytes": OPEN_COUNT, "row_groups": COUNT, "fill": number(null=True),
+    **dict.fromkeys(("header", "normalize", "draft", "mapped", "check_crc"), FLAG),
+    "in_memory": Rule("true, false or auto", lambda value: value == "auto" or isinstance(value, bool)),
+}  # fmt: skip
+GROUPS = ("optimizer", "scheduler", "task", "model", "data.train", "data.val", "data.test")
 FROM = {  # what an argument is by default
-    "max_lr": "optimizer.lr", "in_shape": "data.shape", "num_classes": "data.num_classes",
+    "max_lr": "optimizer.lr", "in_shape": "data.shape", "shape": "data.shape", "num_classes": "data.num_classes",
     "vocab_size": "data.num_classes",
 }  # fmt: skip
 
 
 def argument_faults(config: RunConfig) -> dict[str, str]:
-    """By key one line for each wrong argument of the optimizer, the scheduler, the task and the network."""
+    """By key one line for each wrong argument of the optimizer, the scheduler, the task, the network and the data."""
     faults: dict[str, str] = {}
-    for group in ("optimizer", "scheduler", "task", "model"):
-        node = getattr(config, group)
+    for group in GROUPS:
+        node = _value_of(config, group)
         arguments = node if isinstance(node, dict) else {}
-        for name, rule in RULES.get(str(arguments.get("_target_")), {}).items():
+        for name, rule in rules_of(arguments.get("_target_")).items():
             value = arguments.get(name)
             if name not in arguments or (value is None and rule.null) or rule.holds(value):
                 continue
-            source, key = FROM.get(name), f"{group}.{name}"
+            key = f"{group}.{name}"
+            source = (
+                FROM.get(name) if not group.startswith(("data.val", "data.test")) else f"data.train.{name}"
+            )
             if source is not None and value == _value_of(config, source):
                 key = source
             faults[key] = f"{key}={_shown(value)}: must be {rule.text}{', or null' if rule.null else ''}"
     return faults
 
 
+def rules_of(target: object) -> Rules:
+    name = str(target)
+    return LOADERS if name.startswith(OUR_DATA) else RULES.get(name, {})
+
+
 def _value_of(config: RunConfig, key: str) -> Any:
-    group, _, name = key.partition(".")
-    section: Any = getattr(config, group)
-    return section.get(name) if isinstance(section, dict) else getattr(section, name)
+    found: Any = config
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
+    return found
 
 
 def _shown(value: Any) -> str:
