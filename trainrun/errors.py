@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 EXIT_DONE = 0
 EXIT_FAILED = 1  # the training failed
 EXIT_USAGE = 2  # the user's words, files or data
@@ -60,11 +62,13 @@ OF_ARGUMENTS = (
 
 
 def is_of_torch(error: BaseException) -> bool:
-    """Whether code of torch raised it, and none of the user's that torch had called."""
+    """Whether code of torch raised it, and none of the user's took part, from where it was caught inwards."""
+    names: list[str] = []
     frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
+    while frame is not None:
+        names.append(str(frame.tb_frame.f_globals.get("__name__")).partition(".")[0])
         frame = frame.tb_next
-    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("torch.")
+    return names[-1:] == ["torch"] and not set(names) - {"torch", "trainrun", *sys.stdlib_module_names}
 
 
 def named(error: BaseException) -> str:

@@ -84,15 +84,37 @@ def test_samples_of_another_shape_than_the_network_was_built_for(
         run_model(model, torch.zeros(2, *shape), None)
 
 
-def test_errors_of_other_kinds_stay_as_they_are() -> None:
-    class NoMemory(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+class NoMemory(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("CUDA out of memory. A tensor of shapes cannot be multiplied.")
 
-    class Own(nn.Linear):
-        pass
 
-    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
-        run_model(NoMemory([4], 2), torch.zeros(2, 5), None)
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        run_model(Own(4, 2), torch.zeros(2, 5), None)
+class Own(nn.Linear):
+    """Of a user, with what ours have too."""
+
+    in_shape = (4,)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "said"),
+    [
+        (NoMemory([4], 2), torch.zeros(2, 5), "CUDA out of memory"),
+        (Own(4, 2), torch.zeros(2, 5), "cannot be multiplied"),
+        (Mlp([1, 2, 2], 2, norm="batch"), torch.zeros(1, 4), "Expected more than 1 value per channel"),
+        (Mlp([1, 2, 2], 2), torch.zeros(1, 4, dtype=torch.int64), "same dtype"),
+    ],
+)
+def test_errors_of_other_kinds_stay_as_they_are(model: nn.Module, inputs: Tensor, said: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=said):
+        run_model(model, inputs, None)
+
+
+def test_an_error_in_a_hook_of_the_users_stays_as_it_is() -> None:
+    def hook(*_: Any) -> None:
+        raise ValueError("Expected 4D input")
+
+    model = Mlp([4], 2)
+    model.register_forward_hook(hook)
+    model.layers[0].register_forward_pre_hook(hook)
+    with pytest.raises(ValueError, match="Expected 4D input"):
+        run_model(model, torch.zeros(2, 5), None)

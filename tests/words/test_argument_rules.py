@@ -58,7 +58,7 @@ def test_every_number_flag_and_list_of_an_option_is_looked_at(group: str, option
     assert argument_faults(config) == {}
     for name, usual in node.items():
         if name in rules or isinstance(usual, bool | int | float):
-            for value in ("abc", {}, [[]], float("nan"), 10**400):
+            for value in ("abc", {}, [[]], 10**400, *([] if name == "fill" else [float("nan")])):
                 assert wrong(config, group, name, value), (name, value)
         if name in rules:
             assert bool(wrong(config, group, name, None)) is not rules[name].null
@@ -110,8 +110,19 @@ def test_a_wrong_value_is_told_once_under_the_key_that_has_it() -> None:
         "optimizer.lr=-1: must be a number, 0 or more",
     )
     assert faults_of("data.num_classes=0") == ("data.num_classes=0: must be 2 or more",)
-    (line,) = faults_of("data.shape=[0]")
-    assert line.startswith("data.shape=[0]: must be a list of whole numbers")
+    for words in (
+        ["data.shape=[0]"],
+        ["data=synthetic", "data.shape=[0]"],
+        ["data=csv", "data.path=x.csv", "data.shape=[0]"],
+    ):
+        (line,) = faults_of(*words)
+        assert line.startswith("data.shape=[0]: must be a list of whole numbers")
+    assert faults_of("data=synthetic", "data.num_classes=0") == ("data.num_classes=0: must be 2 or more",)
+    assert faults_of("scheduler=onecycle", "optimizer.lr=null") == (
+        "optimizer.lr=null: must be a number, 0 or more",
+    )
+    (line,) = faults_of("data.train.val_fraction=nan")
+    assert line.startswith("data.train.val_fraction=nan: ")
 
 
 def test_a_text_that_looks_like_a_number_or_a_switch_is_shown_as_a_text() -> None:
@@ -144,6 +155,9 @@ def test_a_switch_that_is_no_switch_is_not_read_as_one() -> None:
         ["model=custom", "model._target_=my.Net", "model.width=wide"],
         ["scheduler=custom", "scheduler._target_=my.steps", "scheduler.gamma=[1,2]"],
         ["task.ignore_index=null"],
+        ["data=csv", "data.path=x.csv", "data.train.fill=nan"],
+        ["scheduler=step", "scheduler.step_size=1e3"],
+        ["scheduler=cosine", "scheduler.total_steps=1e3"],
         ["scheduler=onecycle", "scheduler.max_lr=[0.1,0.2]"],
         ["model.hidden=[]", "model.dropout=0", "optimizer.eps=0", "optimizer.betas=[0,0.5]"],
     ],

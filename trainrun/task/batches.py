@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
-from trainrun.errors import DataError, PluginError
+from trainrun.errors import DataError, PluginError, is_of_torch
 
 INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids")
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
 MODEL_KEYS = ("attention_mask", "segment_ids", "position_ids", "noise")
 IGNORED = -100  # torch's ignore_index
-OF_SHAPES = re.compile("shape|channels|dimension|expected", re.IGNORECASE)
+OF_SHAPES = re.compile(
+    r"shapes cannot be multiplied|size mismatch|to have \d+ channels|xpected \dD|Dimension out of range"
+)
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -101,14 +103,14 @@ def _asked_for(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def _misfit(model: nn.Module, inputs: Any, error: Exception) -> str:
-    """What to say of an error of torch's that tells of shapes, where those of the samples are to blame."""
-    built_for = getattr(model, "in_shape", None)
-    if not isinstance(built_for, tuple) or not isinstance(inputs, Tensor) or not OF_SHAPES.search(str(error)):
+    """What to say of an error of torch's that tells of shapes, where one of our networks gets other samples than it was
+    built for."""
+    if not type(model).__module__.startswith("trainrun.model.") or not isinstance(inputs, Tensor):
         return ""
-    given = tuple(inputs.shape[1:])
+    built_for, given = getattr(model, "in_shape", None), tuple(inputs.shape[1:])
+    if built_for in (None, given) or not is_of_torch(error) or not OF_SHAPES.search(str(error)):
+        return ""
     said = str(error).splitlines()[0]
-    if given == built_for:
-        return ""
     return f"model.in_shape={list(built_for)}: a sample of the data has the shape {list(given)} ({said})"
 
 

@@ -92,12 +92,17 @@ RATES = Rule(  # an optimizer may have several groups of parameters, as Muon
     ),
 )
 SIZES = several(COUNT, "[256,128]")
+STEPS = Rule(  # also as 1e3
+    COUNT.text,
+    lambda value: COUNT.holds(int(value) if isinstance(value, float) and value.is_integer() else value),
+)
+ANY_NUMBER = Rule("a number", lambda value: isinstance(value, float) or is_finite(value), null=True)
 
 Rules = dict[str, Rule]
 UPDATE: Rules = {"lr": GIVEN, "weight_decay": GIVEN}
 PAIR: Rules = {"betas": several(BELOW_1, "[0.9,0.999]", 2), "eps": NOT_NEGATIVE}
 ADAM: Rules = UPDATE | PAIR | {"amsgrad": FLAG}
-LENGTH: Rules = {"total_steps": OPEN_COUNT}
+LENGTH: Rules = {"total_steps": STEPS._replace(null=True)}
 CLASSES: Rules = {"num_classes": OPEN_COUNT, "dropout": BELOW_1}
 PICTURES: Rules = {"in_shape": several(COUNT, "[1,28,28]", null=True), "width": COUNT}
 TORCH_SCHEDULERS, CURVES, MODELS = "torch.optim.lr_scheduler", "trainrun.scheduler.curves", "trainrun.model"
@@ -126,7 +131,7 @@ RULES: dict[str, Rules] = {
         "mode": one_of("min", "max"), "factor": BELOW_1, "patience": number(whole=True, at_least=0),
         "threshold": NOT_NEGATIVE, "min_lr": RATES,
     },
-    f"{TORCH_SCHEDULERS}.StepLR": {"step_size": COUNT, "gamma": NOT_NEGATIVE},
+    f"{TORCH_SCHEDULERS}.StepLR": {"step_size": STEPS, "gamma": NOT_NEGATIVE},
     "trainrun.task.classification.Classification": {
         "label_smoothing": SHARE, "class_dim": number(whole=True), "ignore_index": number(whole=True, null=True)
     },
@@ -150,7 +155,7 @@ OUR_DATA = "trainrun.data."
 LOADERS: Rules = {  # of every format
     "shape": PICTURES["in_shape"], "num_classes": OPEN_COUNT, "val_fraction": BELOW_1,
     "seed": number(whole=True), "num_samples": COUNT, "noise": NOT_NEGATIVE,
-    "block_size": COUNT, "max_bytes": OPEN_COUNT, "row_groups": COUNT, "fill": number(null=True),
+    "block_size": COUNT, "max_bytes": OPEN_COUNT, "row_groups": COUNT, "fill": ANY_NUMBER,
     **dict.fromkeys(("header", "normalize", "draft", "mapped", "check_crc"), FLAG),
     "in_memory": Rule("true, false or auto", lambda value: value == "auto" or isinstance(value, bool)),
 }  # fmt: skip
@@ -171,14 +176,20 @@ def argument_faults(config: RunConfig) -> dict[str, str]:
             value = arguments.get(name)
             if name not in arguments or (value is None and rule.null) or rule.holds(value):
                 continue
-            key = f"{group}.{name}"
-            source = (
-                FROM.get(name) if not group.startswith(("data.val", "data.test")) else f"data.train.{name}"
-            )
-            if source is not None and value == _value_of(config, source):
-                key = source
-            faults[key] = f"{key}={_shown(value)}: must be {rule.text}{', or null' if rule.null else ''}"
+            key = _source_of(config, group, name)
+            told = f"{key}={_shown(value)}: must be {rule.text}{', or null' if rule.null else ''}"
+            faults.setdefault(key, told)
     return faults
+
+
+def _source_of(config: RunConfig, group: str, name: str) -> str:
+    """The key that an argument has its value from, where it still has that."""
+    key = f"{group}.{name}"
+    beside = [f"data.train.{name}"] if group in ("data.val", "data.test") else []
+    for source in (*beside, *([FROM[name]] if name in FROM else [])):
+        if repr(_value_of(config, source)) == repr(_value_of(config, key)):
+            key = source
+    return key
 
 
 def rules_of(target: object) -> Rules:
