@@ -59,6 +59,28 @@ def test_what_is_slow_is_booked_where_it_is(source, options, stage):
     assert found["computing"] < 4 * WAIT  # a sleep is waited for
 
 
+def test_what_the_rest_takes_longer_after_a_wait_belongs_to_the_wait():
+    """As caches do that were emptied: here the first of each two calls is slow."""
+    calls = []
+
+    def cold(samples):
+        calls.append(len(samples))
+        time.sleep(4 * WAIT if len(calls) % 2 else 0)
+        return torch.utils.data.default_collate(samples)
+
+    found = stages(Slow(), collate_fn=cold)
+    assert found.samples >= 4 * WAIT > found.rest
+
+
+def test_a_collate_fn_that_takes_its_samples_apart():
+    def slow(samples):
+        time.sleep(4 * WAIT)
+        return torch.stack([samples.pop()[0] for _ in range(len(samples))])
+
+    found = stages(Slow(), collate_fn=slow)
+    assert found.rest >= 4 * WAIT > found.samples
+
+
 def test_what_only_the_first_reading_costs():
     found = stages(Slow(first=WAIT))
     assert found.samples >= 4 * WAIT > found.again

@@ -8,6 +8,7 @@ preparation stalls of DS-Analyzer (Mohan and others, 2021, arXiv:2007.06775).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -16,11 +17,12 @@ from typing import Any, Final, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from trainrun.data.generators import seeded
+from trainrun.data.columns import Columns
+from trainrun.data.generators import Calling, seeded
 from trainrun.data.loader import keys_of
 from trainrun.data.open import prepared_source
 from trainrun.data.options import StreamOptions
-from trainrun.data.reader import BatchReader, Key
+from trainrun.data.reader import BatchReader, Key, Recipe
 from trainrun.randomness import kept_random_state
 
 MOST_BATCHES: Final = 32
@@ -30,7 +32,8 @@ TRANSFORM: Final = "data.transform"
 class Stages(NamedTuple):
     """Seconds of one batch. samples: reading them for the first time; again: the second time. computing: of
     `samples`, on the CPU, so more than them where several threads read. transform: the user's. rest: putting the
-    batch together, and the reader's own work."""
+    batch together, and the reader's own work, where nothing was waited for just before: what a core that has slept
+    takes longer for it is part of `samples`."""
 
     samples: float
     again: float
@@ -60,6 +63,30 @@ class Clock:
                     self.computing += process_time() - busy
 
 
+class Repeating(BatchReader):
+    """Reads a batch, and puts the same samples together once more when asked `again`."""
+
+    def __init__(self, dataset: Any, recipe: Recipe, calling: Calling) -> None:
+        super().__init__(dataset, recipe, calling)
+        self.again = False
+
+    def _samples(self, epoch: int, indices: list[int]) -> Any:
+        if not self.again:
+            self._kept = super()._samples(epoch, indices)
+            return self._kept
+        if isinstance(self._dataset, Columns):  # no code of the user's is called
+            return self._kept
+        for index in indices[:1] if self._at_once else indices:
+            self._seed_only((self._recipe.seed, epoch, index))
+        for index in indices if self._recipe.transform is not None else ():
+            self._seed_only((self._recipe.seed, epoch, index))
+        return self._kept
+
+    def _seed_only(self, parts: tuple[int, ...]) -> None:
+        with self._calling(parts, "none is read"):
+            pass
+
+
 def stages_of(source: Any, options: StreamOptions, epoch: int, start: int, seconds: float) -> Stages | None:
     """Of the batches from `start` on, for about so long; None where no samples are read one by one.
 
@@ -72,21 +99,34 @@ def stages_of(source: Any, options: StreamOptions, epoch: int, start: int, secon
         return None
     keys = chain(keys_of(prepared.plan, epoch, start), keys_of(prepared.plan, epoch + 1, 0))
     clock, second = Clock(), Clock()
-    reader = BatchReader(prepared.dataset, prepared.recipe, clock)
+    reader = Repeating(prepared.dataset, prepared.recipe, clock)
     read: list[Key] = []
+    whole = rest = 0.0
     with kept_random_state():
         began = perf_counter()
         for key in islice(keys, MOST_BATCHES):
-            reader.read(key)
+            whole += _seconds_of(reader, key)
+            reader.again = True
+            try:
+                rest += _seconds_of(reader, key)
+            except Exception:  # a collate_fn that takes its samples apart
+                rest = math.inf
+            reader.again = False
             read.append(key)
             if perf_counter() - began > seconds / 2:
                 break
-        whole = perf_counter() - began
         _read(BatchReader(prepared.dataset, prepared.recipe, second), read)
-    rest = max(whole - clock.samples - clock.transform, 0.0)
     number = len(read)
+    rest = min(rest, max(whole - clock.samples - clock.transform, 0.0))
+    samples = max(whole - clock.transform - rest, 0.0)
     return Stages(*(each / number for each in
-                    (clock.samples, second.samples, clock.computing, clock.transform, rest)))  # fmt: skip
+                    (samples, second.samples, clock.computing, clock.transform, rest)))  # fmt: skip
+
+
+def _seconds_of(reader: BatchReader, key: Key) -> float:
+    began = perf_counter()
+    reader.read(key)
+    return perf_counter() - began
 
 
 def _read(reader: BatchReader, keys: Sequence[Key]) -> None:
