@@ -59,26 +59,45 @@ def test_what_is_slow_is_booked_where_it_is(source, options, stage):
     assert found["computing"] < 4 * WAIT  # a sleep is waited for
 
 
-def test_what_the_rest_takes_longer_after_a_wait_belongs_to_the_wait():
-    """As caches do that were emptied: here the first of each two calls is slow."""
+def test_what_the_rest_takes_where_nothing_was_waited_for():
+    """It is longer after a wait, as where caches were emptied: here the first of each two calls is slow."""
     calls = []
 
     def cold(samples):
         calls.append(len(samples))
-        time.sleep(4 * WAIT if len(calls) % 2 else 0)
+        time.sleep(WAIT if len(calls) % 2 else 0)
         return torch.utils.data.default_collate(samples)
 
-    found = stages(Slow(), collate_fn=cold)
-    assert found.samples >= 4 * WAIT > found.rest
+    found = stages(Slow(wait=WAIT), collate_fn=cold)
+    assert found.rest >= WAIT > found.awake
+
+
+class Named(Slow):
+    def __getitem__(self, index):
+        return {"x": super().__getitem__(index)[0]}
 
 
 def test_a_collate_fn_that_takes_its_samples_apart():
     def slow(samples):
-        time.sleep(4 * WAIT)
-        return torch.stack([samples.pop()[0] for _ in range(len(samples))])
+        time.sleep(WAIT)
+        return torch.stack([sample.pop("x") for sample in samples])
 
-    found = stages(Slow(), collate_fn=slow)
-    assert found.rest >= 4 * WAIT > found.samples
+    found = stages(Named(wait=WAIT), collate_fn=slow)
+    assert found.awake == found.rest >= WAIT
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        (torch.utils.data.TensorDataset(torch.zeros(40, 2)), {"collate_fn": slow_collate}),
+        (Slow(), {"collate_fn": slow_collate}),
+        (Slow(wait=WAIT), {"transform": slow_transform, "collate_fn": slow_collate}),
+    ],
+)
+def test_nothing_is_done_twice_in_a_row_where_reading_is_not_most(source, options):
+    found = stages(source, **options)
+    assert found.awake is None
+    assert found.rest >= 4 * WAIT or found.transform >= 4 * WAIT
 
 
 def test_what_only_the_first_reading_costs():

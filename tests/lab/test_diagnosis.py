@@ -127,6 +127,10 @@ def test_what_is_promised_is_what_the_named_stage_costs() -> None:
     )  # 4/5 is loading, 3/4 samples
     assert verdict(diagnosed).causes[0].what_if.gain.value == pytest.approx(2.5)
     assert "up to 150 % faster" in verdict(diagnosed).text
+    rested = Stages(
+        0.06, 0.06, 0.001, 0.0, 0.02, awake=0.01
+    )  # of which half is longer for the waiting before it
+    assert verdict(replace(diagnosed, stages=rested)).causes[0].what_if.gain.value == pytest.approx(1 / 0.3)
 
 
 def test_who_has_to_share_its_core_does_not_wait_for_a_disk() -> None:

@@ -17,7 +17,7 @@ from trainrun.precision.amp import set_matmul
 from trainrun.process.host_memory import kept_host_memory
 from trainrun.start.number_type import is_tiny
 
-FEW_WEIGHTS = 400_000  # whose update one core has done before another one is awake
+FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
 SMALLEST = 1e-40  # below the smallest float32 with all its bits
 ROUNDING = (
     "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision",
@@ -118,7 +118,7 @@ def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes
         return
     if device.type != "cpu" or torch.get_num_threads() == 1:
         return
-    few = sum(parameter.numel() for parameter in model.parameters()) < FEW_WEIGHTS
+    few = sum(each.numel() for each in model.parameters() if each.requires_grad) < FEW_WEIGHTS
     if few and is_tiny(model, config.data.batch_size):
         torch.set_num_threads(1)
         notes.append("trainer.num_threads: 1, a step this small does not gain from more")

@@ -1,7 +1,8 @@
 """How the time of loading divides: reading samples, the user's transform, putting batches together.
 
 What: the batches that come next are read in this process, one after the other, and then once more. What the second
-time saves is what a disk or a network costs; what does not keep a core busy is waited for. When: `trainrun
+time saves is what a disk or a network costs; what does not keep a core busy is waited for. Where reading waits, the
+samples of each batch are also put together twice in a row. When: `trainrun
 diagnose`, where the training waits for its data. When not: an IterableDataset, and data in memory. Source: fetch and
 preparation stalls of DS-Analyzer (Mohan and others, 2021, arXiv:2007.06775).
 """
@@ -12,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from statistics import mean
 from time import perf_counter, process_time
 from typing import Any, Final, NamedTuple
 
@@ -32,14 +34,15 @@ TRANSFORM: Final = "data.transform"
 class Stages(NamedTuple):
     """Seconds of one batch. samples: reading them for the first time; again: the second time. computing: of
     `samples`, on the CPU, so more than them where several threads read. transform: the user's. rest: putting the
-    batch together, and the reader's own work, where nothing was waited for just before: what a core that has slept
-    takes longer for it is part of `samples`."""
+    batch together, and the reader's own work. awake: `rest` where nothing was waited for just before, which a core
+    that has slept takes longer for; None where reading computes, or is not most of it."""
 
     samples: float
     again: float
     computing: float
     transform: float
     rest: float
+    awake: float | None = None
 
 
 class Clock:
@@ -64,14 +67,25 @@ class Clock:
 
 
 class Repeating(BatchReader):
-    """Reads a batch, and puts the same samples together once more when asked `again`."""
+    """Can put the samples of the last batch together once more."""
 
     def __init__(self, dataset: Any, recipe: Recipe, calling: Calling) -> None:
         super().__init__(dataset, recipe, calling)
-        self.again = False
+        self._again = False
+        self._kept: Any = None
+
+    def once_more(self, key: Key) -> float:
+        """Its seconds; infinite where a collate_fn has taken the samples apart."""
+        self._again = True
+        try:
+            return _seconds_of(self, key)
+        except Exception:
+            return math.inf
+        finally:
+            self._again, self._kept = False, None
 
     def _samples(self, epoch: int, indices: list[int]) -> Any:
-        if not self.again:
+        if not self._again:
             self._kept = super()._samples(epoch, indices)
             return self._kept
         if isinstance(self._dataset, Columns):  # no code of the user's is called
@@ -101,26 +115,24 @@ def stages_of(source: Any, options: StreamOptions, epoch: int, start: int, secon
     clock, second = Clock(), Clock()
     reader = Repeating(prepared.dataset, prepared.recipe, clock)
     read: list[Key] = []
-    whole = rest = 0.0
+    whole, awake = 0.0, []
     with kept_random_state():
         began = perf_counter()
         for key in islice(keys, MOST_BATCHES):
             whole += _seconds_of(reader, key)
-            reader.again = True
-            try:
-                rest += _seconds_of(reader, key)
-            except Exception:  # a collate_fn that takes its samples apart
-                rest = math.inf
-            reader.again = False
             read.append(key)
+            if 2 * clock.computing < clock.samples > whole / 2:
+                awake.append(reader.once_more(key))
             if perf_counter() - began > seconds / 2:
                 break
         _read(BatchReader(prepared.dataset, prepared.recipe, second), read)
+    rest = max(whole - clock.samples - clock.transform, 0.0)
     number = len(read)
-    rest = min(rest, max(whole - clock.samples - clock.transform, 0.0))
-    samples = max(whole - clock.transform - rest, 0.0)
-    return Stages(*(each / number for each in
-                    (samples, second.samples, clock.computing, clock.transform, rest)))  # fmt: skip
+    each = [
+        seconds / number
+        for seconds in (clock.samples, second.samples, clock.computing, clock.transform, rest)
+    ]
+    return Stages._make([*each, min(mean(awake), each[-1]) if awake else None])
 
 
 def _seconds_of(reader: BatchReader, key: Key) -> float:

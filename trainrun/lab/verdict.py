@@ -126,8 +126,11 @@ def of_named_stage(found: Diagnosis, what_if: WhatIf) -> WhatIf:
     """What the stage that is named costs, of all that loading does."""
     if found.stages is None:
         return what_if
-    stages = (found.stages.samples, found.stages.transform, found.stages.rest)
-    share = max(stages) / sum(stages)
+    samples, transform, rest = found.stages.samples, found.stages.transform, found.stages.rest
+    named, whole = max(samples, transform, rest), samples + transform + rest
+    if named == samples and found.stages.awake is not None:
+        named += rest - found.stages.awake  # what it takes longer after a wait ends with the wait
+    share = named / whole
 
     def freed(value: float) -> float:
         return 1 / (1 - share * (1 - 1 / value)) if value else 0.0

@@ -124,8 +124,9 @@ RULES: dict[str, Rules] = {
     f"{TORCH_SCHEDULERS}.MultiStepLR": {
         "milestones": several(number(whole=True, at_least=0), "[500,800]", empty=True), "gamma": NOT_NEGATIVE
     },
-    f"{TORCH_SCHEDULERS}.OneCycleLR": LENGTH | {
-        "max_lr": RATES, "pct_start": POINT, "div_factor": POSITIVE, "final_div_factor": POSITIVE
+    f"{TORCH_SCHEDULERS}.OneCycleLR": {
+        "total_steps": OPEN_COUNT, "max_lr": RATES, "pct_start": POINT, "div_factor": POSITIVE,
+        "final_div_factor": POSITIVE,
     },
     f"{TORCH_SCHEDULERS}.ReduceLROnPlateau": {
         "mode": one_of("min", "max"), "factor": BELOW_1, "patience": number(whole=True, at_least=0),
@@ -159,6 +160,7 @@ LOADERS: Rules = {  # of every format
     **dict.fromkeys(("header", "normalize", "draft", "mapped", "check_crc"), FLAG),
     "in_memory": Rule("true, false or auto", lambda value: value == "auto" or isinstance(value, bool)),
 }  # fmt: skip
+MISSING = object()  # where there is no such key
 GROUPS = ("optimizer", "scheduler", "task", "model", "data.train", "data.val", "data.test")
 FROM = {  # what an argument is by default
     "max_lr": "optimizer.lr", "in_shape": "data.shape", "shape": "data.shape", "num_classes": "data.num_classes",
@@ -187,7 +189,7 @@ def _source_of(config: RunConfig, group: str, name: str) -> str:
     key = f"{group}.{name}"
     beside = [f"data.train.{name}"] if group in ("data.val", "data.test") else []
     for source in (*beside, *([FROM[name]] if name in FROM else [])):
-        if repr(_value_of(config, source)) == repr(_value_of(config, key)):
+        if repr(_value_of(config, source)) == repr(_value_of(config, key)):  # nan is not itself
             key = source
     return key
 
@@ -200,7 +202,7 @@ def rules_of(target: object) -> Rules:
 def _value_of(config: RunConfig, key: str) -> Any:
     found: Any = config
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
+        found = found.get(name, MISSING) if isinstance(found, dict) else getattr(found, name, MISSING)
     return found
 
 
