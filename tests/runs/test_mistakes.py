@@ -93,7 +93,10 @@ def project(workdir: Path) -> Iterator[Path]:
             "does not go with optimizer.fused=true; leave one",
         ),
         (["optimizer.fused=often"], "optimizer.fused=often: must be true, false or null"),
-        (["optimizer=muon", "optimizer.adjust_lr_fn=none"], "must be match_rms_adamw or original"),
+        (
+            ["optimizer=muon", "optimizer.adjust_lr_fn=none"],
+            "optimizer.adjust_lr_fn=none: must be one of match_rms_adamw, original",
+        ),
         (["optimizer=muon", "model.hidden=[]"], "the model has no hidden matrix"),
         (["nonsense"], "no such command"),
         (["model"], "see trainrun --help model"),

@@ -16,11 +16,12 @@ _LOOKS_OTHER = re.compile(r"[+-]?\.?\d|(?i:true|false|null|none)\Z")
 
 
 class Rule(NamedTuple):
-    """text: what the value must be. null: whether it may also be left open."""
+    """text: what the value must be. null: whether it may also be left open. names: whether it is one of some names."""
 
     text: str
     holds: Callable[[Any], bool]
     null: bool = False
+    names: bool = False
 
 
 def number(whole: bool = False, null: bool = False, **limits: float) -> Rule:
@@ -63,7 +64,7 @@ def several(
 
 
 def one_of(*names: str) -> Rule:
-    return Rule(f"one of {', '.join(names)}", lambda value: value in names)
+    return Rule(f"one of {', '.join(names)}", lambda value: value in names, names=True)
 
 
 def rule_of(limits: Mapping[str, Any]) -> str:
@@ -179,8 +180,8 @@ def argument_faults(config: RunConfig) -> dict[str, str]:
             if name not in arguments or (value is None and rule.null) or rule.holds(value):
                 continue
             key = _source_of(config, group, name)
-            told = f"{key}={_shown(value)}: must be {rule.text}{', or null' if rule.null else ''}"
-            faults.setdefault(key, told)
+            shown = value if rule.names else _shown(value)
+            faults.setdefault(key, f"{key}={shown}: must be {rule.text}{', or null' if rule.null else ''}")
     return faults
 
 
