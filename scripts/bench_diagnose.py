@@ -41,8 +41,7 @@ READ = ["data.engine=workers", "data.num_workers=0"]
 COMMON = ["seed=1", "data=custom", "data.num_classes=10", "trainer.max_epochs=200", "monitor.hardware=false"]
 WORKLOADS = {
     "mlp": [*COMMON, "data.train._target_=faulty_parts.Table", "model=custom", "model._target_=faulty_parts.Wide",
-            "model.hidden=1536",
-            "data.batch_size=256"],
+            "model.hidden=1536", "data.batch_size=256"],
     "cnn": [*COMMON, "data.train._target_=faulty_parts.Pictures", "model=cnn", "data.batch_size=64"],
     "gpt": ["seed=1", "data=custom", "data.train._target_=faulty_parts.Sequences", "model=gpt",
             "task=language_modeling", "model.vocab_size=256", "model.layers=2", "model.width=128", "model.heads=2",

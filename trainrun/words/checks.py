@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ def parse_seconds(value: Any) -> float | None:
     seconds: float
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value):
+    if is_finite(value) and value > 0:
         return float(value)
     if isinstance(value, str):
         parts = value.split(":")
@@ -246,7 +245,7 @@ def _number_faults(key: str, value: Any, item: dataclasses.Field[Any]) -> Iterat
         return
     limits = item.metadata
     wrong = (
-        not math.isfinite(value)
+        not is_finite(value)
         or (limits["at_least"] is not None and value < limits["at_least"])
         or (limits["above"] is not None and value <= limits["above"])
         or (limits["at_most"] is not None and value > limits["at_most"])

@@ -194,9 +194,8 @@ def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunCo
     assert isinstance(config, RunConfig)
     follow_path(config.data, OmegaConf.select(saved, "data.path"))
     faults += faults_of(config)
-    changed = {
-        word.lstrip("+~").partition("=")[0] for word in words.overrides
-    }  # with the others it has trained
+    # With its other values it has trained.
+    changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
     faults += untold({key: fault for key, fault in argument_faults(config).items() if key in changed}, faults)
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])
