@@ -146,10 +146,12 @@ def priority() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
+@pytest.mark.parametrize(("after_page", "at_a_time"), [(0, blocks.MOST_BLOCKS), (16, 1)])
 def test_nothing_is_written_behind_a_block_that_could_not_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_page: int, at_a_time: int
 ) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**16)
+    data = memoryview(mmap.mmap(-1, 31 * 2**16))[after_page:][: 30 * 2**16 + 7]
     sizes: list[int] = []
 
     def full(descriptor: int, block: memoryview) -> int:
@@ -161,8 +163,8 @@ def test_nothing_is_written_behind_a_block_that_could_not_be(
     real = os.write
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space"):
-        FileLayer().write(tmp_path / "file", [bytes(30 * 2**16 + 7)])
-    assert sizes == 3 * [2**16]
+        FileLayer().write(tmp_path / "file", [data])
+    assert sizes == 3 * [at_a_time * 2**16]
 
 
 def test_where_the_file_system_refuses_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
