@@ -29,8 +29,8 @@ import trainrun.rank  # noqa: E402,F401  # once, for all runs under test
 from trainrun.lab.bench import Bench  # noqa: E402
 from trainrun.lab.choices import config_of, exchanged, key_of, measured_choices  # noqa: E402
 from trainrun.lab.diagnosis import diagnose  # noqa: E402
-from trainrun.lab.duel import Rules, Side, duel, steps_for  # noqa: E402
-from trainrun.lab.statistics import Ratio, ratio_of_means  # noqa: E402
+from trainrun.lab.duel import Side, steps_for  # noqa: E402
+from trainrun.lab.statistics import Ratio, Spent, ratio_of_totals  # noqa: E402
 from trainrun.lab.verdict import verdict  # noqa: E402
 
 PAIRS = 7  # of turns, of the run with the fault and the one without, in one pair of processes
@@ -144,9 +144,9 @@ def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, float | No
 def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
     """How much faster the run is without the fault, validation and checkpoints as they come. own: what the run that
     was diagnosed chose for itself, as threads."""
-    pairs: list[tuple[float, float]] = []
+    pairs: list[tuple[Spent, Spent]] = []
     for number in range(MOST):
-        if number >= FEWEST and sure(gain_of(pairs)):
+        if number >= FEWEST and sure(ratio_of_totals(pairs)):
             break
         # Each pair in another order, or all of them read the same batches, with the same number of rare stalls.
         order_of_data = [f"seed={number + 1}"]
@@ -162,14 +162,16 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
             ]
             for side in sides:
                 side()
-            order = sides if number % 2 == 0 else sides[::-1]
-            found = duel(*order, Rules(most_pairs=PAIRS, least_pairs=PAIRS)).pairs
-            pairs += found if number % 2 == 0 else [(mine, other) for other, mine in found]
-    return gain_of(pairs)
+            pairs += [pair_of(sides, number + turn) for turn in range(PAIRS)]
+    return ratio_of_totals(pairs)
 
 
-def gain_of(speeds: list[tuple[float, float]]) -> Ratio:
-    return ratio_of_means([(1 / first, 1 / second) for first, second in speeds])
+def pair_of(sides: list[Side], number: int) -> tuple[Spent, Spent]:
+    """The second comes first in every other pair."""
+    order = (0, 1) if number % 2 == 0 else (1, 0)
+    turns = {index: sides[index]() for index in order}
+    first, second = (Spent(turns[index].seconds, turns[index].items) for index in (0, 1))
+    return first, second
 
 
 def sure(gain: Ratio) -> bool:

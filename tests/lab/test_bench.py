@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from trainrun.lab.duel import Rules, Side, duel, steps_for
 from trainrun.lab.limits import FEW_BATCHES
 from trainrun.lab.orders import Measure, Turn
 from trainrun.lab.removals import REMOVALS
-from trainrun.lab.rounds import USUAL, Rounds, running, without
+from trainrun.lab.rounds import Rounds, running, without
 from trainrun.ledger import DATA, LOGGING
 from trainrun.monitor.metrics_file import read_rows
 from trainrun.start.trial import foreign_loop
@@ -234,7 +235,28 @@ def test_few_stalls_are_known_from_all_that_read_the_same() -> None:
     for _ in range(2):
         found.take(lambda: turn(0.0), sides, unread=["cached"])
     assert found.ratio("cached").value == pytest.approx(1.0)
-    assert found.ratio("cached", to=USUAL).value == pytest.approx((2.0 + 4.0 / 6) / 2.0)
+    unread = found.ratio_unread("cached")
+    assert unread.value == pytest.approx((2.0 + 4.0 / 6) / 2.0)
+    assert unread.low < 1.0  # one stall says little
+    assert unread.pairs == 2
+
+
+def test_the_steps_ahead_of_a_turn_read_as_well() -> None:
+    """Two rounds of one step each, of which every reading takes about three seconds: they are sure of it."""
+    found = Rounds()
+    waits = cycle([2.0, 4.0, 3.0])
+
+    def turn() -> Turn:
+        wait = next(waits)
+        return Turn(1.0 + wait, 1, 10, accounts={"data": wait}, ahead_loading=2 * next(waits), ahead_items=20)
+
+    for _ in range(2):
+        found.take(turn, {"b": turn, "cached": lambda: Turn(1.0, 1, 10)}, unread=["cached"])
+    read = sum(spent.items for spent in found.reading)
+    assert read == 30 * 6  # of three turns of the base and of b in each round, one of cached not
+    unread = found.ratio_unread("cached")
+    assert unread.value == pytest.approx(4.0, rel=0.15)
+    assert 2.5 < unread.low < 4.0 < unread.high < 6.0
 
 
 def test_reading_that_was_shorter_in_every_round_counts() -> None:
@@ -291,6 +313,12 @@ def test_a_side_takes_about_so_long_whatever_its_speed() -> None:
     assert [side_of[7]().steps for _ in range(3)] == [7, 28, 28]
     slow = Side(lambda steps: Turn(5.0 * steps, steps, steps), 80, 0.3)
     assert [slow().steps for _ in range(2)] == [10, 1]
+
+
+def test_one_long_turn_of_a_side_changes_its_pace_by_its_share() -> None:
+    paces = iter([1.0, 0.01, 0.01, 0.01, 0.03, 0.01])  # seconds a step; the first is the slowest of anything
+    side = Side(lambda steps: Turn(next(paces) * steps, steps, steps), 80, 0.3)
+    assert [side().steps for _ in range(6)] == [10, 1, 8, 28, 28, 14]
 
 
 def test_steps_for_some_seconds() -> None:

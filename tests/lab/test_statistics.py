@@ -8,7 +8,16 @@ import random
 import pytest
 
 from trainrun.lab import statistics
-from trainrun.lab.statistics import Ratio, grouped_ratio, paired_ratio, ratio_of_means, settled
+from trainrun.lab.statistics import (
+    Ratio,
+    Spent,
+    grouped_ratio,
+    paired_ratio,
+    ratio_of_means,
+    ratio_of_totals,
+    settled,
+    total,
+)
 
 
 def noisy_pairs(
@@ -76,6 +85,33 @@ def test_the_interval_of_means_holds_the_truth_as_often_as_it_says(count: int) -
     found = [ratio_of_means([(stalled(draw), draw.gauss(0.1, 0.01)) for _ in range(count)])
              for _ in range(worlds)]  # fmt: skip
     assert sum(each.low <= 2.0 <= each.high for each in found) / worlds > 0.9
+
+
+def ragged(draw: random.Random) -> Spent:
+    """A turn of one step: of a short batch, or one of ten times the items that takes a hundred times as long."""
+    return Spent(0.001, 10.0) if draw.random() < 0.5 else Spent(0.1, 100.0)
+
+
+def test_turns_of_few_items_count_as_much_as_they_take() -> None:
+    draw, truth = random.Random(4), 0.101 / 110
+    found = ratio_of_totals([(ragged(draw), Spent(truth * 50, 50.0)) for _ in range(4000)])
+    assert found.value == pytest.approx(1.0, rel=0.03)
+
+
+@pytest.mark.parametrize("count", [5, 12, 40])
+def test_the_interval_of_totals_holds_the_truth_as_often_as_it_says(count: int) -> None:
+    draw, worlds = random.Random(count), 1000
+    truth = 0.101 / 110
+    found = [ratio_of_totals([(total(ragged(draw) for _ in range(4)), Spent(truth * draw.gauss(50, 3), 50.0))
+                              for _ in range(count)]) for _ in range(worlds)]  # fmt: skip
+    assert sum(each.low <= 1.0 <= each.high for each in found) / worlds > 0.88
+
+
+def test_what_the_pairs_do_not_show_widens_the_interval() -> None:
+    pairs = [(Spent(2.0 + i % 2 / 10, 1.0), Spent(1.0, 1.0)) for i in range(8)]
+    plain, wider = ratio_of_totals(pairs), ratio_of_totals(pairs, doubt=0.2)
+    assert plain.value == wider.value
+    assert wider.low < plain.value / 1.2 < plain.low < plain.high < plain.value / 0.8 < wider.high
 
 
 def test_one_pair_of_times_is_sure_of_nothing() -> None:

@@ -23,7 +23,7 @@ from trainrun.lab.findings import CLEAR, Diagnosis, WhatIf
 from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import SAVING, Divide, Limits, Measure, Profile, Turn
 from trainrun.lab.removals import BARE, CACHED, FORWARD, SILENT, booked_of, telling
-from trainrun.lab.rounds import BASE, USUAL, Rounds, uncompiled, without
+from trainrun.lab.rounds import BASE, Rounds, uncompiled, without
 from trainrun.lab.shortage import LONG_STEP, affordable
 from trainrun.lab.statistics import Ratio
 from trainrun.ledger import ACCOUNTS, LOGGING
@@ -204,7 +204,7 @@ class Examination:
             for name in rounds.others
         }
         if CACHED in ratios and CACHED in booked_of(self._base.facts):
-            ratios[CACHED] = rounds.ratio(CACHED, to=USUAL)
+            ratios[CACHED] = rounds.ratio_unread(CACHED)
         small = dict(self._small(rounds))
         ratios |= small
         fixed = dict(self._fixed_costs(loop_seconds, ratios.get(SAVING)))

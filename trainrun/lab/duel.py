@@ -39,16 +39,20 @@ def without_warm(steps: float) -> float:
 
 
 class Side:
-    """One thing whose turns take about so long, however fast it is: each follows the pace of the one before.
-    multiple: of which the steps of every turn are one."""
+    """One thing whose turns take about so long, however fast it is: each follows the pace of those before it, but of
+    the first, whose steps are the slowest of anything. multiple: of which the steps of every turn are one."""
 
     def __init__(self, take: Taken, steps: int, seconds: float = TURN_SECONDS, multiple: int = 1) -> None:
         self._take, self._seconds, self._multiple = take, seconds, multiple
         self._steps = self._whole(steps / 8)  # of what may be far slower than the base
+        self._turns: list[Turn] = []
 
     def __call__(self) -> Turn:
         turn = self._take(self._steps)
-        wanted = turn.steps * self._seconds / max(turn.seconds, 1e-9)
+        self._turns.append(turn)
+        known = self._turns[1:] or self._turns
+        seconds = sum(each.seconds for each in known)
+        wanted = sum(each.steps for each in known) * self._seconds / max(seconds, 1e-9)
         self._steps = self._whole(min(without_warm(wanted), 8 * self._steps))
         return turn
 

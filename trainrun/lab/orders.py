@@ -102,7 +102,7 @@ class Turn:
 
     accounts: seconds by name, of rank 0 (see `trainrun.ledger`). cpu_seconds: of loading, by all threads of rank
     0's process and its workers. peak_bytes: the most memory so far, of the device, or of the process on a CPU.
-    compile_seconds: since the run began.
+    compile_seconds: since the run began. ahead_loading, ahead_items: seconds and items of the steps ahead of it.
     """
 
     seconds: float
@@ -112,6 +112,8 @@ class Turn:
     peak_bytes: int = 0
     accounts: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
+    ahead_loading: float = 0.0
+    ahead_items: float = 0.0
 
     @property
     def speed(self) -> float:

@@ -1,8 +1,8 @@
 """Many things against one base: in each round every one of them has a turn, and the base one between every two.
 
-What: seconds an item, and of those the means of all rounds, because what a run would gain is a sum of time: a stall
-that comes once in a hundred steps is in few turns, and in no median. A slow drift of the machine meets all in a
-round alike. When: `diagnose`, which asks what each of many removals gains and not which is the fastest.
+What: seconds an item, over all rounds together, because what a run would gain is a sum of time: a stall that comes
+once in a hundred steps is in few turns, and in no median. A slow drift of the machine meets all in a round alike.
+When: `diagnose`, which asks what each of many removals gains and not which is the fastest.
 """
 
 from __future__ import annotations
@@ -10,52 +10,47 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean, median
+from statistics import median
 from typing import Final
 
 from trainrun.lab.orders import Turn
-from trainrun.lab.statistics import Ratio, ratio_of_means
+from trainrun.lab.statistics import Ratio, Spent, half_interval, ratio_of_totals, total, unexplained
 from trainrun.ledger import ACCOUNTS, COMPILE, DATA, LOGGING
 
 BASE: Final = ""  # its name in a round
-USUAL: Final = (
-    "as it reads"  # the base with the mean reading of all that read the same, so that few stalls say more
-)
 BOOKED: Final = (DATA, LOGGING)
 Side = Callable[[], Turn]
 
 
 @dataclass
 class Rounds:
-    """told: of each round the seconds an item, by name, without compilation; a name need not be in every one. Under
-    the name of `without` what was booked on an account is taken off. own: all turns of the base. took: seconds of
-    the last turn of each, with the steps ahead of it."""
+    """told: of each round what each spent, by name, without compilation; a name need not be in every one. Under the
+    name of `without` what was booked on an account is taken off. own: all turns of the base. reading: of every turn
+    that reads as the base does, with the steps ahead of it. took: seconds of the last turn of each, those steps too."""
 
-    told: list[dict[str, float]] = field(default_factory=list)
+    told: list[dict[str, Spent]] = field(default_factory=list)
     own: list[Turn] = field(default_factory=list)
+    reading: list[Spent] = field(default_factory=list)
     took: dict[str, float] = field(default_factory=dict)
 
     def take(self, base: Side, others: Mapping[str, Side], unread: Collection[str] = ()) -> None:
         """One more round, in the opposite order of the one before. unread: which of the others do not read as the
         base does."""
         names = list(others) if len(self.told) % 2 == 0 else list(others)[::-1]
-        own, found = [self._timed(BASE, base)], {}
-        reading: list[Turn] = []
+        own = [self._timed(BASE, base)]
+        found: dict[str, Spent] = {}
         for number, name in enumerate(names, 1):
             turn = self._timed(name, others[name])
-            reading += [] if name in unread else [turn]
-            found[name] = running(turn) / turn.items
-            found[without(DATA, name)] = found[name] - turn.accounts.get(ACCOUNTS[DATA], 0.0) / turn.items
+            self.reading += [] if name in unread else [reading_of(turn)]
+            found[name] = Spent(running(turn), turn.items)
+            found[without(DATA, name)] = Spent(running(turn) - booked(turn, DATA), turn.items)
             if number % 2 == 0 or number == len(names):
                 own.append(self._timed(BASE, base))
-        items = sum(turn.items for turn in own)
-        found[BASE] = sum(map(running, own)) / items
+        found[BASE] = total(Spent(running(turn), turn.items) for turn in own)
         for account in BOOKED:
-            spent = sum(turn.accounts.get(ACCOUNTS[account], 0.0) for turn in own) / items
-            found[without(account)] = found[BASE] - spent
-        reading += own
-        read = sum(turn.accounts.get(ACCOUNTS[DATA], 0.0) for turn in reading)
-        found[USUAL] = found[without(DATA)] + read / sum(turn.items for turn in reading)
+            spent = sum(booked(turn, account) for turn in own)
+            found[without(account)] = Spent(found[BASE].seconds - spent, found[BASE].items)
+        self.reading += map(reading_of, own)
         self.told.append(found)
         self.own += own
 
@@ -86,22 +81,32 @@ class Rounds:
 
     def seconds(self, name: str = BASE) -> float:
         """Of an item, on average."""
-        each = [told[name] for told in self.told if name in told]
-        return sum(each) / len(each)
+        return total(told[name] for told in self.told if name in told).each
 
     def ratio(self, name: str, to: str = BASE) -> Ratio:
         """How many times as fast it is as another, by the rounds that hold both."""
-        return ratio_of_means([(told[to], told[name]) for told in self.told if name in told and to in told])
+        return ratio_of_totals([(told[to], told[name]) for told in self.told if name in told and to in told])
+
+    def ratio_unread(self, name: str) -> Ratio:
+        """`ratio`, of what reads nothing, to the base with the mean reading of all that read the same: so few stalls
+        say more. Their own interval is part of it."""
+        whole = total(self.reading)
+        both = [(told[without(DATA)], told[name]) for told in self.told if name in told]
+        usual = [(Spent(own.seconds + own.items * whole.each, own.items), its) for own, its in both]
+        left = half_interval([unexplained(one, whole) for one in self.reading]) if whole.seconds else 0.0
+        share = whole.each / total(own for own, _ in usual).each
+        return ratio_of_totals(usual, doubt=share * left)
 
     def apart(self, name: str, to: str = BASE) -> Ratio:
         """`ratio`, where the same is read, and while nobody trains: what is not reading is compared, and the mean
         reading of `to` added to both, so that a stall of the data says nothing. Of a reading that was shorter in
         every round the middle counts."""
         both = [told for told in self.told if name in told and to in told]
-        found = ratio_of_means([(told[without(DATA, to)], told[without(DATA, name)]) for told in both])
-        usual, its = ([told[one] - told[without(DATA, one)] for told in both] for one in (to, name))
+        found = ratio_of_totals([(told[without(DATA, to)], told[without(DATA, name)]) for told in both])
+        usual, its = ([told[one].each - told[without(DATA, one)].each for told in both] for one in (to, name))
         saved = median(usual) - median(its) if min(usual) > max(its) else 0.0
-        around, reading = fmean(told[without(DATA, to)] for told in both), fmean(usual)
+        around = total(told[without(DATA, to)] for told in both).each
+        reading = total(told[to] for told in both).each - around
         value, low, high = (
             (around + reading) / (around / value + max(reading - saved, 0.0)) if value else 0.0
             for value in found[:3]
@@ -119,7 +124,7 @@ class Rounds:
 
     def always_below(self, name: str, bound: float) -> bool:
         """Whether in each of its rounds it had less than that ratio to the base."""
-        return all(told[BASE] < bound * told[name] for told in self.told if name in told)
+        return all(told[BASE].each < bound * told[name].each for told in self.told if name in told)
 
 
 def without(account: int, name: str = BASE) -> str:
@@ -127,9 +132,18 @@ def without(account: int, name: str = BASE) -> str:
     return f"{name} without {ACCOUNTS[account]}"
 
 
+def booked(turn: Turn, account: int) -> float:
+    return turn.accounts.get(ACCOUNTS[account], 0.0)
+
+
+def reading_of(turn: Turn) -> Spent:
+    """Its own, and that of the steps ahead of it."""
+    return Spent(booked(turn, DATA) + turn.ahead_loading, turn.items + turn.ahead_items)
+
+
 def running(turn: Turn) -> float:
     """Its seconds without those of compilation, which meets whoever comes first upon a new shape."""
-    return turn.seconds - turn.accounts.get(ACCOUNTS[COMPILE], 0.0)
+    return turn.seconds - booked(turn, COMPILE)
 
 
 def uncompiled(turn: Turn) -> Turn:

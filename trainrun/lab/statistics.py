@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from statistics import fmean, median
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import NamedTuple
 
 RESAMPLES = 2000
@@ -40,6 +40,23 @@ class Ratio(NamedTuple):
         return self.high < bound
 
 
+class Spent(NamedTuple):
+    """Seconds, and the items that were done in them."""
+
+    seconds: float
+    items: float
+
+    @property
+    def each(self) -> float:
+        """Seconds an item."""
+        return self.seconds / self.items
+
+
+def total(several: Iterable[Spent]) -> Spent:
+    seconds, items = (sum(column) for column in zip(*several, strict=True))
+    return Spent(seconds, items)
+
+
 def paired_ratio(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
     """Of the speeds (units a second) of two things, in turns; the second's over the first's."""
     logs = sorted(math.log(second / first) for first, second in pairs)
@@ -65,20 +82,41 @@ def grouped_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: f
 
 
 def ratio_of_means(pairs: Sequence[tuple[float, float]]) -> Ratio:
-    """The mean of the firsts over the mean of the seconds: of times, how much faster the second thing is.
+    """The mean of the firsts over the mean of the seconds: of times, how much faster the second thing is."""
+    return ratio_of_totals([(Spent(first, 1.0), Spent(second, 1.0)) for first, second in pairs])
+
+
+def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]], doubt: float = 0.0) -> Ratio:
+    """How much faster the second thing is: seconds an item of all the firsts, over those of all the seconds. The mean
+    of what each pair says would be another number where a batch of few items may take long.
 
     The interval is Student's, of what each pair leaves unexplained of the second's share of the first; a single pair
-    has none.
+    has none. doubt: half of an interval, as a share of the firsts, of what the pairs do not show.
     """
-    count, value = len(pairs), fmean(first for first, _ in pairs) / fmean(second for _, second in pairs)
-    if count < 2:
-        return Ratio(value, 0.0, math.inf, count)
-    left = [first - value * second for first, second in pairs]  # their mean is 0
-    spread = math.sqrt(sum(each**2 for each in left) / (count - 1) / count) / fmean(
-        first for first, _ in pairs
+    count = len(pairs)
+    both = [total(side) for side in zip(*pairs, strict=True)]
+    value = both[0].each / both[1].each
+    left = [sum(unexplained(one, whole) * sign for one, whole, sign in zip(pair, both, (1, -1), strict=True))
+            for pair in pairs]  # fmt: skip
+    width = math.hypot(half_interval(left), doubt)  # of the second's share of the first
+    return Ratio(
+        value, value / (1 + width), value / (1 - min(width, WIDEST)) if count > 1 else math.inf, count
     )
-    width = STUDENT[min(count - 1, len(STUDENT)) - 1] * spread  # of the second's share of the first
-    return Ratio(value, value / (1 + width), value / (1 - min(width, WIDEST)), count)
+
+
+def unexplained(one: Spent, whole: Spent) -> float:
+    """What it took longer than its items take on average, as a share of the whole; over all of the whole 0."""
+    return (one.seconds - one.items * whole.each) / whole.seconds
+
+
+def half_interval(left: Sequence[float]) -> float:
+    """Student's, of the sum of things whose mean is 0; endless for a single one."""
+    count = len(left)
+    if count < 2:
+        return math.inf
+    return STUDENT[min(count - 1, len(STUDENT)) - 1] * math.sqrt(
+        sum(one**2 for one in left) * count / (count - 1)
+    )
 
 
 def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:

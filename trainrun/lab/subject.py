@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Client
 from pathlib import Path as FilePath
@@ -40,9 +39,10 @@ from trainrun.lab.orders import (
 )
 from trainrun.lab.pacing import DueInBetween, FirstBatches, GoesOn, NeverDue, OnlySteps, Paced
 from trainrun.lab.profile import profiled
+from trainrun.lab.readers import cpu_seconds, resting
 from trainrun.lab.ready import ready_of
 from trainrun.lab.removals import CACHED, Ring, removed
-from trainrun.ledger import ACCOUNTS, COMPILE
+from trainrun.ledger import ACCOUNTS, COMPILE, DATA
 from trainrun.parts import Parts
 from trainrun.state import SAVE_NOW, TrainState
 
@@ -149,6 +149,8 @@ class Subject:
             return self._turn(order, parts, state, order.warm)
 
     def _turn(self, order: Train, parts: Parts, state: TrainState, warm: int) -> Turn:
+        ranks, loading = parts.parallel.world_size, ACCOUNTS[DATA]
+        items_first, first = state.items, parts.ledger.read()
         self._run(parts, state, warm, order.variant)
         items, spent = state.items, parts.ledger.read()
         self._wait()
@@ -160,10 +162,12 @@ class Subject:
         return Turn(
             seconds=seconds,
             steps=order.steps,
-            items=(state.items - items) * parts.parallel.world_size,
+            items=(state.items - items) * ranks,
             peak_bytes=self._peak_bytes(),
             accounts={name: value - spent.get(name, 0.0) for name, value in now.items()},
             compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
+            ahead_loading=spent.get(loading, 0.0) - first.get(loading, 0.0),
+            ahead_items=(items - items_first) * ranks,
         )
 
     def _variant(self, name: str) -> tuple[Parts, TrainState]:
@@ -234,11 +238,11 @@ class Subject:
         read(max(order.warm, ahead(self._own)))  # what was read ahead of the clock costs nothing any more
         items = 0
         self._wait()
-        began, cpu = time.perf_counter(), _cpu_seconds()
+        began, cpu = time.perf_counter(), cpu_seconds()
         read(order.batches)
         self._wait()
         seconds = time.perf_counter() - began
-        return Turn(seconds, order.batches, items * self._own.parallel.world_size, _cpu_seconds() - cpu)
+        return Turn(seconds, order.batches, items * self._own.parallel.world_size, cpu_seconds() - cpu)
 
     def _validate(self) -> Turn:
         assert self._own.val is not None
@@ -273,27 +277,3 @@ class Subject:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-@contextlib.contextmanager
-def resting(workers: list[psutil.Process]) -> Iterator[None]:
-    """Loader workers that nobody asks would read ahead: beside a turn that reads nothing, and for the next one."""
-    try:
-        for worker in workers:
-            with contextlib.suppress(psutil.Error):
-                worker.suspend()
-        yield
-    finally:
-        for worker in workers:
-            with contextlib.suppress(psutil.Error):
-                worker.resume()
-
-
-def _cpu_seconds() -> float:
-    """Of this process and its loader workers; theirs to 10 ms."""
-    seconds = time.process_time()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            spent = child.cpu_times()
-            seconds += spent.user + spent.system
-    return seconds
