@@ -225,7 +225,7 @@ def test_a_stall_of_the_data_is_no_difference_between_two_that_read_the_same() -
 
 def test_few_stalls_are_known_from_all_that_read_the_same() -> None:
     """Eight turns of the base and of others that read: one of the latter stalled, as one in four do."""
-    found = Rounds()
+    found = Rounds(unread=lambda name: name == "cached")
     stalled = iter([0.0, 4.0])
 
     def turn(stall: float) -> Turn:
@@ -233,7 +233,7 @@ def test_few_stalls_are_known_from_all_that_read_the_same() -> None:
 
     sides = {"b": lambda: turn(next(stalled)), "cached": lambda: turn(0.0)}
     for _ in range(2):
-        found.take(lambda: turn(0.0), sides, unread=["cached"])
+        found.take(lambda: turn(0.0), sides)
     assert found.ratio("cached").value == pytest.approx(1.0)
     unread = found.ratio_unread("cached")
     assert unread.value == pytest.approx((2.0 + 4.0 / 6) / 2.0)
@@ -243,7 +243,7 @@ def test_few_stalls_are_known_from_all_that_read_the_same() -> None:
 
 def test_the_steps_ahead_of_a_turn_read_as_well() -> None:
     """Two rounds of one step each, of which every reading takes about three seconds: they are sure of it."""
-    found = Rounds()
+    found = Rounds(unread=lambda name: name == "cached")
     waits = cycle([2.0, 4.0, 3.0])
 
     def turn() -> Turn:
@@ -251,7 +251,7 @@ def test_the_steps_ahead_of_a_turn_read_as_well() -> None:
         return Turn(1.0 + wait, 1, 10, accounts={"data": wait}, ahead_loading=2 * next(waits), ahead_items=20)
 
     for _ in range(2):
-        found.take(turn, {"b": turn, "cached": lambda: Turn(1.0, 1, 10)}, unread=["cached"])
+        found.take(turn, {"b": turn, "cached": lambda: Turn(1.0, 1, 10)})
     read = sum(spent.items for spent in found.reading)
     assert read == 30 * 6  # of three turns of the base and of b in each round, one of cached not
     unread = found.ratio_unread("cached")

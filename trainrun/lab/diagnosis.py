@@ -82,6 +82,7 @@ class Examination:
         self._began, self._starting, self._deadline = began, 0.0, 0.0
         self._steps, self._warm, self._seconds, self._times = 1, 1, TURN_SECONDS, 2
         self._untried: list[str] = []
+        self._rounds = Rounds(unread=lambda name: CACHED in name or name in READING)
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
@@ -97,7 +98,7 @@ class Examination:
         variants = {name: self._turns(self._base, name) for name in self._affordable(pace)}
         for name, side in variants.items():
             if self._steps > 1 or name == CACHED:  # a step without loading may be far shorter
-                side()  # to find its pace; the first steps of anything are its slowest
+                self._rounds.read(name, side())  # the first steps of anything are its slowest
         sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
         rounds = self._measured(sides, progress)
         return self._put_together(rounds, limits, load)
@@ -115,6 +116,8 @@ class Examination:
         self._warm = warm_for(self._steps) if self._step_seconds < LONG_STEP else 0
         self._deadline -= self._num_saves() * self._step_seconds  # a save needs a step to be saved
         self._starting = time.monotonic() - self._began  # with what was compiled
+        for turn in paced[1:]:  # the first may open files
+            self._rounds.read(BASE, turn)
         return paced[-1]
 
     def _num_saves(self) -> int:
@@ -175,20 +178,19 @@ class Examination:
 
     def _measured(self, sides: dict[str, Callable[[], Turn]], progress: Progress) -> Rounds:
         """Rounds until the time is over, and a few in any case. What is clearly slower is not asked again."""
-        found = Rounds()
+        found = self._rounds
         for number in range(MOST_ROUNDS):
             asked = [name for name in sides if number < FEW_ROUNDS or self._still_tells(name, found)]
             left = self._deadline - time.monotonic()
             if number and found.seconds_of_a_round(asked) > left:
-                if number >= FEWEST_ROUNDS:
-                    break
                 asked = found.fitting(asked, left)
                 if LARGER in asked and SILENT in sides and SILENT not in asked:
                     asked.append(SILENT)  # they are compared
+                if number >= FEWEST_ROUNDS and found.seconds_of_a_round(asked) > left:
+                    break
             progress(f"round {number + 1}")
             own = partial(self._base.train, self._steps, self._warm)
-            unread = [name for name in asked if CACHED in name or name in READING]
-            found.take(own, {name: sides[name] for name in asked}, unread)
+            found.take(own, {name: sides[name] for name in asked})
         return found
 
     def _still_tells(self, name: str, found: Rounds) -> bool:

@@ -8,7 +8,7 @@ When: `diagnose`, which asks what each of many removals gains and not which is t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final
@@ -26,22 +26,23 @@ Side = Callable[[], Turn]
 class Rounds:
     """told: of each round what each spent, by name, without compilation; a name need not be in every one. Under the
     name of `without` what was booked on an account is taken off. own: all turns of the base. reading: of every turn
-    that reads as the base does, with the steps ahead of it. took: seconds of the last turn of each, those steps too."""
+    that reads as the base does. unread: whether one of that name does not. took: seconds of the last turn of each,
+    with the steps ahead of it."""
 
     told: list[dict[str, Spent]] = field(default_factory=list)
     own: list[Turn] = field(default_factory=list)
     reading: list[Spent] = field(default_factory=list)
+    unread: Callable[[str], bool] = lambda name: False
     took: dict[str, float] = field(default_factory=dict)
 
-    def take(self, base: Side, others: Mapping[str, Side], unread: Collection[str] = ()) -> None:
-        """One more round, in the opposite order of the one before. unread: which of the others do not read as the
-        base does."""
+    def take(self, base: Side, others: Mapping[str, Side]) -> None:
+        """One more round, in the opposite order of the one before."""
         names = list(others) if len(self.told) % 2 == 0 else list(others)[::-1]
         own = [self._timed(BASE, base)]
         found: dict[str, Spent] = {}
         for number, name in enumerate(names, 1):
             turn = self._timed(name, others[name])
-            self.reading += [] if name in unread else [reading_of(turn)]
+            self.read(name, turn)
             found[name] = Spent(running(turn), turn.items)
             found[without(DATA, name)] = Spent(running(turn) - booked(turn, DATA), turn.items)
             if number % 2 == 0 or number == len(names):
@@ -50,9 +51,16 @@ class Rounds:
         for account in BOOKED:
             spent = sum(booked(turn, account) for turn in own)
             found[without(account)] = Spent(found[BASE].seconds - spent, found[BASE].items)
-        self.reading += map(reading_of, own)
+        for turn in own:
+            self.read(BASE, turn)
         self.told.append(found)
         self.own += own
+
+    def read(self, name: str, turn: Turn) -> None:
+        """What it read is known, in the steps ahead of the turn too; also of turns that are in no round."""
+        if not self.unread(name):
+            seconds = booked(turn, DATA) + turn.ahead_loading
+            self.reading.append(Spent(seconds, turn.items + turn.ahead_items))
 
     def _timed(self, name: str, side: Side) -> Turn:
         began = time.monotonic()
@@ -134,11 +142,6 @@ def without(account: int, name: str = BASE) -> str:
 
 def booked(turn: Turn, account: int) -> float:
     return turn.accounts.get(ACCOUNTS[account], 0.0)
-
-
-def reading_of(turn: Turn) -> Spent:
-    """Its own, and that of the steps ahead of it."""
-    return Spent(booked(turn, DATA) + turn.ahead_loading, turn.items + turn.ahead_items)
 
 
 def running(turn: Turn) -> float:
