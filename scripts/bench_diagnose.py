@@ -4,7 +4,8 @@
 
 For each fault of each workload: the first verdict, the gain it promises, and the gain when the fault is really taken
 away, measured in turns of pairs of processes, with what the faulty run chose for itself held fixed. The clean
-workloads must be healthy. What came is measured until its interval is within 5 %, in up to six pairs of processes.
+workloads must be healthy. What came is measured until the interval of its turns is within 5 %, in up to six pairs of
+processes.
 others: cores that other processes kept busy meanwhile.
 The exit code is 0 whatever is found. Not planted: `.item()` in every step, which costs nothing on a CPU, and more
 threads than cores, which no run takes.

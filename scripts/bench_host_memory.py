@@ -23,7 +23,7 @@ import trainrun.rank  # noqa: E402,F401  # once, for all runs under test
 from trainrun.lab.bench import Bench  # noqa: E402
 from trainrun.lab.choices import config_of  # noqa: E402
 from trainrun.lab.duel import Rules, Side, duel, steps_for  # noqa: E402
-from trainrun.lab.statistics import ratio_of_means  # noqa: E402
+from trainrun.lab.statistics import Spent, ratio_of_totals  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "trainer.num_threads=2", "monitor.hardware=false"]
 TEXT = ["data=text", "task=language_modeling", "data.train.max_bytes=2000000"]
@@ -59,7 +59,7 @@ def compare(words: list[str], pairs: int, processes: int) -> str:
             found += turns if number % 2 == 0 else [(libc, keep) for keep, libc in turns]
             ends = [each.train(1).peak_bytes for each in subjects]
             peaks = [max(before, now) for before, now in zip(peaks, ends, strict=True)]
-    gain = ratio_of_means([(1 / libc, 1 / keep) for libc, keep in found])
+    gain = ratio_of_totals([(Spent(1 / libc, 1), Spent(1 / keep, 1)) for libc, keep in found])
     return f"{gain!s:24} peak {peaks[0] / 1e6:6.0f} and {peaks[1] / 1e6:6.0f} MB"
 
 

@@ -118,3 +118,15 @@ class Sleepers(Numbers):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         time.sleep(0.002)
         return super().__getitem__(index)
+
+
+class Written(Sleepers):
+    """And what was read is in a file, an index a line."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        with open(self._file, "a", encoding="utf-8") as file:
+            file.write(f"{index}\n")
+        return super().__getitem__(index)

@@ -22,7 +22,7 @@ from trainrun.lab.duel import Rules, Side, duel, steps_for
 from trainrun.lab.limits import FEW_BATCHES
 from trainrun.lab.orders import Measure, Turn
 from trainrun.lab.removals import REMOVALS
-from trainrun.lab.rounds import Rounds, running, without
+from trainrun.lab.rounds import Rounds, without
 from trainrun.ledger import DATA, LOGGING
 from trainrun.monitor.metrics_file import read_rows
 from trainrun.start.trial import foreign_loop
@@ -171,6 +171,42 @@ def test_nothing_is_left_behind() -> None:
     assert not [process for process in family if process.is_running()]
 
 
+def test_runs_that_ended_hold_nothing_open(bench: Bench) -> None:
+    def started() -> int:
+        subject = bench.start(compose_run(WORDS).config)
+        subject.train(1)
+        subject.close()
+        subject.close()
+        with pytest.raises(SubjectFailed, match="ended with -9"):
+            subject.train(1)
+        return len(os.listdir("/proc/self/fd"))
+
+    assert started() == started()
+
+
+def test_what_was_read_for_another_turn_is_not_read_again(bench: Bench, tmp_path: Path) -> None:
+    """Of 400 samples: turns that read, with steps ahead of them, and some that read only once."""
+    file = tmp_path / "read"
+    words = ["seed=3", "data=custom", "data.train._target_=lab_worlds.Written", f"data.train.file={file}",
+             "data.num_classes=3", "data.engine=workers", "data.num_workers=0", "data.batch_size=10"]  # fmt: skip
+    subject = bench.start(compose_run(words).config)
+    file.unlink()  # of the samples that were looked at before the first step
+    turn = subject.train(1, warm=2)
+    assert (turn.items, turn.ahead_items) == (10, 20)
+    assert turn.booked(DATA) >= 10 * 0.002
+    assert turn.ahead_data_seconds >= 20 * 0.002
+    cached = subject.train(2, warm=3, variant="cached")
+    assert (cached.items, cached.ahead_items) == (20, 30)
+    assert cached.ahead_data_seconds < 0.02
+    subject.train(1, warm=1)
+    subject.train(1, warm=1, variant="cached")
+    subject.load(2, warm=1)
+    subject.train(1, warm=0, variant="silent")
+    read = file.read_text().split()
+    assert 80 < len(read) == len(set(read))
+    subject.close()
+
+
 def side(speed: float, said: list[str], name: str):
     def take() -> Turn:
         said.append(name)
@@ -224,8 +260,8 @@ def test_a_stall_of_the_data_is_no_difference_between_two_that_read_the_same() -
 
 
 def test_few_stalls_are_known_from_all_that_read_the_same() -> None:
-    """Eight turns of the base and of others that read: one of the latter stalled, as one in four do."""
-    found = Rounds(unread=lambda name: name == "cached")
+    """Six turns of the base and of another that reads: one of the latter stalled."""
+    found = Rounds(reads_otherwise=lambda name: name == "cached")
     stalled = iter([0.0, 4.0])
 
     def turn(stall: float) -> Turn:
@@ -243,16 +279,18 @@ def test_few_stalls_are_known_from_all_that_read_the_same() -> None:
 
 def test_the_steps_ahead_of_a_turn_read_as_well() -> None:
     """Two rounds of one step each, of which every reading takes about three seconds: they are sure of it."""
-    found = Rounds(unread=lambda name: name == "cached")
+    found = Rounds(reads_otherwise=lambda name: name == "cached")
     waits = cycle([2.0, 4.0, 3.0])
 
     def turn() -> Turn:
         wait = next(waits)
-        return Turn(1.0 + wait, 1, 10, accounts={"data": wait}, ahead_loading=2 * next(waits), ahead_items=20)
+        return Turn(
+            1.0 + wait, 1, 10, accounts={"data": wait}, ahead_data_seconds=2 * next(waits), ahead_items=20
+        )
 
     for _ in range(2):
         found.take(turn, {"b": turn, "cached": lambda: Turn(1.0, 1, 10)})
-    read = sum(spent.items for spent in found.reading)
+    read = sum(spent.items for spent in found.readings)
     assert read == 30 * 6  # of three turns of the base and of b in each round, one of cached not
     unread = found.ratio_unread("cached")
     assert unread.value == pytest.approx(4.0, rel=0.15)
@@ -276,7 +314,9 @@ def test_compilation_is_no_part_of_a_comparison() -> None:
     for _ in range(2):
         found.take(compiling, {"b": lambda: Turn(seconds=1.0, steps=10, items=20)})
     assert found.ratio("b").value == pytest.approx(2.0)
-    assert sum(turn.seconds - running(turn) for turn in found.own) == pytest.approx(4.0 * len(found.own))
+    assert sum(turn.seconds - turn.running_seconds for turn in found.own) == pytest.approx(
+        4.0 * len(found.own)
+    )
     assert found.compiling(None) == pytest.approx(0.4)
     assert found.compiling(1000) == pytest.approx(0.02)
 
@@ -302,6 +342,29 @@ def test_where_time_is_short_what_gained_most_is_asked_again() -> None:
     assert found.fitting("bcd", 7.0) == ["c", "d", "b"]
     assert found.fitting("bcd", 5.0) == ["c", "d"]
     assert found.fitting("bcd", 0.0) == ["c"]
+
+
+def test_what_is_compared_is_asked_together() -> None:
+    said: list[str] = []
+    found = Rounds()
+    speeds = (("cached", 12), ("silent", 10), ("larger", 20))
+    found.take(side(10, said, "a"), {name: side(speed, said, name) for name, speed in speeds})
+    found.took = {"": 0.3, "cached": 0.3, "silent": 0.3, "larger": 0.6}
+    names = ["cached", "silent", "larger"]
+    assert found.fitting(names, 1.6, {"larger": "silent"}) == ["larger", "silent"]
+    assert found.fitting(names, 2.2, {"larger": "silent"}) == ["larger", "silent", "cached"]
+    assert found.fitting(["cached", "larger"], 1.3, {"larger": "silent"}) == ["larger"]
+
+
+def test_compilation_does_not_slow_the_pace_of_a_side() -> None:
+    compiling = iter([0.0, 0.0, 6.0, 0.0, 0.0])
+
+    def take(steps: int) -> Turn:
+        extra = next(compiling)
+        return Turn(0.01 * steps + extra, steps, steps, accounts={"compile": extra})
+
+    pacing = Side(take, 80, 0.3)
+    assert [pacing().steps for _ in range(5)] == [10, 28, 28, 28, 28]
 
 
 def test_a_side_takes_about_so_long_whatever_its_speed() -> None:

@@ -7,7 +7,9 @@ import json
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,10 +17,11 @@ from trainrun.cli import main
 from trainrun.commands.budget import take_seconds
 from trainrun.data.stages import Stages
 from trainrun.errors import ConfigError
-from trainrun.lab import diagnosis, duel
+from trainrun.lab import diagnosis, duel, removals, rounds
 from trainrun.lab.findings import Diagnosis, WhatIf
-from trainrun.lab.orders import Limits, Ready
+from trainrun.lab.orders import Limits, Ready, Turn
 from trainrun.lab.report import lines_of, write_report
+from trainrun.lab.rounds import Rounds
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.verdict import CAUSES, WORDS, verdict
 
@@ -202,6 +205,41 @@ class Slow(torch.utils.data.Dataset):
 """
 WORDS_OF_SLOW = ["data=custom", "data.train._target_=slow_data.Slow", "data.num_classes=3", "data.engine=workers",
                  "data.num_workers=0", "data.batch_size=16"]  # fmt: skip
+
+
+class Scripted:
+    """A run whose turns take a second, on a clock of their own. names: of all turns, in their order."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.now, self.names = 0.0, names
+
+    def turn(self, name: str, items: float) -> Turn:
+        self.now += 1.0
+        self.names.append(name)
+        return Turn(1.0, 1, items, accounts={"data": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("deadline", "last"), [(13.5, []), (15.5, ["", "cached", ""]), (18.5, ["", "larger", "silent", ""])]
+)
+def test_what_is_left_of_the_time_is_for_what_gained_most(
+    monkeypatch: pytest.MonkeyPatch, deadline: float, last: list[str]
+) -> None:
+    """Two rounds of a base and of what gains as much as its number, and phases, which are no finding."""
+    names: list[str] = []
+    run = Scripted(names)
+    gains = {"cached": 3.0, "silent": 1.0, removals.FORWARD: 9.0}
+    gains |= {"larger": 4.0} if "larger" in last else {}
+    examined = diagnosis.Examination.__new__(diagnosis.Examination)
+    examined._base = SimpleNamespace(train=lambda steps, warm: run.turn("", 1.0))  # type: ignore[assignment]
+    examined._steps, examined._warm, examined._deadline = 1, 0, deadline
+    examined._rounds = Rounds()
+    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: run.now))
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: run.now))
+    sides = {name: partial(run.turn, name, gain) for name, gain in gains.items()}
+    examined._measured(sides, lambda about: None)
+    full = len(sides) + 1 + (len(sides) + 1) // 2
+    assert names[2 * full :] == last
 
 
 def test_a_slow_data_set_is_found(

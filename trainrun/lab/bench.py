@@ -15,7 +15,6 @@ import math
 import multiprocessing
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -24,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path as FilePath
 from types import FrameType
 from typing import Any, Final
@@ -138,11 +137,13 @@ class Subject:
         self._process.start()
         self.facts: Ready
         self.start_seconds = 0.0
+        self._closed = False
+        self._ended_with: int | None = None
 
     def wait_until_ready(self, limit: float = START_SECONDS) -> None:
         deadline = time.monotonic() + limit
         while self._gate is None:
-            readable, _, _ = select.select([self._listener, self._process.sentinel], [], [], 1.0)
+            readable = wait([self._listener, self._process.sentinel], 1.0)
             if self._listener in readable:
                 accepted, _ = self._listener.accept()
                 self._gate = Connection(accepted.detach())
@@ -201,10 +202,12 @@ class Subject:
             raise self._failure() from error
 
     def _failure(self) -> SubjectFailed:
-        self._process.join(10.0)
-        text = self._last_words() or f"its process ended with {self._process.exitcode}"
-        code = EXIT_USAGE if self._process.exitcode == EXIT_USAGE else EXIT_FAILED
+        if not self._closed:
+            self._process.join(10.0)
+        text = self._last_words()
         self.close()
+        code = EXIT_USAGE if self._ended_with == EXIT_USAGE else EXIT_FAILED
+        text = text or f"its process ended with {self._ended_with}"
         return SubjectFailed(text, code)
 
     def _last_words(self) -> str:
@@ -226,13 +229,17 @@ class Subject:
                 os.kill(process.pid, number)
 
     def _family(self) -> Iterator[psutil.Process]:
+        if self._closed:
+            return
         with contextlib.suppress(psutil.Error):
             own = psutil.Process(self._process.pid)
             yield own
             yield from own.children(recursive=True)
 
     def close(self) -> None:
-        """Ends the run with all its processes, whatever they are doing."""
+        """Ends the run with all its processes, whatever they are doing. It may be called again."""
+        if self._closed:
+            return
         if self._gate is not None:
             self._gate.close()
             self._gate = None
@@ -244,6 +251,9 @@ class Subject:
                 process.kill()
         self._process.join(10.0)
         psutil.wait_procs(family, timeout=5.0)
+        self._closed, self._ended_with = True, self._process.exitcode
+        if self._ended_with is not None:
+            self._process.close()  # its pipes: a long search starts more runs than there are descriptors
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

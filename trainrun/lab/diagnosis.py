@@ -26,7 +26,7 @@ from trainrun.lab.removals import BARE, CACHED, FORWARD, SILENT, booked_of, tell
 from trainrun.lab.rounds import BASE, Rounds, uncompiled, without
 from trainrun.lab.shortage import LONG_STEP, affordable
 from trainrun.lab.statistics import Ratio
-from trainrun.ledger import ACCOUNTS, LOGGING
+from trainrun.ledger import ACCOUNTS, DATA, LOGGING
 from trainrun.words.checks import parse_seconds
 
 LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
@@ -48,6 +48,7 @@ ABOUTS: Final = {"cached": ("data", "batches that are there already"), SILENT: (
                  "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
                  "unsynced": ("ranks", "no exchange of gradients"), SAVING: ("checkpoint", "no checkpoints"),
                  BUCKET: ("padding", "data.padding=bucket")}  # fmt: skip
+PHASES: Final = (FORWARD, BARE)  # no finding of their own
 Progress = Callable[[str], None]
 
 
@@ -82,7 +83,7 @@ class Examination:
         self._began, self._starting, self._deadline = began, 0.0, 0.0
         self._steps, self._warm, self._seconds, self._times = 1, 1, TURN_SECONDS, 2
         self._untried: list[str] = []
-        self._rounds = Rounds(unread=lambda name: CACHED in name or name in READING)
+        self._rounds = Rounds(reads_otherwise=lambda name: CACHED in name or name in (*READING, LARGER))
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
@@ -98,7 +99,7 @@ class Examination:
         variants = {name: self._turns(self._base, name) for name in self._affordable(pace)}
         for name, side in variants.items():
             if self._steps > 1 or name == CACHED:  # a step without loading may be far shorter
-                self._rounds.read(name, side())  # the first steps of anything are its slowest
+                self._rounds.note_reading(name, side())  # to find its pace: the first steps are the slowest
         sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
         rounds = self._measured(sides, progress)
         return self._put_together(rounds, limits, load)
@@ -117,7 +118,7 @@ class Examination:
         self._deadline -= self._num_saves() * self._step_seconds  # a save needs a step to be saved
         self._starting = time.monotonic() - self._began  # with what was compiled
         for turn in paced[1:]:  # the first may open files
-            self._rounds.read(BASE, turn)
+            self._rounds.note_reading(BASE, turn)
         return paced[-1]
 
     def _num_saves(self) -> int:
@@ -177,15 +178,15 @@ class Examination:
         return config_of(exchanged(exchanged(self._words, own), words))
 
     def _measured(self, sides: dict[str, Callable[[], Turn]], progress: Progress) -> Rounds:
-        """Rounds until the time is over, and a few in any case. What is clearly slower is not asked again."""
+        """Rounds until the time is over, and a few in any case; the last ones of what gained most, as far as there is
+        time. What is clearly slower is not asked again."""
         found = self._rounds
         for number in range(MOST_ROUNDS):
             asked = [name for name in sides if number < FEW_ROUNDS or self._still_tells(name, found)]
             left = self._deadline - time.monotonic()
             if number and found.seconds_of_a_round(asked) > left:
-                asked = found.fitting(asked, left)
-                if LARGER in asked and SILENT in sides and SILENT not in asked:
-                    asked.append(SILENT)  # they are compared
+                named = [name for name in asked if name not in PHASES]
+                asked = found.fitting(named, left, {LARGER: SILENT})
                 if number >= FEWEST_ROUNDS and found.seconds_of_a_round(asked) > left:
                     break
             progress(f"round {number + 1}")
@@ -195,7 +196,7 @@ class Examination:
 
     def _still_tells(self, name: str, found: Rounds) -> bool:
         """Not: phases, of which a few rounds are enough, and what was slower each time."""
-        return name == SAVING or not (name == FORWARD or found.always_below(name, SLOWER))
+        return name == SAVING or not (name in PHASES or found.always_below(name, SLOWER))
 
     def _put_together(self, rounds: Rounds, limits: Limits, load: Turn) -> Diagnosis:
         steps = sum(turn.steps for turn in rounds.own)
@@ -247,7 +248,7 @@ class Examination:
         """Removals of what takes too little of the untouched loop to be worth a word, by its ledger, which noise does
         not reach. Of what takes more the removal tells what else it slows: a core that has slept wakes slowly."""
         for name, account in booked_of(self._base.facts).items():
-            ratio = rounds.ratio(without(account))
+            ratio = (rounds.ratio_unread if account == DATA else rounds.ratio)(without(account))
             if ratio.value < CLEAR or name not in rounds.others:
                 yield name, ratio
 

@@ -15,6 +15,7 @@ TURN_SECONDS: Final = (
 )
 LEAST_PAIRS: Final = 5
 MOST_STEPS: Final = 100_000
+LOOKS_BACK: Final = 4  # turns: batches may differ
 Taken = Callable[[int], Turn]  # some steps, of one side
 
 
@@ -39,8 +40,8 @@ def without_warm(steps: float) -> float:
 
 
 class Side:
-    """One thing whose turns take about so long, however fast it is: each follows the pace of those before it, but of
-    the first, whose steps are the slowest of anything. multiple: of which the steps of every turn are one."""
+    """One thing whose turns take about so long, however fast it is: each follows the pace of a few before it, but
+    of the first, whose steps are the slowest of anything. multiple: of which the steps of every turn are one."""
 
     def __init__(self, take: Taken, steps: int, seconds: float = TURN_SECONDS, multiple: int = 1) -> None:
         self._take, self._seconds, self._multiple = take, seconds, multiple
@@ -50,8 +51,8 @@ class Side:
     def __call__(self) -> Turn:
         turn = self._take(self._steps)
         self._turns.append(turn)
-        known = self._turns[1:] or self._turns
-        seconds = sum(each.seconds for each in known)
+        known = self._turns[1:][-LOOKS_BACK:] or self._turns
+        seconds = sum(each.running_seconds for each in known)
         wanted = sum(each.steps for each in known) * self._seconds / max(seconds, 1e-9)
         self._steps = self._whole(min(without_warm(wanted), 8 * self._steps))
         return turn

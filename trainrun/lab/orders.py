@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from trainrun.data.stages import Stages
+from trainrun.ledger import ACCOUNTS, COMPILE
 
 WHOLE: Final = "whole"  # in place of a removal: validations and checkpoints come as in the run
 SAVING: Final = "saving"  # checkpoints alone do
@@ -102,7 +103,7 @@ class Turn:
 
     accounts: seconds by name, of rank 0 (see `trainrun.ledger`). cpu_seconds: of loading, by all threads of rank
     0's process and its workers. peak_bytes: the most memory so far, of the device, or of the process on a CPU.
-    compile_seconds: since the run began. ahead_loading, ahead_items: seconds and items of the steps ahead of it.
+    compile_seconds: since the run began. ahead_data_seconds, ahead_items: of the steps ahead of it, of loading.
     """
 
     seconds: float
@@ -112,13 +113,22 @@ class Turn:
     peak_bytes: int = 0
     accounts: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
-    ahead_loading: float = 0.0
+    ahead_data_seconds: float = 0.0
     ahead_items: float = 0.0
 
     @property
     def speed(self) -> float:
         """Items a second."""
         return self.items / self.seconds
+
+    @property
+    def running_seconds(self) -> float:
+        """Without those of compilation, which meets whoever comes first upon a new shape."""
+        return self.seconds - self.booked(COMPILE)
+
+    def booked(self, account: int) -> float:
+        """Seconds."""
+        return self.accounts.get(ACCOUNTS[account], 0.0)
 
 
 @dataclass(frozen=True)

@@ -34,19 +34,19 @@ class Ring(Around):
         self._kept: list[MicroBatch] = []
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        self.fill(epoch, start)
         while True:
             yield from self._kept
 
-    def fill(self, epoch: int, start: int) -> None:
-        """Once: with the batches that come next."""
+    def fill(self, windows: Iterator[list[MicroBatch]]) -> None:
+        """Once, with what comes next, and before anything is asked of it."""
         if self._kept:
             return
-        batches, until = self._batches.epoch(epoch, start), time.monotonic() + FILL_SECONDS
-        for batch in batches:
-            if batch.real and not (batch.last and self._kept):  # the last of an epoch may be smaller
-                self._kept.append(batch._replace(last=False))
-            if batch.last or len(self._kept) == RING or (self._kept and time.monotonic() > until):
+        until = time.monotonic() + FILL_SECONDS
+        for window in windows:
+            for batch in window:
+                if batch.real and not (batch.last and self._kept):  # the last of an epoch may be smaller
+                    self._kept.append(batch._replace(last=False))
+            if window[-1].last or len(self._kept) >= RING or (self._kept and time.monotonic() > until):
                 break
 
     def close(self) -> None:

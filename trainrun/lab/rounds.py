@@ -11,28 +11,30 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from types import MappingProxyType
 from typing import Final
 
 from trainrun.lab.orders import Turn
 from trainrun.lab.statistics import Ratio, Spent, half_interval, ratio_of_totals, total, unexplained
-from trainrun.ledger import ACCOUNTS, COMPILE, DATA, LOGGING
+from trainrun.ledger import ACCOUNTS, DATA, LOGGING
 
 BASE: Final = ""  # its name in a round
 BOOKED: Final = (DATA, LOGGING)
+LEAST: Final = 1e-12  # seconds
 Side = Callable[[], Turn]
 
 
 @dataclass
 class Rounds:
     """told: of each round what each spent, by name, without compilation; a name need not be in every one. Under the
-    name of `without` what was booked on an account is taken off. own: all turns of the base. reading: of every turn
-    that reads as the base does. unread: whether one of that name does not. took: seconds of the last turn of each,
+    name of `without` what was booked on an account is taken off. own: all turns of the base. readings: of every turn
+    that reads as the base does. reads_otherwise: whether one of that name does. took: seconds of the last turn of each,
     with the steps ahead of it."""
 
     told: list[dict[str, Spent]] = field(default_factory=list)
     own: list[Turn] = field(default_factory=list)
-    reading: list[Spent] = field(default_factory=list)
-    unread: Callable[[str], bool] = lambda name: False
+    readings: list[Spent] = field(default_factory=list)
+    reads_otherwise: Callable[[str], bool] = lambda name: False
     took: dict[str, float] = field(default_factory=dict)
 
     def take(self, base: Side, others: Mapping[str, Side]) -> None:
@@ -42,25 +44,25 @@ class Rounds:
         found: dict[str, Spent] = {}
         for number, name in enumerate(names, 1):
             turn = self._timed(name, others[name])
-            self.read(name, turn)
-            found[name] = Spent(running(turn), turn.items)
-            found[without(DATA, name)] = Spent(running(turn) - booked(turn, DATA), turn.items)
+            self.note_reading(name, turn)
+            found[name] = Spent(turn.running_seconds, turn.items)
+            found[without(DATA, name)] = Spent(turn.running_seconds - turn.booked(DATA), turn.items)
             if number % 2 == 0 or number == len(names):
                 own.append(self._timed(BASE, base))
-        found[BASE] = total(Spent(running(turn), turn.items) for turn in own)
+        found[BASE] = total(Spent(turn.running_seconds, turn.items) for turn in own)
         for account in BOOKED:
-            spent = sum(booked(turn, account) for turn in own)
+            spent = sum(turn.booked(account) for turn in own)
             found[without(account)] = Spent(found[BASE].seconds - spent, found[BASE].items)
         for turn in own:
-            self.read(BASE, turn)
+            self.note_reading(BASE, turn)
         self.told.append(found)
         self.own += own
 
-    def read(self, name: str, turn: Turn) -> None:
+    def note_reading(self, name: str, turn: Turn) -> None:
         """What it read is known, in the steps ahead of the turn too; also of turns that are in no round."""
-        if not self.unread(name):
-            seconds = booked(turn, DATA) + turn.ahead_loading
-            self.reading.append(Spent(seconds, turn.items + turn.ahead_items))
+        if not self.reads_otherwise(name):
+            seconds = turn.booked(DATA) + turn.ahead_data_seconds
+            self.readings.append(Spent(seconds, turn.items + turn.ahead_items))
 
     def _timed(self, name: str, side: Side) -> Turn:
         began = time.monotonic()
@@ -78,13 +80,17 @@ class Rounds:
         each = [self.took[name] for name in names]
         return sum(each) + self.took[BASE] * (1 + (len(each) + 1) // 2)
 
-    def fitting(self, names: Sequence[str], seconds: float) -> list[str]:
+    def fitting(
+        self, names: Sequence[str], seconds: float, compared: Mapping[str, str] = MappingProxyType({})
+    ) -> list[str]:
         """Those whose next turns take no longer than so many seconds: what gained most so far comes first, and is
-        asked in any case, because nothing is said by one turn."""
+        asked in any case, because nothing is said by one turn. compared: what one cannot be asked without."""
         chosen: list[str] = []
         for name in sorted(names, key=lambda name: -self.ratio(name).value):
-            if not chosen or self.seconds_of_a_round([*chosen, name]) <= seconds:
-                chosen.append(name)
+            wanted = [one for one in (name, compared.get(name, name)) if one in names]
+            more = list(dict.fromkeys([*chosen, *wanted]))
+            if not chosen or self.seconds_of_a_round(more) <= seconds:
+                chosen = more
         return chosen
 
     def seconds(self, name: str = BASE) -> float:
@@ -98,10 +104,10 @@ class Rounds:
     def ratio_unread(self, name: str) -> Ratio:
         """`ratio`, of what reads nothing, to the base with the mean reading of all that read the same: so few stalls
         say more. Their own interval is part of it."""
-        whole = total(self.reading)
+        whole = total(self.readings)
         both = [(told[without(DATA)], told[name]) for told in self.told if name in told]
         usual = [(Spent(own.seconds + own.items * whole.each, own.items), its) for own, its in both]
-        left = half_interval([unexplained(one, whole) for one in self.reading]) if whole.seconds else 0.0
+        left = half_interval([unexplained(one, whole) for one in self.readings]) if whole.seconds else 0.0
         share = whole.each / total(own for own, _ in usual).each
         return ratio_of_totals(usual, doubt=share * left)
 
@@ -109,14 +115,16 @@ class Rounds:
         """`ratio`, where the same is read, and while nobody trains: what is not reading is compared, and the mean
         reading of `to` added to both, so that a stall of the data says nothing. Of a reading that was shorter in
         every round the middle counts."""
-        both = [told for told in self.told if name in told and to in told]
+        both = [
+            told for told in self.told if name in told and to in told and told[name].items and told[to].items
+        ]
         found = ratio_of_totals([(told[without(DATA, to)], told[without(DATA, name)]) for told in both])
         usual, its = ([told[one].each - told[without(DATA, one)].each for told in both] for one in (to, name))
         saved = median(usual) - median(its) if min(usual) > max(its) else 0.0
         around = total(told[without(DATA, to)] for told in both).each
         reading = total(told[to] for told in both).each - around
         value, low, high = (
-            (around + reading) / (around / value + max(reading - saved, 0.0)) if value else 0.0
+            (around + reading) / max(around / value + reading - saved, LEAST) if value else 0.0
             for value in found[:3]
         )
         return Ratio(value, low, high, found.pairs)
@@ -125,14 +133,17 @@ class Rounds:
         """Seconds a step of the whole run: torch compiles a function for a few shapes and then no more, so what was
         compiled up to here is paid once. Of a run without an end, what these rounds still compiled."""
         if total_steps is None:
-            return sum(turn.seconds - running(turn) for turn in self.own) / sum(
+            return sum(turn.seconds - turn.running_seconds for turn in self.own) / sum(
                 turn.steps for turn in self.own
             )
         return self.own[-1].compile_seconds / total_steps
 
     def always_below(self, name: str, bound: float) -> bool:
         """Whether in each of its rounds it had less than that ratio to the base."""
-        return all(told[BASE].each < bound * told[name].each for told in self.told if name in told)
+        return all(
+            own.seconds * its.items < bound * its.seconds * own.items
+            for own, its in ((told[BASE], told[name]) for told in self.told if name in told)
+        )
 
 
 def without(account: int, name: str = BASE) -> str:
@@ -140,14 +151,5 @@ def without(account: int, name: str = BASE) -> str:
     return f"{name} without {ACCOUNTS[account]}"
 
 
-def booked(turn: Turn, account: int) -> float:
-    return turn.accounts.get(ACCOUNTS[account], 0.0)
-
-
-def running(turn: Turn) -> float:
-    """Its seconds without those of compilation, which meets whoever comes first upon a new shape."""
-    return turn.seconds - booked(turn, COMPILE)
-
-
 def uncompiled(turn: Turn) -> Turn:
-    return replace(turn, seconds=running(turn))
+    return replace(turn, seconds=turn.running_seconds)

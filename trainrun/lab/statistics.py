@@ -3,7 +3,8 @@
 Two things are compared turn by turn, so that what the machine does in between meets both. One pair gives the
 logarithm of one ratio; their median is the answer, and its interval comes from the pairs themselves. Source:
 Bulej and others, Duet Benchmarking (2020, arXiv:2001.05811); Kalibera and Jones, Rigorous Benchmarking in
-Reasonable Time (2013).
+Reasonable Time (2013). Where rare things count as much as they take, totals are compared instead: the ratio
+estimator of Cochran, Sampling Techniques (1977), chapter 6.
 """
 
 from __future__ import annotations
@@ -81,11 +82,6 @@ def grouped_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: f
     return plain._replace(low=min(plain.low, math.exp(low)), high=max(plain.high, math.exp(high)))
 
 
-def ratio_of_means(pairs: Sequence[tuple[float, float]]) -> Ratio:
-    """The mean of the firsts over the mean of the seconds: of times, how much faster the second thing is."""
-    return ratio_of_totals([(Spent(first, 1.0), Spent(second, 1.0)) for first, second in pairs])
-
-
 def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]], doubt: float = 0.0) -> Ratio:
     """How much faster the second thing is: seconds an item of all the firsts, over those of all the seconds. The mean
     of what each pair says would be another number where a batch of few items may take long.
@@ -99,9 +95,8 @@ def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]], doubt: float = 0.0) ->
     left = [sum(unexplained(one, whole) * sign for one, whole, sign in zip(pair, both, (1, -1), strict=True))
             for pair in pairs]  # fmt: skip
     width = math.hypot(half_interval(left), doubt)  # of the second's share of the first
-    return Ratio(
-        value, value / (1 + width), value / (1 - min(width, WIDEST)) if count > 1 else math.inf, count
-    )
+    high = value / (1 - min(width, WIDEST)) if count > 1 else math.inf
+    return Ratio(value, value / (1 + width), high, count)
 
 
 def unexplained(one: Spent, whole: Spent) -> float:

@@ -6,8 +6,9 @@ import copy
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from multiprocessing.connection import Client
 from pathlib import Path as FilePath
 from typing import Any, Final
@@ -142,7 +143,7 @@ class Subject:
             own.epoch, own.batches = state.epoch, state.batches  # one stream, which stays open
             self._refilled = False
             return turn
-        self._ring.fill(self._state.epoch, self._state.batches)
+        self._ring.fill(self._windows())
         workers = psutil.Process().children(recursive=True)
         self._refilled = not workers
         with resting(workers):
@@ -166,7 +167,7 @@ class Subject:
             peak_bytes=self._peak_bytes(),
             accounts={name: value - spent.get(name, 0.0) for name, value in now.items()},
             compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
-            ahead_loading=spent.get(loading, 0.0) - first.get(loading, 0.0),
+            ahead_data_seconds=spent.get(loading, 0.0) - first.get(loading, 0.0),
             ahead_items=(items - items_first) * ranks,
         )
 
@@ -220,20 +221,22 @@ class Subject:
             save_file(changed, file)
         return Path(tuple(losses), tuple(items), str(file))
 
-    def _load(self, order: Load) -> Turn:
+    def _windows(self) -> Iterator[list[MicroBatch]]:
         """Reads on where the training is; what is read here is not trained on."""
         state = self._state
-        batches = loop.windows_from(self._parts, state)
-        items = 0
+        for window in loop.windows_from(self._parts, state):
+            state.batches += len(window)
+            if window[-1].last:
+                state.epoch, state.batches = state.epoch + 1, 0
+            yield window
+
+    def _load(self, order: Load) -> Turn:
+        windows, items = self._windows(), 0
 
         def read(number: int) -> None:
             nonlocal items
-            for _ in range(number):
-                window = next(batches)
+            for window in islice(windows, number):
                 items += sum(batch.counted_by(self._own.task) for batch in window if batch.real)
-                state.batches += len(window)
-                if window[-1].last:
-                    state.epoch, state.batches = state.epoch + 1, 0
 
         read(max(order.warm, ahead(self._own)))  # what was read ahead of the clock costs nothing any more
         items = 0
