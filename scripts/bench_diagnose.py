@@ -63,6 +63,7 @@ class Fault(NamedTuple):
 
 
 RAGGED = ["data.train.usual=32", "data.train.longest=512", "model.context=512"]
+FLUSH = "trainer.flush_denormal=true"  # or after a thousand batches of one the update takes ten times as long
 LISTENER = "+monitor.listeners.slow._target_=faulty_parts.SlowListener"
 FAULTS = [
     Fault("clean", "healthy", [], []),
@@ -75,7 +76,7 @@ FAULTS = [
           ["checkpoint.async_save=false", "checkpoint.every_n_train_steps=2"], ["checkpoint.enabled=false"]),
     Fault("island in fp32", "islands", ["precision=bf16-mixed", "model.island=true"],
           ["precision=bf16-mixed"], ("mlp",)),
-    Fault("tiny batch", "dispatch", ["data.batch_size=1"], ["data.batch_size=8"]),
+    Fault("tiny batch", "dispatch", ["data.batch_size=1", FLUSH], ["data.batch_size=8", FLUSH]),
     Fault("one thread of many", "threads", ["trainer.num_threads=1"], [], ("mlp", "cnn")),
     Fault("padding", "padding", ["data.padding=longest", *RAGGED], ["data.padding=bucket", *RAGGED], ("gpt",)),
     Fault("recompiling shapes", "compile",

@@ -305,6 +305,18 @@ def test_reading_that_was_shorter_in_every_round_counts() -> None:
     assert found.apart("b").value == pytest.approx(2.0)
 
 
+def test_a_base_that_became_slower_says_where() -> None:
+    found, updates = Rounds(), iter([1.0, 1.0, 6.0, 6.0])
+
+    def own() -> Turn:
+        update = next(updates)
+        return Turn(3.0 + update, 10, 10, accounts={"data": 2.0, "forward": 1.0, "optimizer": update})
+
+    for _ in range(2):
+        found.take(own, {"b": lambda: Turn(1.0, 10, 10)})
+    assert found.slowed() == (pytest.approx(7.0 / 2.0), "optimizer")
+
+
 def test_compilation_is_no_part_of_a_comparison() -> None:
     def compiling() -> Turn:
         booked = {"compile": 4.0, "forward": 0.5}

@@ -18,7 +18,7 @@ from trainrun.commands.budget import take_seconds
 from trainrun.data.stages import Stages
 from trainrun.errors import ConfigError
 from trainrun.lab import diagnosis, duel, removals, rounds
-from trainrun.lab.findings import Diagnosis, WhatIf
+from trainrun.lab.findings import Diagnosis, Slowed, WhatIf
 from trainrun.lab.orders import Limits, Ready, Turn
 from trainrun.lab.report import lines_of, write_report
 from trainrun.lab.rounds import Rounds
@@ -205,6 +205,17 @@ class Slow(torch.utils.data.Dataset):
 """
 WORDS_OF_SLOW = ["data=custom", "data.train._target_=slow_data.Slow", "data.num_classes=3", "data.engine=workers",
                  "data.num_workers=0", "data.batch_size=16"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("times", "account", "said"), [
+    (1.4, "optimizer", None), (4.9, "forward", "4.9x as long in the last round as in the first, most of it forward"),
+    (4.9, "optimizer", "most of it optimizer: numbers next to 0 do that; trainer.flush_denormal=true"),
+])  # fmt: skip
+def test_steps_that_became_slower_are_told(times: float, account: str, said: str | None) -> None:
+    lines = lines_of(replace(found(data=1.0), slowed=Slowed(times, account)))
+    (told,) = [line for line in lines if line.startswith("slower")] or [""]
+    assert (said or "") in told
+    assert bool(said) == bool(told)
 
 
 class Scripted:

@@ -241,7 +241,7 @@ class Examination:
         return Diagnosis(
             self._base.facts, 1 / rounds.seconds(), step_seconds, what_ifs, limits,
             self._phases(ratios, loop_seconds), load.cpu_seconds / load.seconds, self._fused(), growing,
-            untried=tuple(self._untried),
+            untried=tuple(self._untried), slowed=rounds.slowed(),
         )  # fmt: skip
 
     def _small(self, rounds: Rounds) -> Iterator[tuple[str, Ratio]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from trainrun.data.stages import Stages
 from trainrun.lab.orders import Limits, Profiled, Ready
@@ -31,13 +31,24 @@ class WhatIf:
         return self.computed or self.gain.pairs > 1
 
 
+class Slowed(NamedTuple):
+    """times: how long a step of the untouched loop took in the last round, over the first, without loading. account:
+    of the ledger, where most of the difference is."""
+
+    times: float
+    account: str
+
+
+UNCHANGED: Final = Slowed(1.0, "")
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """All that was measured. speed: items a second of the loop; step_seconds: with its share of validation and
     checkpoints. phases: seconds of forward, backward and update, from removals. load_busy: how many cores loading
     keeps busy. fused: of the optimizer. growing: the share of a step that grows with the batch. stages: of loading,
     where it costs something and reads single samples. others: cores that other processes kept busy meanwhile.
-    untried: what there was no time for, in words."""
+    untried: what there was no time for, in words. slowed: meanwhile."""
 
     ready: Ready
     speed: float
@@ -52,3 +63,4 @@ class Diagnosis:
     profiled: Profiled | None = None
     others: float = 0.0
     untried: tuple[str, ...] = ()
+    slowed: Slowed = UNCHANGED

@@ -13,10 +13,12 @@ from trainrun.data.stages import Stages
 from trainrun.lab.findings import Diagnosis, WhatIf
 from trainrun.lab.orders import Profiled
 from trainrun.lab.verdict import BUSY_MACHINE, CAUSES, verdict
+from trainrun.ledger import ACCOUNTS, OPTIMIZER
 from trainrun.monitor.readable import duration, quantity
 from trainrun.rundir import write_json, write_text
 
 ORDER = tuple(CAUSES)
+SLOWED = 1.5  # of the same training, from the first round to the last: worth a line
 ROOFS = {
     "data": "loading alone",
     "copy": "copying to the device",
@@ -48,6 +50,8 @@ def lines_of(found: Diagnosis) -> list[str]:
         lines.append(
             f"others    kept {found.others:.1f} cores busy meanwhile: less is sure, and threads may look too many"
         )
+    if found.slowed.times >= SLOWED:
+        lines.append(slowed_line(found))
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   interval         measured with"]
     lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
     if found.profiled is not None:
@@ -55,6 +59,17 @@ def lines_of(found: Diagnosis) -> list[str]:
     lines += ["", told.text]
     lines += [f"try: {words}" for cause in told.causes for words in cause.words]
     return lines
+
+
+def slowed_line(found: Diagnosis) -> str:
+    """Averages of gradients that stay 0 become numbers that a CPU computes with many times as slowly."""
+    times, account = found.slowed
+    line = (
+        f"slower    a step took {times:.1f}x as long in the last round as in the first, most of it {account}"
+    )
+    if account == ACCOUNTS[OPTIMIZER] and found.ready.device == "cpu":
+        line += ": numbers next to 0 do that; trainer.flush_denormal=true counts them as 0"
+    return line
 
 
 def row(each: WhatIf) -> str:
@@ -114,6 +129,7 @@ def as_json(found: Diagnosis, words: list[str]) -> dict[str, Any]:
         "unit": found.ready.unit,
         "items_per_second": found.speed,
         "other_cores": found.others,
+        "slowed": found.slowed._asdict(),
         "step_seconds": found.step_seconds,
         "phases": found.phases,
         "growing_share": found.growing,

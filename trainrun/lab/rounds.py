@@ -14,6 +14,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final
 
+from trainrun.lab.findings import Slowed
 from trainrun.lab.orders import Turn
 from trainrun.lab.statistics import Ratio, Spent, half_interval, ratio_of_totals, total, unexplained
 from trainrun.ledger import ACCOUNTS, DATA, LOGGING
@@ -137,6 +138,15 @@ class Rounds:
                 turn.steps for turn in self.own
             )
         return self.own[-1].compile_seconds / total_steps
+
+    def slowed(self) -> Slowed:
+        first, last = (told[without(DATA)].each for told in (self.told[0], self.told[-1]))
+        changes = {
+            name: self.own[-1].accounts.get(name, 0.0) / self.own[-1].steps - before / self.own[0].steps
+            for name, before in self.own[0].accounts.items()
+            if name != ACCOUNTS[DATA]
+        }
+        return Slowed(last / first, max(changes, key=lambda name: changes[name], default=""))
 
     def always_below(self, name: str, bound: float) -> bool:
         """Whether in each of its rounds it had less than that ratio to the base."""
