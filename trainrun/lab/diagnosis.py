@@ -186,8 +186,8 @@ class Examination:
             left = self._deadline - time.monotonic()
             if number and found.seconds_of_a_round(asked) > left:
                 named = [name for name in asked if name not in PHASES]
-                asked = found.fitting(named, left, {LARGER: SILENT})
-                if number >= FEWEST_ROUNDS and found.seconds_of_a_round(asked) > left:
+                asked = found.fitting(named, left, {LARGER: SILENT}, number < FEWEST_ROUNDS)
+                if not asked:
                     break
             progress(f"round {number + 1}")
             own = partial(self._base.train, self._steps, self._warm)
@@ -196,7 +196,7 @@ class Examination:
 
     def _still_tells(self, name: str, found: Rounds) -> bool:
         """Not: phases, of which a few rounds are enough, and what was slower each time."""
-        return name == SAVING or not (name in PHASES or found.always_below(name, SLOWER))
+        return name in (SAVING, SILENT) or not (name in PHASES or found.always_below(name, SLOWER))
 
     def _put_together(self, rounds: Rounds, limits: Limits, load: Turn) -> Diagnosis:
         steps = sum(turn.steps for turn in rounds.own)
@@ -241,7 +241,7 @@ class Examination:
         return Diagnosis(
             self._base.facts, 1 / rounds.seconds(), step_seconds, what_ifs, limits,
             self._phases(ratios, loop_seconds), load.cpu_seconds / load.seconds, self._fused(), growing,
-            untried=tuple(self._untried), slowed=rounds.slowed(),
+            untried=tuple(self._untried), slowed=rounds.slowed(self._config.trainer.flush_denormal),
         )  # fmt: skip
 
     def _small(self, rounds: Rounds) -> Iterator[tuple[str, Ratio]]:

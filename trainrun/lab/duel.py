@@ -9,6 +9,7 @@ from typing import Final
 
 from trainrun.lab.orders import Turn
 from trainrun.lab.statistics import EARLY, Ratio, paired_ratio, settled
+from trainrun.ledger import COMPILE
 
 TURN_SECONDS: Final = (
     0.3  # of one turn: shorter ones are mostly noise, longer ones meet the drift of the machine
@@ -54,7 +55,8 @@ class Side:
         known = self._turns[1:][-LOOKS_BACK:] or self._turns
         seconds = sum(each.running_seconds for each in known)
         wanted = sum(each.steps for each in known) * self._seconds / max(seconds, 1e-9)
-        self._steps = self._whole(min(without_warm(wanted), 8 * self._steps))
+        most = self._steps * (1 if turn.booked(COMPILE) else 8)
+        self._steps = self._whole(min(without_warm(wanted), most))
         return turn
 
     def _whole(self, steps: float) -> int:

@@ -32,11 +32,12 @@ class WhatIf:
 
 
 class Slowed(NamedTuple):
-    """times: how long a step of the untouched loop took in the last round, over the first, without loading. account:
-    of the ledger, where most of the difference is."""
+    """factor: how long a step of the untouched loop took in the end, over the beginning. account: of the ledger, where
+    the difference is. flushed: whether numbers next to 0 count as 0 already."""
 
-    times: float
+    factor: float
     account: str
+    flushed: bool = False
 
 
 UNCHANGED: Final = Slowed(1.0, "")

@@ -37,17 +37,19 @@ class Ring(Around):
         while True:
             yield from self._kept
 
-    def fill(self, windows: Iterator[list[MicroBatch]]) -> None:
-        """Once, with what comes next, and before anything is asked of it."""
+    def fill(self, windows: Iterator[list[MicroBatch]]) -> int:
+        """Once, with what comes next, and before anything is asked of it. How many windows it took."""
         if self._kept:
-            return
-        until = time.monotonic() + FILL_SECONDS
-        for window in windows:
-            for batch in window:
-                if batch.real and not (batch.last and self._kept):  # the last of an epoch may be smaller
+            return 0
+        until, epochs = time.monotonic() + FILL_SECONDS, 0
+        for number, window in enumerate(windows, 1):
+            epochs += window[-1].last
+            for batch in window:  # the last of an epoch may be smaller
+                if (batch.real and not (batch.last and self._kept)) or (epochs > 1 and not self._kept):
                     self._kept.append(batch._replace(last=False))
-            if window[-1].last or len(self._kept) >= RING or (self._kept and time.monotonic() > until):
-                break
+            if self._kept and (window[-1].last or len(self._kept) >= RING or time.monotonic() > until):
+                return number
+        return 0
 
     def close(self) -> None:
         self._kept.clear()

@@ -50,7 +50,7 @@ def lines_of(found: Diagnosis) -> list[str]:
         lines.append(
             f"others    kept {found.others:.1f} cores busy meanwhile: less is sure, and threads may look too many"
         )
-    if found.slowed.times >= SLOWED:
+    if found.slowed.factor >= SLOWED:
         lines.append(slowed_line(found))
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   interval         measured with"]
     lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
@@ -63,12 +63,10 @@ def lines_of(found: Diagnosis) -> list[str]:
 
 def slowed_line(found: Diagnosis) -> str:
     """Averages of gradients that stay 0 become numbers that a CPU computes with many times as slowly."""
-    times, account = found.slowed
-    line = (
-        f"slower    a step took {times:.1f}x as long in the last round as in the first, most of it {account}"
-    )
-    if account == ACCOUNTS[OPTIMIZER] and found.ready.device == "cpu":
-        line += ": numbers next to 0 do that; trainer.flush_denormal=true counts them as 0"
+    factor, account, flushed = found.slowed
+    line = f"slower    in the end a step took {factor:.1f}x as long as in the beginning, because of {account}"
+    if account == ACCOUNTS[OPTIMIZER] and found.ready.device == "cpu" and not flushed:
+        line += ": numbers next to 0 may do that, which trainer.flush_denormal=true counts as 0"
     return line
 
 

@@ -14,14 +14,15 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final
 
-from trainrun.lab.findings import Slowed
+from trainrun.lab.findings import UNCHANGED, Slowed
 from trainrun.lab.orders import Turn
 from trainrun.lab.statistics import Ratio, Spent, half_interval, ratio_of_totals, total, unexplained
-from trainrun.ledger import ACCOUNTS, DATA, LOGGING
+from trainrun.ledger import ACCOUNTS, COMPILE, DATA, LOGGING
 
 BASE: Final = ""  # its name in a round
 BOOKED: Final = (DATA, LOGGING)
 LEAST: Final = 1e-12  # seconds
+ALONE: Final = 0.8  # of what became slower: other processes slow all of a step
 Side = Callable[[], Turn]
 
 
@@ -82,7 +83,11 @@ class Rounds:
         return sum(each) + self.took[BASE] * (1 + (len(each) + 1) // 2)
 
     def fitting(
-        self, names: Sequence[str], seconds: float, compared: Mapping[str, str] = MappingProxyType({})
+        self,
+        names: Sequence[str],
+        seconds: float,
+        compared: Mapping[str, str] = MappingProxyType({}),
+        at_least_one: bool = True,
     ) -> list[str]:
         """Those whose next turns take no longer than so many seconds: what gained most so far comes first, and is
         asked in any case, because nothing is said by one turn. compared: what one cannot be asked without."""
@@ -90,7 +95,7 @@ class Rounds:
         for name in sorted(names, key=lambda name: -self.ratio(name).value):
             wanted = [one for one in (name, compared.get(name, name)) if one in names]
             more = list(dict.fromkeys([*chosen, *wanted]))
-            if not chosen or self.seconds_of_a_round(more) <= seconds:
+            if (at_least_one and not chosen) or self.seconds_of_a_round(more) <= seconds:
                 chosen = more
         return chosen
 
@@ -139,14 +144,20 @@ class Rounds:
             )
         return self.own[-1].compile_seconds / total_steps
 
-    def slowed(self) -> Slowed:
-        first, last = (told[without(DATA)].each for told in (self.told[0], self.told[-1]))
-        changes = {
-            name: self.own[-1].accounts.get(name, 0.0) / self.own[-1].steps - before / self.own[0].steps
-            for name, before in self.own[0].accounts.items()
-            if name != ACCOUNTS[DATA]
-        }
-        return Slowed(last / first, max(changes, key=lambda name: changes[name], default=""))
+    def slowed(self, flushed: bool = False) -> Slowed:
+        """From the first quarter of the base's turns to the last. Nothing, where it is not one account alone: then the
+        machine did it."""
+        few = max(1, len(self.own) // 4)
+        first, last = a_step(self.own[:few]), a_step(self.own[-few:])
+        grown = {name: last.get(name, 0.0) - first.get(name, 0.0) for name in first | last}
+        account = max(grown, key=lambda name: grown[name], default="")
+        if not account or not 0 < ALONE * sum(grown.values()) < grown[account]:
+            return UNCHANGED
+        usual = sum(turn.booked(one) for turn in self.own for one in BOOKED) / sum(
+            one.steps for one in self.own
+        )
+        before = max(usual + sum(first.values()), LEAST)
+        return Slowed(1 + sum(grown.values()) / before, account, flushed)
 
     def always_below(self, name: str, bound: float) -> bool:
         """Whether in each of its rounds it had less than that ratio to the base."""
@@ -159,6 +170,13 @@ class Rounds:
 def without(account: int, name: str = BASE) -> str:
     """The name under which a round tells what it would take without that account."""
     return f"{name} without {ACCOUNTS[account]}"
+
+
+def a_step(turns: Sequence[Turn]) -> dict[str, float]:
+    """Seconds by account, but of what comes by chance."""
+    rare, steps = {ACCOUNTS[one] for one in (*BOOKED, COMPILE)}, sum(turn.steps for turn in turns)
+    names = {name for turn in turns for name in turn.accounts} - rare
+    return {name: sum(turn.accounts.get(name, 0.0) for turn in turns) / steps for name in names}
 
 
 def uncompiled(turn: Turn) -> Turn:

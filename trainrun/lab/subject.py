@@ -143,11 +143,18 @@ class Subject:
             own.epoch, own.batches = state.epoch, state.batches  # one stream, which stays open
             self._refilled = False
             return turn
-        self._ring.fill(self._windows())
+        self._fill_ring()
         workers = psutil.Process().children(recursive=True)
         self._refilled = not workers
         with resting(workers):
             return self._turn(order, parts, state, order.warm)
+
+    def _fill_ring(self) -> None:
+        """All ranks take as many windows, or they would go on with batches of different steps."""
+        windows = self._windows()
+        taken = self._ring.fill(windows)
+        for _ in range(max(self._own.parallel.gather(taken)) - taken):
+            next(windows)
 
     def _turn(self, order: Train, parts: Parts, state: TrainState, warm: int) -> Turn:
         ranks, loading = parts.parallel.world_size, ACCOUNTS[DATA]
