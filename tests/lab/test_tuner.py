@@ -10,10 +10,12 @@ from lab_worlds import World
 
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.lab.evidence import NEEDLESS, NOISE, REJECTED, UNPAID, UNTRIED, Outcome
+from trainrun.lab.confirm import verdict_of
+from trainrun.lab.evidence import NEEDLESS, NOISE, REJECTED, UNPAID, UNTRIED, Outcome, Trial
 from trainrun.lab.journal import NAME, Journal, read_rows, unfinished
 from trainrun.lab.knobs import KNOBS, Knob, Wish
 from trainrun.lab.look import measure_for, refuse_too_short, seconds_to_compare
+from trainrun.lab.statistics import Ratio
 from trainrun.lab.tuner import Tuner
 
 WORDS = ["seed=1", "trainer.num_threads=2"]
@@ -224,3 +226,15 @@ def test_every_kept_knob_has_its_evidence(tmp_path: Path) -> None:
     assert last.first_in.value == pytest.approx(1.05)
     assert last.last_out is not None
     assert last.last_out.value == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(("claim", "said"), [
+    (Ratio(1.5, 1.4, 1.6, 24), "1.50x the speed of your own words"),
+    (Ratio(1.01, 1.005, 1.02, 24), "as good as the best"),
+    (Ratio(1.02, 0.99, 1.04, 24), "which holds 1.00"),
+    (Ratio(0.97, 0.94, 0.99, 24), "what seemed faster is slower in fresh processes, 0.97x"),
+    (None, "nothing is claimed"),
+])  # fmt: skip
+def test_what_is_said_of_a_champion(claim: Ratio | None, said: str) -> None:
+    champion = Trial("champion", ("optimizer.fused=true",), ratio=Ratio(1.1, 1.0, 1.2, 9))
+    assert said in verdict_of(claim, champion, [champion], 0.02)

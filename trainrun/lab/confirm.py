@@ -159,6 +159,8 @@ def verdict_of(claim: Ratio | None, champion: Trial, trials: Sequence[Trial], sm
         return _nothing_found(sum(trial.ratio is not None for trial in trials), untried) + rest
     if claim is None:
         return f"nothing is claimed: the champion was not confirmed ({champion.reason})"
+    if claim.high < 1:
+        return f"your configuration is the best: what seemed faster is slower in fresh processes, {claim}{rest}"
     if claim.low <= 1:
         return (
             f"your configuration is within noise of the best that was found: {claim}, which holds 1.00{rest}"
