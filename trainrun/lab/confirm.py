@@ -160,7 +160,9 @@ def verdict_of(claim: Ratio | None, champion: Trial, trials: Sequence[Trial], sm
     if claim is None:
         return f"nothing is claimed: the champion was not confirmed ({champion.reason})"
     if claim.high < 1:
-        return f"your configuration is the best: what seemed faster is slower in fresh processes, {claim}{rest}"
+        return (
+            f"your configuration is the best: what seemed faster is slower in fresh processes, {claim}{rest}"
+        )
     if claim.low <= 1:
         return (
             f"your configuration is within noise of the best that was found: {claim}, which holds 1.00{rest}"
