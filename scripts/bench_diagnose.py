@@ -63,7 +63,7 @@ class Fault(NamedTuple):
 
 
 RAGGED = ["data.train.usual=32", "data.train.longest=512", "model.context=512"]
-FLUSH = "trainer.flush_denormal=true"  # or after a thousand batches of one the update takes ten times as long
+FLUSH = "trainer.flush_denormal=true"  # batches of one are soon slowed by numbers next to 0
 LISTENER = "+monitor.listeners.slow._target_=faulty_parts.SlowListener"
 FAULTS = [
     Fault("clean", "healthy", [], []),
@@ -171,10 +171,9 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
 
 def pair_of(sides: list[Side], number: int) -> tuple[Spent, Spent]:
     """The second comes first in every other pair."""
-    order = (0, 1) if number % 2 == 0 else (1, 0)
-    turns = {index: sides[index]() for index in order}
-    first, second = (Spent(turns[index].seconds, turns[index].items) for index in (0, 1))
-    return first, second
+    turns = [side() for side in (sides if number % 2 == 0 else sides[::-1])]
+    first, second = turns if number % 2 == 0 else turns[::-1]
+    return Spent(first.seconds, first.items), Spent(second.seconds, second.items)
 
 
 def sure(gain: Ratio) -> bool:
