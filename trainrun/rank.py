@@ -95,9 +95,10 @@ def train_once(
     """Raises TrainrunError for what a user can mend."""
     assert config.seed is not None
     leader = parallel.rank == 0
+    others = [run.stacks(rank) for rank in range(parallel.world_size) if rank != parallel.rank]
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
-            Watchdog(config.trainer.watchdog_seconds, ledger, flag, run.stacks(parallel.rank),
+            Watchdog(config.trainer.watchdog_seconds, ledger, flag, run.stacks(parallel.rank), others,
                      lambda text, account: end_hung(run, config, parallel, text, account))
         )  # fmt: skip
         device_times = times_of(parallel.device.type)

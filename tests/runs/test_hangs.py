@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import psutil
 import pytest
 
 from trainrun.cli import main
+from trainrun.ledger import Ledger
+from trainrun.process.signals import StopFlag
+from trainrun.process.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -126,6 +130,20 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path)
     assert "SIGTERM was not followed by a save within trainer.stop_grace_seconds=1; the last" in said["late"]
     assert "SIGTERM came twice; the last checkpoint stands" in said["twice"]
     assert ends == {"run": (1, "failed", 1), "late": (143, "stopped", 143), "twice": (143, "stopped", 143)}
+
+
+def test_the_stacks_of_the_other_ranks_are_waited_for(tmp_path: Path) -> None:
+    other = tmp_path / "stacks-rank1.txt"
+    other.write_text("of ranks that were started before")
+    os.utime(other, (1, 1))
+    watchdog = Watchdog(
+        1, Ledger(time.perf_counter()), StopFlag(), tmp_path / "stacks-rank0.txt", [other], lambda *why: None
+    )
+    later = threading.Timer(0.3, other.write_text, ["where it stood"])
+    later.start()
+    watchdog._await_others()
+    assert other.read_text() == "where it stood"
+    later.join()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes")

@@ -3,7 +3,8 @@
 what: a thread looks every second at the step, the validation batch and the account of time that is open. Where all
     of them stay the same for `trainer.watchdog_seconds`, it writes `stacks-rankN.txt` and raises in the main
     thread; where that sits in C code and hears nothing, the process is ended. Nothing is saved: the last
-    checkpoint stands. With several ranks every one does so, and their driver ends the others and starts again.
+    checkpoint stands. With several ranks every one does so, each waiting a moment for the stacks of the others; their
+    driver starts them again.
 when: always, after half an hour (`auto`); a run whose steps take a second bears a minute.
 when not: in a debugger, while code is compiled, and with `auto` while a checkpoint is written or pictures are drawn.
     A C function that holds Python's lock for ever is not seen: no thread of Python runs then.
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 TICK_SECONDS = 1.0
 LEAVE_SECONDS = 10.0  # for the main thread, once it was told
+OTHERS_SECONDS = 5.0  # for the stacks of the other ranks: the first that leaves takes them along
 DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy", "ipdb")
 
 Progress = tuple[int, int, int]
@@ -44,8 +46,8 @@ class Hung(BaseException):
 class Watchdog:
     """Entered first and left last: who was told to end and hangs again is ended too.
 
-    wanted: seconds, 0 is never, or `auto`. place: of the stacks. end: of the process, told why and in which account
-    of time it hung; called in a thread.
+    wanted: seconds, 0 is never, or `auto`. place: of the stacks. others: those of the other ranks. end: of the
+    process, told why and in which account of time it hung; called in a thread.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class Watchdog:
         ledger: Ledger,
         flag: StopFlag,
         place: Path,
+        others: Sequence[Path],
         end: Callable[[str, int], None],
     ) -> None:
         self._seconds = patience(wanted)
         self._spared = (COMPILE, CHECKPOINT, LOGGING, PLOTS) if wanted == "auto" else (COMPILE,)
-        self._ledger, self._flag, self._place, self._end = ledger, flag, place, end
+        self._ledger, self._flag, self._end = ledger, flag, end
+        self._place, self._others = place, others
         self._parts: Parts | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="trainrun watchdog", daemon=True)
@@ -117,12 +121,28 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             text += f" (could not be written: {error})"
+        self._await_others()
         self._flag.fault = Hung(text)
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGUSR2)  # its handler raises the fault
         if not self._ended.wait(LEAVE_SECONDS):
             self._end(text, account)
+
+    def _await_others(self) -> None:
+        """They wait for this rank, or it for them: their time is over with its own, but for a tick."""
+        hung_since, until = time.time() - self._seconds, time.monotonic() + OTHERS_SECONDS
+        while time.monotonic() < until and not all(written_since(path, hung_since) for path in self._others):
+            if self._ended.wait(0.1):
+                return
+
+
+def written_since(path: Path, moment: float) -> bool:
+    """And no leftover of ranks that were started before."""
+    try:
+        return path.stat().st_mtime >= moment and path.stat().st_size > 0
+    except OSError:
+        return False
 
 
 def in_debugger() -> bool:

@@ -24,6 +24,7 @@ from trainrun.start.trial import Gather, Size, Trial, heard_times, too_long, ver
 
 FULL, MIXED = "32-true", "bf16-mixed"
 TYPES: dict[str, torch.dtype | None] = {FULL: None, MIXED: torch.bfloat16}
+ENOUGH = 0.25  # of the batch, to speak against the rule
 SMALL_STEP_FLOP = 1e8  # forward and backward of one micro-batch: about half a millisecond on one core
 DENSE = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)
 
@@ -51,9 +52,13 @@ def type_by_rule(model: nn.Module, batch_size: int, device: torch.device) -> tup
 
 
 def faster_type(
-    trial: Trial, size: Size, limit: float, prepare: Callable[[str], None], gather: Gather
+    trial: Trial, size: Size, limit: float, rule: str, prepare: Callable[[str], None], gather: Gather
 ) -> tuple[str, str]:
-    """The mode and the numbers; "" where there was no time. prepare: told the mode before each step."""
+    """The mode and the numbers; "" where there was no time to find one. prepare: told the mode before each step.
+
+    rule: the mode of `type_by_rule`. Casting costs as much for few samples as for many, and so does waiting for a
+    core: few that are slower in bfloat16 do not speak for the whole batch.
+    """
 
     def heard(mode: str) -> float:
         prepare(mode)
@@ -65,5 +70,7 @@ def faster_type(
     if not times:
         return "", ""
     chosen, own, others = verdict(times, usual=FULL)
+    if chosen == FULL != rule and size.rows < ENOUGH * size.count:
+        return "", ""
     part = "a step" if size.rows == size.count else f"a step of {counted(size.rows, 'sample')}"
     return chosen, f"{own} {part} ({others})"

@@ -94,6 +94,7 @@ class Settling:
                 trial,
                 size,
                 PRECISION.of(run_seconds),
+                self._usual_mode(),
                 lambda mode: set_kernel(layers, kernels[mode][0]),
                 self._gather,
             )
