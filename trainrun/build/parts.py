@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -115,6 +115,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         for name in sources
     )
     assert train is not None
+    facts = replace(facts, padding=tally.padding)
     check_classes(config, facts, sources)
     model = build_model(config, facts, site.parallel.device)
     if site.init_from is not None:

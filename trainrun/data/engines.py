@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -35,7 +36,7 @@ class Prepared:
     dataset: read sample by sample, or `Columns`. plan: which samples form which batch; of
     `trainrun.data.order.Plan`, or of another with its methods. facts: what the choice of an engine
     depends on. notes: lines for the start. fills: a cache that may come to hold all of it as columns.
-    scale: of the batches.
+    scale: of the batches. padding: as in `SequencePlan`.
     """
 
     dataset: Any
@@ -45,6 +46,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     fills: MayBeColumns | None = None
     scale: Scale | None = None
+    padding: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def reader(self) -> BatchReader:

@@ -22,7 +22,7 @@ from trainrun.lab.statistics import EARLY, Ratio, grouped_ratio, settled
 from trainrun.monitor.readable import counted
 
 SURE: Final = 0.99  # how sure a claim is
-MOST_PAIRS, LEAST_PAIRS = 24, 10
+MOST_PAIRS, LEAST_PAIRS = 24, 12  # of fewer a single disturbed one would be an end of the interval
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 12
 FRESH: Final = 3  # pairs of processes: a process may be a little slower than its twin for all of its life
 

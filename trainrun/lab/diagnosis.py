@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any, Final
 
 from trainrun.config import RunConfig
@@ -22,15 +21,15 @@ from trainrun.lab.duel import TURN_SECONDS, Side, steps_for, warm_for, without_w
 from trainrun.lab.findings import CLEAR, Diagnosis, WhatIf
 from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import SAVING, Divide, Limits, Measure, Profile, Turn
+from trainrun.lab.padding import padding_gain
+from trainrun.lab.rare import Rare
 from trainrun.lab.removals import BARE, CACHED, FORWARD, SILENT, booked_of, telling
 from trainrun.lab.rounds import BASE, Rounds, uncompiled, without
 from trainrun.lab.shortage import LONG_STEP, affordable
 from trainrun.lab.statistics import Ratio
-from trainrun.ledger import ACCOUNTS, DATA, LOGGING
-from trainrun.words.checks import parse_seconds
+from trainrun.ledger import ACCOUNTS, DATA
 
 LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
-RARE_SECONDS: Final = 1.0  # from one log point to the next
 TRACE_SECONDS, DIVIDE_SECONDS = 2.0, 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
 LEAST_TURN: Final = 0.1  # seconds
@@ -83,6 +82,7 @@ class Examination:
         self._began, self._starting, self._deadline = began, 0.0, 0.0
         self._steps, self._warm, self._seconds, self._times = 1, 1, TURN_SECONDS, 2
         self._untried: list[str] = []
+        self._padding: dict[str, float] = {}
         self._rounds = Rounds(reads_otherwise=lambda name: CACHED in name or name in (*READING, LARGER))
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
@@ -115,15 +115,12 @@ class Examination:
         self._steps = round(without_warm(steps_for(taken, self._seconds)))
         self._step_seconds = paced[-1].seconds / paced[-1].steps
         self._warm = warm_for(self._steps) if self._step_seconds < LONG_STEP else 0
-        self._deadline -= self._num_saves() * self._step_seconds  # a save needs a step to be saved
+        self._rare = Rare(self._base, self._config, few=not self._warm)
+        self._deadline -= self._rare.num_saves * self._step_seconds  # a save needs a step to be saved
         self._starting = time.monotonic() - self._began  # with what was compiled
         for turn in paced[1:]:  # the first may open files
             self._rounds.note_reading(BASE, turn)
         return paced[-1]
-
-    def _num_saves(self) -> int:
-        """To be timed. Beside a long step a slow one is nothing."""
-        return 3 if self._warm else 1
 
     def _affordable(self, pace: Turn) -> list[str]:
         """Of the removals that can tell something of this run those that there is time for."""
@@ -165,6 +162,8 @@ class Examination:
                 side()
             except TrainrunError:  # too few samples, no memory, or no sequences: then it tells nothing
                 continue
+            if name == BUCKET:
+                self._padding = subject.facts.padding
             yield name, side
 
     def _times_larger(self, peak_bytes: int) -> int:
@@ -206,11 +205,15 @@ class Examination:
             name: (rounds.ratio if name in READING or CACHED in name else ratio)(name)
             for name in rounds.others
         }
+        if gain := padding_gain(
+            rounds.own, rounds.turns.get(BUCKET, []), self._padding, self._config.data.padding, BUCKET
+        ):
+            ratios[BUCKET] = gain
         if CACHED in ratios and CACHED in booked_of(self._base.facts):
             ratios[CACHED] = rounds.ratio_unread(CACHED)
         small = dict(self._small(rounds))
         ratios |= small
-        fixed = dict(self._fixed_costs(loop_seconds, ratios.get(SAVING)))
+        fixed = dict(self._rare.fixed_costs(loop_seconds, ratios.get(SAVING)))
         fixed["compile"] = rounds.compiling(self._base.facts.total_steps)
         step_seconds = loop_seconds + sum(fixed.values())
 
@@ -222,7 +225,7 @@ class Examination:
             ]
             return Ratio(bounds[0], bounds[1], bounds[2], ratio.pairs)
 
-        booked = fixed | dict(self._rare_logging(loop_seconds))
+        booked = fixed | dict(self._rare.logging(self._steps, loop_seconds))
         what_ifs = [
             WhatIf(name, freed(ratios[removal]), about)
             for name, removal, about in self._named(ratios, small)
@@ -260,33 +263,6 @@ class Examination:
         if counts:
             best = max(counts, key=lambda name: ratios[name].value)
             yield "threads", best, f"trainer.num_{best}"
-
-    def _fixed_costs(self, loop_seconds: float, saving: Ratio | None) -> Iterator[tuple[str, float]]:
-        """Seconds a step of what happens now and then, at the pace of this config. saving: the speed with frequent
-        checkpoints, whose writing also slows the steps after them."""
-        every = self._base.facts.val_every
-        if every:
-            repeats = 2 if self._warm else 1  # the first is the slowest, which is nothing beside long steps
-            yield "validation", min(self._base.validate().seconds for _ in range(repeats)) / every
-        if saving is not None:
-            yield "checkpoint", max(loop_seconds / saving.value - loop_seconds, 0.0)
-        keep = self._config.checkpoint
-        if not keep.enabled or saving is not None:
-            return
-        rate = 1 / keep.every_n_train_steps if keep.every_n_train_steps else 0.0
-        interval = parse_seconds(keep.train_time_interval)
-        if keep.save_last and interval:
-            rate += loop_seconds / interval
-        if rate:
-            yield "checkpoint", median(self._base.save().seconds for _ in range(self._num_saves())) * rate
-
-    def _rare_logging(self, loop_seconds: float) -> Iterator[tuple[str, float]]:
-        """Seconds a step, of log points that most turns do not hold: from as many steps as hold one."""
-        every = self._config.monitor.log_every_n_steps
-        if self._steps < every <= RARE_SECONDS / loop_seconds:
-            turns = [self._base.train(every, 0) for _ in range(2)]
-            shares = [turn.accounts.get(ACCOUNTS[LOGGING], 0.0) / turn.seconds for turn in turns]
-            yield "logging", min(shares) * loop_seconds
 
     def _phases(self, ratios: dict[str, Ratio], loop_seconds: float) -> dict[str, float]:
         if FORWARD not in ratios or ratios["cached"].value > MOSTLY_DATA:  # differences of noise

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trainrun.data.sequences.useful import number_of_positions
 from trainrun.data.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.state import TrainState
@@ -70,10 +71,12 @@ class NeverDue:
 
 
 class GoesOn(Around):
-    """Fills `Batches`: a stream that stays open between two orders, so that nothing is read again."""
+    """Fills `Batches`: a stream that stays open between two orders, so that nothing is read again. positions: what
+    was read so far had, padding included, where it says which are."""
 
     def __init__(self, train: Batches) -> None:
         super().__init__(train)
+        self.positions = 0
         self._open: Iterator[MicroBatch] | None = None
         self._epoch, self._at = -1, 0
 
@@ -86,6 +89,7 @@ class GoesOn(Around):
     def _handed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
             self._at += 1
+            self.positions += number_of_positions(batch.data)
             yield batch
 
     def _end(self) -> None:

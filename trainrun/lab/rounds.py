@@ -31,13 +31,14 @@ class Rounds:
     """told: of each round what each spent, by name, without compilation; a name need not be in every one. Under the
     name of `without` what was booked on an account is taken off. own: all turns of the base. readings: of every turn
     that reads as the base does. reads_otherwise: whether one of that name does. took: seconds of the last turn of each,
-    with the steps ahead of it."""
+    with the steps ahead of it. turns: all of each but the base."""
 
     told: list[dict[str, Spent]] = field(default_factory=list)
     own: list[Turn] = field(default_factory=list)
     readings: list[Spent] = field(default_factory=list)
     reads_otherwise: Callable[[str], bool] = lambda name: False
     took: dict[str, float] = field(default_factory=dict)
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
 
     def take(self, base: Side, others: Mapping[str, Side]) -> None:
         """One more round, in the opposite order of the one before."""
@@ -47,6 +48,7 @@ class Rounds:
         for number, name in enumerate(names, 1):
             turn = self._timed(name, others[name])
             self.note_reading(name, turn)
+            self.turns.setdefault(name, []).append(turn)
             found[name] = Spent(turn.running_seconds, turn.items)
             found[without(DATA, name)] = Spent(turn.running_seconds - turn.booked(DATA), turn.items)
             if number % 2 == 0 or number == len(names):

@@ -94,7 +94,8 @@ class Subject:
 
     def __init__(self, parts: Parts, state: TrainState, folder: FilePath) -> None:
         self._own, self._folder = parts, folder
-        self._parts = replace(parts, train=GoesOn(parts.train))
+        self._stream = GoesOn(parts.train)
+        self._parts = replace(parts, train=self._stream)
         self._ring = Ring(self._parts)
         self._state = state
         self._variants: dict[str, tuple[Parts, TrainState]] = {}
@@ -160,7 +161,7 @@ class Subject:
         ranks, loading = parts.parallel.world_size, ACCOUNTS[DATA]
         items_first, first = state.items, parts.ledger.read()
         self._run(parts, state, warm, order.variant)
-        items, spent = state.items, parts.ledger.read()
+        items, positions, spent = state.items, self._stream.positions, parts.ledger.read()
         self._wait()
         began = time.perf_counter()
         self._run(parts, state, order.steps, order.variant)
@@ -176,6 +177,7 @@ class Subject:
             compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
             ahead_data_seconds=spent.get(loading, 0.0) - first.get(loading, 0.0),
             ahead_items=(items - items_first) * ranks,
+            positions=(self._stream.positions - positions) * ranks,
         )
 
     def _variant(self, name: str) -> tuple[Parts, TrainState]:

@@ -10,7 +10,8 @@ gain: padding of random batches of 64 Bible verses 56 %, of buckets 4 %, of pack
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,14 @@ class SequencePlan:
     source: what to read, perhaps wrapped. plan: which samples; of an IterableDataset, positions.
     collate: None where torch's own will do (then a resident engine is possible too). It cuts, so that
     `Preparation` must not. line: for the first lines on the screen, "" where there is nothing to say.
+    padding: of the positions of an epoch, by mode; empty where lengths are not known.
     """
 
     source: Any
     plan: StreamPlan
     collate: Collate | None
     line: str
+    padding: Mapping[str, float] = field(default_factory=dict)
 
 
 def sequence_plan(source: Any, base: Plan, options: SequenceOptions) -> SequencePlan | None:
@@ -202,7 +205,12 @@ def _composed(source: Any, found: Measured, base: Plan, options: SequenceOptions
     if kept is not None:
         plan = SelectedPlan(plan, torch.from_numpy(kept))
     collate = _padding(found, options, widest)
-    return SequencePlan(source, plan, collate, _line(before, lengths, widest, found, base, options))
+    if before is None or ((before == before[0]).all() and options.padding == "longest"):
+        return SequencePlan(source, plan, collate, "")  # all that was seen is equally long and needs no words
+    shares = _shares(before if lengths is None else lengths, size, widest, base, options)
+    told = verdict(before, shares, options.padding, size, options.truncate, found.how)
+    known = shares if lengths is not None else {}  # else of a few samples
+    return SequencePlan(source, plan, collate, f"{options.key}: {told}", known)
 
 
 def _plan(base: Plan, lengths: Array | None, widest: int | None, options: SequenceOptions) -> StreamPlan:
@@ -269,14 +277,9 @@ def _check_alike(source: Any, found: Measured, base: Plan, options: SequenceOpti
             )
 
 
-def _line(before: Array | None, after: Array | None, widest: int | None, found: Measured, base: Plan,
-          options: SequenceOptions) -> str:  # fmt: skip
-    """The verdict; "" where all that was seen is equally long and needs no words."""
-    size = options.max_sequence_length
-    if before is None or ((before == before[0]).all() and options.padding == "longest"):
-        return ""
-    if after is None:
-        after = before if size is None else np.minimum(before, size)
+def _shares(lengths: Array, size: int | None, widest: int | None, base: Plan,
+            options: SequenceOptions) -> dict[str, float]:  # fmt: skip
+    """Of padding. lengths: before the cut to `size`, or after it."""
+    after = lengths if size is None else np.minimum(lengths, size)
     width = rounded(int(after.max()) if widest is None else widest, options.pad_multiple)
-    shares = padding_shares(after, base, width, options.pad_multiple, options.max_tokens)
-    return f"{options.key}: " + verdict(before, shares, options.padding, size, options.truncate, found.how)
+    return padding_shares(after, base, width, options.pad_multiple, options.max_tokens)

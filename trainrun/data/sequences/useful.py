@@ -18,10 +18,12 @@ from trainrun.interfaces import Batches, MicroBatch
 
 
 class Tally:
-    """Positions since the last look, of this rank. counts: whether any stream is counted by it."""
+    """Positions since the last look, of this rank. counts: whether any stream is counted by it. padding: what its plan
+    says of a whole epoch, as in `SequencePlan`."""
 
     def __init__(self) -> None:
         self.counts = False
+        self.padding: Mapping[str, float] = {}
         self._sum: Tensor | None = None
 
     def add(self, positions: Tensor) -> None:
@@ -58,5 +60,16 @@ class Counted(Around):
 
 def useful_positions(batch: Mapping[str, Any]) -> Tensor:
     """0-d: the places of a padded or packed batch that are no padding."""
+    return _marked(batch).count_nonzero()
+
+
+def number_of_positions(batch: Any) -> int:
+    """All places of a padded or packed batch; 0 of one that says nothing of them."""
+    found = isinstance(batch, Mapping) and ("segment_ids" in batch or "attention_mask" in batch)
+    return _marked(batch).numel() if found else 0
+
+
+def _marked(batch: Mapping[str, Any]) -> Tensor:
+    """Not 0 where something is."""
     mask: Tensor = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
-    return mask.count_nonzero()
+    return mask
