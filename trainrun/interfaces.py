@@ -292,11 +292,9 @@ class Monitor(Protocol):
 class DataFacts:
     """What a data set says of itself: for models that ask, and for messages.
 
-    shape: of one input, without the batch; num_classes: for integer targets, else None. padding: the share of an
-    epoch's positions that each `data.padding` would waste; empty where the lengths are not known beforehand.
+    shape: of one input, without the batch; num_classes: for integer targets, else None.
     """
 
     shape: tuple[int, ...] | None = None
     num_classes: int | None = None
     class_names: tuple[str, ...] = field(default=())
-    padding: Mapping[str, float] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError,
 class Parts:
     """Everything that is assembled once.
 
-    wrapped: the model as the backend wants it called. stepper: what makes a step, in place of `train_step`.
+    wrapped: the model as the backend wants it called. stepper: what makes a step, in place of `train_step`. padding:
+    the share of an epoch's positions that each `data.padding` would waste; empty where lengths are not known.
     """
 
     config: RunConfig
@@ -55,6 +56,7 @@ class Parts:
     ledger: Ledger
     stepper: Callable[[Parts, list[MicroBatch], bool], StepReport]
     compile_log: CompileLog
+    padding: Mapping[str, float] = field(default_factory=dict)
 
     def splits(self) -> dict[str, Batches]:
         """The streams that can be evaluated, by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -115,7 +115,6 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         for name in sources
     )
     assert train is not None
-    facts = replace(facts, padding=tally.padding)
     check_classes(config, facts, sources)
     model = build_model(config, facts, site.parallel.device)
     if site.init_from is not None:
@@ -157,7 +156,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     parts = Parts(
         config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema, retry,
         train, val, test, cadence, checkpoints, board, facts, site.ledger,
-        seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log,
+        seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log, tally.padding,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)
 

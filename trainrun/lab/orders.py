@@ -77,7 +77,7 @@ class Ready:
     the names of the model's classes of modules. memory_bytes: all that the device has. precision, attention: what
     was decided for them; no attention where the model has none of ours. thread_safe: several threads may read the
     data, by its own word or by that of the run. reads_ahead: batches are read beside the training. padding: as in
-    `DataFacts`.
+    `Parts`.
     """
 
     unit: str

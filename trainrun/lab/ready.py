@@ -34,7 +34,7 @@ def ready_of(parts: Parts) -> Ready:
         precision=parts.config.precision.mode,
         attention=next((layer.kernel for layer in attention_layers(parts.model)), ""),
         reads_ahead=ahead(parts) > 0,
-        padding=dict(parts.data_facts.padding),
+        padding=dict(parts.padding),
         thread_safe=thread_safe(train.source) if isinstance(train, Undecided) else _reads_in_threads(parts),
     )
 
