@@ -32,8 +32,8 @@ ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError,
 class Parts:
     """Everything that is assembled once.
 
-    wrapped: the model as the backend wants it called. stepper: what makes a step, in place of `train_step`. padding:
-    the share of an epoch's positions that each `data.padding` would waste; empty where lengths are not known.
+    wrapped: the model as the backend wants it called. stepper: what makes a step, in place of `train_step`.
+    positions: of a micro-batch of one rank, padding included, by `data.padding`; empty where it is not known.
     """
 
     config: RunConfig
@@ -56,7 +56,7 @@ class Parts:
     ledger: Ledger
     stepper: Callable[[Parts, list[MicroBatch], bool], StepReport]
     compile_log: CompileLog
-    padding: Mapping[str, float] = field(default_factory=dict)
+    positions: Mapping[str, float] = field(default_factory=dict)
 
     def splits(self) -> dict[str, Batches]:
         """The streams that can be evaluated, by name."""

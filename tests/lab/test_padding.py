@@ -13,9 +13,10 @@ from trainrun.lab.orders import Turn
 from trainrun.lab.padding import cost_of, padding_gain
 from trainrun.words.compose import compose_run
 
-SHARES = {"longest": 0.8, "bucket": 0.0}
 STEP, POSITION = 0.002, 1e-5  # seconds
 SHORT, LONG = 512, 8192  # positions of a batch
+PLAN = {"longest": (3 * LONG + SHORT) / 4, "bucket": (LONG + 9 * SHORT) / 10}  # of an epoch
+TRUE = (STEP + POSITION * PLAN["longest"]) / (STEP + POSITION * PLAN["bucket"])
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -42,8 +43,8 @@ def test_a_run_under_test_tells_its_positions_and_what_every_way_would_waste(
         told = bench.start(compose_run(words).config)
         taken = told.train(8, warm=4)
         assert (taken.positions, taken.items) == (2 * positions, 2 * 44)
-        assert told.facts.padding["longest"] == pytest.approx(1 - 44 / 56)
-        assert told.facts.padding["max"] == pytest.approx(1 - 44 / 128)
+        assert told.facts.positions["max"] == 32
+        assert told.facts.positions["longest"] == 14  # (3 * 8 + 32) / 4
 
 
 def turn(batches: list[int], noise: float = 1.0) -> Turn:
@@ -52,38 +53,34 @@ def turn(batches: list[int], noise: float = 1.0) -> Turn:
 
 
 def test_a_side_that_met_no_long_batch_is_priced_with_those_of_the_other() -> None:
-    """Three of four padded batches are long; of five buckets one is, and the turns hold none of them."""
+    """Of ten buckets one is long, and the turns hold none of them."""
     padded = [turn([LONG, LONG, SHORT, LONG]) for _ in range(5)]
     grouped = [turn([SHORT] * 9) for _ in range(5)]
-    width = (3 * LONG + SHORT) / 4
-    gain = padding_gain(padded, grouped, SHARES, "longest", "bucket")
+    gain = padding_gain(padded, grouped, PLAN, "longest", "bucket")
     assert gain is not None
-    assert gain.value == pytest.approx((STEP + POSITION * width) / (STEP + POSITION * width * 0.2))
-    assert gain.low == pytest.approx(gain.value)
-    assert gain.high == pytest.approx(gain.value)
+    assert gain.value == pytest.approx(TRUE)
+    assert gain.low == pytest.approx(TRUE)
+    assert gain.high == pytest.approx(TRUE)
 
 
 def test_noise_widens_the_interval_and_the_interval_holds_what_is_true() -> None:
     draw, held = random.Random(1), 0
-    width = (3 * LONG + SHORT) / 4
-    true = (STEP + POSITION * width) / (STEP + POSITION * width * 0.2)
     for _ in range(100):
-        padded = [turn([LONG, LONG, SHORT, LONG], draw.gauss(1, 0.1)) for _ in range(8)]
-        grouped = [turn([draw.choice([SHORT] * 4 + [LONG])] * 3, draw.gauss(1, 0.1)) for _ in range(8)]
-        gain = padding_gain(padded, grouped, SHARES, "longest", "bucket")
+        padded = [turn(draw.choices([SHORT, LONG], [1, 3], k=3), draw.gauss(1, 0.1)) for _ in range(8)]
+        grouped = [turn(draw.choices([SHORT, LONG], [9, 1], k=8), draw.gauss(1, 0.1)) for _ in range(8)]
+        gain = padding_gain(padded, grouped, PLAN, "longest", "bucket")
         assert gain is not None
         assert gain.high / gain.low > 1.01
-        held += gain.low <= true <= gain.high
-    assert held >= 85
+        held += gain.low <= TRUE <= gain.high
+    assert 85 <= held < 100
 
 
 def test_nothing_is_said_of_lengths_that_are_not_known() -> None:
     padded, grouped = [turn([LONG])] * 4, [turn([SHORT])] * 4
+    assert padding_gain(padded, grouped, PLAN, "longest", "bucket") is not None
     assert padding_gain(padded, grouped, {}, "longest", "bucket") is None
-    assert padding_gain([], grouped, SHARES, "longest", "bucket") is None
-    assert padding_gain(padded[:2], [], SHARES, "longest", "bucket") is None
-    unknown = [Turn(1.0, 1, 1.0)] * 9
-    assert padding_gain(unknown, unknown, SHARES, "longest", "bucket") is None
+    assert padding_gain(padded[:2], [], PLAN, "longest", "bucket") is None
+    assert padding_gain([*padded, Turn(1.0, 1, 1.0)], grouped, PLAN, "longest", "bucket") is None
 
 
 @pytest.mark.parametrize(

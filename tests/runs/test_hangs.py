@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -144,6 +145,20 @@ def test_the_stacks_of_the_other_ranks_are_waited_for(tmp_path: Path) -> None:
     watchdog._await_others()
     assert other.read_text() == "where it stood"
     later.join()
+
+
+def test_who_goes_on_while_the_others_write_is_not_ended(tmp_path: Path) -> None:
+    other, flag = tmp_path / "stacks-rank1.txt", StopFlag()
+    parts = SimpleNamespace(board=SimpleNamespace(step=3), cadence=SimpleNamespace(looks=0))
+    watchdog = Watchdog(
+        1, Ledger(time.perf_counter()), flag, tmp_path / "stacks-rank0.txt", [other], lambda *why: None
+    )
+    watchdog.begin(parts)  # type: ignore[arg-type]
+    found = watchdog._progress(parts)  # type: ignore[arg-type]
+    other.write_text("where it stood")
+    parts.board.step = 4
+    assert not watchdog._bark(found)
+    assert flag.fault is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes")

@@ -156,7 +156,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     parts = Parts(
         config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema, retry,
         train, val, test, cadence, checkpoints, board, facts, site.ledger,
-        seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log, tally.padding,
+        seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log, tally.planned,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)
 

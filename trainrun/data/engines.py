@@ -36,7 +36,7 @@ class Prepared:
     dataset: read sample by sample, or `Columns`. plan: which samples form which batch; of
     `trainrun.data.order.Plan`, or of another with its methods. facts: what the choice of an engine
     depends on. notes: lines for the start. fills: a cache that may come to hold all of it as columns.
-    scale: of the batches. padding: as in `SequencePlan`.
+    scale: of the batches. positions: as in `SequencePlan`.
     """
 
     dataset: Any
@@ -46,7 +46,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     fills: MayBeColumns | None = None
     scale: Scale | None = None
-    padding: Mapping[str, float] = field(default_factory=dict)
+    positions: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def reader(self) -> BatchReader:

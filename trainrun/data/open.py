@@ -59,7 +59,7 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
         return _augmented(batches, options), line
     prepared = prepared_source(source, options)
     if options.tally is not None:
-        options.tally.padding = prepared.padding
+        options.tally.planned = prepared.positions
     choice = choose(prepared.facts, _wish(options))
     if choice.engine == "threads":
         prepared.reader.copy().try_out(0, trial(prepared))
@@ -163,7 +163,7 @@ def prepared_source(source: Any, options: StreamOptions) -> Prepared:
         "" if found is None else found.line,
     )
     return Prepared(dataset, plan, recipe, facts, tuple(filter(None, notes)), fills,
-                    None if user_sees else scale, {} if found is None else found.padding)  # fmt: skip
+                    None if user_sees else scale, {} if found is None else found.positions)  # fmt: skip
 
 
 def _cache_threads(source: Any) -> int:

@@ -82,7 +82,7 @@ class Examination:
         self._began, self._starting, self._deadline = began, 0.0, 0.0
         self._steps, self._warm, self._seconds, self._times = 1, 1, TURN_SECONDS, 2
         self._untried: list[str] = []
-        self._padding: dict[str, float] = {}
+        self._positions: dict[str, float] = {}
         self._rounds = Rounds(reads_otherwise=lambda name: CACHED in name or name in (*READING, LARGER))
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
@@ -163,7 +163,7 @@ class Examination:
             except TrainrunError:  # too few samples, no memory, or no sequences: then it tells nothing
                 continue
             if name == BUCKET:
-                self._padding = subject.facts.padding
+                self._positions = subject.facts.positions
             yield name, side
 
     def _times_larger(self, peak_bytes: int) -> int:
@@ -206,7 +206,7 @@ class Examination:
             for name in rounds.others
         }
         if gain := padding_gain(
-            rounds.own, rounds.turns.get(BUCKET, []), self._padding, self._config.data.padding, BUCKET
+            rounds.own, rounds.turns.get(BUCKET, []), self._positions, self._config.data.padding, BUCKET
         ):
             ratios[BUCKET] = gain
         if CACHED in ratios and CACHED in booked_of(self._base.facts):

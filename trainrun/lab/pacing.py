@@ -71,12 +71,12 @@ class NeverDue:
 
 
 class GoesOn(Around):
-    """Fills `Batches`: a stream that stays open between two orders, so that nothing is read again. positions: what
-    was read so far had, padding included, where it says which are."""
+    """Fills `Batches`: a stream that stays open between two orders, so that nothing is read again. positions: of
+    what was read so far, padding included. unmarked: batches that do not tell theirs."""
 
     def __init__(self, train: Batches) -> None:
         super().__init__(train)
-        self.positions = 0
+        self.positions = self.unmarked = 0
         self._open: Iterator[MicroBatch] | None = None
         self._epoch, self._at = -1, 0
 
@@ -89,7 +89,9 @@ class GoesOn(Around):
     def _handed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
             self._at += 1
-            self.positions += number_of_positions(batch.data)
+            positions = number_of_positions(batch.data)
+            self.positions += positions or 0
+            self.unmarked += positions is None
             yield batch
 
     def _end(self) -> None:

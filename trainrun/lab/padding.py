@@ -2,9 +2,9 @@
 
 What: seconds of a step, as a part that every step has and a part for every position, fitted to the turns of both ways
 of forming batches; both plans of a whole epoch are priced with it. When: the lengths are known beforehand. Of a few
-long sequences half a minute meets too few for turns to speak by themselves. When not: the time of a step is far from
-a straight line in its positions, of lengths in between the usual ones. Source: the regression estimator of Cochran,
-Sampling Techniques (1977), chapter 7; Tukey's jackknife for its interval.
+long sequences half a minute meets too few for turns to speak by themselves. When not: several ranks, batches that the
+user's own code pads, a step whose time is far from a straight line in its positions. Source: the regression estimator
+of Cochran, Sampling Techniques (1977), chapter 7; Tukey's jackknife for its interval.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ ALIKE: Final = 1e-9  # of what would differ
 
 
 def padding_gain(
-    padded: Sequence[Turn], grouped: Sequence[Turn], shares: Mapping[str, float], mode: str, other: str
+    padded: Sequence[Turn], grouped: Sequence[Turn], positions: Mapping[str, float], mode: str, other: str
 ) -> Ratio | None:
     """How many times as fast an epoch is whose batches are formed in the other mode, of as many samples each. None
     where too little is known.
 
-    padded, grouped: turns in the one mode and in the other. shares: of an epoch's positions that are padding, by mode.
+    padded, grouped: turns in the one mode and in the other. positions: of an average step, by mode.
     """
-    turns = [turn for turn in (*padded, *grouped) if turn.positions and turn.running_seconds > 0]
-    if len(turns) < FEWEST or mode not in shares or other not in shares or not padded:
+    turns = [*padded, *grouped]
+    known = all(turn.positions and turn.running_seconds > 0 for turn in turns)
+    if not known or len(turns) < FEWEST or mode not in positions or other not in positions:
         return None
-    width = sum(turn.positions for turn in padded) / sum(turn.steps for turn in padded)
-    left = width * (1 - shares[mode]) / (1 - shares[other])
 
     def gain(turns: Sequence[Turn]) -> float:
         step, position = cost_of(turns)
-        return (step + position * width) / (step + position * left)
+        return (step + position * positions[mode]) / (step + position * positions[other])
 
     value, count = gain(turns), len(turns)
     each = [math.log(gain([*turns[:number], *turns[number + 1 :]])) for number in range(count)]

@@ -34,7 +34,7 @@ def ready_of(parts: Parts) -> Ready:
         precision=parts.config.precision.mode,
         attention=next((layer.kernel for layer in attention_layers(parts.model)), ""),
         reads_ahead=ahead(parts) > 0,
-        padding=dict(parts.padding),
+        positions=_positions_of(parts),
         thread_safe=thread_safe(train.source) if isinstance(train, Undecided) else _reads_in_threads(parts),
     )
 
@@ -54,6 +54,13 @@ def _reads_in_threads(parts: Parts) -> bool:
     """Whether the words say so themselves."""
     data = parts.config.data
     return data.engine == "threads" and data.num_threads not in ("auto", 1)
+
+
+def _positions_of(parts: Parts) -> dict[str, float]:
+    """Among several ranks the parts of a bucket are not alike."""
+    accumulate = parts.config.trainer.accumulate_grad_batches
+    alone = parts.parallel.world_size == 1
+    return {mode: accumulate * number for mode, number in parts.positions.items() if alone}
 
 
 def _memory_of(device: torch.device) -> int:

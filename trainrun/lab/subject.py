@@ -161,7 +161,8 @@ class Subject:
         ranks, loading = parts.parallel.world_size, ACCOUNTS[DATA]
         items_first, first = state.items, parts.ledger.read()
         self._run(parts, state, warm, order.variant)
-        items, positions, spent = state.items, self._stream.positions, parts.ledger.read()
+        items, spent, stream = state.items, parts.ledger.read(), self._stream
+        positions, unmarked = stream.positions, stream.unmarked
         self._wait()
         began = time.perf_counter()
         self._run(parts, state, order.steps, order.variant)
@@ -177,7 +178,7 @@ class Subject:
             compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
             ahead_data_seconds=spent.get(loading, 0.0) - first.get(loading, 0.0),
             ahead_items=(items - items_first) * ranks,
-            positions=(self._stream.positions - positions) * ranks,
+            positions=(stream.positions - positions) * ranks if stream.unmarked == unmarked else 0.0,
         )
 
     def _variant(self, name: str) -> tuple[Parts, TrainState]:

@@ -3,8 +3,8 @@
 what: a thread looks every second at the step, the validation batch and the account of time that is open. Where all
     of them stay the same for `trainer.watchdog_seconds`, it writes `stacks-rankN.txt` and raises in the main
     thread; where that sits in C code and hears nothing, the process is ended. Nothing is saved: the last
-    checkpoint stands. With several ranks every one does so, each waiting a moment for the stacks of the others; their
-    driver starts them again.
+    checkpoint stands. With several ranks each waits a moment for the stacks of the others; their driver starts them
+    again.
 when: always, after half an hour (`auto`); a run whose steps take a second bears a minute.
 when not: in a debugger, while code is compiled, and with `auto` while a checkpoint is written or pictures are drawn.
     A C function that holds Python's lock for ever is not seen: no thread of Python runs then.
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 TICK_SECONDS = 1.0
 LEAVE_SECONDS = 10.0  # for the main thread, once it was told
 OTHERS_SECONDS = 5.0  # for the stacks of the other ranks: the first that leaves takes them along
+LOOK_SECONDS = 0.1
 DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy", "ipdb")
 
 Progress = tuple[int, int, int]
@@ -105,10 +106,12 @@ class Watchdog:
                 continue
             idle += passed
             if idle >= self._seconds and not in_debugger():
-                self._bark(found)
-                return
+                if self._bark(found):
+                    return
+                before, idle = None, 0.0
 
-    def _bark(self, found: Progress) -> None:
+    def _bark(self, found: Progress) -> bool:
+        """Whether it was told to end; not, where it went on while the others wrote."""
         step, _, account = found
         text = (
             f"no progress for {self._seconds:g} s after step {step}, in the account {ACCOUNTS[account]!r} "
@@ -122,19 +125,26 @@ class Watchdog:
         except OSError as error:
             text += f" (could not be written: {error})"
         self._await_others()
+        parts = self._parts
+        if self._ended.is_set() or parts is None or self._progress(parts) != found:
+            return False
         self._flag.fault = Hung(text)
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGUSR2)  # its handler raises the fault
         if not self._ended.wait(LEAVE_SECONDS):
             self._end(text, account)
+        return True
 
     def _await_others(self) -> None:
-        """They wait for this rank, or it for them: their time is over with its own, but for a tick."""
-        hung_since, until = time.time() - self._seconds, time.monotonic() + OTHERS_SECONDS
-        while time.monotonic() < until and not all(written_since(path, hung_since) for path in self._others):
-            if self._ended.wait(0.1):
+        """Their time is over with its own, but for a tick and for what they had left of a step; who is spared, or still
+        busy, is not waited for longer. Who hangs last is not to blame, and speaks last."""
+        hung_since, began = time.time() - self._seconds, time.monotonic()
+        while not all(written_since(path, hung_since) for path in self._others):
+            if time.monotonic() > began + OTHERS_SECONDS or self._ended.wait(LOOK_SECONDS):
                 return
+        if self._others and time.monotonic() < began + LOOK_SECONDS:
+            self._ended.wait(5 * LOOK_SECONDS)
 
 
 def written_since(path: Path, moment: float) -> bool:

@@ -54,7 +54,7 @@ def type_by_rule(model: nn.Module, batch_size: int, device: torch.device) -> tup
 def faster_type(
     trial: Trial, size: Size, limit: float, rule: str, prepare: Callable[[str], None], gather: Gather
 ) -> tuple[str, str]:
-    """The mode and the numbers; "" where there was no time to find one. prepare: told the mode before each step.
+    """The mode and the numbers; "" where there was no time. prepare: told the mode before each step.
 
     rule: the mode of `type_by_rule`. Casting costs as much for few samples as for many, and so does waiting for a
     core: few that are slower in bfloat16 do not speak for the whole batch.
@@ -70,7 +70,7 @@ def faster_type(
     if not times:
         return "", ""
     chosen, own, others = verdict(times, usual=FULL)
-    if chosen == FULL != rule and size.rows < ENOUGH * size.count:
-        return "", ""
     part = "a step" if size.rows == size.count else f"a step of {counted(size.rows, 'sample')}"
+    if chosen == FULL != rule and size.rows < ENOUGH * size.count:
+        return rule, f"by rule: {own} {part} in {FULL} ({others}) says too little of {size.count}"
     return chosen, f"{own} {part} ({others})"

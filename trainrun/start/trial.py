@@ -65,10 +65,10 @@ class Trial:
         few = min(2 if batch_norm_in(self.model) else 1, self._count)
         if self._flop(few) > LONG_STEP_FLOP and self._device.type == "cpu":
             return None
-        rows, seconds = few, self._again(few, dtype, most_seconds)
+        rows, seconds = few, self._again(few, dtype, most_seconds if few < self._count else 0.0)
         while rows < self._count and 2 * seconds <= most_seconds:  # more than once: short steps hardly grow
             rows = min(self._count, int(rows * most_seconds / seconds))
-            seconds = self._again(rows, dtype, most_seconds)
+            seconds = self._again(rows, dtype, most_seconds if rows < self._count else 0.0)
         return Size(few, rows, self._count, seconds)
 
     def step(self, rows: int, dtype: torch.dtype | None) -> float:
@@ -88,8 +88,8 @@ class Trial:
         return self._now() - began
 
     def _again(self, rows: int, dtype: torch.dtype | None, most_seconds: float) -> float:
-        """Of a second step, since kernels are chosen and built in the first; heard again where it may only have been
-        disturbed."""
+        """Of a second step, since kernels are chosen and built in the first; heard again where it took more than half
+        of `most_seconds` and may only have been disturbed."""
         self.step(rows, dtype)
         found = self.step(rows, dtype)
         for _ in range(AGAIN):

@@ -27,7 +27,7 @@ from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
 from trainrun.data.sequences.lengths import Measured, Shared, first_fields, measured
 from trainrun.data.sequences.packing import budget_batches, pack_rows
 from trainrun.data.sequences.plans import BucketPlan, BudgetPlan, PackPlan, SelectedPlan
-from trainrun.data.sequences.verdict import padding_shares, verdict, widths_of
+from trainrun.data.sequences.verdict import Epoch, epoch_of, verdict, widths_of
 from trainrun.errors import DataError
 
 COMPOSED = ("bucket", "pack", "token_budget")  # modes that ask for lengths before a batch is read
@@ -55,14 +55,14 @@ class SequencePlan:
     source: what to read, perhaps wrapped. plan: which samples; of an IterableDataset, positions.
     collate: None where torch's own will do (then a resident engine is possible too). It cuts, so that
     `Preparation` must not. line: for the first lines on the screen, "" where there is nothing to say.
-    padding: of the positions of an epoch, by mode; empty where lengths are not known.
+    positions: as in `Epoch`; empty where it is not known, or the user's own code pads.
     """
 
     source: Any
     plan: StreamPlan
     collate: Collate | None
     line: str
-    padding: Mapping[str, float] = field(default_factory=dict)
+    positions: Mapping[str, float] = field(default_factory=dict)
 
 
 def sequence_plan(source: Any, base: Plan, options: SequenceOptions) -> SequencePlan | None:
@@ -207,10 +207,11 @@ def _composed(source: Any, found: Measured, base: Plan, options: SequenceOptions
     collate = _padding(found, options, widest)
     if before is None or ((before == before[0]).all() and options.padding == "longest"):
         return SequencePlan(source, plan, collate, "")  # all that was seen is equally long and needs no words
-    shares = _shares(before if lengths is None else lengths, size, widest, base, options)
-    told = verdict(before, shares, options.padding, size, options.truncate, found.how)
-    known = shares if lengths is not None else {}  # else of a few samples
-    return SequencePlan(source, plan, collate, f"{options.key}: {told}", known)
+    epoch = _epoch(before if lengths is None else lengths, size, base, options)
+    told = verdict(before, epoch.shares, options.padding, size, options.truncate, found.how)
+    known = lengths is not None and options.collate_fn is None
+    positions = epoch.positions if known else {}
+    return SequencePlan(source, plan, collate, f"{options.key}: {told}", positions)
 
 
 def _plan(base: Plan, lengths: Array | None, widest: int | None, options: SequenceOptions) -> StreamPlan:
@@ -277,9 +278,8 @@ def _check_alike(source: Any, found: Measured, base: Plan, options: SequenceOpti
             )
 
 
-def _shares(lengths: Array, size: int | None, widest: int | None, base: Plan,
-            options: SequenceOptions) -> dict[str, float]:  # fmt: skip
-    """Of padding. lengths: before the cut to `size`, or after it."""
+def _epoch(lengths: Array, size: int | None, base: Plan, options: SequenceOptions) -> Epoch:
+    """lengths: before the cut to `size`, or after it."""
     after = lengths if size is None else np.minimum(lengths, size)
-    width = rounded(int(after.max()) if widest is None else widest, options.pad_multiple)
-    return padding_shares(after, base, width, options.pad_multiple, options.max_tokens)
+    width = rounded(int(after.max()) if size is None else size, options.pad_multiple)
+    return epoch_of(after, base, width, options.pad_multiple, options.max_tokens)

@@ -18,12 +18,12 @@ from trainrun.interfaces import Batches, MicroBatch
 
 
 class Tally:
-    """Positions since the last look, of this rank. counts: whether any stream is counted by it. padding: what its plan
-    says of a whole epoch, as in `SequencePlan`."""
+    """Positions since the last look, of this rank. counts: whether any stream is counted by it. planned: positions
+    of a batch, as in `SequencePlan`."""
 
     def __init__(self) -> None:
         self.counts = False
-        self.padding: Mapping[str, float] = {}
+        self.planned: Mapping[str, float] = {}
         self._sum: Tensor | None = None
 
     def add(self, positions: Tensor) -> None:
@@ -60,16 +60,13 @@ class Counted(Around):
 
 def useful_positions(batch: Mapping[str, Any]) -> Tensor:
     """0-d: the places of a padded or packed batch that are no padding."""
-    return _marked(batch).count_nonzero()
-
-
-def number_of_positions(batch: Any) -> int:
-    """All places of a padded or packed batch; 0 of one that says nothing of them."""
-    found = isinstance(batch, Mapping) and ("segment_ids" in batch or "attention_mask" in batch)
-    return _marked(batch).numel() if found else 0
-
-
-def _marked(batch: Mapping[str, Any]) -> Tensor:
-    """Not 0 where something is."""
     mask: Tensor = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
-    return mask
+    return mask.count_nonzero()
+
+
+def number_of_positions(batch: Any) -> int | None:
+    """All places of a padded or packed batch; None of one that does not say which of them are real."""
+    if not isinstance(batch, Mapping):
+        return None
+    mask = batch.get("segment_ids", batch.get("attention_mask"))
+    return mask.numel() if isinstance(mask, Tensor) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +17,17 @@ MOST_SAMPLES = 100_000  # more say the same
 Array = np.ndarray[Any, Any]
 
 
-def padding_shares(lengths: Array, base: Plan, width: int, multiple: int | None,
-                   max_tokens: int | None) -> dict[str, float]:  # fmt: skip
-    """Which part of the positions of epoch 0 is padding, by mode, as one rank with `base.batch_size` sees it.
+class Epoch(NamedTuple):
+    """What the batches of epoch 0 hold, as one rank with `base.batch_size` sees them. shares: of their positions that
+    are padding, by mode. positions: of an average batch, padding included, of the modes whose batches hold so many
+    samples."""
 
-    lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width.
-    """
+    shares: dict[str, float]
+    positions: dict[str, float]
+
+
+def epoch_of(lengths: Array, base: Plan, width: int, multiple: int | None, max_tokens: int | None) -> Epoch:
+    """lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width."""
     lengths = lengths[:: -(-len(lengths) // MOST_SAMPLES)]
     one = replace(base, num_samples=len(lengths), rank=0, world_size=1, drop_last=False, limit=1.0)
     order = epoch_order(len(lengths), one.seed, 0, one.shuffle).numpy()
@@ -38,8 +43,11 @@ def padding_shares(lengths: Array, base: Plan, width: int, multiple: int | None,
     if max_tokens is not None:
         groups = budget_batches(lengths, widths_of(lengths, multiple), max_tokens, one.seed, one.shuffle)
         positions["token_budget"] = padded_positions(lengths, batches_of(groups), multiple)
-    useful = int(lengths.sum())
-    return {mode: 1 - useful / total for mode, total in positions.items()}
+    useful, usual = int(lengths.sum()), ("longest", "max", "bucket")
+    return Epoch(
+        {mode: 1 - useful / total for mode, total in positions.items()},
+        {mode: positions[mode] / len(shuffled) for mode in usual},
+    )
 
 
 def padded_positions(lengths: Array, batches: list[Array], multiple: int | None) -> int:
