@@ -64,7 +64,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=300)
 @given(trees)
 def test_any_plain_tree_comes_back_exactly(tree: Any) -> None:
     assert same(there_and_back(tree), tree)

@@ -1,3 +1,4 @@
+import gc
 import multiprocessing
 import os
 import random
@@ -195,10 +196,11 @@ def test_workers_ignore_stop_signals(opened):
 
 def test_a_worker_that_hangs_is_killed(opened, monkeypatch, capfd):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr("trainrun.data.workers.STACK_SECONDS", 2.0)
     hanging = Broken(lambda: time.sleep(600), index=1)
-    stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=0.5)
+    stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=5)
     with pytest.raises(
-        DataError, match=r"worker_timeout_seconds=0.5: data.train gave no batch .* were the samples 0, 1"
+        DataError, match=r"worker_timeout_seconds=5: data.train gave no batch .* were the samples 0, 1"
     ):
         list(stream.epoch(0))
     assert "test_loader.py" in capfd.readouterr().err  # where the worker stands
@@ -233,7 +235,15 @@ def test_samples_read_at_once_that_cannot_be_read(opened):
         list(opened(BrokenAtOnce(fail), shuffle=False).epoch(0))
 
 
+@pytest.fixture
+def no_garbage_is_left():
+    """What a killed worker leaves behind it warns of in this test, and in no later one."""
+    yield
+    gc.collect()
+
+
 # The exception comes with a signal, wherever Python is then: in a callback of the garbage collector it is lost.
+@pytest.mark.usefixtures("no_garbage_is_left")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_dies(opened):
     stream = opened(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL)), num_workers=1)

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from trainrun.data.generators import GlobalDraw, Guard, guarded
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
+from trainrun.data.threads import ThreadBatches
 from trainrun.errors import DataError
 
 N = 12
@@ -223,11 +224,19 @@ def test_torchs_generator_does_not_move_when_a_late_sample_draws(name, caught):
 
 
 @pytest.mark.parametrize("name", ["random", "numpy.random", "torch.manual_seed"])
-def test_the_others_are_seen_while_the_training_waits(name):
+def test_the_others_are_seen_while_the_training_waits(name, monkeypatch):
+    waits, wait = threading.Event(), ThreadBatches._wait
+
+    def heard_wait(self, task):
+        if 7 in task.key.indices:
+            waits.set()
+        wait(self, task)
+
     def slow_draw():
-        time.sleep(0.05)
+        assert waits.wait(20)
         DRAWS[name]()
 
+    monkeypatch.setattr(ThreadBatches, "_wait", heard_wait)
     stream = opened(Samples(slow_draw, at=7), num_threads=1, prefetch_factor=1)
     with pytest.raises(GlobalDraw, match="data.engine=threads: sample 7 of Samples draws"):
         list(stream.epoch(0))
@@ -289,7 +298,7 @@ stream, _ = open_batches(Samples(), StreamOptions("data.train", True, 4, 0, shuf
 import psutil
 for number, batch in enumerate(stream.epoch(0)):
     if number == 5:
-        print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+        print(os.getpid(), *[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
         if what == "interrupt": os.kill(os.getpid(), signal.SIGINT)
 """
 
@@ -297,18 +306,14 @@ for number, batch in enumerate(stream.epoch(0)):
 @pytest.mark.parametrize("engine", ["threads", "workers"])
 @pytest.mark.parametrize("what", ["interrupt", "raise"])
 def test_nothing_is_left_after_ctrl_c_or_a_fault(engine, what):
-    def shared():
-        place = Path("/dev/shm")
-        return {item.name for item in place.iterdir() if "torch" in item.name} if place.is_dir() else set()
-
-    before = shared()
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, engine, what], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", SCRIPT, engine, what], capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode in (1, -signal.SIGINT), done.stderr
     assert ("KeyboardInterrupt" if what == "interrupt" else "DataError: data.train: sample 40") in done.stderr
-    children = [int(pid) for pid in done.stdout.split()]
+    own, *children = [int(pid) for pid in done.stdout.split()]
     assert len(children) == (2 if engine == "workers" else 0)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
-    assert shared() - before == set()
+    begins = tuple(f"torch_{pid}_" for pid in (own, *children))
+    assert [item.name for item in Path("/dev/shm").glob("*") if item.name.startswith(begins)] == []

@@ -14,10 +14,16 @@ from faults.plan import CODE, DISK, SIGNALS, Fault
 from faults.taps import Hook, Operation, Tap
 from trainrun.cadence import Cadence
 from trainrun.checkpoint import saving
+from trainrun.data import workers
+from trainrun.data.patience import Patience
 from trainrun.ledger import Ledger
+from trainrun.parallel import worker
+from trainrun.parallel.group import init_group
 
 NUMBERS = {"kill": 9, "segv": 11, "term": 15, "int": 2, "usr1": 10, "usr2": 12, "stop": 19}
 ERRORS = {name: getattr(errno, name.upper()) for name in DISK}
+WORKER_SECONDS = 40.0  # for loader workers of which none stands still
+RANK_SECONDS = 20.0  # the same for ranks
 COUNTS = "FAULTS_COUNTS"  # a file that is told how many marks, batches and file operations there were
 
 
@@ -37,6 +43,17 @@ def keep_history() -> None:
 
     Cadence.start = started  # type: ignore[method-assign]
     saving.Saves.settle = settled  # type: ignore[method-assign]
+
+
+def be_patient(fault: Fault | None) -> None:
+    """A busy machine is no fault: short timeouts of a subject hold where something stands still. The config keeps
+    them, for the run goes on with it."""
+    if fault is None or fault.action != "worker-stop":
+        workers.Patience = lambda seconds, end: Patience(max(seconds, WORKER_SECONDS), end)  # type: ignore
+    if fault is None or fault.kind != "stop":
+        worker.init_group = lambda device, seconds, store=None: init_group(  # type: ignore
+            device, max(seconds, RANK_SECONDS), store
+        )
 
 
 class Counter:

@@ -16,7 +16,7 @@ from faults.defects import plant
 from faults.evidence import best_of, differences, facts_of, other_ranks_of
 from faults.forks import KILL_CODE, Ending, Strike, fork_ranks, run_forked
 from faults.history import PLACE, Life, check_history, check_reference, num_starts, read_history
-from faults.inject import COUNTS, NUMBERS, arm, keep_history
+from faults.inject import COUNTS, NUMBERS, arm, be_patient, keep_history
 from faults.plan import CODE, DISK, SIGNALS, WORKER, Case, Fault
 from faults.small_disk import leave_free, small_disk
 from faults.subjects import SUBJECTS, Subject
@@ -27,7 +27,6 @@ from trainrun.words import compose
 from trainrun.words.compose import Composition, compose_run
 
 TIMEOUT = 60.0
-PATIENT = 40.0  # with loader workers of which none stands still
 AGAIN_TIMEOUT = 180.0  # of ranks that start again, up to twelve times
 # a full disk or a fault of the model fails the run, unless only a deletion failed; a stop may come too late; a worker
 # that stalls ends the run with words about data.worker_timeout_seconds
@@ -168,8 +167,7 @@ class Referee:
             if fault is not None and fault.place == "sample":
                 number = NUMBERS[fault.action.partition("-")[2]]
                 os.environ["FAULTS_WORKER"] = f"{fault.value:g}:{number}:{place / 'struck'}"
-            if fault is None or fault.action != "worker-stop":  # a busy machine is no fault
-                composition.config.data.worker_timeout_seconds = PATIENT
+            be_patient(fault)
             return _enter(run, subject, fault, defect, composition, by_resume)
 
         timeout = AGAIN_TIMEOUT if subject.starts_again else TIMEOUT

@@ -91,7 +91,7 @@ def test_what_a_judge_leaves_that_dies_or_hangs_is_lost(monkeypatch: pytest.Monk
                 time.sleep(60)
             return Outcome(case, struck=1)
 
-    monkeypatch.setattr(judges, "HUNG_SECONDS", 0.5)
+    monkeypatch.setattr(judges, "HUNG_SECONDS", 5.0)
     monkeypatch.setattr(judges, "TICK_SECONDS", 0.1)
     tally = Tally("F0", "")
     cases = [Case(name, ()) for name in ("a", "b", "dies", "hangs", "c", "d")]  # every other one to each
@@ -99,9 +99,9 @@ def test_what_a_judge_leaves_that_dies_or_hangs_is_lost(monkeypatch: pytest.Monk
     assert (tally.cases, tally.faults, tally.lost) == (6, 2, 4)
     assert sorted(tally.failed) == [
         ("c", "not played: its judge died before"),
-        ("d", "not played: its judge said nothing for 0.5 s before"),
+        ("d", "not played: its judge said nothing for 5 s before"),
         ("dies", "its judge died"),
-        ("hangs", "its judge said nothing for 0.5 s"),
+        ("hangs", "its judge said nothing for 5 s"),
     ]
 
 

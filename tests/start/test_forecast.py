@@ -46,6 +46,8 @@ def step_of(model: nn.Module) -> Callable[[Any], None]:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN's LSTM")
 @pytest.mark.parametrize("half", [False, True])
 def test_of_an_lstm_only_what_its_kernel_writes_is_counted_and_what_it_takes_inside(half: bool) -> None:
+    if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 on this processor")
     model, x = nn.LSTM(64, 64, batch_first=True), torch.randn(16, 40, 64)
     unit = 16 * 40 * 64 * 4  # bytes of one float32 number for each position and unit
     with Live() as live, torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -193,7 +195,7 @@ def test_the_compiler_is_not_loaded_for_it() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident set as on Linux")
 def test_the_resident_set_grows_as_forecast() -> None:
     script = [sys.executable, str(ROOT / "scripts/bench_memory.py")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=1800)
     ratios = re.findall(r"^(\w+) .* ([\d.]+)$", done.stdout, re.MULTILINE)
     assert len(ratios) == 5, done.stdout + done.stderr
     assert all(0.9 < float(ratio) < 1.1 for _, ratio in ratios), done.stdout

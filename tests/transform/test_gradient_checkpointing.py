@@ -213,4 +213,4 @@ def test_the_compiler_is_not_loaded() -> None:
         "    torch.autograd.backward(loss)\n"
         "assert 'torch._dynamo' not in sys.modules and 'sympy' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

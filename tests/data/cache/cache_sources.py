@@ -39,12 +39,16 @@ RAGGED = ("tokens", "texts", "ragged_images")
 
 
 class Made:
-    """Samples of one of the kinds above; every read is written down in the folder `log` as one byte."""
+    """Samples of one of the kinds above; every read is written down in the folder `log` as one byte.
+
+    hangs: the sample whose read does not end.
+    """
 
     class_names = ("cat", "dog")
 
-    def __init__(self, kind="pair", num_samples=40, log=None, delay=0.0, shift=0):
+    def __init__(self, kind="pair", num_samples=40, log=None, delay=0.0, shift=0, hangs=None):
         self.kind, self.num_samples, self.log, self.delay, self.shift = kind, num_samples, log, delay, shift
+        self.hangs = hangs
 
     def __len__(self):
         return self.num_samples
@@ -54,7 +58,7 @@ class Made:
             fd = os.open(Path(self.log) / str(index), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
             os.write(fd, b".")
             os.close(fd)
-        time.sleep(self.delay)
+        time.sleep(600 if index == self.hangs else self.delay)
         return SAMPLES[self.kind](index + self.shift)
 
     def fingerprint(self):

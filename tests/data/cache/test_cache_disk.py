@@ -15,6 +15,7 @@ from cache_sources import RAGGED, SAMPLES, AtOnce, Made, child, reads_in, same
 from trainrun.data.cache.cached import cached
 from trainrun.data.cache.disk import draft_of, read_header
 from trainrun.data.cache.fingerprint import own_fingerprint
+from trainrun.data.cache.probe import NUM_PROBES
 from trainrun.data.columns import columns_of
 from trainrun.errors import DataError
 
@@ -284,38 +285,57 @@ def test_a_disk_with_too_little_room_is_not_filled_first(tmp_path, log):
 
 # --- several processes --------------------------------------------------------------------------------
 
+UNPROBED = 40  # of 60 samples; read by the builder alone
+
 BUILD = """
 import sys
 from cache_sources import Made, SAMPLES, same
 from trainrun.data.cache.cached import cached
-source = Made("tokens", 60, log=sys.argv[2], delay=float(sys.argv[3]))
+source = Made("tokens", 60, log=sys.argv[2], delay=float(sys.argv[3]), hangs=int(sys.argv[4]))
 kept = cached(source, "disk:" + sys.argv[1], "data.train")
 assert all(same(kept[index], SAMPLES["tokens"](index)) for index in range(60))
 print(kept.note)
 """
 
 
-def builder(folder, log, delay):
-    arguments = [*child(BUILD), str(folder), str(log), str(delay)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+@pytest.fixture
+def builder():
+    """Starts processes that build; none of them outlives the test."""
+    started = []
+
+    def start(folder, log, delay=0.0, hangs=-1):
+        arguments = [*child(BUILD), str(folder), str(log), str(delay), str(hangs)]
+        started.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
-def test_two_processes_build_one_file(tmp_path, log):
+def wait_until(happened):
+    deadline = time.monotonic() + 300
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_two_processes_build_one_file(tmp_path, log, builder):
     processes = [builder(tmp_path / "c", log, 0.02) for _ in range(2)]
-    notes = [process.communicate(timeout=100)[0] for process in processes]
+    notes = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert sum("(built)" in note for note in notes) == 1
     assert len(files_in(tmp_path / "c")) == 1
-    assert reads_in(log)[3] == 1  # no probe looks at this one
+    assert reads_in(log)[UNPROBED] == 1
 
 
-def test_what_a_killed_builder_left_is_taken_over(tmp_path, log):
+def test_what_a_killed_builder_left_is_taken_over(tmp_path, log, builder):
     folder = tmp_path / "c"
-    process = builder(folder, log, 0.05)
-    waiting = builder(folder, log, 0.05)
-    deadline = time.monotonic() + 60
-    while len(reads_in(log)) < 20 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    process = builder(folder, log, hangs=UNPROBED)
+    waiting = builder(folder, log, hangs=UNPROBED)
+    wait_until(lambda: UNPROBED in reads_in(log))
     assert any("unfinished" in name for name in files_in(folder))
     for one in (process, waiting):
         one.send_signal(signal.SIGKILL)
@@ -327,18 +347,20 @@ def test_what_a_killed_builder_left_is_taken_over(tmp_path, log):
     assert len(files_in(folder)) == 1
 
 
-def test_who_waits_goes_on_when_the_builder_is_killed(tmp_path, log):
-    folder = tmp_path / "c"
-    processes = [builder(folder, log, 0.05) for _ in range(2)]
-    deadline = time.monotonic() + 60
-    while max(reads_in(log).values(), default=0) < 1 or len(reads_in(log)) < 20:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    processes[0].send_signal(signal.SIGKILL)
-    processes[0].communicate()
-    note = processes[1].communicate(timeout=100)[0]
-    assert processes[1].returncode == 0
-    assert "built" in note
+def test_who_waits_goes_on_when_the_builder_is_killed(tmp_path, log, builder):
+    folder, others_log = tmp_path / "c", tmp_path / "other"
+    others_log.mkdir()
+    first = builder(folder, log, hangs=UNPROBED)
+    wait_until(lambda: UNPROBED in reads_in(log))
+    second = builder(folder, others_log)
+    wait_until(lambda: len(reads_in(others_log)) >= NUM_PROBES)
+    time.sleep(0.5)  # until it waits
+    assert len(reads_in(others_log)) == NUM_PROBES
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    note = second.communicate(timeout=300)[0]
+    assert second.returncode == 0
+    assert "(built)" in note
     assert len(files_in(folder)) == 1
 
 

@@ -65,13 +65,14 @@ def test_numbers_that_are_not_packed_are_read_too():
     assert found["a"].tolist() == [5, 300]
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40))
 def test_integers_come_back(numbers):
     found = parse_example(encode_example({"n": np.array(numbers, np.int64)}))["n"]
     assert list(found) == numbers
 
 
-@settings(max_examples=300, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.data())
 def test_a_damaged_example_is_a_value_error_or_another_example(data):
     content = bytearray(encode_example({"a": np.array([1, -300]), "b": [b"xy", b""], "c": np.ones(3)}))
