@@ -35,6 +35,7 @@ from trainrun.data.deaths import (
     obituary,
 )
 from trainrun.data.patience import Patience
+from trainrun.data.slots import slots_for, taken
 from trainrun.errors import DataError
 from trainrun.randomness import derive_seed, kept_random_state
 
@@ -91,12 +92,13 @@ def build_loader(reader: Any, keys: Any, options: WorkerOptions, seed: int) -> D
 
 def _loader(reader: Any, keys: Any, options: WorkerOptions, several: bool, seed: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(derive_seed(seed))  # or iter() would draw from the global one
+    slots = slots_for(options.num_workers, options.prefetch_factor) if several else None
     return DataLoader(
         reader,
         sampler=keys,
         batch_size=None,
         num_workers=options.num_workers,
-        collate_fn=as_it_is,
+        collate_fn=as_it_is if slots is None else slots.lend,
         pin_memory=options.pin_memory,
         worker_init_fn=partial(begin_worker, os.getpid()) if several else None,
         generator=generator,
@@ -179,7 +181,7 @@ def received(
     for item in readings:
         if isinstance(item, Failure):
             raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
-        yield item
+        yield taken(item)
         if item.last:
             return  # whatever becomes of the workers now
 

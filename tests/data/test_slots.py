@@ -1,0 +1,213 @@
+"""Batches that workers hand over in shared memory: the same as those that are read here, however they look."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainrun.data import slots
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
+from trainrun.data.slots import Lent, Slots, is_plain, taken
+from trainrun.interfaces import MicroBatch
+
+pytestmark = pytest.mark.skipif(
+    multiprocessing.get_start_method() != "fork", reason="workers are no copies of this process"
+)
+COUNT = 40
+
+
+class Counted(Tensor):
+    """What torch's way keeps and a copy of bytes would not."""
+
+
+class Odd(Dataset[Any]):
+    """Batches of all kinds, as a collate_fn may make them."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def all_kinds(indices: list[int]) -> dict[str, Any]:
+    number = float(sum(indices))
+    row = torch.arange(24, dtype=torch.float32).add(number)
+    types = (
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.uint8,
+        torch.int64,
+        torch.complex64,
+    )
+    pair = torch.full((3,), number)
+    return {
+        "types": [row.to(kind) for kind in types],
+        "bools": row > number + 5,
+        "scalar": torch.tensor(number),
+        "empty": torch.empty(0, 4),
+        "columns": row.view(4, 6).t(),
+        "channels_last": row.view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+        "part": row[3:7],
+        "twice": (pair, pair),
+        "conj": torch.tensor([1j * number]).conj(),
+        "grows": torch.nn.Parameter(torch.full((2,), number)),
+        "own": torch.full((2,), number).as_subclass(Counted),
+        "array": np.full(3, number),
+        "name": f"batch {indices[0]}",
+    }
+
+
+def stream_of(source: Any, **changes: Any) -> Any:
+    fields = {"key": "data.train", "training": True, "batch_size": 4, "seed": 1, "engine": "workers"}
+    return open_batches(source, StreamOptions(**fields | changes))[0]  # type: ignore[arg-type]
+
+
+def flat(data: Any) -> Iterator[Any]:
+    if isinstance(data, dict):
+        data = list(data.values())
+    if isinstance(data, list | tuple):
+        for part in data:
+            yield from flat(part)
+    else:
+        yield data
+
+
+def as_seen(batch: MicroBatch) -> list[Any]:
+    seen = []
+    for leaf in flat(batch.data):
+        if isinstance(leaf, Tensor):
+            about = (type(leaf), leaf.dtype, leaf.shape, leaf.requires_grad, leaf.layout)
+            strides = leaf.stride() if leaf.layout is torch.strided else ()
+            seen.append((*about, strides, leaf.to_dense().detach().resolve_conj().tolist()))
+        else:
+            seen.append(np.asarray(leaf).tolist())
+    return seen
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[Lent]:
+    """All that is copied out of slots from here on."""
+    found: list[Lent] = []
+    real = Lent.tensor
+
+    def tensor(self: Lent) -> Tensor:
+        found.append(self)
+        return real(self)
+
+    monkeypatch.setattr(Lent, "tensor", tensor)
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_of_all_kinds_are_those_that_come_torchs_way(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read() -> list[MicroBatch]:
+        stream = stream_of(Odd(), num_workers=workers, collate_fn=all_kinds)
+        batches = [batch for epoch in (0, 1) for batch in stream.epoch(epoch)]
+        stream.close()
+        return batches
+
+    lent = counting(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainrun.data.workers.slots_for", lambda *numbers: None)
+        usual = read()
+    assert not lent
+    there = read()
+    assert [as_seen(batch) for batch in there] == [as_seen(batch) for batch in usual]
+    assert len(lent) == 10 * len(
+        there
+    )  # seven types, the bools, the scalar, and the array, which is a tensor now
+    first, second = there[0].data["twice"]
+    assert first.data_ptr() == second.data_ptr()
+    assert all(part.data_ptr() % 64 == 0 for part in there[0].data["types"])
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __len__(self) -> int:
+        return COUNT * 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((self.width,), float(index)), torch.tensor(index)
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("slow", [0.0, 0.002])
+def test_what_is_not_taken_yet_is_not_written_over(prefetch: int, slow: float) -> None:
+    """Slots are used many times; every other epoch is left in its middle."""
+    stream = stream_of(Numbers(50), num_workers=2, prefetch_factor=prefetch, shuffle=False)
+    for epoch in range(4):
+        at = 0
+        for batch in stream.epoch(epoch):
+            time.sleep(slow)
+            values, numbers = batch.data
+            assert numbers.tolist() == list(range(at, at + 4))
+            assert values.tolist() == [[float(number)] * 50 for number in numbers.tolist()]
+            at += 4
+            if epoch % 2 == 0 and at == 40:
+                break
+    stream.close()
+
+
+@pytest.mark.parametrize(("width", "number"), [(100, 80), (slots.SLOT_BYTES // 16, 0)])
+def test_what_a_slot_cannot_hold_goes_another_way(
+    width: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent = counting(monkeypatch)
+    stream = stream_of(Numbers(width), num_workers=1, shuffle=False)
+    sums = [float(batch.data[0][:, -1].sum()) for batch in stream.epoch(0)]
+    stream.close()
+    assert sums == [float(4 * first + 6) for first in range(0, 4 * COUNT, 4)]
+    assert len(lent) == number
+
+
+def test_a_batch_that_was_written_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "get_worker_info", lambda: type("Info", (), {"id": 0}))
+    found = Slots(1, 1)
+
+    class Item(tuple[Any]):
+        data = property(lambda self: self[0])
+
+        def _replace(self, data: Any) -> Item:
+            return Item((data,))
+
+    sent = [found.lend(Item((torch.full((3,), float(number)),))) for number in range(4)]
+    with pytest.raises(RuntimeError, match="written over"):
+        taken(sent[0])
+    assert [taken(one).data.tolist() for one in sent[1:]] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+
+
+def test_what_is_more_than_its_bytes() -> None:
+    plain = torch.ones(4)
+    assert is_plain(plain)
+    assert is_plain(torch.tensor(True))
+    for more in (plain[1:], plain.view(2, 2).t(), torch.empty(0), plain.to_sparse(), torch.nn.Parameter(plain), 3,
+                 plain.numpy(), plain.as_subclass(Counted), torch.ones(2, device="meta")):  # fmt: skip
+        assert not is_plain(more)
+
+
+def test_without_memory_or_copies_of_the_process_there_are_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slots.slots_for(1, 2) is not None
+    monkeypatch.setattr(slots.multiprocessing, "get_start_method", lambda: "spawn")
+    assert slots.slots_for(1, 2) is None
+    monkeypatch.undo()
+
+    def full(*given: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(slots.mmap, "mmap", full)
+    assert slots.slots_for(1, 2) is None
