@@ -41,7 +41,7 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trainrun(workdir: Path) -> Command:
     """The real command in a process of its own, from `workdir`."""
 
-    def call(*words: str, timeout: float = 120.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    def call(*words: str, timeout: float = 600.0, **environment: str) -> subprocess.CompletedProcess[str]:
         root = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         return subprocess.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,12 +33,16 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_resume_elsewhere(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["resume", str(killed), "trainer.num_threads=2", "checkpoint.strict=true"]) == 2
-    said = capsys.readouterr().err
-    assert "checkpoint.strict=true: step-00000004 was saved with another num_threads (1, now 2)" in said
-    assert main(["resume", str(killed), "trainer.num_threads=2", "trainer.max_steps=8"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_a_resume_elsewhere(killed: Path, trainrun: Any) -> None:
+    """In processes of their own: a fork of one that computed with two threads would wait for its second one."""
+    again = ["resume", str(killed), "trainer.num_threads=2"]
+    refused = trainrun(*again, "checkpoint.strict=true")
+    assert refused.returncode == 2
+    said = "checkpoint.strict=true: step-00000004 was saved with another num_threads (1, now 2)"
+    assert said in refused.stderr
+    resumed = trainrun(*again, "trainer.max_steps=8")
+    assert resumed.returncode == 0, resumed.stderr
+    lines = resumed.stdout.splitlines()
     assert "goes on from step 4 (step-00000004); at least 2 steps after it are done again" in lines
     (line,) = [line for line in lines if "saved with another" in line]
     assert line.startswith(
@@ -45,8 +50,9 @@ def test_a_resume_elsewhere(killed: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
-    assert main(["resume", str(killed), "trainer.num_threads=2", "trainer.max_steps=9"]) == 0
-    assert "another" not in capsys.readouterr().out
+    longer = trainrun(*again, "trainer.max_steps=9")
+    assert longer.returncode == 0, longer.stderr
+    assert "another" not in longer.stdout
 
 
 def test_data_that_changed_between_two_lives(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from trainrun import cli
 from trainrun.commands import tune
+from trainrun.config import RunConfig
+from trainrun.lab.contender import RealContender, RealStand
 from trainrun.lab.journal import NAME, Journal
 
 NET = """
@@ -31,10 +33,21 @@ def own(workdir: Path) -> Path:
     return workdir
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run under test may start for longer than a search of seconds has."""
+
+    def start(stand: RealStand, config: RunConfig, limit: float) -> RealContender:
+        return RealContender(stand._bench.start(config, 300.0), 300.0)
+
+    monkeypatch.setattr(RealStand, "start", start)
+
+
 def left_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"__pycache__", "my_net.py"}
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_a_search_of_seconds_on_a_model_of_ones_own(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", *WORDS, "--budget", "6", "--allow", "numeric", "--explain"]) == 0
     said = capsys.readouterr().out
@@ -49,6 +62,7 @@ def test_a_search_of_seconds_on_a_model_of_ones_own(own: Path, capsys: pytest.Ca
     assert (own / "conf").exists() == told["claimed"]
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_a_ladder_of_seconds(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ladder", *WORDS, "--budget=6"]) == 0
     said = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -29,6 +30,8 @@ from trainrun.lab.removals import REMOVALS, RING, Ring
 from trainrun.lab.rounds import Rounds, without
 from trainrun.ledger import DATA, LOGGING
 from trainrun.monitor.metrics_file import read_rows
+from trainrun.start import audition
+from trainrun.start.budget import Budget
 from trainrun.start.trial import foreign_loop
 from trainrun.words.compose import compose_run
 
@@ -129,7 +132,10 @@ def test_reading_goes_on_after_the_limits_were_measured(bench: Bench) -> None:
     assert told.load(3).items == 12
 
 
-def test_a_run_under_test_chooses_for_itself_as_the_run_does(bench: Bench) -> None:
+def test_a_run_under_test_chooses_for_itself_as_the_run_does(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audition, "ALL", Budget(10.0, 1.0))  # of the run too, which is a fork of this process
     words = ["seed=3", "data=custom", "data.train._target_=lab_worlds.Sleepers", "data.num_classes=3",
              "data.batch_size=8", "trainer.max_epochs=1000"]  # fmt: skip
     assert bench.start(compose_run(words).config).facts.number > 0  # threads or workers: reading waits
@@ -140,8 +146,15 @@ def test_a_run_under_test_chooses_for_itself_as_the_run_does(bench: Bench) -> No
 def test_between_two_orders_nothing_moves(subject: Subject) -> None:
     subject.train(1)
     family = list(subject._family())
+
+    def found() -> set[str]:
+        return {process.status() for process in family}
+
+    deadline = time.monotonic() + 30
+    while found() != {psutil.STATUS_STOPPED} and time.monotonic() < deadline:
+        time.sleep(0.01)  # a signal is on its way
     time.sleep(0.05)
-    assert {process.status() for process in family} == {psutil.STATUS_STOPPED}
+    assert found() == {psutil.STATUS_STOPPED}
 
 
 def test_a_run_that_cannot_start_says_why(bench: Bench) -> None:
@@ -455,14 +468,23 @@ def test_a_command_that_is_stopped_leaves_nothing(number: signal.Signals, tmp_pa
     command = [sys.executable, "-m", "trainrun", "diagnose", "data.engine=workers", "data.num_workers=1"]
     paths = {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(temporary)}
     process = subprocess.Popen(command, cwd=here, env=os.environ | paths, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list(temporary.glob("trainrun-lab-*/*/run")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, said.strip()) == (130, "trainrun: interrupted")
-    assert family
-    assert not psutil.wait_procs(family, timeout=5)[1]
+    deadline, family = time.monotonic() + 300, []
+    try:
+        while not list(temporary.glob("trainrun-lab-*/*/run")):
+            assert process.poll() is None, process.communicate(timeout=300)[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=300)
+        assert (process.returncode, said.strip()) == (130, "trainrun: interrupted")
+        assert family
+        assert not psutil.wait_procs(family, timeout=60)[1]
+    finally:
+        process.kill()
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.communicate()
     assert not list(temporary.iterdir())
     assert not list(here.iterdir())

@@ -265,8 +265,8 @@ def test_a_slow_data_set_is_found(
     monkeypatch.setattr(diagnosis, "MOST_ROUNDS", 3)
     monkeypatch.setattr(diagnosis, "steps_for", lambda take, seconds: max(1, take(2).steps))
     began = time.monotonic()
-    assert main(["diagnose", "--trace", *WORDS_OF_SLOW, "--budget", "60"]) == 0
-    assert time.monotonic() - began < 120
+    assert main(["diagnose", "--trace", *WORDS_OF_SLOW, "--budget", "300"]) == 0
+    assert time.monotonic() - began < 400
     assert "mostly waits" in capsys.readouterr().out
     (folder,) = (tmp_path / "outputs").glob("*/*-diagnose-*")
     data = json.loads((folder / "diagnosis.json").read_text())

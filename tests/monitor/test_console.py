@@ -212,7 +212,7 @@ sys.exit(status)
         env={**os.environ, "TERM": "xterm"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     assert "from the child" in result.stdout
@@ -228,7 +228,7 @@ console.on_start({FACTS!r}, 0)
 console.on_end({SUMMARY!r})
 assert not [name for name in sys.modules if name.partition(".")[0] == "rich"]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 200])

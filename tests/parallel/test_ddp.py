@@ -202,15 +202,19 @@ LOSES_A_RANK = """
 
     options = SimpleNamespace(
         mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False,
-        static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=60.0,
+        static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25.0, timeout_seconds=600.0,
     )
     sys.exit(run_as_rank(run, options, work))
 """
 
 
 def test_survivors_say_that_they_lost_contact(
-    script: Callable[[str], list[str]], run_dir: RunDir, rank_env: dict[str, str]
+    script: Callable[[str], list[str]],
+    run_dir: RunDir,
+    rank_env: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("trainrun.parallel.launch.SETTLE_SECONDS", 60.0)
     command = script(LOSES_A_RANK)
     with pytest.raises(RankFailed, match=r"rank 1 was killed by SIGKILL \(out of memory\?\)"):
         launch(lambda attempt: command, 2, run_dir, grace_seconds=5, alone_seconds=60, env=rank_env)

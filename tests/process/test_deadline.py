@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
@@ -25,10 +26,11 @@ def sit_in_c(seconds: float) -> None:
 class Expired:
     def __init__(self) -> None:
         self.calls: list[tuple[int, bool, float]] = []
-        self.began = time.monotonic()
+        self.happened = threading.Event()
 
     def __call__(self, number: int, twice: bool) -> None:
-        self.calls.append((number, twice, time.monotonic() - self.began))
+        self.calls.append((number, twice, time.monotonic()))
+        self.happened.set()
 
 
 def test_it_expires_while_the_main_thread_sits_in_c_code() -> None:
@@ -37,12 +39,12 @@ def test_it_expires_while_the_main_thread_sits_in_c_code() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         began = time.monotonic()
         hashlib.pbkdf2_hmac("sha256", b"x", b"y", 1_500_000)
-        took = time.monotonic() - began
+        ended = time.monotonic()
     assert flag.request == 2
-    ((number, twice, after),) = expired.calls
+    ((number, twice, moment),) = expired.calls
     assert (number, twice) == (signal.SIGTERM, False)
-    assert took > 0.2
-    assert after < took
+    assert ended - began > 0.2
+    assert moment < ended
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
@@ -55,7 +57,7 @@ def test_every_stop_signal_starts_the_clock_and_others_do_not(number: int) -> No
             time.sleep(0.15)
             assert expired.calls == []
             os.kill(os.getpid(), number)
-            time.sleep(0.15)
+            assert expired.happened.wait(30)
     finally:
         signal.signal(signal.SIGWINCH, before)
     assert [call[:2] for call in expired.calls] == [(number, False)]
@@ -64,27 +66,30 @@ def test_every_stop_signal_starts_the_clock_and_others_do_not(number: int) -> No
 def test_a_second_sigterm_ends_it_at_once_but_one_that_was_passed_on_twice_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainrun.process.deadline.AGAIN_SECONDS", 0.2)
+    again = "trainrun.process.deadline.AGAIN_SECONDS"
+    monkeypatch.setattr(again, 60.0)  # no pause between two signals is as long
     expired = Expired()
     with catch_signals(StopFlag()), stop_deadline(60, expired):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), number)
-        time.sleep(0.3)
+        time.sleep(1.0)
         assert expired.calls == []
+        monkeypatch.setattr(again, 0.2)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
+        assert expired.happened.wait(30)
     assert [call[:2] for call in expired.calls] == [(signal.SIGTERM, True)]
 
 
-def test_nothing_of_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_it_is_left() -> None:
+    gc.collect()  # of other tests, whose files and threads may also end meanwhile
     before, threads = signal.set_wakeup_fd(-1), threading.active_count()
     files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for _ in range(5):
         with catch_signals(StopFlag()), stop_deadline(60, Expired()):
             pass
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert signal.set_wakeup_fd(before) == -1
-    assert not files or len(os.listdir("/proc/self/fd")) == files
+    assert not files or len(os.listdir("/proc/self/fd")) <= files
 
 
 @pytest.mark.parametrize(("wanted", "seconds"), [("auto", 1800.0), (60, 60.0), ("90", 90.0), (0, math.inf)])

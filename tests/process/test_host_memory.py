@@ -55,7 +55,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="glibc's switches")
 
 def printed(code: str, word: str) -> list[int]:
     done = subprocess.run(
-        [sys.executable, "-c", START + code, word], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", START + code, word], capture_output=True, text=True, check=True, timeout=300
     )
     return [int(number) for number in done.stdout.split()]
 
@@ -83,7 +83,7 @@ def test_a_run_is_the_same_bit_for_bit(workdir: Path, rule: str) -> None:
     )
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(  # glibc cannot go back to its own rule
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
         env=os.environ | {"PYTHONPATH": root},
     )  # fmt: skip
     plain = package.train(*words)

@@ -82,14 +82,17 @@ def test_a_run_under_nohup_outlives_its_terminal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_before_the_first_step_one_interrupt_is_enough_and_no_more_are_raised_at_once() -> None:
+def test_before_the_first_step_one_interrupt_is_enough_and_no_more_are_raised_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainrun.process.signals.QUIET_SECONDS", 60.0)
     flag = StopFlag(training=False)
     with catch_signals(flag):
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
         send(signal.SIGINT)
         send(signal.SIGINT)
-        flag.quiet_until = 0.0  # a second later
+        flag.quiet_until = 0.0  # that time is over
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
     assert (flag.num_interrupts, flag.raised) == (4, True)

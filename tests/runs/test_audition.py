@@ -9,6 +9,7 @@ import multiprocessing
 import random
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,16 @@ def staged(
     return slow_step(dataclasses.replace(parts, train=stream), time, step), time, log
 
 
+@contextmanager
+def stage_of(parts: Parts, time: Time) -> Iterator[Stage]:
+    """Seconds of a clock of its own keep no core of this machine busy."""
+    with pytest.MonkeyPatch.context() as patch, Stage(parts, time) as stage:
+        patch.setattr("trainrun.start.stage.process_time", lambda: 0.0)
+        yield stage
+
+
 def heard(parts: Parts, time: Time, spent: float = 0.0) -> str:
-    with Stage(parts, time) as stage:
+    with stage_of(parts, time) as stage:
         return choose_engine(parts, stage, spent)
 
 
@@ -164,17 +173,14 @@ def test_a_first_step_that_builds_its_kernels_does_not_count() -> None:
     assert heard(parts, time) == r"data: thread, 1.33k samples/s (workers=0: 800)"
 
 
+@pytest.mark.usefixtures("said_threads")
 def test_a_look_with_another_number_of_threads_before_does_not_count() -> None:
     parts, time, _ = staged(0.002, 0.003)
-    before = torch.get_num_threads()
-    try:
-        with Stage(parts, time) as stage:
-            torch.set_num_threads(2)
-            stage.first_look(parts.train.candidates[0], time.now)
-            torch.set_num_threads(1)
-            assert choose_engine(parts, stage).startswith("data: thread, 1.33k samples/s")
-    finally:
-        torch.set_num_threads(before)
+    with stage_of(parts, time) as stage:
+        torch.set_num_threads(2)
+        stage.first_look(parts.train.candidates[0], time.now)
+        torch.set_num_threads(1)
+        assert choose_engine(parts, stage).startswith("data: thread, 1.33k samples/s")
 
 
 def test_short_runs_are_left_alone() -> None:
@@ -421,6 +427,8 @@ def test_the_command_says_its_choice_and_trains_the_same(trainrun, workdir: Path
         losses[number] = [row["train/loss"] for row in rows if row["kind"] == "train"]
         told = [each for each in rows[0]["facts"]["choices"] if each.startswith("data: ")]
         assert len(lines) == len(told) == (number == "auto")
-        assert all("samples/s (" in each or "not measured: a short run" in each for each in told)
+        # a busy machine may leave no time to measure
+        reason = r"samples/s \(|not measured: (a short run|a batch takes|no engine gave)"
+        assert all(re.search(reason, each) for each in told)
     assert losses["auto"] == losses["0"]
     assert len(losses["0"]) >= 4

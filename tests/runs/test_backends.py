@@ -52,6 +52,7 @@ def state() -> list[object]:
             torch.are_deterministic_algorithms_enabled()]  # fmt: skip
 
 
+@pytest.mark.usefixtures("said_threads")
 @pytest.mark.parametrize("words", [(), ("precision.matmul=medium", "trainer.flush_denormal=true")])
 def test_a_run_leaves_the_process_as_it_was(words: tuple[str, ...], workdir: object):
     torch.set_num_threads(2)

@@ -35,7 +35,7 @@ def test_every_rank_of_a_finished_run_ends_at_once(
         monkeypatch.setenv(name, value)
     try:
         assert cli.main(WORDS) == 0
-        assert other.wait(60) == 0
+        assert other.wait(300) == 0
     finally:
         other.kill()
         other.wait()

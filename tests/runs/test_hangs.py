@@ -52,9 +52,9 @@ class Stop:
     def on_start(self, facts, step): pass
     def on_step(self, step, epoch, row):
         if step == self.at:
-            for _ in range(self.times):
+            for number in range(self.times):
+                time.sleep(3 * number)  # what comes within a second of the first is no second one
                 os.kill(os.getpid(), self.number)
-                time.sleep(1.2)
             hang(self.how)
     def on_eval(self, step, epoch, row): pass
     def on_note(self, text): pass
@@ -90,27 +90,28 @@ def start(project: Path, *words: str) -> subprocess.Popen[str]:
 
 def test_a_getitem_that_never_returns(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    assert main([*WORDS, "output_dir=run", "data.train.at=30", "trainer.watchdog_seconds=1"]) == 1
-    assert time.monotonic() - began < 20
+    assert main([*WORDS, "output_dir=run", "data.train.at=30", "trainer.watchdog_seconds=10"]) == 1
+    assert time.monotonic() - began < 120
     said = capsys.readouterr().err
     stacks = project / "run" / "stacks-rank0.txt"
-    assert "no progress for 1 s after step 7, in the account 'data' (trainer.watchdog_seconds)" in said
+    assert "no progress for 10 s after step 7, in the account 'data' (trainer.watchdog_seconds)" in said
     assert str(stacks) in said
     assert "own.py" in stacks.read_text()
     assert "in hang" in stacks.read_text()
     assert (status_of(project)["state"], status_of(project)["exit_code"]) == ("failed", 1)
     assert (project / "run" / "checkpoints" / "step-00000006").is_dir()
     (project / "once").touch()
-    assert main(["resume", "run"]) == 0
+    assert main(["resume", "run", "trainer.watchdog_seconds=auto"]) == 0
 
 
 def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path) -> None:
     """Both at once, since each waits for an interpreter of its own to start."""
     hung = start(
-        project, "data.train.at=30", "data.train.how=c", "output_dir=run", "trainer.watchdog_seconds=1"
+        project, "data.train.at=30", "data.train.how=c", "output_dir=run", "trainer.watchdog_seconds=10"
     )
+    # step 4 is saved once step 2 is
     words = [f"monitor.listeners.stop.{name}={value}" for name, value in
-             {"_target_": "own.Stop", "at": 3, "name": "SIGTERM", "how": "c"}.items()]  # fmt: skip
+             {"_target_": "own.Stop", "at": 5, "name": "SIGTERM", "how": "c"}.items()]  # fmt: skip
     late = start(project, *words, "output_dir=late", "trainer.stop_grace_seconds=1")
     twice = start(project, *[word.replace("how=c", "how=python") for word in words],
                   "monitor.listeners.stop.times=2", "output_dir=twice")  # fmt: skip
@@ -118,7 +119,7 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path)
     said = {}
     try:
         for name, process in (("run", hung), ("late", late), ("twice", twice)):
-            said[name] = process.communicate(timeout=120)[1]
+            said[name] = process.communicate(timeout=300)[1]
             status = json.loads((project / name / "status.json").read_text())
             ends[name] = process.returncode, status["state"], status["exit_code"]
             assert "Traceback" not in said[name], said[name]
@@ -127,7 +128,7 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path)
         for process in (hung, late, twice):
             process.kill()
             process.communicate()
-    assert "no progress for 1 s after step 7" in said["run"]
+    assert "no progress for 10 s after step 7" in said["run"]
     assert "SIGTERM was not followed by a save within trainer.stop_grace_seconds=1; the last" in said["late"]
     assert "SIGTERM came twice; the last checkpoint stands" in said["twice"]
     assert ends == {"run": (1, "failed", 1), "late": (143, "stopped", 143), "twice": (143, "stopped", 143)}
@@ -164,16 +165,16 @@ def test_who_goes_on_while_the_others_write_is_not_ended(tmp_path: Path) -> None
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes")
 def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(project: Path) -> None:
     (project / "only_once").touch()
-    words = ["parallel=ddp", "parallel.devices=2", "parallel.max_restarts=2", "trainer.watchdog_seconds=2"]
+    words = ["parallel=ddp", "parallel.devices=2", "parallel.max_restarts=2", "trainer.watchdog_seconds=10"]
     process = start(project, *words, "output_dir=run", "data.train.at=45", "data.train.rank=1")
     try:
-        _, err = process.communicate(timeout=180)
+        _, err = process.communicate(timeout=300)
     finally:
         for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
             child.kill()
         process.kill()
     assert process.returncode == 0, err
-    assert "rank 1 failed: no progress for 2 s after step" in err
+    assert "rank 1 failed: no progress for 10 s after step" in err
     assert "the ranks start again (1 of 2 restarts)" in err
     assert "in hang" in (project / "run" / "stacks-rank1.txt").read_text()
     assert (project / "run" / "stacks-rank0.txt").exists()

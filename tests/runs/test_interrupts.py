@@ -58,7 +58,9 @@ QUIET = [
 
 
 @pytest.fixture
-def project(workdir: Path) -> Iterator[Path]:
+def project(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # for a run in this process, which would end with it
+    monkeypatch.setattr("trainrun.process.deadline.LAST_WORDS_SECONDS", 60.0)
     (workdir / "own.py").write_text(CODE)
     yield workdir
     sys.modules.pop("own", None)

@@ -68,7 +68,7 @@ def start(folder: Path, words: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for(condition, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -81,8 +81,8 @@ def started_by(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [command, *command.children(recursive=True)]
 
 
-def left_of(processes: list[psutil.Process], seconds: float = 5) -> list[psutil.Process]:
-    """After a moment for the system to take them away."""
+def left_of(processes: list[psutil.Process], seconds: float = 20) -> list[psutil.Process]:
+    """After a moment for the system to take them away; a rank that hangs ends itself after 30 seconds."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
@@ -93,7 +93,7 @@ def shared_of(processes: list[psutil.Process]) -> set[str]:
 
 
 def end(processes: list[psutil.Process]) -> None:
-    for one in left_of(processes):
+    for one in left_of(processes, 5):
         one.kill()
 
 
@@ -110,7 +110,7 @@ def test_ctrl_c_in_the_middle_of_an_epoch(name: str, to_all: bool, tmp_path: Pat
         least = {"workers": 3, "workers, cache": 3, "two ranks with workers": 5}.get(name, 1)
         assert len(running) >= least  # else there would be nothing to leak
         (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 130, err
         assert "Traceback" not in err
         assert left_of(running) == []
@@ -127,7 +127,7 @@ def test_an_exception_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> No
     try:
         wait_for((tmp_path / "started").exists, process)
         running = started_by(process)
-        _, err = process.communicate(timeout=90)
+        _, err = process.communicate(timeout=300)
         assert process.returncode not in (0, 130)
         assert "sample 17 of Slow cannot be read: KeyError" in err
         assert left_of(running) == []
@@ -145,8 +145,8 @@ def test_kill_9_of_the_command(name: str, tmp_path: Path) -> None:
         wait_for((tmp_path / "started").exists, process)
         running = started_by(process)
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=60)  # whoever is left has the same pipes
-        assert left_of(running, 10) == []
+        process.communicate(timeout=300)  # whoever is left has the same pipes
+        assert left_of(running) == []
         assert shared_of(running) == set()
         with only_writer(RunDir(tmp_path / "run")):  # and the folder is free
             state = json.loads((tmp_path / "run" / "status.json").read_text())["state"]

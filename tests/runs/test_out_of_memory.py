@@ -182,7 +182,7 @@ def test_a_real_limit_of_memory(workdir: Path) -> None:
     Path("real.py").write_text(textwrap.dedent(REAL))
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     outputs = [
-        subprocess.run([sys.executable, "real.py", megabytes], env=env, capture_output=True, text=True, timeout=120)
+        subprocess.run([sys.executable, "real.py", megabytes], env=env, capture_output=True, text=True, timeout=300)
         for megabytes in ("120", "100000")
     ]  # fmt: skip
     assert "out of memory" in outputs[0].stdout.splitlines()[-2], outputs[0].stdout + outputs[0].stderr

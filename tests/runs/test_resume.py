@@ -184,13 +184,17 @@ def test_a_signal_from_outside_saves_and_says_how_to_go_on(
         env={**os.environ, "PYTHONPATH": root},
     )  # fmt: skip
     metrics = own / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and '"train"' in metrics.read_text()):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(getattr(signal, name))
-    _, errors = process.communicate(timeout=60)
+    deadline = time.monotonic() + 300
+    try:
+        while not (metrics.exists() and '"train"' in metrics.read_text()):
+            assert process.poll() is None, process.communicate(timeout=300)[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(getattr(signal, name))
+        _, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode == code, errors
     assert "trainrun resume" in errors
     assert "Traceback" not in errors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from trainrun.start.threads import choose_threads, numbers_up_to
 WORDS = ("trainer.max_epochs=1000", "data.batch_size=4", "data.train.count=4000", "trainer.num_threads=auto",
          "trainer.early_stopping.enabled=false")  # fmt: skip
 Seconds = Callable[[int], float]
+pytestmark = pytest.mark.usefixtures("said_threads")
 
 
 class Time:
@@ -55,13 +56,6 @@ class TimedTask:
 def heard(parts: Parts, recorded: int | None, time: Time) -> str:
     with Stage(parts, time) as stage:
         return choose_threads(parts, recorded, stage)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def timed(seconds: Seconds, cores: int, *words: str) -> tuple[Parts, Time]:

@@ -14,7 +14,8 @@ folder, *words = sys.argv[1:]
 folder = pathlib.Path(folder)
 ask = dict(word.split("=", 1) for word in words)
 def status(state, **fields):
-    (folder / "status.json").write_text(json.dumps({"state": state, "pid": os.getpid(), **fields}))
+    (folder / "status.tmp").write_text(json.dumps({"state": state, "pid": os.getpid(), **fields}))
+    os.replace(folder / "status.tmp", folder / "status.json")  # whoever sees it sees all of it
 def save():
     (folder / "checkpoints" / "step-7").mkdir(parents=True, exist_ok=True)
 with open(folder.parent / "ran.txt", "a") as ran:
@@ -44,7 +45,7 @@ elif do == "hang":
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     (folder / "hangs").touch()
-    end = time.monotonic() + 120  # a test that fails leaves nothing behind for long
+    end = time.monotonic() + 600  # a test that fails leaves nothing behind for long
     while time.monotonic() < end:
         time.sleep(0.01)
 """

@@ -15,7 +15,7 @@ import pytest
 from trainrun.sweep.run import job_command, run_sweep
 
 Command = Callable[[list[str], Path], list[str]]
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 300
 
 
 def table(folder: Path) -> list[dict[str, str]]:
