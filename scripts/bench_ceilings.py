@@ -34,7 +34,7 @@ from trainrun.interfaces import StepOutput
 BATCH = 8
 CLOSE = 0.05
 EVERY = 25  # steps of one reading of the time
-LEAST_SECONDS = 2.0  # of all steps: the laps may take a fifth of it, and two workers need 0.2 s to start
+LEAST_SECONDS = 4.0  # of all steps: the laps may take a fifth of it, and two workers need 0.2 s to start
 
 
 class Slow:

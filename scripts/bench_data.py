@@ -4,6 +4,7 @@
     python scripts/bench_data.py auto [REGIME...] [--model fills|waits]  # what auto chooses, against every way
     python scripts/bench_data.py pipeline          # the share of the whole data path in a CNN's step
     python scripts/bench_data.py overlap           # threads on data that waits, beside a step that takes longer
+    python scripts/bench_data.py handover          # what it takes to get a batch that a worker has read
     python scripts/bench_data.py images            # a folder of 20,000 pictures, against a DataLoader by hand
     python scripts/bench_data.py text FILE         # useful tokens a second of padded, bucketed and packed lines
 
@@ -19,9 +20,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
@@ -32,8 +34,9 @@ import bench_sets
 import numpy as np
 import torch
 from bench_rounds import Trainer, parts_for, spread, timed, turns
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from trainrun.data import workers
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 
@@ -60,6 +63,57 @@ def gather(rounds: int) -> None:
     for name in ("DataLoader", "mapped"):
         pairs = zip(seconds[name], seconds["resident"], strict=True)
         print(f"{name} / resident, in time: {spread([one / other for one, other in pairs])}")
+
+
+class Rows(Dataset[tuple[torch.Tensor, ...]]):
+    """Samples of so many tensors."""
+
+    def __init__(self, sample_bytes: int, tensors: int) -> None:
+        self._row = tuple(torch.zeros(sample_bytes // 4 // tensors) for _ in range(tensors))
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return self._row
+
+
+def handover(rounds: int) -> None:
+    """Batches of 8 samples, which two workers have read while a step of 6 ms slept: in slots, and torch's way."""
+    torch.set_num_threads(1)
+    for batch_bytes, tensors in (
+        (512, 2),
+        (50_000, 2),
+        (50_000, 6),
+        (250_000, 2),
+        (1_000_000, 2),
+        (2_000_000, 2),
+    ):
+        source = Rows(batch_bytes // 8, tensors)
+        ways = {"slots": waiting_for(source), "torch": waiting_for(source, slots=False)}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds + 1):
+            for name, wait in ways.items():
+                seconds[name].append(statistics.median(wait() for _ in range(60)))
+        ratios = [one / other for one, other in zip(seconds["slots"][1:], seconds["torch"][1:], strict=True)]
+        both = ", ".join(f"{name} {1e3 * statistics.median(times):.2f} ms" for name, times in seconds.items())
+        print(f"{batch_bytes / 1000:6.4g} kB in {tensors} tensors: {both}; {spread(ratios)}", flush=True)
+
+
+def waiting_for(source: Any, slots: bool = True) -> Callable[[], float]:
+    """Seconds until the next batch is there, after a step; two workers read."""
+    options = StreamOptions(
+        "data.train", training=True, batch_size=8, seed=0, engine="workers", num_workers=2
+    )
+    with patch.object(workers, "slots_for", workers.slots_for if slots else lambda *number: None):
+        batches = open_batches(source, options)[0].epoch(0)
+        next(batches)
+
+    def wait() -> float:
+        time.sleep(0.006)
+        return timed(lambda: next(batches).data[0][0, 0].item())
+
+    return wait
 
 
 def stream(source: Any, engine: str) -> Any:
@@ -152,7 +206,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("gather", "auto", "pipeline", "overlap", "images", "text"))
+    parser.add_argument(
+        "what", choices=("gather", "auto", "pipeline", "overlap", "handover", "images", "text")
+    )
     parser.add_argument(
         "regimes",
         nargs="*",
@@ -169,7 +225,8 @@ def main() -> None:
     elif given.what == "text":
         text(given.regimes[0], given.rounds)
     else:
-        works = {"gather": gather, "pipeline": pipeline, "overlap": overlap, "images": bench_images.images}
+        works = {"gather": gather, "pipeline": pipeline, "overlap": overlap, "handover": handover,
+                 "images": bench_images.images}  # fmt: skip
         works[given.what](given.rounds)
     print(f"load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, Python {sys.version.split()[0]}")
 

@@ -27,17 +27,24 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
-def staged(clock: Clock, load: float, train: float, readers: int = 1):
-    """Parts whose batches take `load` to come, and whose forward takes `train`; both only move the clock."""
+
+def staged(clock: Clock, load: float, train: float, readers: int = 1, take: float = 0.0):
+    """Parts whose batches take `load` to be read, ahead of the training, and `take` to be taken over, and whose forward
+    takes `train`; all of it only moves the clock."""
     parts = exact_parts.parts_of((), batch_size=BATCH, count=4 * BATCH, engine="threads", num_threads=readers)
 
     class Stream:
-        num_batches, num_samples = 4, 4 * BATCH
+        num_batches, num_samples = 400, 400 * BATCH
 
         def epoch(self, epoch, start=0):
-            for batch in list(parts.train.epoch(epoch, start)):
-                clock.now += load
+            taken, read = [clock.now] * parts.config.data.prefetch_factor, clock.now
+            for batch in list(parts.train.epoch(epoch, start)) * 100:
+                read = max(read, taken[-parts.config.data.prefetch_factor]) + load
+                clock.now = max(clock.now, read) + take
+                taken.append(clock.now)
                 yield batch
 
     class Task:
@@ -61,20 +68,29 @@ def ran(load: float, train: float, update: float = 0.0) -> Session:
     return Session(STEPS, STEPS * BATCH, {name: STEPS * value for name, value in seconds.items()})
 
 
-GRID = [(load, train) for load in (0.001, 0.004, 0.016, 0.05) for train in (0.001, 0.003, 0.012, 0.05)]
+GRID = [
+    (load, train, take)
+    for load in (0.001, 0.004, 0.016, 0.05)
+    for train in (0.001, 0.003, 0.012, 0.05)
+    for take in (0.0, 0.0004)
+]
 
 
 def test_predictions_over_a_grid_of_stage_times(monkeypatch):
     monkeypatch.setattr(module, "MOST_SHARE", 0.1)  # laps in a run of only 200 steps
-    for load, train in GRID:
+    for load, train, take in GRID:
         clock = Clock()
-        session = ran(load, train, update=0.0005)
-        found = ceilings(staged(clock, load, train), TrainState(), session, clock)
+        session = ran(load, train, update=0.0005 + take)
+        session.seconds["data"], session.seconds["optimizer"] = (
+            session.seconds["data"] + STEPS * take,
+            STEPS * 0.0005,
+        )
+        found = ceilings(staged(clock, load, train, take=take), TrainState(), session, clock, clock.wait)
         assert found is not None
-        assert found.load == pytest.approx(BATCH / load)
-        assert found.train == pytest.approx(BATCH / (train + 0.0005))
+        assert found.load == pytest.approx(BATCH / (load + take), rel=0.05 + take / load)
+        assert found.train == pytest.approx(BATCH / (train + 0.0005 + take), rel=0.01)
         assert found.reached == pytest.approx(1.0, abs=0.05)
-        assert found.limit == ("load" if load > train + 0.0005 else "train")
+        assert found.limit == ("load" if load > train + 0.0005 + take else "train")
         # What one batch of each lap takes may be over.
         assert clock.now <= 0.1 * session.loop_seconds + load + train
 
@@ -98,7 +114,9 @@ def test_what_is_read_between_steps_is_told_by_the_ledger():
 def test_runs_that_are_too_short_for_it_have_none():
     clock = Clock()
     parts = staged(clock, 0.01, 0.01)
-    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock) is None  # laps would be over 1 % of 2 s
+    assert (
+        ceilings(parts, TrainState(), ran(0.01, 0.01), clock, clock.wait) is None
+    )  # laps would be over 1 % of 2 s
     assert ceilings(parts, TrainState(), ran(0.01, 0.01)._replace(steps=49), clock) is None
     assert ceilings(parts, TrainState(), Session(STEPS, 100.0, {"other": 5.0}), clock) is None  # own loop
     assert clock.now == 0
@@ -110,12 +128,12 @@ def test_laps_move_nothing_and_their_faults_end_nothing(monkeypatch):
     parts = staged(clock, 0.01, 0.01)
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     random = torch.get_rng_state()
-    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock) is not None
+    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock, clock.wait) is not None
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(before[name], value) for name, value in parts.model.state_dict().items())
     assert all(parameter.grad is None for parameter in parts.model.parameters())
     parts.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
-    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock) is None
+    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock, clock.wait) is None
 
 
 def test_the_line_names_the_side_that_limits():

@@ -4,6 +4,7 @@ what: the slower of both bounds the speed, `max(load, train)`, however well they
     between steps on a CPU, the ledger has timed both apart over the whole run. Where they are read ahead, or a GPU
     computes, each is repeated alone after the training, for a moment (MOST_SHARE of the run): the next batches
     through the same engine, then forward and backward of copies of model and task. The rest of a step is as booked.
+    On a CPU a step also takes over a batch that is there already, which workers make dearer than threads.
 when: after runs of MIN_STEPS, where a moment is enough; nothing of the run is moved.
 when not: shorter runs, models too large to copy, compiled steps on a GPU: then there is no figure.
 source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.06775
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping
-from time import perf_counter
+from statistics import median_low
+from time import perf_counter, sleep
 from typing import NamedTuple
 
 import torch
 
 from trainrun.data.undecided import Undecided
-from trainrun.interfaces import MicroBatch
+from trainrun.interfaces import MicroBatch, Task
 from trainrun.ledger import LOOP
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
@@ -36,6 +38,7 @@ LEAST_STEPS = 2  # after one that warms up
 UPDATE = ("check", "clip", "optimizer", "runner")
 
 Clock = Callable[[], float]
+Wait = Callable[[float], None]
 
 
 class Session(NamedTuple):
@@ -63,14 +66,15 @@ class Ceilings(NamedTuple):
 
 
 class Lap(NamedTuple):
-    """Seconds of one item: loaded alone, and in forward and backward alone."""
+    """Seconds of one item: loaded alone, taken over when it is there already, and in forward and backward alone."""
 
     load: float
+    take: float
     train: float
 
 
 def ceilings(
-    parts: Parts, state: TrainState, session: Session, clock: Clock = perf_counter
+    parts: Parts, state: TrainState, session: Session, clock: Clock = perf_counter, wait: Wait = sleep
 ) -> Ceilings | None:
     """None where the run is too short, or where it cannot be told without moving it."""
     seconds, items = session.seconds, session.items
@@ -79,12 +83,12 @@ def ceilings(
     load, train = seconds.get("data", 0.0), seconds["forward"] + seconds.get("backward", 0.0)
     on_cpu = parts.parallel.device.type == "cpu"
     if ahead(parts) or not on_cpu:
-        lap = measured_lap(parts, state, session, clock)
+        lap = measured_lap(parts, state, session, clock, wait)
         if lap is None:
             return None
         load = lap.load * items
         # On a CPU training alone cannot be slower than beside the loading; also where the copy was not compiled.
-        train = min(lap.train * items, train) if on_cpu else lap.train * items
+        train = min(lap.train * items, train) + lap.take * items if on_cpu else lap.train * items
     train += sum(seconds.get(name, 0.0) for name in UPDATE)
     return Ceilings(items / max(load, 1e-9), items / train, max(load, train) / session.loop_seconds)
 
@@ -109,12 +113,12 @@ def start_seconds(parts: Parts) -> float:
     return 0.0 if engine == "threads" else WORKER_START * readers(parts)
 
 
-def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock) -> Lap | None:
+def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock, wait: Wait) -> Lap | None:
     """None where the share of the run that it may take is too short for it."""
     accumulate = parts.config.trainer.accumulate_grad_batches
     usual = session.loop_seconds / (session.steps * accumulate)  # of a batch, so neither lap's is longer
     number = max(readers(parts), 1)
-    needed = (ahead(parts) + 2 * number + 1 + LEAST_STEPS) * usual + start_seconds(parts)
+    needed = (2 * ahead(parts) + 2 * number + 1 + LEAST_STEPS) * usual + start_seconds(parts)
     limit = MOST_SHARE * session.loop_seconds
     compiled = parts.config.trainer.compile.scope != "off" or parts.config.trainer.cuda_graphs
     if needed > limit or uncopied(parts) or (compiled and parts.parallel.device.type != "cpu"):
@@ -122,17 +126,18 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
     began = clock()
     try:
         with kept_random_state():
-            kept, load = load_lap(parts, state, number, began + limit / 2, clock)
-            return Lap(load, train_lap(parts, kept, began + limit, clock))
+            kept, load, take = load_lap(parts, state, number, began + limit / 2, clock, wait)
+            return Lap(load, take, train_lap(parts, kept, began + limit, clock))
     # Whatever the user's data and model do when they are asked again, a finished run is not lost to a figure.
     except Exception:
         return None
 
 
 def load_lap(
-    parts: Parts, state: TrainState, number: int, deadline: float, clock: Clock
-) -> tuple[list[MicroBatch], float]:
-    """The first batches, and the seconds of one item, once what was read ahead of the clock is used up."""
+    parts: Parts, state: TrainState, number: int, deadline: float, clock: Clock, wait: Wait
+) -> tuple[list[MicroBatch], float, float]:
+    """The first batches; the seconds of one item, once what was read ahead of the clock is used up; and those of one
+    that had been read when it was asked for."""
     kept: list[MicroBatch] = []
     with contextlib.closing(batches_from(parts, state)) as batches:
         for _ in range(ahead(parts)):
@@ -143,7 +148,18 @@ def load_lap(
             count, items = count + 1, items + batch.counted_by(parts.task)
             kept = [*kept[: KEPT - 1], batch]
         settle(parts.parallel.device)
-        return kept, (clock() - begin) / max(items, 1)
+        seconds = clock() - begin
+        wait(ahead(parts) * seconds / count)  # until all that are read ahead are there
+        taken = [timed(batches, parts.task, clock) for _ in range(ahead(parts))]
+        # An epoch that ends among them has nobody read ahead.
+        return kept, seconds / max(items, 1), median_low(taken) if taken else 0.0
+
+
+def timed(batches: Iterator[MicroBatch], task: Task, clock: Clock) -> float:
+    """Seconds that an item of the next one takes to come."""
+    began = clock()
+    batch = next(batches)
+    return (clock() - began) / max(batch.counted_by(task), 1)
 
 
 def batches_from(parts: Parts, state: TrainState) -> Generator[MicroBatch, None, None]:
