@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import pickle
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,8 @@ from torch.utils.data import Dataset
 from trainrun.data import slots
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
-from trainrun.data.slots import Lent, Slots, is_plain, taken
+from trainrun.data.slots import Slots, bytes_of, is_plain, is_whole
+from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 
 pytestmark = pytest.mark.skipif(
@@ -27,6 +31,22 @@ COUNT = 40
 
 class Counted(Tensor):
     """What torch's way keeps and a copy of bytes would not."""
+
+
+class Strict(dict[str, Any]):
+    """A mapping that looks at what is put into it, here and where it arrives."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        assert isinstance(value, Tensor)
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> Any:
+        return rebuilt, (dict(self), sum(value.numel() for value in self.values()))
+
+
+def rebuilt(values: dict[str, Tensor], numel: int) -> Strict:
+    assert sum(value.numel() for value in values.values()) == numel
+    return Strict(values)
 
 
 class Odd(Dataset[Any]):
@@ -59,7 +79,11 @@ def all_kinds(indices: list[int]) -> dict[str, Any]:
         "empty": torch.empty(0, 4),
         "columns": row.view(4, 6).t(),
         "channels_last": row.view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+        "channel": row[:16].clone().view(4, 1, 2, 2).to(memory_format=torch.channels_last),
         "part": row[3:7],
+        "whole": row,
+        "before": pair[1:],
+        "strict": Strict(x=torch.full((2,), number)),
         "twice": (pair, pair),
         "conj": torch.tensor([1j * number]).conj(),
         "grows": torch.nn.Parameter(torch.full((2,), number)),
@@ -96,42 +120,72 @@ def as_seen(batch: MicroBatch) -> list[Any]:
     return seen
 
 
-def counting(monkeypatch: pytest.MonkeyPatch) -> list[Lent]:
-    """All that is copied out of slots from here on."""
-    found: list[Lent] = []
-    real = Lent.tensor
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of all that is copied out of slots from here on, the number of its batch."""
+    found: list[int] = []
+    real = Slots.copy_out
 
-    def tensor(self: Lent) -> Tensor:
-        found.append(self)
-        return real(self)
+    def copy_out(self: Slots, slot: int, number: int, place: int, target: Any) -> None:
+        found.append(number)
+        real(self, slot, number, place, target)
 
-    monkeypatch.setattr(Lent, "tensor", tensor)
+    monkeypatch.setattr(Slots, "copy_out", copy_out)
     return found
+
+
+def read(workers: int) -> list[MicroBatch]:
+    stream = stream_of(Odd(), num_workers=workers, collate_fn=all_kinds)
+    batches = [batch for epoch in (0, 1) for batch in stream.epoch(epoch)]
+    stream.close()
+    return batches
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_batches_of_all_kinds_are_those_that_come_torchs_way(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read() -> list[MicroBatch]:
-        stream = stream_of(Odd(), num_workers=workers, collate_fn=all_kinds)
-        batches = [batch for epoch in (0, 1) for batch in stream.epoch(epoch)]
-        stream.close()
-        return batches
-
-    lent = counting(monkeypatch)
+    copied = counting(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("trainrun.data.workers.slots_for", lambda *numbers: None)
-        usual = read()
-    assert not lent
-    there = read()
+        usual = read(workers)
+    assert not copied
+    there = read(workers)
     assert [as_seen(batch) for batch in there] == [as_seen(batch) for batch in usual]
-    assert len(lent) == 10 * len(
-        there
-    )  # seven types, the bools, the scalar, and the array, which is a tensor now
-    first, second = there[0].data["twice"]
-    assert first.data_ptr() == second.data_ptr()
+    assert len(copied) >= 10 * len(there)
     assert all(part.data_ptr() % 64 == 0 for part in there[0].data["types"])
+
+
+def test_what_shares_its_memory_still_does() -> None:
+    for data in (batch.data for batch in read(1)):
+        first, second = data["twice"]
+        assert first.data_ptr() == second.data_ptr()
+        data["whole"].add_(100)
+        assert data["part"].tolist() == data["whole"][3:7].tolist()
+
+
+@pytest.mark.parametrize("slots_there", [True, False])
+def test_the_order_of_memory_is_kept(slots_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also along a dimension of one, by which kernels are chosen."""
+    if not slots_there:
+        monkeypatch.setattr("trainrun.data.workers.slots_for", lambda *numbers: None)
+    batch = read(1)[0].data
+    assert batch["channel"].stride() == (4, 1, 2, 1)
+    assert batch["channels_last"].stride() == (24, 1, 8, 2)
+    assert batch["columns"].stride() == (1, 6)
+
+
+class Unsendable:
+    def __reduce__(self) -> Any:
+        raise ValueError("not this one")
+
+
+def test_what_cannot_be_sent_is_told_and_not_waited_for() -> None:
+    stream = stream_of(Odd(), num_workers=1, collate_fn=lambda indices: [torch.ones(2), Unsendable()])
+    with pytest.raises(
+        DataError, match=r"data\.train: a batch cannot be sent by its worker \(ValueError: not this"
+    ):
+        next(stream.epoch(0))
+    stream.close()
 
 
 class Numbers(Dataset[Any]):
@@ -163,41 +217,49 @@ def test_what_is_not_taken_yet_is_not_written_over(prefetch: int, slow: float) -
     stream.close()
 
 
-@pytest.mark.parametrize(("width", "number"), [(100, 80), (slots.SLOT_BYTES // 16, 0)])
+@pytest.mark.parametrize(("width", "number"), [(100, 80), (slots.SLOT_BYTES // 16, 40)])
 def test_what_a_slot_cannot_hold_goes_another_way(
     width: int, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lent = counting(monkeypatch)
+    copied = counting(monkeypatch)
     stream = stream_of(Numbers(width), num_workers=1, shuffle=False)
     sums = [float(batch.data[0][:, -1].sum()) for batch in stream.epoch(0)]
     stream.close()
     assert sums == [float(4 * first + 6) for first in range(0, 4 * COUNT, 4)]
-    assert len(lent) == number
+    assert len(copied) == number
 
 
 def test_a_batch_that_was_written_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "get_worker_info", lambda: type("Info", (), {"id": 0}))
+    monkeypatch.setattr(slots, "get_worker_info", lambda: SimpleNamespace(id=0))
     found = Slots(1, 1)
-
-    class Item(tuple[Any]):
-        data = property(lambda self: self[0])
-
-        def _replace(self, data: Any) -> Item:
-            return Item((data,))
-
-    sent = [found.lend(Item((torch.full((3,), float(number)),))) for number in range(4)]
+    sent = [pickle.dumps(found.lend([torch.full((3,), float(number))])) for number in range(4)]
     with pytest.raises(RuntimeError, match="written over"):
-        taken(sent[0])
-    assert [taken(one).data.tolist() for one in sent[1:]] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+        pickle.loads(sent[0])
+    assert [pickle.loads(one)[0].tolist() for one in sent[1:]] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
-def test_what_is_more_than_its_bytes() -> None:
-    plain = torch.ones(4)
-    assert is_plain(plain)
-    assert is_plain(torch.tensor(True))
-    for more in (plain[1:], plain.view(2, 2).t(), torch.empty(0), plain.to_sparse(), torch.nn.Parameter(plain), 3,
-                 plain.numpy(), plain.as_subclass(Counted), torch.ones(2, device="meta")):  # fmt: skip
+def test_the_memory_goes_with_the_loader() -> None:
+    before = len(slots.all_slots)
+    for _ in range(3):
+        stream = stream_of(Numbers(5), num_workers=2)
+        next(stream.epoch(0))
+        stream.close()
+    gc.collect()
+    assert len(slots.all_slots) <= before
+
+
+def test_what_is_more_than_its_memory_and_what_does_not_fill_it() -> None:
+    plain = torch.arange(4.0)
+    for whole in (plain, plain.view(2, 2).t(), torch.tensor(True), torch.ones(4, 1, 2, 2)[:, :, :2]):
+        assert is_plain(whole)
+        assert is_whole(whole)
+        assert bytes_of(whole).nbytes == whole.nbytes
+    for more in (plain.to_sparse(), torch.nn.Parameter(plain), torch.ones(2, device="meta"),
+                 torch.tensor([1j]).conj()):  # fmt: skip
         assert not is_plain(more)
+    for part in (plain[1:], plain[::2], plain[:3], plain.expand(2, 4), torch.empty(0)):
+        assert is_plain(part)
+        assert not is_whole(part)
 
 
 def test_without_memory_or_copies_of_the_process_there_are_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ class IterableBatches:
         reader = replace(self._reader, epoch=plan.effective_epoch(epoch), start=start)
         self.close()
         with starting(key):
-            iterator = iter(build_loader(reader, None, self._options, plan.seed))
+            iterator = iter(build_loader(reader, None, self._options, plan.seed, key))
         self._end_workers = mine = weakref.finalize(self, shut_down, iterator, os.getpid())
         try:
             for reading in received(lambda: iterator, key, self._options):

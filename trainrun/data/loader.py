@@ -133,7 +133,7 @@ class LoaderBatches(Planned):
         if self._loader is not None:
             self._iterator = iter(self._loader)
             return self._iterator
-        loader = build_loader(self._reader, self._keys, self._options, self._seed)
+        loader = build_loader(self._reader, self._keys, self._options, self._seed, self._key)
         with starting(self._key):
             self._loader, self._iterator = loader, iter(loader)
         # also runs when the stream is forgotten, or at the end of Python

@@ -1,63 +1,38 @@
 """Batches of worker processes, by way of memory that they share with the training from the beginning.
 
-What: a worker copies the tensors of a batch into one of its slots and sends word of where they lie; the training copies
-them out. Torch's way opens a file for each tensor and sends it through a socket, for which both processes wake several
-times. When: workers are forked, and the plain tensors of a batch fit into a slot. When not: larger batches, beside
-which that is nothing; tensors that share their memory or are more than memory. All of that goes torch's way.
+What: a worker copies the tensors of a batch into one of its slots and sends word of where they lie; they are copied out
+where the batch is unpickled. Torch's way opens a file for each tensor and sends it through a socket, for which both
+processes wake several times. When: workers are forked, and tensors fit into a slot. When not: larger tensors, beside
+which that is nothing, and those that are more than their memory; these go torch's way. Nobody's containers notice.
 Source: torch.multiprocessing.reductions has the other way.
 Gain: `python scripts/bench_data.py handover`.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import mmap
 import multiprocessing
-from collections import Counter
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
-
-from trainrun.data.batch import map_leaves
 
 SLOT_BYTES: Final = 2**21
 LINE_BYTES: Final = 64  # where a tensor begins; at its very beginning a slot says whose batch it holds
 SPARE: Final = (
     2  # slots beside those that are read ahead: the batch that is taken, and the one asked for meanwhile
 )
-Item = Any  # has `data`, or is no batch
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-numbers = itertools.count()
+counter = itertools.count()
 all_slots: WeakValueDictionary[int, Slots] = WeakValueDictionary()
-
-
-class Lent:
-    """A tensor that lies in a slot. slots: which. slot: of all workers'. number: of the batch, in the order of its
-    worker. place: of its first byte in the slot."""
-
-    __slots__ = ("dtype", "number", "place", "shape", "slot", "slots")
-
-    def __init__(
-        self, slots: int, slot: int, number: int, place: int, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> None:
-        self.slots, self.slot, self.number, self.place = slots, slot, number, place
-        self.dtype, self.shape = dtype, shape
-
-    def __reduce__(self) -> Any:
-        return Lent, (self.slots, self.slot, self.number, self.place, self.dtype, self.shape)
-
-    def tensor(self) -> Tensor:
-        """A copy. RuntimeError: another batch was written over it."""
-        found = torch.empty(self.shape, dtype=self.dtype)
-        all_slots[self.slots].copy_out(self, bytes_of(found))
-        return found
-
-    def pin_memory(self, device: Any = None) -> Tensor:
-        """Called by torch's thread that pins what it gets."""
-        return self.tensor().pin_memory()
 
 
 class Slots:
@@ -65,50 +40,82 @@ class Slots:
 
     def __init__(self, workers: int, prefetch: int) -> None:
         self._each = prefetch + SPARE
-        self._map = torch.frombuffer(
-            mmap.mmap(-1, workers * self._each * SLOT_BYTES), dtype=torch.uint8
-        ).view(-1, SLOT_BYTES)
+        memory = mmap.mmap(-1, workers * self._each * SLOT_BYTES)
+        self._rows: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(-1, SLOT_BYTES)
         self._handed = 0  # batches, by the worker that this is a copy of
-        self._key = next(numbers)
+        self._key = next(counter)
         all_slots[self._key] = self
 
-    def lend(self, item: Item) -> Item:
+    def lend(self, item: Any) -> Packed:
         """What a worker sends in place of what it read. A slot is written again when the training has taken what was
-        in it: it asks a worker for so many batches at once."""
-        found: list[Tensor] = []
-        data = getattr(item, "data", None)
-        map_leaves(data, lambda leaf: found.append(leaf) if is_plain(leaf) else None)
-        shared = Counter(tensor.data_ptr() for tensor in found)
-        places, end = {}, LINE_BYTES
-        for tensor in found:
-            if shared[tensor.data_ptr()] == 1:
-                places[id(tensor)] = end
-                end += -(-tensor.nbytes // LINE_BYTES) * LINE_BYTES
-        if not places or end > SLOT_BYTES:
-            return item
+        in it: it asks a worker for so many batches at once. Raises what pickling raises."""
         worker: Any = get_worker_info()
         self._handed += 1
         slot, number = worker.id * self._each + self._handed % self._each, self._handed
-        row = self._map[slot]
-        mark(row, 0)
+        row, file = self._rows[slot], io.BytesIO()
+        _mark(row)[0] = 0
+        Packer(file, row, (self._key, slot, number)).dump(item)
+        _mark(row)[0] = number
+        return Packed(file.getvalue())
 
-        def lent(leaf: Any) -> Any:
-            place = places.get(id(leaf))
-            if place is None:
-                return leaf
-            row[place : place + leaf.nbytes].copy_(bytes_of(leaf))
-            return Lent(self._key, slot, number, place, leaf.dtype, tuple(leaf.shape))
-
-        data = map_leaves(data, lent)
-        mark(row, number)
-        return item._replace(data=data)
-
-    def copy_out(self, lent: Lent, target: Tensor) -> None:
-        row = self._map[lent.slot]
-        before = marked(row)
-        target.copy_(row[lent.place : lent.place + target.nbytes])
-        if not before == marked(row) == lent.number:
+    def copy_out(self, slot: int, number: int, place: int, target: Bytes) -> None:
+        """number: of the batch, as its worker counts. place: of its first byte. RuntimeError: it is not there."""
+        row = self._rows[slot]
+        before = int(_mark(row)[0])
+        target[:] = row[
+            place : place + len(target)
+        ]  # by NumPy: threads of torch would wait for the workers' cores
+        if not before == int(_mark(row)[0]) == number:
             raise RuntimeError("a worker has written over a batch that was not taken yet")
+
+
+class Packed:
+    """What is pickled already."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (self._data,)
+
+
+class Packer(ForkingPickler):
+    """Pickles as torch does, but for tensors that go into the slot. word: what `take` is told of it."""
+
+    def __init__(self, file: io.BytesIO, row: Bytes, word: tuple[int, int, int]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._row, self._word, self._end = row, word, LINE_BYTES
+        self._lent: dict[int, Tensor] = {}  # by the place of their memory
+        self._kept: list[Tensor] = []  # or their memory might be used again
+        self._sent: set[int] = set()  # torch's way
+
+    def reducer_override(self, leaf: Any) -> Any:
+        if type(leaf) is not Tensor or not is_plain(leaf):
+            return NotImplemented
+        self._kept.append(leaf)
+        memory = leaf.untyped_storage()
+        place = memory.data_ptr()
+        if (base := self._lent.get(place)) is not None:  # shared, and so it is there
+            alike = base.dtype == leaf.dtype
+            view = torch.as_strided, (base, leaf.shape, leaf.stride(), leaf.storage_offset())
+            return view if alike else NotImplemented
+        end = self._end + -(-memory.nbytes() // LINE_BYTES) * LINE_BYTES
+        if place in self._sent or not is_whole(leaf) or end > SLOT_BYTES:
+            self._sent.add(place)
+            return NotImplemented
+        begin, self._end, self._lent[place] = self._end, end, leaf
+        self._row[begin : begin + memory.nbytes()] = bytes_of(leaf)
+        return take, (*self._word, begin, leaf.dtype, tuple(leaf.shape), leaf.stride())
+
+
+def take(
+    slots: int, slot: int, number: int, place: int, dtype: torch.dtype, shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> Tensor:  # fmt: skip
+    """A copy of what lies in a slot."""
+    found = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    all_slots[slots].copy_out(slot, number, place, bytes_of(found))
+    return found
 
 
 def slots_for(workers: int, prefetch: int) -> Slots | None:
@@ -121,34 +128,27 @@ def slots_for(workers: int, prefetch: int) -> Slots | None:
         return None
 
 
-def taken(item: Item) -> Item:
-    """What a worker has read, of what it sent."""
-    data = getattr(item, "data", None)
-    if data is None:
-        return item
-    return item._replace(data=map_leaves(data, lambda leaf: leaf.tensor() if type(leaf) is Lent else leaf))
-
-
-def is_plain(leaf: Any) -> bool:
-    """A tensor that is nothing but its bytes."""
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is a view of its memory and nothing more."""
     return (
-        type(leaf) is Tensor
-        and leaf.device.type == "cpu"
-        and leaf.layout is torch.strided
-        and not (leaf.requires_grad or leaf.is_quantized or leaf.is_conj() or leaf.is_neg())
-        and leaf.numel() > 0
-        and leaf.is_contiguous()
-        and leaf.untyped_storage().nbytes() == leaf.nbytes
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def is_whole(tensor: Tensor) -> bool:
+    """Whether it reaches over all of its memory, in whatever order."""
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return 0 < tensor.numel() == reach and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def mark(row: Tensor, number: int) -> None:
-    row[:8].view(torch.int64)[0] = number
+def bytes_of(tensor: Tensor) -> Bytes:
+    """All of its memory."""
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
+    found: Bytes = whole.numpy()
+    return found
 
 
-def marked(row: Tensor) -> int:
-    return int(row[:8].view(torch.int64)[0])
+def _mark(row: Bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return row[:8].view(np.int64)

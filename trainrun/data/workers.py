@@ -35,7 +35,7 @@ from trainrun.data.deaths import (
     obituary,
 )
 from trainrun.data.patience import Patience
-from trainrun.data.slots import slots_for, taken
+from trainrun.data.slots import Slots, slots_for
 from trainrun.errors import DataError
 from trainrun.randomness import derive_seed, kept_random_state
 
@@ -79,18 +79,21 @@ def failure_or_raise(error: DataError) -> Failure:
     return Failure(str(error), traceback.format_exc())
 
 
-def build_loader(reader: Any, keys: Any, options: WorkerOptions, seed: int) -> DataLoader[Any]:
-    """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers.
+def build_loader(reader: Any, keys: Any, options: WorkerOptions, seed: int, key: str) -> DataLoader[Any]:
+    """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers. key: names the
+    source in messages.
 
     Its workers stay until they are shut down, also where each epoch is to have its own: those that ended by
     themselves at the end of an epoch could not be told from those that died.
     """
     several = options.num_workers > 0
     with without_advice():
-        return _loader(reader, keys, options, several, seed)
+        return _loader(reader, keys, options, several, seed, key)
 
 
-def _loader(reader: Any, keys: Any, options: WorkerOptions, several: bool, seed: int) -> DataLoader[Any]:
+def _loader(
+    reader: Any, keys: Any, options: WorkerOptions, several: bool, seed: int, key: str
+) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(derive_seed(seed))  # or iter() would draw from the global one
     slots = slots_for(options.num_workers, options.prefetch_factor) if several else None
     return DataLoader(
@@ -98,7 +101,7 @@ def _loader(reader: Any, keys: Any, options: WorkerOptions, several: bool, seed:
         sampler=keys,
         batch_size=None,
         num_workers=options.num_workers,
-        collate_fn=as_it_is if slots is None else slots.lend,
+        collate_fn=as_it_is if slots is None else partial(lent, slots, key),
         pin_memory=options.pin_memory,
         worker_init_fn=partial(begin_worker, os.getpid()) if several else None,
         generator=generator,
@@ -117,6 +120,15 @@ def without_advice() -> Iterator[None]:
 
 def as_it_is(batch: Any) -> Any:
     return batch
+
+
+def lent(slots: Slots, key: str, item: Any) -> Any:
+    try:
+        return slots.lend(item)
+    # Whatever the user's own classes raise; torch's way would print it, and the training would wait.
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        return Failure(f"{key}: a batch cannot be sent by its worker ({why})", traceback.format_exc())
 
 
 def begin_worker(owner: int, worker: int) -> None:
@@ -181,7 +193,7 @@ def received(
     for item in readings:
         if isinstance(item, Failure):
             raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
-        yield taken(item)
+        yield item
         if item.last:
             return  # whatever becomes of the workers now
 
