@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainrun.data import patience
@@ -86,6 +87,33 @@ def test_the_batches_are_the_same(times, persistent, tmp_path):
     assert len(said) == times
     assert said[0].startswith("data.train: a loader worker was killed (process ")
     assert said[-1].endswith(f"; they were started again, and no batch changed ({times} of {MOST_RESTARTS})")
+
+
+def test_one_that_dies_while_the_others_are_started(tmp_path, monkeypatch):
+    """With the very first workers of a process, for which torch brings its own handler of deaths."""
+    usual, ask = signal.getsignal(signal.SIGCHLD), _MultiProcessingDataLoaderIter._try_put_index
+
+    def ask_and_wait(loader):
+        ask(loader)
+        until = time.monotonic() + 30
+        while not os.listdir(tmp_path) and time.monotonic() < until:
+            time.sleep(0.01)
+        while all(worker.exitcode is None for worker in loader._workers) and len(os.listdir(tmp_path)) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        (tmp_path / "seen").touch()
+
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_put_index", ask_and_wait)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    said = []
+    try:
+        stream = opened(Deadly(tmp_path, 1), said, batch_size=20, shuffle=False)
+        assert contents(stream.epoch(0)) == whole(batch_size=20, shuffle=False)[0]
+        stream.close()
+    finally:
+        signal.signal(signal.SIGCHLD, usual)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("in_main_thread", [True, False])

@@ -19,6 +19,8 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from torch.utils.data._utils import signal_handling
+
 from trainrun.data.memory import memory_line
 from trainrun.errors import DataError
 
@@ -81,7 +83,9 @@ class Ear:
 
 
 def lend_an_ear() -> None:
-    """After torch has set its handler, which it does once, with the first workers of the main thread."""
+    """In front of torch's handler, which torch sets once, with the first workers of the main thread: here a moment
+    before, or it would raise where one of them dies while the others are started."""
+    signal_handling._set_SIGCHLD_handler()
     handler = signal.getsignal(signal.SIGCHLD)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and callable(handler) and not isinstance(handler, Ear):

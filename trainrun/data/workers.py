@@ -167,13 +167,14 @@ def ignore_stop_signals() -> None:
 
 @contextmanager
 def starting(key: str) -> Iterator[None]:
-    """Surrounds the start of workers: signals wait, so that none hits a worker that cannot ignore it yet."""
+    """Surrounds the start of workers: signals wait, so that none hits a worker that cannot ignore it yet, and one that
+    dies before all of them are there is heard of by who waits for it."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with without_advice():  # Python 3.12+ warns of every fork beside threads; torch has threads
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            lend_an_ear()
             yield
-        lend_an_ear()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise DataError(
             f"{key}: the data set cannot be sent to worker processes ({error}); use data.num_workers=0"
