@@ -59,6 +59,16 @@ class Odd(Dataset[Any]):
         return index
 
 
+class Late:
+    """Makes its tensor when it is pickled, out of memory that may just have been given back."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return list, (torch.full((1000,), self.number),)
+
+
 def all_kinds(indices: list[int]) -> dict[str, Any]:
     number = float(sum(indices))
     row = torch.arange(24, dtype=torch.float32).add(number)
@@ -172,6 +182,26 @@ def test_the_order_of_memory_is_kept(slots_there: bool, monkeypatch: pytest.Monk
     assert batch["channel"].stride() == (4, 1, 2, 1)
     assert batch["channels_last"].stride() == (24, 1, 8, 2)
     assert batch["columns"].stride() == (1, 6)
+
+
+def odd_memory(indices: list[int]) -> Any:
+    row, array = torch.zeros(1000), np.arange(10.0)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    alias = [row, torch.nn.Parameter(row), *(Late(float(number)) for number in (1, 2, 3))]
+    return {"alias": alias, "two": (torch.from_numpy(array[:5]), torch.from_numpy(array)), "nested": nested,
+            "parts": (row[3:7], row)}  # fmt: skip
+
+
+def test_memory_is_not_told_apart_by_its_address() -> None:
+    stream = stream_of(Odd(), num_workers=1, collate_fn=odd_memory)
+    for batch in stream.epoch(0):
+        data = batch.data
+        assert [one[0].item() for one in data["alias"][2:]] == [1, 2, 3]
+        assert [len(part) for part in data["two"]] == [5, 10]
+        assert [part.sum().item() for part in data["nested"].unbind()] == [2, 3]
+        data["parts"][1].add_(1)
+        assert data["parts"][0].tolist() == [1.0] * 4
+    stream.close()
 
 
 class Unsendable:

@@ -155,7 +155,7 @@ class IterableBatches:
         plan, key = self._reader.plan, self._reader.recipe.key
         reader = replace(self._reader, epoch=plan.effective_epoch(epoch), start=start)
         self.close()
-        with starting(key):
+        with starting(key, self._options.num_workers):
             iterator = iter(build_loader(reader, None, self._options, plan.seed, key))
         self._end_workers = mine = weakref.finalize(self, shut_down, iterator, os.getpid())
         try:

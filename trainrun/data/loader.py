@@ -134,7 +134,7 @@ class LoaderBatches(Planned):
             self._iterator = iter(self._loader)
             return self._iterator
         loader = build_loader(self._reader, self._keys, self._options, self._seed, self._key)
-        with starting(self._key):
+        with starting(self._key, self._options.num_workers):
             self._loader, self._iterator = loader, iter(loader)
         # also runs when the stream is forgotten, or at the end of Python
         self._end_workers = weakref.finalize(self, shut_down, self._iterator, os.getpid())

@@ -3,7 +3,8 @@
 What: a worker copies the tensors of a batch into one of its slots and sends word of where they lie; they are copied out
 where the batch is unpickled. Torch's way opens a file for each tensor and sends it through a socket, for which both
 processes wake several times. When: workers are forked, and tensors fit into a slot. When not: larger tensors, beside
-which that is nothing, and those that are more than their memory; these go torch's way. Nobody's containers notice.
+which that is nothing, and those that are more than their memory; these go torch's way, and share it no longer with
+those that do not. Nobody's containers notice.
 Source: torch.multiprocessing.reductions has the other way.
 Gain: `python scripts/bench_data.py handover`.
 """
@@ -85,25 +86,29 @@ class Packer(ForkingPickler):
     def __init__(self, file: io.BytesIO, row: Bytes, word: tuple[int, int, int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._row, self._word, self._end = row, word, LINE_BYTES
-        self._lent: dict[int, Tensor] = {}  # by the place of their memory
-        self._kept: list[Tensor] = []  # or their memory might be used again
+        self._lent: dict[
+            int, Tensor
+        ] = {}  # by their storage, whose address changes where torch's way moves it
         self._sent: set[int] = set()  # torch's way
+        self._kept: list[
+            Tensor
+        ] = []  # all of them, or another storage might get the number of one that is gone
 
     def reducer_override(self, leaf: Any) -> Any:
         if type(leaf) is not Tensor or not is_plain(leaf):
             return NotImplemented
         self._kept.append(leaf)
         memory = leaf.untyped_storage()
-        place = memory.data_ptr()
-        if (base := self._lent.get(place)) is not None:  # shared, and so it is there
+        storage = memory._cdata
+        if (base := self._lent.get(storage)) is not None:  # shared, and so it is there
             alike = base.dtype == leaf.dtype
             view = torch.as_strided, (base, leaf.shape, leaf.stride(), leaf.storage_offset())
             return view if alike else NotImplemented
         end = self._end + -(-memory.nbytes() // LINE_BYTES) * LINE_BYTES
-        if place in self._sent or not is_whole(leaf) or end > SLOT_BYTES:
-            self._sent.add(place)
+        if storage in self._sent or not is_whole(leaf) or end > SLOT_BYTES:
+            self._sent.add(storage)
             return NotImplemented
-        begin, self._end, self._lent[place] = self._end, end, leaf
+        begin, self._end, self._lent[storage] = self._end, end, leaf
         self._row[begin : begin + memory.nbytes()] = bytes_of(leaf)
         return take, (*self._word, begin, leaf.dtype, tuple(leaf.shape), leaf.stride())
 
@@ -133,7 +138,8 @@ def is_plain(tensor: Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
+        and not (tensor.is_conj() or tensor.is_neg())
     )
 
 

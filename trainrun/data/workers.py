@@ -166,14 +166,15 @@ def ignore_stop_signals() -> None:
 
 
 @contextmanager
-def starting(key: str) -> Iterator[None]:
+def starting(key: str, number: int) -> Iterator[None]:
     """Surrounds the start of workers: signals wait, so that none hits a worker that cannot ignore it yet, and one that
-    dies before all of them are there is heard of by who waits for it."""
+    dies before all of them are there is heard of by who waits for it. number: of workers."""
+    if number:
+        lend_an_ear()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with without_advice():  # Python 3.12+ warns of every fork beside threads; torch has threads
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            lend_an_ear()
             yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise DataError(

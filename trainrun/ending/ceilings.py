@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from trainrun.data.undecided import Undecided
-from trainrun.interfaces import MicroBatch, Task
+from trainrun.interfaces import MicroBatch
 from trainrun.ledger import LOOP
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
@@ -118,7 +118,8 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
     accumulate = parts.config.trainer.accumulate_grad_batches
     usual = session.loop_seconds / (session.steps * accumulate)  # of a batch, so neither lap's is longer
     number = max(readers(parts), 1)
-    needed = (2 * ahead(parts) + 2 * number + 1 + LEAST_STEPS) * usual + start_seconds(parts)
+    again = ahead(parts) if parts.parallel.device.type == "cpu" else 0  # batches that are taken over
+    needed = (ahead(parts) + again + 2 * number + 1 + LEAST_STEPS) * usual + start_seconds(parts)
     limit = MOST_SHARE * session.loop_seconds
     compiled = parts.config.trainer.compile.scope != "off" or parts.config.trainer.cuda_graphs
     if needed > limit or uncopied(parts) or (compiled and parts.parallel.device.type != "cpu"):
@@ -126,7 +127,12 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
     began = clock()
     try:
         with kept_random_state():
-            kept, load, take = load_lap(parts, state, number, began + limit / 2, clock, wait)
+            with contextlib.closing(batches_from(parts, state)) as batches:
+                kept, load = load_lap(parts, batches, number, began + limit / 2, clock)
+                wait(
+                    min(load * again * kept[-1].counted_by(parts.task), again * usual)
+                )  # until they are there
+                take = take_lap(parts, batches, kept[-1], again, clock)
             return Lap(load, take, train_lap(parts, kept, began + limit, clock))
     # Whatever the user's data and model do when they are asked again, a finished run is not lost to a figure.
     except Exception:
@@ -134,32 +140,34 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
 
 
 def load_lap(
-    parts: Parts, state: TrainState, number: int, deadline: float, clock: Clock, wait: Wait
-) -> tuple[list[MicroBatch], float, float]:
-    """The first batches; the seconds of one item, once what was read ahead of the clock is used up; and those of one
-    that had been read when it was asked for."""
+    parts: Parts, batches: Iterator[MicroBatch], number: int, deadline: float, clock: Clock
+) -> tuple[list[MicroBatch], float]:
+    """Some batches, the newest last, and the seconds of one item, once what was read ahead of the clock is used up."""
     kept: list[MicroBatch] = []
-    with contextlib.closing(batches_from(parts, state)) as batches:
-        for _ in range(ahead(parts)):
-            kept.append(next(batches))
-        count, items, begin = 0, 0, clock()
-        while count < 2 * number or (count < MOST_BATCHES and clock() < deadline) or count % number:
-            batch = next(batches)
-            count, items = count + 1, items + batch.counted_by(parts.task)
-            kept = [*kept[: KEPT - 1], batch]
-        settle(parts.parallel.device)
-        seconds = clock() - begin
-        wait(ahead(parts) * seconds / count)  # until all that are read ahead are there
-        taken = [timed(batches, parts.task, clock) for _ in range(ahead(parts))]
-        # An epoch that ends among them has nobody read ahead.
-        return kept, seconds / max(items, 1), median_low(taken) if taken else 0.0
+    for _ in range(ahead(parts)):
+        kept.append(next(batches))
+    count, items, begin = 0, 0, clock()
+    while count < 2 * number or (count < MOST_BATCHES and clock() < deadline) or count % number:
+        batch = next(batches)
+        count, items = count + 1, items + batch.counted_by(parts.task)
+        kept = [*kept[-KEPT + 1 :], batch]
+    settle(parts.parallel.device)
+    return kept, (clock() - begin) / max(items, 1)
 
 
-def timed(batches: Iterator[MicroBatch], task: Task, clock: Clock) -> float:
-    """Seconds that an item of the next one takes to come."""
-    began = clock()
-    batch = next(batches)
-    return (clock() - began) / max(batch.counted_by(task), 1)
+def take_lap(
+    parts: Parts, batches: Iterator[MicroBatch], before: MicroBatch, number: int, clock: Clock
+) -> float:
+    """Seconds of an item of a batch that was read when it was asked for; 0 where there is none before the epoch ends,
+    behind which nobody has read yet."""
+    taken = []
+    for _ in range(number):
+        if before.last:
+            break
+        began = clock()
+        before = next(batches)
+        taken.append((clock() - began) / max(before.counted_by(parts.task), 1))
+    return median_low(taken) if taken else 0.0
 
 
 def batches_from(parts: Parts, state: TrainState) -> Generator[MicroBatch, None, None]:
