@@ -129,9 +129,8 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
         with kept_random_state():
             with contextlib.closing(batches_from(parts, state)) as batches:
                 kept, load = load_lap(parts, batches, number, began + limit / 2, clock)
-                wait(
-                    min(load * again * kept[-1].counted_by(parts.task), again * usual)
-                )  # until they are there
+                to_read = load * again * kept[-1].counted_by(parts.task)  # seconds, until all ahead are there
+                wait(min(to_read, again * usual))
                 take = take_lap(parts, batches, kept[-1], again, clock)
             return Lap(load, take, train_lap(parts, kept, began + limit, clock))
     # Whatever the user's data and model do when they are asked again, a finished run is not lost to a figure.
