@@ -16,12 +16,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from trainrun.cli import main
+from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import MicroBatch
 from trainrun.lab.bench import Bench, Subject, SubjectFailed
+from trainrun.lab.contender import RealStand, can_flush_denormal
 from trainrun.lab.duel import Rules, Side, duel, steps_for
 from trainrun.lab.findings import UNCHANGED
 from trainrun.lab.limits import FEW_BATCHES
@@ -88,6 +91,25 @@ def test_a_run_does_not_end_while_it_is_tested(subject: Subject) -> None:
 def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> None:
     assert 4 * 32 < subject.train(5, variant=name).items <= 5 * 32  # the last batch of an epoch is smaller
     assert subject.train(2).steps == 2
+
+
+def test_runs_that_are_compared_count_numbers_next_to_0_as_0_however_long_they_have_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, started = compose_run(WORDS).config, []
+
+    def start(config: RunConfig, limit: float) -> SimpleNamespace:
+        started.append(config.trainer.flush_denormal)
+        return SimpleNamespace(facts=SimpleNamespace(reads_ahead=False))
+
+    for can in (True, False):
+        monkeypatch.setattr("trainrun.lab.contender.can_flush_denormal", lambda can=can: can)
+        RealStand(SimpleNamespace(start=start)).start(config, 9.0)  # type: ignore[arg-type]
+    assert started == [True, False]
+    assert not config.trainer.flush_denormal
+    tiny = torch.tensor([1e-39])
+    can_flush_denormal()
+    assert float(tiny * 1) != 0
 
 
 def test_every_save_writes_a_step_that_is_not_saved_yet(bench: Bench) -> None:
