@@ -27,9 +27,7 @@ from torch.utils.data import get_worker_info
 
 SLOT_BYTES: Final = 2**21
 LINE_BYTES: Final = 64  # where a tensor begins; at its very beginning a slot says whose batch it holds
-SPARE: Final = (
-    2  # slots beside those that are read ahead: the batch that is taken, and the one asked for meanwhile
-)
+SPARE: Final = 2  # slots beside those read ahead: of the batch that is taken, and of one asked for meanwhile
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 counter = itertools.count()
@@ -63,9 +61,8 @@ class Slots:
         """number: of the batch, as its worker counts. place: of its first byte. RuntimeError: it is not there."""
         row = self._rows[slot]
         before = int(_mark(row)[0])
-        target[:] = row[
-            place : place + len(target)
-        ]  # by NumPy: threads of torch would wait for the workers' cores
+        # By NumPy: threads of torch would wait for the workers' cores.
+        target[:] = row[place : place + len(target)]
         if not before == int(_mark(row)[0]) == number:
             raise RuntimeError("a worker has written over a batch that was not taken yet")
 
@@ -86,13 +83,11 @@ class Packer(ForkingPickler):
     def __init__(self, file: io.BytesIO, row: Bytes, word: tuple[int, int, int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._row, self._word, self._end = row, word, LINE_BYTES
-        self._lent: dict[
-            int, Tensor
-        ] = {}  # by their storage, whose address changes where torch's way moves it
+        # By their storage, whose address changes where torch's way moves it.
+        self._lent: dict[int, Tensor] = {}
         self._sent: set[int] = set()  # torch's way
-        self._kept: list[
-            Tensor
-        ] = []  # all of them, or another storage might get the number of one that is gone
+        # All of them, or another storage might get the number of one that is gone.
+        self._kept: list[Tensor] = []
 
     def reducer_override(self, leaf: Any) -> Any:
         if type(leaf) is not Tensor or not is_plain(leaf):

@@ -7,7 +7,7 @@ when: `trainrun diagnose`. source: Williams and others, Roofline (2009); for the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from time import perf_counter
 from typing import Any, Final
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainrun.data.batch import map_leaves
+from trainrun.data.sequences.useful import mask_of
 from trainrun.ending.flops import dtype_of, flops_per_item, peak_flops
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.lab.orders import Limits
@@ -188,11 +189,7 @@ def padding_share(batches: list[Any]) -> float:
     """Of the positions of padded batches; 0 where there is no padding, or no sequence."""
     real = total = 0
     for batch in batches:
-        if not isinstance(batch, Mapping):
-            continue
-        mask = batch.get("attention_mask")
-        if mask is None and batch.get("segment_ids") is not None:
-            mask = batch["segment_ids"] > 0
-        if isinstance(mask, Tensor):
-            real, total = real + int(mask.sum()), total + mask.numel()
+        mask = mask_of(batch)
+        if mask is not None:
+            real, total = real + int(mask.count_nonzero()), total + mask.numel()
     return 1 - real / total if total else 0.0

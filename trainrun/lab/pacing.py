@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainrun.data.sequences.useful import number_of_positions
+from trainrun.data.sequences.useful import mask_of
 from trainrun.data.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.state import TrainState
@@ -89,9 +89,9 @@ class GoesOn(Around):
     def _handed(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
             self._at += 1
-            positions = number_of_positions(batch.data)
-            self.positions += positions or 0
-            self.unmarked += positions is None
+            mask = mask_of(batch.data)
+            self.positions += 0 if mask is None else mask.numel()
+            self.unmarked += mask is None
             yield batch
 
     def _end(self) -> None:

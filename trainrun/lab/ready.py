@@ -58,9 +58,10 @@ def _reads_in_threads(parts: Parts) -> bool:
 
 def _positions_of(parts: Parts) -> dict[str, float]:
     """Among several ranks the parts of a bucket are not alike."""
+    if parts.parallel.world_size > 1:
+        return {}
     accumulate = parts.config.trainer.accumulate_grad_batches
-    alone = parts.parallel.world_size == 1
-    return {mode: accumulate * number for mode, number in parts.positions.items() if alone}
+    return {mode: accumulate * number for mode, number in parts.positions.items()}
 
 
 def _memory_of(device: torch.device) -> int:

@@ -60,13 +60,14 @@ class Counted(Around):
 
 def useful_positions(batch: Mapping[str, Any]) -> Tensor:
     """0-d: the places of a padded or packed batch that are no padding."""
-    mask: Tensor = batch["segment_ids"] if "segment_ids" in batch else batch["attention_mask"]
+    mask = mask_of(batch)
+    assert mask is not None
     return mask.count_nonzero()
 
 
-def number_of_positions(batch: Any) -> int | None:
-    """All places of a padded or packed batch; None of one that does not say which of them are real."""
+def mask_of(batch: Any) -> Tensor | None:
+    """Not 0 at the places of a padded or packed batch that are no padding; None where it does not say which."""
     if not isinstance(batch, Mapping):
         return None
     mask = batch.get("segment_ids", batch.get("attention_mask"))
-    return mask.numel() if isinstance(mask, Tensor) else None
+    return mask if isinstance(mask, Tensor) else None
