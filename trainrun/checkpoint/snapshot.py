@@ -61,7 +61,7 @@ class Snapshots:
             memory |= _in_one_piece(lacking)
         copies = {name: memory[name] for name in tensors}
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-        _copy(copies, tensors, non_blocking=bool(devices))
+        copy_all(copies, tensors, non_blocking=bool(devices))
         return Snapshot(copies, [_event(device) for device in devices])
 
     def give_back(self, tensors: Memory) -> None:
@@ -100,10 +100,15 @@ def host_bytes(tensors: Mapping[str, Tensor]) -> int:
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 
-def _copy(copies: Memory, tensors: Mapping[str, Tensor], non_blocking: bool) -> None:
-    """What lies on the host in one piece is copied by threads that take the next piece when they are free: those of
-    torch wait for each other at every tensor, and where others use the cores too, that takes many times longer."""
-    long = {name for name, tensor in tensors.items() if tensor.nbytes >= LONG_BYTES and _is_plain(tensor)}
+def copy_all(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor], non_blocking: bool = False) -> None:
+    """The values of tensors into those of the same names. What lies on the host in one piece is copied by threads that
+    take the next piece when they are free: those of torch wait for each other at every tensor, and where others use the
+    cores too, that takes many times longer."""
+    long = {
+        name
+        for name, tensor in tensors.items()
+        if tensor.nbytes >= LONG_BYTES and _is_plain(tensor) and _is_plain(copies[name])
+    }
     rest = [name for name in tensors if name not in long]
     with torch.no_grad():
         if rest:

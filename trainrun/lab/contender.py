@@ -106,7 +106,7 @@ class RealContender:
         self._steps = self._least if slow else max(self._least, steps_for(self._train, seconds))
 
     def _train(self, steps: int) -> Turn:
-        turn: Turn = self._subject.ask(Train(steps, self._warm), self._limit)
+        turn: Turn = self._subject.ask(Train(steps, self._warm, again=True), self._limit)
         return turn
 
     def turn(self) -> Turn:

@@ -15,11 +15,13 @@ SAVING: Final = "saving"  # checkpoints alone do
 @dataclass(frozen=True)
 class Train:
     """Some steps of the run, after `warm` steps that are not timed. variant: with something taken away, see
-    `trainrun.lab.removals`; or WHOLE or SAVING."""
+    `trainrun.lab.removals`; or WHOLE or SAVING. again: from the weights and averages of the first such order, see
+    `trainrun.lab.kept_state`."""
 
     steps: int
     warm: int = 2
     variant: str = ""
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Client
@@ -21,6 +20,7 @@ from trainrun import loop
 from trainrun.build.data import loading_stages
 from trainrun.ending.ceilings import ahead
 from trainrun.interfaces import MicroBatch, StepReport
+from trainrun.lab.kept_state import KeptState
 from trainrun.lab.limits import limits_of
 from trainrun.lab.orders import (
     SAVING,
@@ -97,7 +97,7 @@ class Subject:
         self._stream = GoesOn(parts.train)
         self._parts = replace(parts, train=self._stream)
         self._ring = Ring(self._parts)
-        self._state = state
+        self._state, self._kept = state, KeptState(parts)
         self._variants: dict[str, tuple[Parts, TrainState]] = {}
         self._ahead = -(-ahead(parts) // parts.config.trainer.accumulate_grad_batches)  # steps
         self._refilled = False  # whether readers had time to read ahead while nobody asked them
@@ -137,6 +137,12 @@ class Subject:
     def _train(self, order: Train) -> Turn:
         parts, state = self._variant(order.variant)
         self._rewind(parts, state)
+        if order.again:
+            self._kept.start_again()
+        with nullcontext() if parts is self._parts else self._kept.without_trace():
+            return self._train_from_here(order, parts, state)
+
+    def _train_from_here(self, order: Train, parts: Parts, state: TrainState) -> Turn:
         if CACHED not in order.variant.split("+"):
             own = self._state
             state.epoch, state.batches = own.epoch, own.batches
@@ -289,4 +295,4 @@ class Subject:
         device = self._own.parallel.device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return self._kept.peak_without_it()
