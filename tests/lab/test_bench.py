@@ -16,19 +16,17 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from trainrun.cli import main
-from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import MicroBatch
 from trainrun.lab.bench import Bench, Subject, SubjectFailed
-from trainrun.lab.contender import RealStand, can_flush_denormal
+from trainrun.lab.contender import RealContender
 from trainrun.lab.duel import Rules, Side, duel, steps_for
 from trainrun.lab.findings import UNCHANGED
 from trainrun.lab.limits import FEW_BATCHES
-from trainrun.lab.orders import Measure, Turn
+from trainrun.lab.orders import Measure, Train, Turn
 from trainrun.lab.removals import REMOVALS, RING, Ring
 from trainrun.lab.rounds import Rounds, without
 from trainrun.ledger import DATA, LOGGING
@@ -93,23 +91,18 @@ def test_a_removal_leaves_the_run_where_it_was(subject: Subject, name: str) -> N
     assert subject.train(2).steps == 2
 
 
-def test_runs_that_are_compared_count_numbers_next_to_0_as_0_however_long_they_have_trained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config, started = compose_run(WORDS).config, []
+def test_turns_that_are_compared_start_from_the_same_numbers() -> None:
+    asked: list[Train] = []
 
-    def start(config: RunConfig, limit: float) -> SimpleNamespace:
-        started.append(config.trainer.flush_denormal)
-        return SimpleNamespace(facts=SimpleNamespace(reads_ahead=False))
+    def ask(order: Train, limit: float) -> Turn:
+        asked.append(order)
+        return Turn(1.0, order.steps, 1.0)
 
-    for can in (True, False):
-        monkeypatch.setattr("trainrun.lab.contender.can_flush_denormal", lambda can=can: can)
-        RealStand(SimpleNamespace(start=start)).start(config, 9.0)  # type: ignore[arg-type]
-    assert started == [True, False]
-    assert not config.trainer.flush_denormal
-    tiny = torch.tensor([1e-39])
-    can_flush_denormal()
-    assert float(tiny * 1) != 0
+    contender = RealContender(SimpleNamespace(facts=SimpleNamespace(reads_ahead=False), ask=ask), 9.0)  # type: ignore[arg-type]
+    contender.pace(0.1)
+    contender.turn()
+    assert len(asked) > 1
+    assert all(order.again for order in asked)
 
 
 def test_every_save_writes_a_step_that_is_not_saved_yet(bench: Bench) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Final, Protocol
 
 from trainrun.config import RunConfig
@@ -53,33 +52,23 @@ class Stand(Protocol):
 
 
 class RealStand:
-    """Fills `Stand` with runs in processes of their own. All of them count numbers next to 0 as 0 where the CPU can: a
-    run that has trained longer would be slower for it, by as much as any setting gains."""
+    """Fills `Stand` with runs in processes of their own."""
 
     def __init__(self, bench: Bench) -> None:
         import trainrun.rank  # noqa: F401 - a forked run then has torch already: 0.4 s in place of 2
 
-        self._bench, self._flush = bench, can_flush_denormal()
+        self._bench = bench
 
     def start(self, config: RunConfig, limit: float) -> Contender:
-        trainer = replace(config.trainer, flush_denormal=self._flush or config.trainer.flush_denormal)
-        return RealContender(self._bench.start(replace(config, trainer=trainer), limit), limit)
+        return RealContender(self._bench.start(config, limit), limit)
 
     def clock(self) -> float:
         return time.monotonic()
 
 
-def can_flush_denormal() -> bool:
-    """Changes nothing: the tests themselves count on."""
-    import torch
-
-    can = torch.set_flush_denormal(True)
-    torch.set_flush_denormal(False)
-    return can
-
-
 class RealContender:
-    """Fills `Contender`. limit: seconds for any one order."""
+    """Fills `Contender`. Every turn has the weights and averages of the first one: what a run has learnt changes its
+    speed, by numbers next to 0 up to twice. limit: seconds for any one order."""
 
     def __init__(self, subject: Subject, limit: float) -> None:
         self._subject, self._limit = subject, limit
