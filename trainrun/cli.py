@@ -157,6 +157,9 @@ def sweep_words(prepared: Words) -> int:
 
 
 def train_one(words: list[str], paths: list[str]) -> int:
+    from trainrun.process.early_load import load_torch_early
+
+    load_torch_early()
     from trainrun.words.compose import compose_run, load_config
 
     composition = compose_run(words)
