@@ -78,6 +78,14 @@ def test_turns_count_their_steps_and_items(subject: Subject) -> None:
     )  # no second of another turn, nor of the start
 
 
+def test_a_turn_ends_with_its_time_but_not_without_a_step(subject: Subject) -> None:
+    turn = subject.train(100_000, warm=3, most_seconds=0.0)
+    assert turn.steps == 1
+    assert turn.items <= 32
+    assert 1 <= subject.train(1_000_000, most_seconds=0.1).steps < 1_000_000
+    assert subject.train(3, most_seconds=60.0).steps == 3
+
+
 def test_a_run_does_not_end_while_it_is_tested(subject: Subject) -> None:
     assert subject.train(3 * 45 * 2).steps == 270  # two epochs of 45 steps is what was asked for
     assert subject.load(50).items > 49 * 21
@@ -473,6 +481,14 @@ def test_one_long_turn_of_a_side_changes_its_pace_by_its_share() -> None:
 def test_steps_for_some_seconds() -> None:
     assert steps_for(lambda steps: Turn(0.01 * steps, steps, steps), 0.3) == 30
     assert steps_for(lambda steps: Turn(2.0 * steps, steps, steps), 0.3) == 1
+    asked = []
+
+    def cut(steps: int) -> Turn:
+        asked.append(steps)
+        return Turn(0.001 * min(steps, 3), min(steps, 3), steps)
+
+    assert steps_for(cut, 0.3) == 3
+    assert len(asked) == 2  # there was no time for more
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

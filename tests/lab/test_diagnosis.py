@@ -17,12 +17,13 @@ from trainrun.cli import main
 from trainrun.commands.budget import take_seconds
 from trainrun.data.stages import Stages
 from trainrun.errors import ConfigError
-from trainrun.lab import diagnosis, duel, removals, rounds
+from trainrun.lab import diagnosis, duel, removals, rounds, time_left
 from trainrun.lab.findings import Diagnosis, Slowed, WhatIf
 from trainrun.lab.orders import Limits, Ready, Turn
 from trainrun.lab.report import lines_of, write_report
 from trainrun.lab.rounds import Rounds
 from trainrun.lab.statistics import Ratio
+from trainrun.lab.time_left import TimeLeft
 from trainrun.lab.verdict import CAUSES, WORDS, verdict
 
 READY = Ready("samples", "resident", 0, 1, 1000, "cpu", 1, 45, 900, 45.0)
@@ -243,16 +244,61 @@ def test_what_is_left_of_the_time_is_for_what_gained_most(
     run = Scripted(names)
     gains = {"cached": 3.0, "silent": 1.0, removals.FORWARD: 9.0}
     gains |= {"larger": 4.0} if "larger" in last else {}
-    examined = diagnosis.Examination.__new__(diagnosis.Examination)
-    examined._base = SimpleNamespace(train=lambda steps, warm: run.turn("", 1.0))  # type: ignore[assignment]
-    examined._steps, examined._warm, examined._deadline = 1, 0, deadline
-    examined._rounds = Rounds()
-    monkeypatch.setattr(diagnosis, "time", SimpleNamespace(monotonic=lambda: run.now))
-    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: run.now))
+    examined = examination(run, deadline, monkeypatch)
     sides = {name: partial(run.turn, name, gain) for name, gain in gains.items()}
-    examined._measured(sides, lambda about: None)
+    examined._measured(sides, Turn(1.0, 1, 1.0), lambda about: None)
     full = len(sides) + 1 + (len(sides) + 1) // 2
     assert names[2 * full :] == last
+
+
+def examination(run: Scripted, deadline: float, monkeypatch: pytest.MonkeyPatch) -> diagnosis.Examination:
+    """On the run's clock."""
+    for module in (time_left, rounds):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: run.now))
+    examined = diagnosis.Examination.__new__(diagnosis.Examination)
+    examined._base = SimpleNamespace(  # type: ignore[assignment]
+        train=lambda steps, warm, most_seconds: run.turn("", 1.0)
+    )
+    examined._steps, examined._warm, examined._time = 1, 0, TimeLeft(deadline)
+    examined._rounds, examined._untried = Rounds(), []
+    return examined
+
+
+def test_the_first_round_ends_where_the_time_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    run = Scripted(names)
+    examined = examination(run, 2.0, monkeypatch)
+    sides = {name: partial(run.turn, name, 1.0) for name in ("cached", "silent", "without_update")}
+    examined._measured(sides, Turn(1.0, 1, 1.0), lambda about: None)
+    assert names == ["", "cached", "silent", ""]  # a second of grace
+
+
+def test_where_finding_the_pace_takes_all_the_time_the_pace_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    run = Scripted(names)
+    examined = examination(run, 9.0, monkeypatch)
+    pace = Turn(11.0, 1, 4.0, accounts={"compile": 10.0}, compile_seconds=30.0)
+    examined._time.note(pace)  # and another shape may take as long
+    found = examined._measured({"cached": partial(run.turn, "cached", 1.0)}, pace, lambda about: None)
+    assert names == []
+    assert found.own == [pace]
+    assert found.seconds() == 0.25
+    assert examined._untried == ["batches that are there already", "validation and checkpoints"]
+
+
+def test_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_left, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    left = TimeLeft(110.0)
+    assert left.of_a_turn(0.6) == pytest.approx(6.0)
+    assert not left.is_over()
+    left.note(Turn(6.0, 1, 1.0, accounts={"compile": 5.0}))
+    left.reserve(4.0)
+    assert not left.is_over()
+    left.reserve(1.5)
+    assert left.is_over()
+    assert not left.is_over(grace=1.0)
+    left.reserve(9.0)
+    assert left.of_a_turn() == time_left.LEAST_TURN
 
 
 def test_a_slow_data_set_is_found(

@@ -158,8 +158,8 @@ class Subject:
         self.start_seconds = time.perf_counter() - self.began
         self._freeze()
 
-    def train(self, steps: int, warm: int = 2, variant: str = "") -> Turn:
-        turn: Turn = self.ask(Train(steps, warm, variant))
+    def train(self, steps: int, warm: int = 2, variant: str = "", most_seconds: float = math.inf) -> Turn:
+        turn: Turn = self.ask(Train(steps, warm, variant, most_seconds=most_seconds))
         return turn
 
     def trace(self, steps: int) -> Path:

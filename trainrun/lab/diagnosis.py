@@ -23,31 +23,38 @@ from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import SAVING, Divide, Limits, Measure, Profile, Turn
 from trainrun.lab.padding import padding_gain
 from trainrun.lab.rare import Rare
-from trainrun.lab.removals import BARE, CACHED, FORWARD, SILENT, booked_of, telling
+from trainrun.lab.removals import (
+    ABOUTS,
+    BARE,
+    BUCKET,
+    CACHED,
+    FORWARD,
+    LARGER,
+    PHASES,
+    READING,
+    SILENT,
+    booked_of,
+    telling,
+    title_of,
+)
 from trainrun.lab.rounds import BASE, Rounds, uncompiled, without
 from trainrun.lab.shortage import LONG_STEP, affordable
 from trainrun.lab.statistics import Ratio
-from trainrun.ledger import ACCOUNTS, DATA
+from trainrun.lab.time_left import LEAST_TURN, TimeLeft
+from trainrun.ledger import COMPILE, DATA
 
+LATE: Final = 1.0  # seconds; then even the first rounds end
 LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
 TRACE_SECONDS, DIVIDE_SECONDS = 2.0, 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
-LEAST_TURN: Final = 0.1  # seconds
 MOST_SIDES: Final = 10
 FEWEST_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = 2, 4, 12  # a step may be too long for the usual ones
 FEW_ROUNDS: Final = 3
 SLOWER: Final = 0.9  # of the base: not worth more turns
 MOSTLY_DATA: Final = 1.5
-LARGER: Final = "larger"  # a batch; it shares log points too, which are another cause: both sides go without
-BUCKET: Final = "bucket"
-READING: Final = (SAVING, BUCKET)  # whose reading is not the base's, or goes on beside something else
 TINY_BATCH, TINY_TIMES = 8, 8
+MOST_PACING: Final = 0.6  # of the time, where shape after shape is compiled
 MOST_BESIDE: Final = 0.5  # of the time that is left, to start another run and find its pace
-ABOUTS: Final = {"cached": ("data", "batches that are there already"), SILENT: ("logging", "no log points"),
-                 "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
-                 "unsynced": ("ranks", "no exchange of gradients"), SAVING: ("checkpoint", "no checkpoints"),
-                 BUCKET: ("padding", "data.padding=bucket")}  # fmt: skip
-PHASES: Final = (FORWARD, BARE)  # no finding of their own
 Progress = Callable[[str], None]
 
 
@@ -79,7 +86,7 @@ class Examination:
         self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig, began: float
     ) -> None:
         self._bench, self._base, self._words, self._config = bench, base, plain_words(words), config
-        self._began, self._starting, self._deadline = began, 0.0, 0.0
+        self._began, self._starting, self._time = began, 0.0, TimeLeft(began)
         self._steps, self._warm, self._seconds, self._times = 1, 1, TURN_SECONDS, 2
         self._untried: list[str] = []
         self._positions: dict[str, float] = {}
@@ -87,8 +94,10 @@ class Examination:
 
     def diagnosis(self, deadline: float, progress: Progress) -> Diagnosis:
         progress("finding its pace")
-        left, self._deadline = deadline - time.monotonic(), deadline
-        self._seconds = min(TURN_SECONDS, max(LEAST_TURN, left / (2 * MOST_SIDES * USUAL_ROUNDS)))
+        self._time = TimeLeft(deadline)
+        self._seconds = min(
+            TURN_SECONDS, max(LEAST_TURN, self._time.seconds / (2 * MOST_SIDES * USUAL_ROUNDS))
+        )
         pace = self._paced()
         self._times = self._times_larger(pace.peak_bytes)
         progress("measuring what the machine allows")
@@ -98,25 +107,25 @@ class Examination:
         limits.reasons["data"] = "loading with nobody to train"
         variants = {name: self._turns(self._base, name) for name in self._affordable(pace)}
         for name, side in variants.items():
-            if self._steps > 1 or name == CACHED:  # a step without loading may be far shorter
+            may_differ = self._steps > 1 or name == CACHED  # a step without loading may be far shorter
+            if may_differ and not self._time.is_over():
                 self._rounds.note_reading(name, side())  # to find its pace: the first steps are the slowest
         sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
-        rounds = self._measured(sides, progress)
-        return self._put_together(rounds, limits, load)
+        return self._put_together(self._measured(sides, pace, progress), limits, load)
 
     def _paced(self) -> Turn:
         """A turn of the base, of about the right length."""
         paced: list[Turn] = []
 
         def taken(steps: int) -> Turn:
-            paced.append(uncompiled(self._base.train(steps, warm_for(steps))))
-            return paced[-1]
+            paced.append(self._own_turn(steps, warm_for(steps), MOST_PACING))
+            return uncompiled(paced[-1])
 
         self._steps = round(without_warm(steps_for(taken, self._seconds)))
-        self._step_seconds = paced[-1].seconds / paced[-1].steps
+        self._step_seconds = paced[-1].running_seconds / paced[-1].steps
         self._warm = warm_for(self._steps) if self._step_seconds < LONG_STEP else 0
         self._rare = Rare(self._base, self._config, few=not self._warm)
-        self._deadline -= self._rare.num_saves * self._step_seconds  # a save needs a step to be saved
+        self._time.reserve(self._rare.num_saves * self._step_seconds)  # a save needs a step to be saved
         self._starting = time.monotonic() - self._began  # with what was compiled
         for turn in paced[1:]:  # the first may open files
             self._rounds.note_reading(BASE, turn)
@@ -128,18 +137,20 @@ class Examination:
         small = {
             name
             for name, account in booked_of(self._base.facts).items()
-            if pace.accounts.get(ACCOUNTS[account], 0.0) < (1 - 1 / CLEAR) * pace.seconds
+            if pace.booked(account) < (1 - 1 / CLEAR) * pace.running_seconds
         }
         turn = (self._warm + self._steps) * self._step_seconds
-        kept = affordable(names, small, turn, self._deadline - time.monotonic(), FEWEST_ROUNDS)
+        kept = affordable(names, small, turn, self._time.seconds, FEWEST_ROUNDS)
         left_out = [name for name in names if name not in kept and name not in small]
-        self._untried += [ABOUTS.get(name, ("", f"trainer.num_{name}"))[1] for name in left_out]
+        self._untried += [title_of(name) for name in left_out]
         return kept
 
     def _turns(self, subject: Subject, variant: str) -> Callable[[], Turn]:
         multiple = self._config.checkpoint.every_n_train_steps if variant == SAVING else None
         return Side(
-            lambda steps: subject.train(steps, min(self._warm, warm_for(steps)), variant),
+            lambda steps: subject.train(
+                steps, min(self._warm, warm_for(steps)), variant, self._time.of_a_turn()
+            ),
             self._steps,
             self._seconds,
             multiple or 1,
@@ -152,7 +163,7 @@ class Examination:
             wishes[BUCKET] = ["data.padding=bucket"]
         for name, words in wishes.items():
             turns = 2 * (self._warm + 1) * self._step_seconds * (self._times if name == LARGER else 1)
-            if self._starting + turns > MOST_BESIDE * (self._deadline - time.monotonic()):
+            if self._starting + turns > MOST_BESIDE * self._time.seconds:
                 self._untried += words
                 continue
             progress(f"starting it with {' '.join(words)}")
@@ -176,22 +187,32 @@ class Examination:
         own = measured_choices(self._config, self._base.facts)
         return config_of(exchanged(exchanged(self._words, own), words))
 
-    def _measured(self, sides: dict[str, Callable[[], Turn]], progress: Progress) -> Rounds:
+    def _measured(self, sides: dict[str, Callable[[], Turn]], pace: Turn, progress: Progress) -> Rounds:
         """Rounds until the time is over, and a few in any case; the last ones of what gained most, as far as there is
-        time. What is clearly slower is not asked again."""
+        time. What is clearly slower is not asked again. Where the pace took all the time, it is all that is known."""
         found = self._rounds
+        if self._time.is_over():
+            self._untried += [*map(title_of, sides), "validation and checkpoints"]
+            found.take(lambda: pace, {})
+            return found
         for number in range(MOST_ROUNDS):
             asked = [name for name in sides if number < FEW_ROUNDS or self._still_tells(name, found)]
-            left = self._deadline - time.monotonic()
+            if number and self._time.is_over(LATE):  # a round may not be whole
+                self._untried += [title_of(name) for name in sides if name not in found.took]
+                break
+            left = self._time.seconds
             if number and found.seconds_of_a_round(asked) > left:
                 named = [name for name in asked if name not in PHASES]
                 asked = found.fitting(named, left, {LARGER: SILENT}, number < FEWEST_ROUNDS)
                 if not asked:
                     break
             progress(f"round {number + 1}")
-            own = partial(self._base.train, self._steps, self._warm)
-            found.take(own, {name: sides[name] for name in asked})
+            own = partial(self._own_turn, self._steps, self._warm)
+            found.take(own, {name: sides[name] for name in asked}, lambda: self._time.is_over(LATE))
         return found
+
+    def _own_turn(self, steps: int, warm: int, share: float = 1.0) -> Turn:
+        return self._time.note(self._base.train(steps, warm, most_seconds=self._time.of_a_turn(share)))
 
     def _still_tells(self, name: str, found: Rounds) -> bool:
         """Not: phases, of which a few rounds are enough, and what was slower each time."""
@@ -213,7 +234,7 @@ class Examination:
             ratios[CACHED] = rounds.ratio_unread(CACHED)
         small = dict(self._small(rounds))
         ratios |= small
-        fixed = dict(self._rare.fixed_costs(loop_seconds, ratios.get(SAVING)))
+        fixed = dict(self._rare.fixed_costs(loop_seconds, ratios.get(SAVING))) if rounds.others else {}
         fixed["compile"] = rounds.compiling(self._base.facts.total_steps)
         step_seconds = loop_seconds + sum(fixed.values())
 
@@ -225,7 +246,7 @@ class Examination:
             ]
             return Ratio(bounds[0], bounds[1], bounds[2], ratio.pairs)
 
-        booked = fixed | dict(self._rare.logging(self._steps, loop_seconds))
+        booked = fixed | (dict(self._rare.logging(self._steps, loop_seconds)) if rounds.others else {})
         what_ifs = [
             WhatIf(name, freed(ratios[removal]), about)
             for name, removal, about in self._named(ratios, small)
@@ -234,7 +255,9 @@ class Examination:
         for name, seconds in booked.items():
             if seconds > 0:
                 value = step_seconds / max(step_seconds - seconds, 1e-9)
-                what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), f"{1e3 * seconds:.3g} ms a step"))
+                so_far = ", so far" if name == "compile" and rounds.own[-1].booked(COMPILE) else ""
+                about = f"{1e3 * seconds:.3g} ms a step{so_far}"
+                what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), about))
         growing = 1.0
         if LARGER in ratios:
             gain = ratio(LARGER, to=SILENT if SILENT in rounds.others else BASE)
@@ -244,7 +267,7 @@ class Examination:
         return Diagnosis(
             self._base.facts, 1 / rounds.seconds(), step_seconds, what_ifs, limits,
             self._phases(ratios, loop_seconds), load.cpu_seconds / load.seconds, self._fused(), growing,
-            untried=tuple(self._untried), slowed=rounds.slowed(self._config.trainer.flush_denormal),
+            untried=tuple(dict.fromkeys(self._untried)), slowed=rounds.slowed(self._config.trainer.flush_denormal),
         )  # fmt: skip
 
     def _small(self, rounds: Rounds) -> Iterator[tuple[str, Ratio]]:

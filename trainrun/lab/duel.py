@@ -21,10 +21,13 @@ Taken = Callable[[int], Turn]  # some steps, of one side
 
 
 def steps_for(take: Taken, seconds: float = TURN_SECONDS) -> int:
-    """How many steps take about so long; found by doubling, so that it costs about twice that."""
+    """How many steps take about so long; found by doubling, so that it costs about twice that. What ends before all of
+    its steps are done has no time for more."""
     steps = 1
     while True:
         turn = take(steps)
+        if turn.steps < steps:
+            return max(1, turn.steps)
         if turn.seconds >= seconds / 2 or steps >= MOST_STEPS:
             return max(1, round(steps * seconds / max(turn.seconds, 1e-9)))
         steps = min(MOST_STEPS, max(2 * steps, round(0.7 * steps * seconds / max(turn.seconds, 1e-9))))

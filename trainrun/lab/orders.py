@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -16,12 +17,14 @@ SAVING: Final = "saving"  # checkpoints alone do
 class Train:
     """Some steps of the run, after `warm` steps that are not timed. variant: with something taken away, see
     `trainrun.lab.removals`; or WHOLE or SAVING. again: from the weights and averages of the first such order, see
-    `trainrun.lab.kept_state`."""
+    `trainrun.lab.kept_state`. most_seconds: after which the steps end, with one at least; only where one rank trains,
+    since several had to agree on it."""
 
     steps: int
     warm: int = 2
     variant: str = ""
     again: bool = False
+    most_seconds: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +15,19 @@ from trainrun.state import TrainState
 
 
 class Paced:
-    """In place of the cadence: so many steps, and nothing else ends or interrupts them."""
+    """In place of the cadence: so many steps, and nothing else ends or interrupts them. until: by `time.monotonic()`;
+    then they end too, with one at least."""
 
-    def __init__(self, cadence: Any, state: TrainState, steps: int) -> None:
-        self._cadence, self._end = cadence, state.step + steps
+    def __init__(self, cadence: Any, state: TrainState, steps: int, until: float = math.inf) -> None:
+        self._cadence, self._begin, self._end, self._until = cadence, state.step, state.step + steps, until
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cadence, name)
 
     def look(self, state: TrainState) -> None:
         self._cadence.check(state, wait=self._cadence.validation_due(state))
-        state.stop_reason = "all steps done" if state.step >= self._end else ""
+        over = state.step >= self._end or (state.step > self._begin and time.monotonic() >= self._until)
+        state.stop_reason = "all steps done" if over else ""
 
     def validation_due(self, state: TrainState) -> bool:
         with going_on(state):

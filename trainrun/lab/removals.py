@@ -168,6 +168,14 @@ SILENT: Final = "silent"
 THREADS: Final = "threads="
 FORWARD: Final = "cached+forward_only"
 BARE: Final = "cached+silent"  # what is left when nothing around the step takes time
+PHASES: Final = (FORWARD, BARE)  # no finding of their own
+LARGER: Final = "larger"  # a batch; it shares log points too, which are another cause: both sides go without
+BUCKET: Final = "bucket"
+READING: Final = (SAVING, BUCKET)  # whose reading is not the base's, or goes on beside something else
+ABOUTS: Final = {"cached": ("data", "batches that are there already"), SILENT: ("logging", "no log points"),
+                 "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
+                 "unsynced": ("ranks", "no exchange of gradients"), SAVING: ("checkpoint", "no checkpoints"),
+                 BUCKET: ("padding", "data.padding=bucket")}  # fmt: skip
 
 
 def removed(name: str, parts: Parts, ring: Ring) -> Parts:
@@ -211,3 +219,10 @@ def telling(config: RunConfig, facts: Ready, steps: int) -> list[str]:
 def _thread_numbers(own: int) -> list[int]:
     cores = os.cpu_count() or 1
     return sorted({1, max(1, cores // 2), min(cores, 2 * own)} - {own})
+
+
+def title_of(removal: str) -> str:
+    """As it is told where there was no time for it."""
+    if removal in (*PHASES, LARGER):
+        return "a larger batch" if removal == LARGER else "phases"
+    return ABOUTS.get(removal, ("", f"trainer.num_{removal}"))[1]

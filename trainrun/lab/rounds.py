@@ -40,12 +40,14 @@ class Rounds:
     took: dict[str, float] = field(default_factory=dict)
     turns: dict[str, list[Turn]] = field(default_factory=dict)
 
-    def take(self, base: Side, others: Mapping[str, Side]) -> None:
-        """One more round, in the opposite order of the one before."""
+    def take(self, base: Side, others: Mapping[str, Side], over: Callable[[], bool] = lambda: False) -> None:
+        """One more round, in the opposite order of the one before. over: then the rest of it is left out."""
         names = list(others) if len(self.told) % 2 == 0 else list(others)[::-1]
         own = [self._timed(BASE, base)]
         found: dict[str, Spent] = {}
         for number, name in enumerate(names, 1):
+            if over():
+                break
             turn = self._timed(name, others[name])
             self.note_reading(name, turn)
             self.turns.setdefault(name, []).append(turn)

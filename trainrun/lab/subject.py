@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from trainrun import loop
 from trainrun.build.data import loading_stages
-from trainrun.ending.ceilings import ahead
+from trainrun.ending.ceilings import ahead, settle
 from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.lab.kept_state import KeptState
 from trainrun.lab.limits import limits_of
@@ -166,18 +167,19 @@ class Subject:
     def _turn(self, order: Train, parts: Parts, state: TrainState, warm: int) -> Turn:
         ranks, loading = parts.parallel.world_size, ACCOUNTS[DATA]
         items_first, first = state.items, parts.ledger.read()
-        self._run(parts, state, warm, order.variant)
-        items, spent, stream = state.items, parts.ledger.read(), self._stream
+        until = time.monotonic() + order.most_seconds if ranks == 1 else math.inf
+        self._run(parts, state, warm, order.variant, until)
+        step, items, spent, stream = state.step, state.items, parts.ledger.read(), self._stream
         positions, unmarked = stream.positions, stream.unmarked
         self._wait()
         began = time.perf_counter()
-        self._run(parts, state, order.steps, order.variant)
+        self._run(parts, state, order.steps, order.variant, until)
         self._wait()
         seconds = time.perf_counter() - began
         now = parts.ledger.read()
         return Turn(
             seconds=seconds,
-            steps=order.steps,
+            steps=state.step - step,
             items=(state.items - items) * ranks,
             peak_bytes=self._peak_bytes(),
             accounts={name: value - spent.get(name, 0.0) for name, value in now.items()},
@@ -197,11 +199,13 @@ class Subject:
             self._variants[name] = removed(name, self._parts, self._ring), state
         return self._variants[name]
 
-    def _run(self, parts: Parts, state: TrainState, steps: int, variant: str = "") -> None:
-        """variant: WHOLE and SAVING bring what is due."""
+    def _run(
+        self, parts: Parts, state: TrainState, steps: int, variant: str = "", until: float = math.inf
+    ) -> None:
+        """variant: WHOLE and SAVING bring what is due. until: see `Paced`."""
         if not steps:
             return
-        paced: Any = (Paced if variant == WHOLE else OnlySteps)(parts.cadence, state, steps)
+        paced: Any = (Paced if variant == WHOLE else OnlySteps)(parts.cadence, state, steps, until)
         checkpoints: Any = DueInBetween(parts.checkpoints) if variant in (WHOLE, SAVING) else NeverDue()
         loop.fit(replace(parts, cadence=paced, checkpoints=checkpoints), state)
 
@@ -285,11 +289,7 @@ class Subject:
         return Turn(time.perf_counter() - began, 0, 0.0, peak_bytes=self._peak_bytes())
 
     def _wait(self) -> None:
-        device = self._own.parallel.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elif device.type == "mps":
-            torch.mps.synchronize()
+        settle(self._own.parallel.device)
 
     def _peak_bytes(self) -> int:
         device = self._own.parallel.device
