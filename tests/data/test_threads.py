@@ -83,17 +83,20 @@ def test_order_is_kept_though_later_batches_are_done_first():
     assert numbers(stream.epoch(0)) == [[i, i + 1] for i in range(0, N, 2)]
 
 
-def test_it_reads_ahead_and_no_further_than_asked():
+@pytest.mark.parametrize(
+    ("threads", "factor", "ahead"), [(1, 1, 1), (1, 2, 4), (2, 1, 2), (3, 2, 6), (1, 5, 5)]
+)
+def test_it_reads_ahead_and_no_further_than_asked(threads, factor, ahead):
     seen = []
-    stream = opened(Samples(lambda: seen.append(1)), num_threads=1, prefetch_factor=2)
+    stream = opened(Samples(lambda: seen.append(1)), num_threads=threads, prefetch_factor=factor)
     seen.clear()  # the trial before the run
     batches = stream.epoch(0)
     next(batches)
     deadline = time.monotonic() + 20
-    while len(seen) < 4 and time.monotonic() < deadline:
+    while len(seen) < 2 * ahead and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.05)
-    assert len(seen) == 4, "two batches of two, the first of which was taken"
+    assert len(seen) == 2 * ahead, "batches of two, the first of which was taken"
     next(batches)
     batches.close()
 

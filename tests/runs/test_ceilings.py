@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainrun.ending import ceilings as module
-from trainrun.ending.ceilings import Session, ceilings
+from trainrun.ending.ceilings import Session, ahead, ceilings
 from trainrun.ending.finish import ceiling_facts
 from trainrun.ending.hint import hint
 from trainrun.ending.padding_share import padding_share
@@ -40,9 +40,9 @@ def staged(clock: Clock, load: float, train: float, readers: int = 1, take: floa
         num_batches, num_samples = 400, 400 * BATCH
 
         def epoch(self, epoch, start=0):
-            taken, read = [clock.now] * parts.config.data.prefetch_factor, clock.now
+            taken, read = [clock.now] * ahead(parts), clock.now
             for batch in list(parts.train.epoch(epoch, start)) * 100:
-                read = max(read, taken[-parts.config.data.prefetch_factor]) + load
+                read = max(read, taken[-ahead(parts)]) + load
                 clock.now = max(clock.now, read) + take
                 taken.append(clock.now)
                 yield batch
@@ -93,6 +93,25 @@ def test_predictions_over_a_grid_of_stage_times(monkeypatch):
         assert found.limit == ("load" if load > train + 0.0005 + take else "train")
         # What one batch of each lap takes may be over.
         assert clock.now <= 0.1 * session.loop_seconds + load + train
+
+
+def test_a_batch_is_taken_over_after_a_pause_as_long_as_a_step():
+    """A reader that takes it over at once is quick; one that has done something else meanwhile is not."""
+    clock, stepped = Clock(), [False]
+    parts = staged(clock, 0.0, 0.0)
+    batch = next(iter(parts.train.epoch(0)))
+
+    def taken():
+        while True:
+            clock.now += 0.004 if stepped[0] else 0.0
+            stepped[0] = False
+            yield batch
+
+    def step():
+        stepped[0] = True
+        clock.now += 1.0
+
+    assert module.take_lap(parts, taken(), batch, 3, step, clock) == pytest.approx(0.004 / BATCH)
 
 
 def test_what_is_read_between_steps_is_told_by_the_ledger():

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from trainrun.data.threads import num_ahead
 from trainrun.data.undecided import Undecided
 from trainrun.interfaces import MicroBatch
 from trainrun.ledger import LOOP
@@ -35,6 +36,7 @@ WORKER_START = 0.1  # seconds for each process
 MOST_BATCHES = 256  # of the load-only lap
 KEPT = 4  # of them the train-only lap uses
 LEAST_STEPS = 2  # after one that warms up
+TAKEN = 3  # batches that are taken over, at most
 UPDATE = ("check", "clip", "optimizer", "runner")
 
 Clock = Callable[[], float]
@@ -95,7 +97,12 @@ def ceilings(
 
 def ahead(parts: Parts) -> int:
     """Batches that are read while others are trained on; 0 where each is read when it is asked for."""
-    return readers(parts) * parts.config.data.prefetch_factor
+    number, factor = readers(parts), parts.config.data.prefetch_factor
+    return num_ahead(number, factor) if number and engine_of(parts) == "threads" else number * factor
+
+
+def engine_of(parts: Parts) -> str:
+    return parts.train.chosen.engine if isinstance(parts.train, Undecided) else parts.config.data.engine
 
 
 def readers(parts: Parts) -> int:
@@ -109,8 +116,7 @@ def readers(parts: Parts) -> int:
 
 def start_seconds(parts: Parts) -> float:
     """What it may take until the readers read; threads begin at once."""
-    engine = parts.train.chosen.engine if isinstance(parts.train, Undecided) else parts.config.data.engine
-    return 0.0 if engine == "threads" else WORKER_START * readers(parts)
+    return 0.0 if engine_of(parts) == "threads" else WORKER_START * readers(parts)
 
 
 def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock, wait: Wait) -> Lap | None:
@@ -118,8 +124,8 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
     accumulate = parts.config.trainer.accumulate_grad_batches
     usual = session.loop_seconds / (session.steps * accumulate)  # of a batch, so neither lap's is longer
     number = max(readers(parts), 1)
-    again = ahead(parts) if parts.parallel.device.type == "cpu" else 0  # batches that are taken over
-    needed = (ahead(parts) + again + 2 * number + 1 + LEAST_STEPS) * usual + start_seconds(parts)
+    again = min(ahead(parts), TAKEN) if parts.parallel.device.type == "cpu" else 0
+    needed = (ahead(parts) + 2 * again + 2 * number + 1 + LEAST_STEPS) * usual + start_seconds(parts)
     limit = MOST_SHARE * session.loop_seconds
     compiled = parts.config.trainer.compile.scope != "off" or parts.config.trainer.cuda_graphs
     if needed > limit or uncopied(parts) or (compiled and parts.parallel.device.type != "cpu"):
@@ -131,7 +137,7 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
                 kept, load = load_lap(parts, batches, number, began + limit / 2, clock)
                 to_read = load * again * kept[-1].counted_by(parts.task)  # seconds, until all ahead are there
                 wait(min(to_read, again * usual))
-                take = take_lap(parts, batches, kept[-1], again, clock)
+                take = take_lap(parts, batches, kept[-1], again, lambda: wait(usual), clock)
             return Lap(load, take, train_lap(parts, kept, began + limit, clock))
     # Whatever the user's data and model do when they are asked again, a finished run is not lost to a figure.
     except Exception:
@@ -155,14 +161,20 @@ def load_lap(
 
 
 def take_lap(
-    parts: Parts, batches: Iterator[MicroBatch], before: MicroBatch, number: int, clock: Clock
+    parts: Parts,
+    batches: Iterator[MicroBatch],
+    before: MicroBatch,
+    number: int,
+    step: Callable[[], None],
+    clock: Clock,
 ) -> float:
     """Seconds of an item of a batch that was read when it was asked for; 0 where there is none before the epoch ends,
-    behind which nobody has read yet."""
+    behind which nobody has read yet. step: takes as long as one, after which caches are cold."""
     taken = []
     for _ in range(number):
         if before.last:
             break
+        step()
         began = clock()
         before = next(batches)
         taken.append((clock() - began) / max(before.counted_by(parts.task), 1))

@@ -25,7 +25,7 @@ SETTINGS = {
     "data.max_skipped_share": "with on_error=skip: more of them end the run",
     "data.pin_memory": "page-locked batches, which a GPU fetches faster",
     "data.persistent_workers": "loading processes outlive an epoch",
-    "data.prefetch_factor": "batches that each loader makes ahead",
+    "data.prefetch_factor": "batches that each worker or thread makes ahead; from 2 on, threads make 4 in all at least",
     "data.worker_timeout_seconds": "for one batch; 0: none",
     "data.collate_fn": "_target_ of what makes a batch of samples",
     "data.max_sequence_length": "longer sequences are truncated",
