@@ -15,11 +15,13 @@ import pytest
 
 from trainrun.cli import main
 from trainrun.commands.budget import take_seconds
+from trainrun.config import RunConfig
 from trainrun.data.stages import Stages
 from trainrun.errors import ConfigError
 from trainrun.lab import diagnosis, duel, removals, rounds, time_left
 from trainrun.lab.findings import Diagnosis, Slowed, WhatIf
 from trainrun.lab.orders import Limits, Ready, Turn
+from trainrun.lab.rare import Rare
 from trainrun.lab.report import lines_of, write_report
 from trainrun.lab.rounds import Rounds
 from trainrun.lab.statistics import Ratio
@@ -276,14 +278,38 @@ def test_the_first_round_ends_where_the_time_does(monkeypatch: pytest.MonkeyPatc
 def test_where_finding_the_pace_takes_all_the_time_the_pace_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     run = Scripted(names)
-    examined = examination(run, 9.0, monkeypatch)
+    examined = examination(run, 8.5, monkeypatch)
     pace = Turn(11.0, 1, 4.0, accounts={"compile": 10.0}, compile_seconds=30.0)
     examined._time.note(pace)  # and another shape may take as long
     found = examined._measured({"cached": partial(run.turn, "cached", 1.0)}, pace, lambda about: None)
     assert names == []
     assert found.own == [pace]
     assert found.seconds() == 0.25
-    assert examined._untried == ["batches that are there already", "validation and checkpoints"]
+    assert examined._untried == ["batches that are there already"]
+
+
+def test_what_comes_now_and_then_is_left_out_when_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_left, "time", SimpleNamespace(monotonic=lambda: 10.0))
+    for deadline, late in ((8.1, False), (7.9, True)):
+        rare = Rare(SimpleNamespace(), RunConfig(), few=True, time=TimeLeft(deadline))  # type: ignore[arg-type]
+        assert rare.is_too_late() == late
+
+
+@pytest.mark.parametrize(("steps", "told"), [(50, [("logging", 0.004)]), (20, [])])
+def test_log_points_are_told_by_whole_turns_only(steps: int, told: list[tuple[str, float]]) -> None:
+    """Where shapes are compiled meanwhile, a turn ends before it comes to one."""
+    turn = Turn(0.5, steps, 1.0, accounts={"logging": 0.2})
+    base = SimpleNamespace(train=lambda number, warm, most_seconds: turn)
+    rare = Rare(base, RunConfig(), few=False, time=TimeLeft(0.0))  # type: ignore[arg-type]
+    assert list(rare.logging(10, 0.01)) == [(name, pytest.approx(seconds)) for name, seconds in told]
+
+
+def test_a_diagnosis_without_time_does_not_say_healthy() -> None:
+    what_ifs = [WhatIf("data", Ratio(1.0, 1.0, 1.0, 1), "")]
+    assert verdict(replace(found(), what_ifs=what_ifs)).first == "healthy"
+    told = verdict(replace(found(), what_ifs=what_ifs, untried=("no optimizer",)))
+    assert told.first == "unclear"
+    assert "no optimizer" in told.text
 
 
 def test_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

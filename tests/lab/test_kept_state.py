@@ -147,6 +147,21 @@ def test_state_that_appears_later_makes_a_new_start(started: Callable[..., Under
     assert different(run.found(), start) == []
 
 
+def test_odd_state_is_no_obstacle(started: Callable[..., UnderTest]) -> None:
+    run = started("optimizer=sgd", "optimizer.momentum=0.9")
+    run.parts.model.register_buffer("large", torch.zeros(2**20 + 1), persistent=False)
+    holder: dict[str, object] = {}
+    holder["itself"] = holder
+    run.parts.optimizer.state["apart"] = holder  # type: ignore[index]
+    before = run.found()
+    with KeptState(run.parts).without_trace():
+        run.train()
+        run.parts.model.large = torch.ones(2**20 + 1, dtype=torch.float64)
+    del run.parts.optimizer.state["apart"]  # type: ignore[arg-type]
+    assert different(run.found(), before) == []
+    assert float(run.parts.model.large.min()) == 1  # of another type now
+
+
 @pytest.mark.parametrize("others", [True, False])
 def test_without_room_on_any_rank_nothing_is_kept(
     started: Callable[..., UnderTest], monkeypatch: pytest.MonkeyPatch, others: bool
@@ -177,6 +192,18 @@ def test_what_a_step_cannot_write_into_is_left_out() -> None:
         made = torch.zeros(2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about the end of such tensors
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
         quantized = torch.quantize_per_tensor(plain, 0.1, 0, torch.quint8)
-    odd = [plain.expand(2, 3), plain.to_sparse(), nn.UninitializedBuffer(), plain.to("meta"), made, quantized]
+    shown = torch.zeros(2, dtype=torch.complex64).conj()
+    odd = [
+        shown,
+        shown.imag,
+        nested,
+        plain.expand(2, 3),
+        plain.to_sparse(),
+        nn.UninitializedBuffer(),
+        plain.to("meta"),
+        made,
+        quantized,
+    ]
     assert not any(is_ordinary(each) for each in odd)

@@ -7,6 +7,7 @@ is read off a profile. When: before anything is tuned. Cost: 20 to 60 seconds. S
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from trainrun.lab.findings import CLEAR, Diagnosis, WhatIf
 from trainrun.lab.neighbours import Neighbours
 from trainrun.lab.orders import SAVING, Divide, Limits, Measure, Profile, Turn
 from trainrun.lab.padding import padding_gain
-from trainrun.lab.rare import Rare
+from trainrun.lab.rare import LAST_SECONDS, Rare
 from trainrun.lab.removals import (
     ABOUTS,
     BARE,
@@ -44,7 +45,6 @@ from trainrun.lab.time_left import LEAST_TURN, TimeLeft
 from trainrun.ledger import COMPILE, DATA
 
 LATE: Final = 1.0  # seconds; then even the first rounds end
-LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
 TRACE_SECONDS, DIVIDE_SECONDS = 2.0, 1.0
 WORTH_DIVIDING: Final = 1.05  # of the gain without loading
 MOST_SIDES: Final = 10
@@ -108,7 +108,7 @@ class Examination:
         variants = {name: self._turns(self._base, name) for name in self._affordable(pace)}
         for name, side in variants.items():
             may_differ = self._steps > 1 or name == CACHED  # a step without loading may be far shorter
-            if may_differ and not self._time.is_over():
+            if may_differ and not self._time.is_over(LATE):
                 self._rounds.note_reading(name, side())  # to find its pace: the first steps are the slowest
         sides = variants | dict(self._beside(limits.padding, progress))  # each has found its pace
         return self._put_together(self._measured(sides, pace, progress), limits, load)
@@ -124,7 +124,7 @@ class Examination:
         self._steps = round(without_warm(steps_for(taken, self._seconds)))
         self._step_seconds = paced[-1].running_seconds / paced[-1].steps
         self._warm = warm_for(self._steps) if self._step_seconds < LONG_STEP else 0
-        self._rare = Rare(self._base, self._config, few=not self._warm)
+        self._rare = Rare(self._base, self._config, few=not self._warm, time=self._time)
         self._time.reserve(self._rare.num_saves * self._step_seconds)  # a save needs a step to be saved
         self._starting = time.monotonic() - self._began  # with what was compiled
         for turn in paced[1:]:  # the first may open files
@@ -147,14 +147,12 @@ class Examination:
 
     def _turns(self, subject: Subject, variant: str) -> Callable[[], Turn]:
         multiple = self._config.checkpoint.every_n_train_steps if variant == SAVING else None
-        return Side(
-            lambda steps: subject.train(
-                steps, min(self._warm, warm_for(steps)), variant, self._time.of_a_turn()
-            ),
-            self._steps,
-            self._seconds,
-            multiple or 1,
-        )
+
+        def taken(steps: int) -> Turn:
+            most = math.inf if multiple else self._time.of_a_turn()  # one that is cut may save nothing
+            return subject.train(steps, min(self._warm, warm_for(steps)), variant, most)
+
+        return Side(taken, self._steps, self._seconds, multiple or 1)
 
     def _beside(self, padding: float, progress: Progress) -> Iterator[tuple[str, Callable[[], Turn]]]:
         """Other words for the same run: a larger batch, and sequences of like length together."""
@@ -191,8 +189,8 @@ class Examination:
         """Rounds until the time is over, and a few in any case; the last ones of what gained most, as far as there is
         time. What is clearly slower is not asked again. Where the pace took all the time, it is all that is known."""
         found = self._rounds
-        if self._time.is_over():
-            self._untried += [*map(title_of, sides), "validation and checkpoints"]
+        if self._time.is_over(LATE):
+            self._untried += [title_of(name) for name in sides]
             found.take(lambda: pace, {})
             return found
         for number in range(MOST_ROUNDS):
@@ -234,7 +232,9 @@ class Examination:
             ratios[CACHED] = rounds.ratio_unread(CACHED)
         small = dict(self._small(rounds))
         ratios |= small
-        fixed = dict(self._rare.fixed_costs(loop_seconds, ratios.get(SAVING))) if rounds.others else {}
+        too_late = self._rare.is_too_late()
+        self._untried += ["validation and checkpoints"] * too_late
+        fixed = {} if too_late else dict(self._rare.fixed_costs(loop_seconds, ratios.get(SAVING)))
         fixed["compile"] = rounds.compiling(self._base.facts.total_steps)
         step_seconds = loop_seconds + sum(fixed.values())
 
@@ -246,7 +246,7 @@ class Examination:
             ]
             return Ratio(bounds[0], bounds[1], bounds[2], ratio.pairs)
 
-        booked = fixed | (dict(self._rare.logging(self._steps, loop_seconds)) if rounds.others else {})
+        booked = fixed | ({} if too_late else dict(self._rare.logging(self._steps, loop_seconds)))
         what_ifs = [
             WhatIf(name, freed(ratios[removal]), about)
             for name, removal, about in self._named(ratios, small)

@@ -1,10 +1,10 @@
 """What the steps of a run under test change, kept and put back: all that is compared starts from the same numbers.
 
-What: weights, buffers, their running average, the state of the optimizer and of the precision. They are put back
-into the same memory, of which captured graphs know the addresses. The step's number, learning rates, random states
-and the place in the data go on. When: a turn without the update, or of ranks that do not hear of each other, leaves
-no trace in the run (`diagnose`); all turns of settings that are compared start as one (`tune`, `ladder`). When not:
-where a second copy has no room, on any rank.
+What: the tensors of the weights, buffers, running averages, and of the optimizer's and the precision's state. They are
+put back into the same memory, of which captured graphs know the addresses. Plain numbers (the step's, learning rates),
+random states and the place in the data go on. When: a turn without the update, or of ranks that do not hear of each
+other, leaves no trace in the run (`diagnose`); all turns of settings that are compared start as one (`tune`, `ladder`).
+When not: where a second copy has no room, on any rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from trainrun.checkpoint.snapshot import Snapshot, Snapshots, copy_all, num_byte
 from trainrun.data.choice import free_bytes
 from trainrun.parts import Parts
 
+MAX_DEPTH: Final = 16  # of what an optimizer keeps
 SHARE_OF_FREE: Final = 4  # a copy takes a quarter of the free memory at most: several runs stand at once
 
 
@@ -92,7 +93,7 @@ class KeptState:
         same = {
             name: kept
             for name, kept in taken.copies.tensors.items()
-            if name in now and now[name].shape == kept.shape
+            if name in now and (now[name].shape, now[name].dtype) == (kept.shape, kept.dtype)
         }
         copy_all(now, same, non_blocking=True)
         self._parts.precision.load_state_dict(taken.precision)
@@ -100,34 +101,31 @@ class KeptState:
 
 def tensors_of(parts: Parts) -> dict[str, Tensor]:
     """All that a step may write into, by its place. Nothing is copied."""
-    optimizer = parts.optimizer
     named = {
         "weights": dict(parts.model.named_parameters()),
         "buffers": dict(parts.model.named_buffers()),
         "average": parts.ema.state_dict(),
-        "optimizer": [
-            [optimizer.state.get(each) for each in group["params"]] for group in optimizer.param_groups
-        ],
+        "optimizer": list(parts.optimizer.state.values()),
         "precision": parts.precision.state_dict(),
     }
-    return dict(_leaves(named, ""))
+    return dict(_leaves(named, "", MAX_DEPTH))
 
 
-def _leaves(tree: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+def _leaves(tree: Any, place: str, depth: int) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
         if is_ordinary(tree):
             yield place, tree.detach()
-    elif isinstance(tree, Mapping):
-        for name, value in tree.items():
-            yield from _leaves(value, f"{place}/{name}")
-    elif isinstance(tree, list | tuple):
-        for number, value in enumerate(tree):
-            yield from _leaves(value, f"{place}/{number}")
+    elif isinstance(tree, Mapping | list | tuple) and depth:  # one that holds itself has no end
+        for name, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _leaves(value, f"{place}/{name}", depth - 1)
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Not: without shape yet, sparse, quantized, of an own class, made in inference mode, or expanded."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+    """Not: without shape yet, sparse, nested, quantized, of an own class, made in inference mode, expanded, or one that
+    shows another's values conjugated or negated."""
+    if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return False
     expanded = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
     return type(tensor.detach()) is Tensor and not tensor.is_inference() and not expanded

@@ -12,18 +12,24 @@ from typing import Final
 from trainrun.config import RunConfig
 from trainrun.lab.bench import Subject
 from trainrun.lab.statistics import Ratio
+from trainrun.lab.time_left import TimeLeft
 from trainrun.ledger import ACCOUNTS, LOGGING
 from trainrun.words.checks import parse_seconds
 
 RARE_SECONDS: Final = 1.0  # from one log point to the next
+LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come last
 
 
 class Rare:
-    """few: each as seldom as can be; beside a long step a slow one of them is nothing."""
+    """few: each as seldom as can be; beside a long step a slow one of them is nothing. time: until when the rest of the
+    diagnosis is over; none of them is asked LAST_SECONDS later."""
 
-    def __init__(self, base: Subject, config: RunConfig, few: bool) -> None:
-        self._base, self._config = base, config
+    def __init__(self, base: Subject, config: RunConfig, few: bool, time: TimeLeft) -> None:
+        self._base, self._config, self._time = base, config, time
         self.num_saves, self._num_validations = (1, 1) if few else (3, 2)
+
+    def is_too_late(self) -> bool:
+        return self._time.is_over(LAST_SECONDS)
 
     def fixed_costs(self, loop_seconds: float, saving: Ratio | None) -> Iterator[tuple[str, float]]:
         """Of validation and checkpoints. loop_seconds: of a step without them. saving: the speed with frequent
@@ -48,6 +54,8 @@ class Rare:
         """From as many steps as hold a log point, where turns of so many steps need not."""
         every = self._config.monitor.log_every_n_steps
         if turn_steps < every <= RARE_SECONDS / loop_seconds:
-            turns = [self._base.train(every, 0) for _ in range(2)]
+            turns = [self._base.train(every, 0, most_seconds=LAST_SECONDS) for _ in range(2)]
+            if min(turn.steps for turn in turns) < every:  # shapes that were compiled meanwhile
+                return
             shares = [turn.accounts.get(ACCOUNTS[LOGGING], 0.0) / turn.seconds for turn in turns]
             yield "logging", min(shares) * loop_seconds

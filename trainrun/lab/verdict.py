@@ -63,6 +63,8 @@ def verdict(found: Diagnosis) -> Verdict:
     causes = [cause_of(found, what_if) for what_if in worth if what_if.gain.low > 1.0][:MOST_CAUSES]
     if not causes and worth:
         return Verdict((), unclear_text(found, worth[0]), "unclear")
+    if not causes and found.untried and all(each.gain.pairs < 2 for each in found.what_ifs):
+        return Verdict((), "unclear: nothing was taken away often enough" + untried_text(found), "unclear")
     if not causes:
         text = "healthy: nothing around the step costs a tenth of the time (the update is part of it). "
         return Verdict((), text + bound_by(found) + untried_text(found), "healthy")
