@@ -78,7 +78,6 @@ FAULTS = [
           ["precision=bf16-mixed"], ("mlp",)),
     Fault("tiny batch", "dispatch", ["data.batch_size=1", FLUSH], ["data.batch_size=8", FLUSH]),
     Fault("one thread of many", "threads", ["trainer.num_threads=1"], [], ("mlp", "cnn")),
-    Fault("too many threads", "threads", ["trainer.num_threads=8"], [], ("mlp", "cnn")),
     Fault("padding", "padding", ["data.padding=longest", *RAGGED], ["data.padding=bucket", *RAGGED], ("gpt",)),
     Fault("recompiling shapes", "compile",
           ["data.padding=longest", "trainer.compile=model", "trainer.compile.dynamic=false", "trainer.max_epochs=2"],
