@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainrun.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
+from trainrun.process.early_load import load_torch_early
 from trainrun.rundir import RunDir
 from trainrun.words.argv import Words
 
@@ -157,8 +158,6 @@ def sweep_words(prepared: Words) -> int:
 
 
 def train_one(words: list[str], paths: list[str]) -> int:
-    from trainrun.process.early_load import load_torch_early
-
     load_torch_early()
     from trainrun.words.compose import compose_run, load_config
 

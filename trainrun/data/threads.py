@@ -34,9 +34,8 @@ from trainrun.data.stream import Planned
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 
-LEAST_AHEAD = (
-    4  # batches, unless one alone is asked for: 3 ms beside a step of 3 ms took 3.73 with two, 3.44 with four
-)
+# Batches, unless one alone is asked for: 3 ms beside a step of 3 ms took 3.73 with two, 3.44 with four.
+LEAST_AHEAD = 4
 JOIN_SECONDS = 5.0  # a thread that still reads then ends by itself, after its sample
 
 
