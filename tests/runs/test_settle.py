@@ -204,8 +204,11 @@ def few_tokens(count: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 class OneBatch:
     """A stream of tokens."""
 
+    def __init__(self, rows: int = 4) -> None:
+        self.rows = rows
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        yield MicroBatch(few_tokens(4))
+        yield MicroBatch(few_tokens(self.rows))
 
     def close(self) -> None: ...
 
@@ -238,6 +241,27 @@ def test_the_fastest_kernel_of_the_type_is_set(
     assert notes[0].startswith(f"model.attention: {kernel}, {0.1 * seconds[kernel]:.3g} ms a layer{kind} (flash: " if
                                kernel != "flash" else "model.attention: flash, 0.105 ms a layer (plain: ")  # fmt: skip
     assert ("fp32" in notes[0]) == half
+
+
+@pytest.mark.parametrize(("factor", "kernel"), [(1, "plain"), (6, "fp32")])
+def test_few_samples_that_hardly_take_time_do_not_speak_against_the_rule(
+    factor: float, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call costs the same whatever comes in: 1 ms in one kernel, 2 ms in the rule's, or six times that."""
+    config, time, notes, chosen = copy.deepcopy(parts_of((), count=64).config), Time(), [], {}
+    model, rows = Gpt(11, context=8, layers=2, width=16, heads=2), set()
+
+    def timed(*given: Any) -> torch.Tensor:
+        rows.add(len(given[0]))
+        time.now += 1e-3 * factor * {"fp32": 1, "plain": 2}.get(given[5], 3)
+        return causal_attention(*given)
+
+    monkeypatch.setattr(gpt, "causal_attention", timed)
+    config.precision.mode = "bf16-mixed"
+    settled(config, model, LanguageModeling(), OneBatch(64), CPU, chosen, True, math.inf, notes, time)
+    assert chosen == {"attention": kernel}
+    assert max(rows - {64}) < 32, "the premise: few of the 64 samples are heard"
+    assert ("by rule: " in notes[0] and "of 64 in bfloat16 say too little" in notes[0]) == (kernel == "plain")
 
 
 @pytest.mark.parametrize(("flash", "kernel"), [(9, "fp32"), (9000, "flash")])  # the second leaves no time

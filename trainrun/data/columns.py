@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from trainrun.data.batch import Preparation, as_tensor
+from trainrun.data.batch import Preparation, as_tensor, is_integer
 from trainrun.data.mapped import Place, opened, place_of
 from trainrun.data.scale import Scale
 from trainrun.errors import DataError
@@ -49,6 +49,7 @@ class Columns:
     in_place: their memory is a cache's, which has its limit: nothing on the host makes a copy of a whole one.
     scale: of the first column, applied to single samples; whoever gathers batches does it there.
     again: makes them in another process, to which they are not sent.
+    int_dtype: of all integers in a sample or a batch, where narrower ones lie in memory.
     """
 
     values: tuple[Column, ...]
@@ -57,6 +58,7 @@ class Columns:
     in_place: bool = False
     scale: Scale | None = None
     again: Callable[[], Columns] | None = None
+    int_dtype: torch.dtype | None = None
 
     def __len__(self) -> int:
         return len(self.values[0])
@@ -65,16 +67,24 @@ class Columns:
         if self.again is not None:
             return self.again, ()
         values = tuple(place_of(value) or value for value in self.values)
-        return _received, (values, self.names, self.pack, self.in_place, self.scale)
+        return _received, (values, self.names, self.pack, self.in_place, self.scale, None, self.int_dtype)
 
     def __getitem__(self, index: int) -> Any:
         """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
-        sample = self.pack([_copied(value[index]) for value in self.values])
+        sample = self.pack([self._copied(value[index]) for value in self.values])
         return sample if self.scale is None else self.scale.first_of(sample)
 
     def batch(self, indices: list[int], preparation: Preparation) -> Any:
         """Many samples at once, equal to what a resident copy gives."""
-        return self.pack([preparation.column(rows(value, indices)) for value in self.values])
+        return self.pack([self.widened(preparation.column(rows(value, indices))) for value in self.values])
+
+    def widened(self, rows: Tensor) -> Tensor:
+        """Rows of a batch in the types of samples."""
+        return rows if self.int_dtype is None or not is_integer(rows) else rows.to(self.int_dtype)
+
+    def _copied(self, row: Any) -> Any:
+        copy = row.clone() if isinstance(row, Tensor) else np.array(row)
+        return copy if self.int_dtype is None else self.widened(as_tensor(copy))
 
     @property
     def mapped(self) -> bool:
@@ -97,10 +107,6 @@ class Columns:
 
 def _received(values: tuple[Any, ...], *rest: Any) -> Columns:
     return Columns(tuple(opened(value) if isinstance(value, Place) else value for value in values), *rest)
-
-
-def _copied(row: Any) -> Any:
-    return row.clone() if isinstance(row, Tensor) else np.array(row)
 
 
 @runtime_checkable

@@ -37,7 +37,8 @@ class ResidentBatches(Planned):
         self._sizes = None
         if sizes is not None and device.type != "cpu":
             self._sizes = sizes_of(columns, preparation, sizes)
-        self._gathers = [_gather(value, preparation, device, columns.in_place) for value in columns.values]
+        gathers = [_gather(value, preparation, device, columns.in_place) for value in columns.values]
+        self._gathers = gathers if columns.int_dtype is None else [_widening(columns, g) for g in gathers]
         self._pack = columns.pack
         self._plan = plan
         self._device = device
@@ -64,7 +65,8 @@ def sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor
     """(N,) on the host: the items of every sample; None where counting a batch reads no values of it."""
     found: list[Tensor] = []
     for begin in range(0, len(columns), BLOCK_ROWS):
-        rows = [preparation.column(value[begin : begin + BLOCK_ROWS]) for value in columns.values]
+        blocks = (preparation.column(value[begin : begin + BLOCK_ROWS]) for value in columns.values)
+        rows = [columns.widened(block) for block in blocks]
         part = sizes(columns.pack(rows))
         if part is None:
             return None
@@ -86,6 +88,10 @@ def _gather(value: Column, preparation: Preparation, device: torch.device,
     else:
         tensor = preparation.column(value).to(device)
     return lambda indices: tensor.index_select(0, indices)
+
+
+def _widening(columns: Columns, gather: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda indices: columns.widened(gather(indices))
 
 
 def _in_blocks(value: Column, preparation: Preparation, device: torch.device) -> Tensor:

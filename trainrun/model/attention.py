@@ -56,11 +56,9 @@ def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop: 
     """A causal mask and the scale come with the first product."""
     batch, heads, length, width = query.shape
     if mask is None:
-        order = torch.arange(length, device=query.device)
-        hidden = order > order[:, None]
+        unseen = query.new_full((length, length), float("-inf")).triu_(1)
     else:
-        hidden = ~mask
-    unseen = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+        unseen = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     query, key, value = (part.reshape(-1, length, width) for part in (query, key, value))
     scale = width**-0.5
     if mask is None:

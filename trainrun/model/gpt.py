@@ -38,7 +38,7 @@ class Attention(nn.Module):
         pair, value = parts.permute(2, 0, 3, 1, 4).split((2, 1))
         query, key = (pair if turn is None else turned(pair, *turn)).unbind()
         drop = self.dropout if self.training else 0.0
-        seen = causal_attention(query, key, value[0], mask, drop, self.kernel)
+        seen = causal_attention(query, key, value.squeeze(0), mask, drop, self.kernel)
         return self.out(seen.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 

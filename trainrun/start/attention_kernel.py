@@ -1,7 +1,8 @@
 """`model.attention=auto`: the kernel of our models, by a short measurement of shape and number type.
 
 what: forward and backward of one attention layer (a copy), on the positions that the first batch brings to it, with
-    each kernel in turn; the fastest is set, the rule's (`trainrun.model.attention`) where it is within 10 % of it.
+    each kernel in turn; the fastest is set, the rule's (`trainrun.model.attention`) where it is within 10 % of it, or
+    where less than half of the samples were heard, and not for long: calling costs as much for few as for many.
 when: runs long enough; at most 0.3 s and 0.5 % of the run.
 when not: short runs, resumes, `trainrun evaluate` and so on (all of which take what the run began with), a kernel
     that is named, `trainer.deterministic=true`, compiled models and recomputed blocks, whose cost is another: there
@@ -22,12 +23,15 @@ from torch import Tensor, nn
 
 from trainrun.data.choice import free_bytes
 from trainrun.model.names import KERNELS
+from trainrun.monitor.readable import counted
 from trainrun.precision.guarded import build_context
 from trainrun.start.trial import Gather, Size, Trial, heard_times, share_of, too_long, verdict
 
 PAIR_BYTES = 10  # of a pair of positions in every head and layer: scores, softmax and its copy in 16 bits
 MOST_MEMORY = 1 / 8  # of what is free
 TABLES = ("plain", "math")
+ENOUGH = 0.5  # of the batch, to speak against the rule; or
+LONG_SECONDS = 5e-3  # of the fastest, beside which the calls themselves are little
 
 
 class Scene(NamedTuple):
@@ -76,9 +80,9 @@ def scene_of(trial: Trial, layers: list[Any], rows: int, dtype: torch.dtype | No
 
 
 def kernel_times(trial: Trial, scene: Scene, size: Size, dtype: torch.dtype | None, limit: float,
-                 device: torch.device, gather: Gather) -> tuple[dict[str, float], str]:  # fmt: skip
-    """Seconds of a layer by kernel, and the one that is meant to stay unless another is faster: the rule's, where its
-    table has room. Empty where there is no time for it, with what to set then."""
+                 device: torch.device, gather: Gather) -> tuple[dict[str, float], str, int]:  # fmt: skip
+    """Seconds of a layer by kernel; the one that is meant to stay unless another is faster: the rule's, where its
+    table has room; how many samples were heard. Empty where there is no time for it, with what to set then."""
     from trainrun.model.attention import HALF_TYPES, fastest_kernel
 
     layer, few, length = scene.layer, len(scene.x), scene.x.shape[1]
@@ -97,9 +101,9 @@ def kernel_times(trial: Trial, scene: Scene, size: Size, dtype: torch.dtype | No
     works(few)[usual]()
     alone = max(gather(works(few)[usual]()))
     if too_long(alone, limit, len(names)):
-        return {}, "auto" if usual == rule else usual
+        return {}, "auto" if usual == rule else usual, 0
     rows = min(size.count, max(few, int(few * share_of(limit, len(names)) / alone)))
-    return heard_times(works(rows), limit, gather), usual
+    return heard_times(works(rows), limit, gather), usual, rows
 
 
 def _seconds(trial: Trial, scene: Scene, rows: int, kernel: str, dtype: torch.dtype | None,
@@ -132,9 +136,14 @@ def chosen_kernel(trial: Trial, layers: list[Any], size: Size, dtype: torch.dtyp
     if not all(gather(scene is not None)):
         return "auto", ""
     assert scene is not None
-    times, usual = kernel_times(trial, scene, size, dtype, limit, device, gather)
+    times, usual, rows = kernel_times(trial, scene, size, dtype, limit, device, gather)
     if not times:
         return usual, ""
     kernel, own, others = verdict(times, usual)
     kind = "" if dtype is None else f" in {str(dtype).removeprefix('torch.')}"
+    heard = min(gather(rows))
+    if kernel != usual and heard < ENOUGH * size.count and min(times.values()) < LONG_SECONDS:
+        part = f"{counted(heard, 'sample')} of {size.count}"
+        why = f"by rule: {part}{kind} say too little ({others}, {kernel}: {own})"
+        return usual, f"model.attention: {usual}, {why}"
     return kernel, f"model.attention: {kernel}, {own} a layer{kind} ({others})"

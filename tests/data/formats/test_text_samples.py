@@ -258,6 +258,77 @@ def test_batches_in_any_process(tmp_path, cache, num_workers):
         assert torch.equal((inputs + 1) % 256, target)
 
 
+class OneByOne:
+    """The samples alone: nothing says that they lie one after the other in a file."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+def plus_one(sample):
+    inputs, target = sample
+    return torch.add(inputs, 1), target
+
+
+CHANGES = {
+    "nothing": {},
+    "cut": {"max_sequence_length": 5},
+    "cut at the left": {"max_sequence_length": 5, "truncate": "left"},
+    "split": {"max_sequence_length": 5, "truncate": "split"},
+    "padded": {"max_sequence_length": 5, "pad_multiple": 4},
+    "packed": {"max_sequence_length": 40, "padding": "pack"},
+    "transform": {"transform": plus_one},
+    "collate": {"collate_fn": torch.utils.data.default_collate},
+    "evaluation": {"training": False, "may_grow": True},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("engine", ["auto", "threads", "workers"])
+def test_blocks_gathered_from_the_file_are_what_reading_them_gives(tmp_path, cache, engine, changes):
+    content = bytes(np.random.default_rng(1).integers(0, 256, 2000, np.uint8))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
+    data = load(str(tmp_path / "a.txt.gz"), "val", block_size=16, val_fraction=0.5, cache_dir=cache)
+    number = {"threads": {"num_threads": 2}, "workers": {"num_workers": 0}}.get(engine, {})
+    options = StreamOptions(**{"key": "data.train", "training": True, "batch_size": 7, "seed": 3} | changes | number,
+                            engine=engine)  # fmt: skip
+    gathered, _ = open_batches(data, options)
+    read, _ = open_batches(OneByOne(data), options)
+    for epoch in (0, 1):
+        pairs = list(zip(gathered.epoch(epoch), read.epoch(epoch), strict=True))
+        assert len(pairs) > 1
+        for ours, theirs in pairs:
+            both = [
+                found.items() if isinstance(found, dict) else enumerate(found)
+                for found in (ours.data, theirs.data)
+            ]
+            for (name, one), (other_name, other) in zip(*both, strict=True):
+                assert name == other_name
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+    for stream in (gathered, read):
+        stream.close()
+
+
+def test_only_blocks_of_bytes_are_gathered_and_stay_in_the_file(tmp_path, cache, tokenizer):
+    (tmp_path / "a.txt").write_text(VERSES * 20)
+    blocks = whole(tmp_path / "a.txt", cache, block_size=16)
+    batches, line = open_batches(blocks, StreamOptions("data.train", True, 8, 0))
+    assert "mapped files, read in the page cache" in line
+    batches.close()
+    columns = pickle.loads(pickle.dumps(blocks.as_columns()))
+    assert all(np.shares_memory(mine, blocks._mapped()) for mine in blocks.as_columns().values)
+    assert all(torch.equal(mine, own) for mine, own in zip(columns[3], blocks[3], strict=True))
+    for kind, name in (("lines", None), ("documents", None), ("blocks", tokenizer)):
+        assert whole(tmp_path / "a.txt", cache, kind=kind, tokenizer=name, block_size=16).as_columns() is None
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.columns import Columns
 from trainrun.data.formats.parts import Part
 from trainrun.data.formats.places import fingerprint_of
 from trainrun.data.formats.text_files import text_files
@@ -70,6 +71,16 @@ class TextSamples:
         places = self._begins[chosen, None] + np.arange(sizes[0])
         windows = torch.from_numpy(self._mapped()[places].astype(np.int64))
         return [(window[:-1], window[1:]) for window in windows.unbind()]
+
+    def as_columns(self) -> Columns | None:
+        """Blocks of bytes: they follow each other in the file, inputs and, one further on, targets."""
+        if self._text.kind != "blocks" or self._tokens.dtype != "uint8":
+            return None
+        content = self._mapped()[int(self._begins[0]) : int(self._ends[-1])]
+        rows = (len(self), int(self.lengths[0]))
+        return Columns(
+            (content[:-1].reshape(rows), content[1:].reshape(rows)), (), tuple, int_dtype=torch.int64
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the map, of which pickle would copy the content."""
