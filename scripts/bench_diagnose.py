@@ -7,8 +7,8 @@ away, measured in turns of pairs of processes, with what the faulty run chose fo
 workloads must be healthy. What came is measured until the interval of its turns is within 5 %, in up to six pairs of
 processes.
 others: cores that other processes kept busy meanwhile.
-The exit code is 0 whatever is found. Not planted: `.item()` in every step, which costs nothing on a CPU, and more
-threads than cores, which no run takes.
+The exit code is 0 whatever is found. `.item()` in every step costs nothing on a CPU, so it must not be named there.
+Not planted: more threads than cores, which no run takes.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ FLUSH = "trainer.flush_denormal=true"  # batches of one are soon slowed by numbe
 LISTENER = "+monitor.listeners.slow._target_=faulty_parts.SlowListener"
 FAULTS = [
     Fault("clean", "healthy", [], []),
+    Fault(".item() every step", "healthy", ["task._target_=faulty_parts.AskingClassification"], [], ("mlp", "cnn")),
+    Fault(".item() every step", "healthy", ["task._target_=faulty_parts.AskingLanguageModeling"], [], ("gpt",)),
     Fault("slow item", "data", [*READ, "data.train.wait=0.001"], READ),
     Fault("item holds the GIL", "data", [*READ, "data.train.compute=0.001"], READ),
     Fault("slow disk", "data", [*READ, "data.train.file=0.05"], READ, ("mlp", "cnn")),
@@ -126,6 +128,9 @@ def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, float | No
     numbers = f"{took:>5} {found.others:>6.2f} {told.first:<11} {'yes' if good else 'NO':<5}"
     line = f"{workload:<8} {fault.name:<25} {numbers}"
     if fault.expected == "healthy":
+        if fault.words:
+            own = measured_choices(config_of(words), found.ready)
+            line += f" {'none':>8} {realised(words, base, own)!s:>22}"
         print(line, *("" if good else [told.text]), flush=True)
         return good, None
     promises = [

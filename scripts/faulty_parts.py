@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from trainrun.interfaces import StepOutput
+from trainrun.task.classification import Classification
+from trainrun.task.language_modeling import LanguageModeling
+
 
 class Table(Dataset[tuple[Tensor, Tensor]]):
     """Rows of random numbers. wait: seconds that an item sleeps; compute: that it works in Python, holding the GIL;
@@ -86,6 +90,25 @@ class Wide(nn.Module):
             for layer in self.middle:
                 x = layer(x.float() if self.island else x).relu()
         return self.last(x)  # type: ignore[no-any-return]
+
+
+class AskingClassification(Classification):
+    """Reads the loss in every step, for which a GPU would have to come to its end."""
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        return asked(super().step(model, batch))
+
+
+class AskingLanguageModeling(LanguageModeling):
+    """The same for tokens."""
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        return asked(super().step(model, batch))
+
+
+def asked(out: StepOutput) -> StepOutput:
+    out.loss_sum.item()
+    return out
 
 
 class SlowListener:
