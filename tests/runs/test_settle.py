@@ -261,7 +261,7 @@ def test_few_samples_that_hardly_take_time_do_not_speak_against_the_rule(
     settled(config, model, LanguageModeling(), OneBatch(64), CPU, chosen, True, math.inf, notes, time)
     assert chosen == {"attention": kernel}
     assert max(rows - {64}) < 32, "the premise: few of the 64 samples are heard"
-    assert ("by rule: " in notes[0] and "of 64 in bfloat16 say too little" in notes[0]) == (kernel == "plain")
+    assert ("of 64 in bfloat16 say too little" in notes[0]) == (kernel == "plain")
 
 
 @pytest.mark.parametrize(("flash", "kernel"), [(9, "fp32"), (9000, "flash")])  # the second leaves no time

@@ -117,6 +117,16 @@ class MayBeColumns(Protocol):
         """None while it is not."""
 
 
+def rows_in_memory(source: Any) -> Columns | None:
+    """Of a source of this package that reads samples, but can tell where they lie; nobody else may see them so.
+
+    Asked of its class: a wrapper that hands on what it does not know has samples of its own.
+    """
+    tell = getattr(type(source), "as_rows", None)
+    found: Columns | None = None if tell is None else tell(source)
+    return found
+
+
 def rows(value: Column, indices: list[int]) -> Column:
     """Copies of many rows; of a mapped file, no other rows are touched."""
     source = tensor_view(value)

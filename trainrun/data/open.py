@@ -24,7 +24,7 @@ from trainrun.data.choice import (
     roomy_batch_size,
     usable_cores,
 )
-from trainrun.data.columns import Columns, columns_of
+from trainrun.data.columns import Columns, columns_of, rows_in_memory
 from trainrun.data.device_feed import fed
 from trainrun.data.engines import (
     Prepared,
@@ -45,6 +45,7 @@ from trainrun.data.order import Plan, StreamPlan, batch_too_large
 from trainrun.data.reader import Recipe
 from trainrun.data.scale import Scaled, as_bytes
 from trainrun.data.sequences.choose import sequence_plan
+from trainrun.data.sequences.collate import Padded
 from trainrun.data.sequences.useful import counted
 from trainrun.data.undecided import Undecided
 from trainrun.errors import DataError
@@ -151,6 +152,9 @@ def prepared_source(source: Any, options: StreamOptions) -> Prepared:
         columns = dataset if isinstance(dataset, Columns) else None
         preparation = Preparation(options.float_dtype)
     user_sees = options.transform is not None or options.collate_fn is not None
+    if columns is None and not user_sees and (collate is None or collate == Padded()):
+        columns = rows_in_memory(dataset)
+        dataset, collate = (dataset, collate) if columns is None else (columns, None)
     recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
                     options.on_error == "skip", options.training, scale if user_sees else None)  # fmt: skip
     safe = thread_safe(dataset) and not user_sees

@@ -1,8 +1,9 @@
 """`model.attention=auto`: the kernel of our models, by a short measurement of shape and number type.
 
 what: forward and backward of one attention layer (a copy), on the positions that the first batch brings to it, with
-    each kernel in turn; the fastest is set, the rule's (`trainrun.model.attention`) where it is within 10 % of it, or
-    where less than half of the samples were heard, and not for long: calling costs as much for few as for many.
+    each kernel in turn; the fastest is set, the usual one where it is within 10 % of it, or where less than half of the
+    samples were heard, and not for long: calling costs as much for few as for many. Usual is the rule's
+    (`trainrun.model.attention`), or `flash` where its table has no room.
 when: runs long enough; at most 0.3 s and 0.5 % of the run.
 when not: short runs, resumes, `trainrun evaluate` and so on (all of which take what the run began with), a kernel
     that is named, `trainer.deterministic=true`, compiled models and recomputed blocks, whose cost is another: there
@@ -144,6 +145,8 @@ def chosen_kernel(trial: Trial, layers: list[Any], size: Size, dtype: torch.dtyp
     heard = min(gather(rows))
     if kernel != usual and heard < ENOUGH * size.count and min(times.values()) < LONG_SECONDS:
         part = f"{counted(heard, 'sample')} of {size.count}"
-        why = f"by rule: {part}{kind} say too little ({others}, {kernel}: {own})"
-        return usual, f"model.attention: {usual}, {why}"
+        return (
+            usual,
+            f"model.attention: {usual}, since {part}{kind} say too little ({others}, {kernel}: {own})",
+        )
     return kernel, f"model.attention: {kernel}, {own} a layer{kind} ({others})"

@@ -1,3 +1,4 @@
+import copy
 import gzip
 import os
 import pickle
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainrun.data.facts import facts_of
 from trainrun.data.formats import text_files
-from trainrun.data.formats.text import load
+from trainrun.data.formats.text import TextSamples, load
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
@@ -282,6 +283,7 @@ CHANGES = {
     "cut at the left": {"max_sequence_length": 5, "truncate": "left"},
     "split": {"max_sequence_length": 5, "truncate": "split"},
     "padded": {"max_sequence_length": 5, "pad_multiple": 4},
+    "bucket": {"padding": "bucket"},
     "packed": {"max_sequence_length": 40, "padding": "pack"},
     "transform": {"transform": plus_one},
     "collate": {"collate_fn": torch.utils.data.default_collate},
@@ -304,6 +306,9 @@ def test_blocks_gathered_from_the_file_are_what_reading_them_gives(tmp_path, cac
         pairs = list(zip(gathered.epoch(epoch), read.epoch(epoch), strict=True))
         assert len(pairs) > 1
         for ours, theirs in pairs:
+            assert (ours.real, ours.last) == (theirs.real, theirs.last)
+            assert torch.equal(torch.as_tensor(ours.indices), torch.as_tensor(theirs.indices))
+            assert type(ours.data) is type(theirs.data)
             both = [
                 found.items() if isinstance(found, dict) else enumerate(found)
                 for found in (ours.data, theirs.data)
@@ -316,17 +321,56 @@ def test_blocks_gathered_from_the_file_are_what_reading_them_gives(tmp_path, cac
         stream.close()
 
 
+class Silenced(TextSamples):
+    def __getitem__(self, index):
+        return tuple(torch.zeros_like(part) for part in super().__getitem__(index))
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class SilencedOutside(OneByOne):
+    def __getitem__(self, index):
+        return tuple(torch.zeros_like(part) for part in self.data[index])
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+
+def test_what_others_make_of_blocks_is_read_as_they_give_it(tmp_path, cache):
+    (tmp_path / "a.txt").write_text(VERSES * 20)
+    data = whole(tmp_path / "a.txt", cache, block_size=16)
+    subclass = copy.copy(data)
+    subclass.__class__ = Silenced
+    for source in (subclass, SilencedOutside(data)):
+        batches, _ = open_batches(source, StreamOptions("data.train", True, 8, 0))
+        assert not any(part.any() for batch in batches.epoch(0) for part in batch.data)
+        batches.close()
+    _, line = open_batches(data, StreamOptions("data.train", True, 8, 0, cache="memory"))
+    assert "cache in memory" in line
+
+
+def test_a_file_that_shrank_is_named_where_the_rows_are_opened_again(tmp_path, cache):
+    (tmp_path / "a.txt").write_text(VERSES * 20)
+    sent = pickle.dumps(whole(tmp_path / "a.txt", cache, block_size=16).as_rows())
+    (tmp_path / "a.txt").write_text(VERSES)
+    with pytest.raises(DataError, match=r"a\.txt: cannot be read, or shorter than it was"):
+        pickle.loads(sent)
+
+
 def test_only_blocks_of_bytes_are_gathered_and_stay_in_the_file(tmp_path, cache, tokenizer):
     (tmp_path / "a.txt").write_text(VERSES * 20)
     blocks = whole(tmp_path / "a.txt", cache, block_size=16)
     batches, line = open_batches(blocks, StreamOptions("data.train", True, 8, 0))
     assert "mapped files, read in the page cache" in line
     batches.close()
-    columns = pickle.loads(pickle.dumps(blocks.as_columns()))
-    assert all(np.shares_memory(mine, blocks._mapped()) for mine in blocks.as_columns().values)
+    columns = pickle.loads(pickle.dumps(blocks.as_rows()))
+    assert all(np.shares_memory(mine, blocks._mapped()) for mine in blocks.as_rows().values)
     assert all(torch.equal(mine, own) for mine, own in zip(columns[3], blocks[3], strict=True))
     for kind, name in (("lines", None), ("documents", None), ("blocks", tokenizer)):
-        assert whole(tmp_path / "a.txt", cache, kind=kind, tokenizer=name, block_size=16).as_columns() is None
+        assert whole(tmp_path / "a.txt", cache, kind=kind, tokenizer=name, block_size=16).as_rows() is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,14 @@ class TextSamples:
         windows = torch.from_numpy(self._mapped()[places].astype(np.int64))
         return [(window[:-1], window[1:]) for window in windows.unbind()]
 
-    def as_columns(self) -> Columns | None:
+    def as_rows(self) -> Columns | None:
         """Blocks of bytes: they follow each other in the file, inputs and, one further on, targets."""
-        if self._text.kind != "blocks" or self._tokens.dtype != "uint8":
+        if type(self) is not TextSamples or self._text.kind != "blocks" or self._tokens.dtype != "uint8":
             return None
         content = self._mapped()[int(self._begins[0]) : int(self._ends[-1])]
         rows = (len(self), int(self.lengths[0]))
-        return Columns(
-            (content[:-1].reshape(rows), content[1:].reshape(rows)), (), tuple, int_dtype=torch.int64
-        )
+        values = (content[:-1].reshape(rows), content[1:].reshape(rows))
+        return Columns(values, (), tuple, again=partial(_rows_again, self), int_dtype=torch.int64)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the map, of which pickle would copy the content."""
@@ -112,6 +112,12 @@ class TextSamples:
             except (OSError, ValueError) as error:
                 raise DataError(f"{tokens.path}: cannot be read, or shorter than it was ({error})") from error
         return self._map
+
+
+def _rows_again(samples: TextSamples) -> Columns:
+    rows = samples.as_rows()
+    assert rows is not None
+    return rows
 
 
 def load(path: str | None, split: str, kind: str = "blocks", block_size: int = 256,
