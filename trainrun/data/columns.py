@@ -120,10 +120,12 @@ class MayBeColumns(Protocol):
 def rows_in_memory(source: Any) -> Columns | None:
     """Of a source of this package that reads samples, but can tell where they lie; nobody else may see them so.
 
-    Asked of its class: a wrapper that hands on what it does not know has samples of its own.
+    What wraps or extends one elsewhere has samples of its own.
     """
-    tell = getattr(type(source), "as_rows", None)
-    found: Columns | None = None if tell is None else tell(source)
+    kind = type(source)
+    if not (kind.__module__.startswith("trainrun.") and hasattr(kind, "as_rows")):
+        return None
+    found: Columns | None = source.as_rows()
     return found
 
 

@@ -75,7 +75,7 @@ class TextSamples:
 
     def as_rows(self) -> Columns | None:
         """Blocks of bytes: they follow each other in the file, inputs and, one further on, targets."""
-        if type(self) is not TextSamples or self._text.kind != "blocks" or self._tokens.dtype != "uint8":
+        if self._text.kind != "blocks" or self._tokens.dtype != "uint8":
             return None
         content = self._mapped()[int(self._begins[0]) : int(self._ends[-1])]
         rows = (len(self), int(self.lengths[0]))
