@@ -13,7 +13,7 @@ gain: bfloat16, one thread (`python scripts/bench_attention.py`), an Intel Xeon 
     1.3x. Without AMX (AMD EPYC, not quiet) `flash` took 1.25x to 16x, but for two narrow shapes with 1024. In float32
     `flash` is the best, or within 1.2x of it. Whole steps with AMX and two threads, against float32 (`python
     scripts/bench_speed.py gpt`, `gpt_small`): heads of 64, context 256, 2.0x as fast with `flash`, 2.5x with `plain`;
-    heads of 32, context 64, 0.77x and 1.27x.
+    heads of 32, context 64, 0.84x and 1.48x.
 source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """
 
