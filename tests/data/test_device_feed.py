@@ -1,11 +1,15 @@
 import threading
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset
 
 from trainrun.data.augment.augmented import Augmented, NamedAugmentation
-from trainrun.data.device_feed import DeviceFeed, fed
+from trainrun.data.batch import map_leaves
+from trainrun.data.device_feed import DeviceFeed, fed, pinned
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.data.pieces import cut
@@ -185,7 +189,8 @@ def test_batches_on_a_gpu_are_those_of_the_cpu_while_it_computes(words):
     device = torch.device("cuda")
     host, _ = open_batches(Images(), StreamOptions("data.train", True, 4, 0, num_workers=0))
     stream, _ = open_batches(Images(), StreamOptions("data.train", True, 4, 0, device=device, **words))
-    busy, results = torch.randn(2048, 2048, device=device), []
+    size = 32 if torch.version.cuda is None else 2048  # a pretended GPU computes nothing beside the copies
+    busy, results = torch.randn(size, size, device=device), []
     for batch in stream.epoch(0):
         for _ in range(20):
             busy = torch.tanh(busy @ busy)  # the copies of the next batches run beside this
@@ -195,4 +200,35 @@ def test_batches_on_a_gpu_are_those_of_the_cpu_while_it_computes(words):
         assert torch.equal(sums.cpu(), wanted.data[0].sum((1, 2, 3)))
         assert torch.equal(target.cpu(), wanted.data[1])
         assert torch.equal(indices, wanted.indices)
+    stream.close()
+
+
+def test_the_lengths_of_a_packed_sequence_stay_on_the_host():
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2), torch.ones(2, 2)], enforce_sorted=False)
+    there = map_leaves({"x": packed}, lambda leaf: leaf.to("meta"))["x"]
+    assert isinstance(there, PackedSequence)
+    assert (there.data.device.type, there.sorted_indices.device.type) == ("meta", "meta")
+    assert torch.equal(there.batch_sizes, packed.batch_sizes)
+
+
+def test_what_lies_on_a_gpu_is_not_pinned():
+    there = Mock(spec=torch.Tensor, is_cuda=True)
+    assert pinned([there, "word"]) == [there, "word"]
+    there.pin_memory.assert_not_called()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("words", [{"num_workers": 0}, {"engine": "threads", "num_threads": 1}])
+def test_samples_may_lie_on_the_gpu(words):
+    class There(Images):
+        def __getitem__(self, index):
+            return tuple(torch.as_tensor(part).cuda() for part in super().__getitem__(index))
+
+    options = StreamOptions("data.train", True, 4, 0, **words)
+    stream, _ = open_batches(There(), replace(options, device=torch.device("cuda")))
+    plain, _ = open_batches(Images(), options)
+    for found, wanted in zip(stream.epoch(0), plain.epoch(0), strict=True):
+        assert found.data[0].is_cuda
+        assert torch.equal(found.data[0].cpu(), wanted.data[0])
     stream.close()

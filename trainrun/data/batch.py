@@ -10,13 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 UNSIGNED = "uint64 is not supported; convert it to int64"
 
 
 def map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
-    """The same containers with `function` applied to all that is no tuple, list or mapping."""
+    """The same containers with `function` applied to all that is no tuple, list or mapping. The lengths of a packed
+    sequence stay what they are: torch wants them on the host."""
+    if isinstance(data, PackedSequence):
+        order = [
+            None if part is None else function(part) for part in (data.sorted_indices, data.unsorted_indices)
+        ]
+        return PackedSequence(function(data.data), data.batch_sizes, *order)
     if isinstance(data, tuple):
         parts = [map_leaves(part, function) for part in data]
         return type(data)._make(parts) if hasattr(data, "_make") else tuple(parts)

@@ -49,7 +49,13 @@ def fed(
 
 def pinned(data: Any) -> Any:
     """The batch in page-locked memory, from which a copy to a GPU does not hold up the host."""
-    return map_leaves(data, lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf)
+    return map_leaves(data, pinned_leaf)
+
+
+def pinned_leaf(leaf: Any) -> Any:
+    """What lies on a GPU already stays there."""
+    there = isinstance(leaf, Tensor) and leaf.is_cuda
+    return leaf.pin_memory() if hasattr(leaf, "pin_memory") and not there else leaf
 
 
 def counted(batch: MicroBatch, sizes: Sizes) -> MicroBatch:

@@ -34,6 +34,7 @@ from trainrun.data.deaths import (
     listening,
     obituary,
 )
+from trainrun.data.device_feed import pinned
 from trainrun.data.patience import Patience
 from trainrun.data.slots import Slots, slots_for
 from trainrun.errors import DataError
@@ -102,7 +103,7 @@ def _loader(
         batch_size=None,
         num_workers=options.num_workers,
         collate_fn=as_it_is if slots is None else partial(lent, slots, key),
-        pin_memory=options.pin_memory,
+        pin_memory=options.pin_memory and options.num_workers > 0,  # else below: samples may lie on a GPU
         worker_init_fn=partial(begin_worker, os.getpid()) if several else None,
         generator=generator,
         prefetch_factor=options.prefetch_factor if several else None,
@@ -195,7 +196,7 @@ def received(
     for item in readings:
         if isinstance(item, Failure):
             raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
-        yield item
+        yield item if options.num_workers or not options.pin_memory else item._replace(data=pinned(item.data))
         if item.last:
             return  # whatever becomes of the workers now
 
