@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
 from trainrun.errors import PluginError
 from trainrun.optimizer.build import build_optimizer
@@ -216,3 +216,15 @@ def test_steps_are_counted_beside_the_weights_where_the_host_must_not() -> None:
         assert optimizer.param_groups[0].get("capturable") is capturable
         plain, _ = build_optimizer(factory, {"lr": 0.1, **keywords}, nn.Linear(3, 2))
         assert not plain.param_groups[0].get("capturable")
+
+
+def test_sparse_adam_over_dense_gradients_is_refused_at_the_first_step() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "unused": nn.Linear(2, 2)})
+    optimizer, _ = build_optimizer(SparseAdam, {"lr": 0.1}, model)
+    before = model["words"].weight.detach().clone()
+    model["words"](torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model["words"].weight, before)
+    model["unused"].weight.grad = torch.ones(2, 2)
+    with pytest.raises(PluginError, match="from sparse gradients alone, and 1 parameters have dense ones"):
+        optimizer.step()

@@ -18,6 +18,7 @@ from trainrun.model.mlp import Mlp
 from trainrun.optimizer.build import build_optimizer
 from trainrun.optimizer.muon import Muon, hidden_matrices, orthogonal
 from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
+from trainrun.precision.guarded import takes_flag
 from trainrun.scheduler.schedule import Schedule
 
 
@@ -161,3 +162,49 @@ def test_a_model_without_a_hidden_matrix_is_refused() -> None:
 def test_wrong_values_are_named(words: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError, match=f"optimizer: Muon: {message}"):
         build_optimizer(Muon, words, network())
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_step_whose_gradients_are_marked_changes_nothing_and_others_are_the_usual_ones(
+    nesterov: bool,
+) -> None:
+    plain, marked = network(), network()
+    words: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "fused": True}
+    pairs = [(model, Muon(Muon.parameter_groups(model), **words)) for model in (plain, marked)]
+    assert takes_flag(pairs[1][1])
+    found = torch.zeros(())
+    pairs[1][1].found_inf, pairs[1][1].grad_scale = found, None  # type: ignore[attr-defined]
+    before = [trained(*pair, range(3)) for pair in pairs]
+    assert all(torch.equal(one, other) for one, other in zip(*before, strict=True))
+    found.fill_(1)
+    for param in marked.parameters():
+        param.grad = torch.full_like(param, torch.nan)
+    pairs[1][1].step()
+    assert all(torch.equal(one, other) for one, other in zip(before[1], marked.parameters(), strict=True))
+    found.fill_(0)
+    after = [trained(*pair, range(3, 6)) for pair in pairs]
+    assert all(torch.equal(one, other) for one, other in zip(*after, strict=True))
+
+
+def test_with_a_kernel_that_reads_no_mark_it_takes_none() -> None:
+    model = network()
+    assert not takes_flag(Muon(Muon.parameter_groups(model), foreach=True))
+
+
+def test_a_group_that_is_added_later_is_updated_too() -> None:
+    model, late = network(), nn.Parameter(torch.ones(3))
+    optimizer = Muon(Muon.parameter_groups(model))
+    trained(model, optimizer, range(2))
+    optimizer.add_param_group({"params": [late], "muon": 0})
+    late.grad = torch.ones(3)
+    optimizer.step()
+    assert (late < 1).all()
+
+
+def test_so_is_one_that_is_the_first_without_a_matrix() -> None:
+    matrix, late = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.ones(3))
+    optimizer = Muon([{"params": [matrix], "muon": True}])
+    optimizer.add_param_group({"params": [late]})
+    matrix.grad, late.grad = torch.ones(4, 3), torch.ones(3)
+    optimizer.step()
+    assert (late < 1).all()

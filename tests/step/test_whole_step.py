@@ -16,6 +16,7 @@ from trainrun.parts import Parts
 from trainrun.state import TrainState
 from trainrun.step.body import Holdings
 from trainrun.step.captured import captured
+from trainrun.step.readiness import is_ready
 
 STEP = ("trainer.compile=step", "trainer.compile.backend=eager")  # traced like any other, and run as traced
 DOUBLE = ("precision=64-true", "trainer.max_epochs=4")
@@ -88,6 +89,8 @@ class Normed(Net):
         (*optimizer("adam"), "scheduler=warmup_cosine", "scheduler.warmup_steps=3"),
         optimizer("nadam"),
         ("optimizer=custom", "optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.01"),
+        ("optimizer=muon", "optimizer.lr=0.02"),
+        ("optimizer=muon", "model=test_whole_step.Normed", "optimizer.lr=0.02", "scheduler=cosine"),
         ("trainer.gradient_clip_val=0.05",),
         ("trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value", "trainer.ema=true"),
         ("trainer.nan_policy=ignore",),
@@ -160,6 +163,136 @@ class Asks(Net):
 def test_what_no_graph_can_hold_is_refused(model: str, text: str) -> None:
     with pytest.raises(PluginError, match=f"{text}.*trainer.compile.scope=model"):
         run(*STEP, f"model=test_whole_step.{model}", batch_size=4)
+
+
+class Keeps(torch.optim.SGD):
+    """Knows its parameters from a list of its own."""
+
+    def __init__(self, params: Any, lr: float, momentum: float) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        self.mine = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.mine:
+            if param.grad is not None:
+                param -= 0.1 * param.grad
+
+
+class Counts2(torch.optim.SGD):
+    """Every second update is twice as long, by a number that it counts for itself; where it counts differs."""
+
+    place = "self"
+
+    def __init__(self, params: Any, lr: float, momentum: float) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        self.calls, self.table = 0, [0]
+        self.tensor = torch.zeros(())
+        self.param_groups[0]["calls"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        if self.place == "self":
+            self.calls += 1
+        elif self.place == "group":
+            group["calls"] += 1
+        elif self.place == "list":
+            self.table[0] += 1
+        elif self.place == "tensor":
+            self.tensor += 1
+        often = self.calls + group["calls"] + self.table[0] + self.tensor
+        for param in group["params"]:
+            if param.grad is not None:
+                param -= group["lr"] * (1 + often % 2) * param.grad
+
+
+class InGroup(Counts2):
+    place = "group"
+
+
+class InList(Counts2):
+    place = "list"
+
+
+class InTensor(Counts2):
+    place = "tensor"
+
+
+class Replaces(Counts2):
+    """The count is another tensor after each step."""
+
+    place = "none"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.tensor = self.tensor + 1
+        super().step()
+
+
+class Prepares(torch.optim.SGD):
+    """Makes something once, in its first step, and never changes it again."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made = getattr(self, "made", None) or 2.0
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param -= self.made * group["lr"] * param.grad
+
+
+class Centred(torch.optim.SGD):
+    """Of each gradient without its mean: none is left of one that is the same everywhere."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(group["lr"] * (param.grad - param.grad.mean()))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Keeps", "Keeps updates no other parameters"),
+        ("Counts2", "keeps calls beside its state"),
+        ("InGroup", "keeps calls of group 0 beside its state"),
+        ("InList", "keeps table beside its state"),
+        ("InTensor", "keeps tensor beside its state"),
+        ("Replaces", "keeps tensor beside its state"),
+    ],
+)
+def test_an_optimizer_that_is_not_of_its_groups_and_state_alone_is_refused(name: str, text: str) -> None:
+    """In a graph its weights, or what it counts, would stand still."""
+    words = (*optimizer(name), "optimizer.lr=0.1")
+    run(*words, batch_size=4)
+    with pytest.raises(PluginError, match=f"{text}.*trainer.compile.scope=model"):
+        run(*STEP, *words, batch_size=4)
+
+
+def test_to_ask_an_optimizer_changes_nothing_of_it_and_takes_no_one_for_idle() -> None:
+    for name in ("Centred", "Prepares"):
+        compare(optimizer(name), batch_size=5)
+    param = nn.Parameter(torch.ones(3))
+    one = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    param.grad = torch.ones(3)
+    one.step()
+    before = copy.deepcopy(one.state_dict())
+    assert is_ready(one)
+    assert torch.equal(one.state[param]["momentum_buffer"], before["state"][0]["momentum_buffer"])
+    assert torch.equal(param, torch.full((3,), 0.9))
+
+
+def test_the_flag_of_a_fused_kernel_is_not_taken_into_a_graph() -> None:
+    """A GPU's fused optimizer carries one; written out for a graph, torch would refuse it."""
+    param = nn.Parameter(torch.ones(3))
+    fused = torch.optim.AdamW([param], fused=True)
+    param.grad = torch.ones(3)
+    fused.step()
+    fused.found_inf, fused.grad_scale = torch.zeros(()), None  # type: ignore[attr-defined]
+    assert is_ready(fused)
 
 
 def ragged(count: int = 40) -> Any:

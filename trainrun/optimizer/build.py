@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Optimizer, SparseAdam
 
 from trainrun.eager import plain_step
 from trainrun.errors import OF_ARGUMENTS, PluginError, is_of_torch, named
@@ -57,6 +57,8 @@ def build_optimizer(
         raise PluginError(f"optimizer: {name}: {named(error)}") from error
     _check_contract(optimizer, name)
     start_momentum(optimizer)
+    if isinstance(optimizer, SparseAdam):
+        optimizer.register_step_pre_hook(_only_sparse)
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = kernel_of(optimizer, wish, fault)
     note = f"optimizer: {name}, {kernel} ({devices}): {reason}"
@@ -170,4 +172,16 @@ def _check_contract(optimizer: Any, name: str) -> None:
         raise PluginError(
             f"optimizer: {name} computes the loss several times in a step (its step() needs a closure), "
             "which a step over micro-batches cannot offer; choose another, for example torch.optim.AdamW"
+        )
+
+
+def _only_sparse(optimizer: Optimizer, *_: Any) -> None:
+    """A hook before each step of SparseAdam, whose own words say neither whose gradients nor what to do."""
+    grads = [
+        param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None
+    ]
+    if dense := sum(not grad.is_sparse for grad in grads):
+        raise PluginError(
+            f"optimizer: {type(optimizer).__name__} updates from sparse gradients alone, and {dense} parameters have "
+            "dense ones; choose another, for example torch.optim.Adam"
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any
 
 import torch
@@ -67,11 +68,15 @@ class Muon(Optimizer):
         super().__init__(
             params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "muon": False, **own}
         )
-        self._matrices = [group for group in self.param_groups if group["muon"]]
-        others = [group for group in self.param_groups if not group["muon"]]
+        others = self._groups(False)
         for group in others:
             group["lr"] = lr if adamw_lr is None else adamw_lr
-        self._adamw = _sharing(AdamW, others, self.state, fused=fused, foreach=foreach) if others else None
+        self._kernel = {"fused": fused, "foreach": foreach}
+        self._adamw = _sharing(AdamW, others, **self._kernel) if others else None
+        self._update_others: Callable[[], Any] = _nothing
+        # as torch's fused optimizers: whoever sets `found_inf`, a 0-d tensor, to 1 has a step change nothing
+        inner = self._adamw
+        self._step_supports_amp_scaling = inner is None or hasattr(inner, "_step_supports_amp_scaling")
 
     @staticmethod
     def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -89,39 +94,67 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self._matrices:
-            rule = LR_RULES[group["adjust_lr_fn"]]
+        found: Tensor | None = getattr(self, "found_inf", None)
+        spoilt = None if found is None else found != 0
+        for group in self._groups(True):
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, param.grad, group, rule)
+                    self._update(param, param.grad, group, spoilt)
+        others = self._groups(False)
+        if self._adamw is None and others:  # added later
+            self._adamw = _sharing(AdamW, others, **self._kernel)
         if self._adamw is not None:
-            self._adamw()
+            self._adopt(self._adamw, others)
+            self._adamw.found_inf, self._adamw.grad_scale = found, None  # type: ignore[attr-defined]
+            self._update_others()
 
-    def _update(
-        self, param: Tensor, grad: Tensor, group: dict[str, Any], rule: Callable[[int, int], float]
-    ) -> None:
+    def _adopt(self, adamw: Optimizer, others: list[dict[str, Any]]) -> None:
+        """Gives it today's groups and state: this may be a copy with others, or have loaded them."""
+        mine = adamw.param_groups
+        same = adamw.state is self.state and len(mine) == len(others) and all(map(is_, others, mine))
+        if not same or self._update_others is _nothing:
+            for group in others:  # one that was added has not all of them
+                group.update({name: value for name, value in adamw.defaults.items() if name not in group})
+            adamw.param_groups, adamw.state = others, self.state
+            self._update_others = plain_step(adamw)
+
+    def _groups(self, muon: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if bool(group["muon"]) is muon]
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any], spoilt: Tensor | None) -> None:
+        """spoilt: 0-d on the device, whether all stays as it is; None: it does not."""
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
-        momentum: Tensor = state["momentum_buffer"]
+        kept: Tensor = state["momentum_buffer"]
+        momentum = kept if spoilt is None else kept.clone()
         momentum.lerp_(grad, 1 - group["momentum"])
         direction = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         matrix = direction.flatten(1)
         update = orthogonal(matrix, group["ns_steps"]).reshape(direction.shape).to(param.dtype)
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.add_(update, alpha=-group["lr"] * rule(*matrix.shape))
+        moved = param if spoilt is None else param.clone()
+        moved.mul_(1 - group["lr"] * group["weight_decay"])
+        rate = group["lr"] * LR_RULES[group["adjust_lr_fn"]](*matrix.shape)
+        if isinstance(rate, Tensor):  # in a graph, where no number may be asked for
+            moved.sub_(update * rate)
+        else:
+            moved.add_(update, alpha=-rate)
+        if spoilt is not None:
+            kept.copy_(torch.where(spoilt, kept, momentum))
+            param.copy_(torch.where(spoilt, param, moved))
 
 
-def _sharing(
-    kind: type[Optimizer], groups: list[dict[str, Any]], state: Any, **keywords: Any
-) -> Callable[[], Any]:
-    """The step of an optimizer that works on these very groups and this very state."""
+def _nothing() -> None:
+    """Before the first step."""
+
+
+def _sharing(kind: type[Optimizer], groups: list[dict[str, Any]], **keywords: Any) -> Optimizer:
+    """An optimizer for these very groups, which get its options."""
     inner = kind([{"params": group["params"]} for group in groups], **keywords)
     for group, made in zip(groups, inner.param_groups, strict=True):
         for name, value in made.items():
             group.setdefault(name, value)
-    inner.param_groups, inner.state = groups, state
-    return plain_step(inner)
+    return inner
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -28,6 +28,8 @@ from trainrun.precision.guarded import Guarded
 Flat = list[Tensor]
 # Written out for graphs: tensor arithmetic instead of Python numbers, one kernel list instead of a fused call.
 SWITCHES = {"fused": None, "foreach": True, "capturable": True}
+# The flags are for a fused kernel; here numbers decide whether an update is made.
+NOT_SHADOWED = ("step", "found_inf", "grad_scale")
 
 
 class Holdings:
@@ -103,7 +105,7 @@ def shadow_of(
 ) -> Optimizer:
     """The same optimizer over other tensors: what it does to them, it does not do to the real ones."""
     shadow: Optimizer = object.__new__(type(optimizer))
-    vars(shadow).update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    vars(shadow).update({key: value for key, value in vars(optimizer).items() if key not in NOT_SHADOWED})
     shadow.param_groups = [
         group
         | {key: value for key, value in SWITCHES.items() if key in group}
@@ -130,24 +132,6 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-def is_ready(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has the state it will have; it makes it in its first, plain step.
-
-    Asked of a copy of one parameter of each group that takes a step, so a stateless one is ready at once.
-    """
-    probes = [torch.zeros_like(group["params"][0]).detach() for group in optimizer.param_groups]
-    for probe in probes:
-        probe.grad = torch.zeros_like(probe)
-    other = shadow_of(optimizer, [[probe] for probe in probes], {}, [probe.new_zeros(()) for probe in probes])
-    with compiling():
-        update(other)
-    for probe, group in zip(probes, optimizer.param_groups, strict=True):
-        wanted = {key for key, value in other.state.get(probe, {}).items() if isinstance(value, Tensor)}
-        if wanted and not any(wanted <= set(optimizer.state.get(param, {})) for param in group["params"]):
-            return False
-    return True
 
 
 class Both(nn.Module):

@@ -6,7 +6,7 @@ when: on a GPU, small networks, whose steps wait for the host to launch kernels.
 when not: a CPU (refused), steps of large kernels; models that ask for a value on the host, and optimizers that
     count on the host (refused: what the host does is not recorded).
 source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
-gain: not measured, and not yet run on a GPU; on a CPU its buffers are tested with a stand-in for the graph.
+gain: not measured, and not yet run on a real GPU; tests/pretended_gpu records and replays it on a CPU.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ from trainrun.interfaces import GradReport, MicroBatch, StepReport
 from trainrun.ledger import FORWARD, RUNNER
 from trainrun.parts import Parts
 from trainrun.precision.guarded import Guarded
-from trainrun.step.body import Body, Flat, Holdings, is_ready, rates_of
+from trainrun.step.body import Body, Flat, Holdings, rates_of
 from trainrun.step.graphs import Engine, Function
+from trainrun.step.readiness import is_ready
 from trainrun.step.rehearse import rehearse
 from trainrun.transform.compile_log import CompileLog
 
@@ -73,14 +74,15 @@ class WholeStep:
         self._kinds: dict[Kind, Seen] = {}
         self._held: Holdings | None = None
         self._doubted: Holdings | None = None  # what was held ahead of a plain step
-        self._ready = False
+        self._ready = self._asked = False
         self._shares: dict[float, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._rates: Flat = []
         self._places: list[int] = []
 
     def __call__(self, parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
-        self._ready = self._ready or is_ready(parts.optimizer)
+        self._ready = self._ready or is_ready(parts.optimizer, again=self._asked)
+        self._asked = True
         batches = [flattened(batch.data) for batch in window]
         kinds = [self._kinds.get(kind) or self._new_kind(kind, leaves) for kind, leaves, _ in batches]
         full = all(kind.full for kind in kinds)
