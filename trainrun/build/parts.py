@@ -223,7 +223,7 @@ def precision_options(config: RunConfig) -> PrecisionOptions:
     trainer = config.trainer
     return PrecisionOptions(
         config.precision.mode, trainer.gradient_clip_val, trainer.gradient_clip_algorithm, trainer.nan_policy,
-        trainer.cpu_offload != "none", config.precision.master_weights,
+        trainer.cpu_offload, config.precision.master_weights,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainrun.errors import ConfigError
 from trainrun.ledger import Ledger
 from trainrun.precision.guarded import Guarded
+from trainrun.precision.half_lstm import round_inputs
 
 TRUE_TYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 AUTOCAST_TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -32,14 +33,14 @@ class PrecisionOptions:
     """clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback,
     ignore.
 
-    offloaded: the update happens on a device other than the model's, which cannot read a flag there.
+    offload: none; optimizer or parameters: the update happens on the host, which cannot read a flag on a GPU.
     """
 
     mode: str = "32-true"
     clip_value: float | None = None
     clip_algorithm: str = "norm"
     nan_policy: str = "stop"
-    offloaded: bool = False
+    offload: str = "none"
     master_weights: bool = False
 
 
@@ -61,7 +62,8 @@ def build_precision(
         options.clip_value,
         options.clip_algorithm,
         options.nan_policy,
-        lazy=device.type == "cuda" and not options.offloaded,
+        lazy=device.type == "cuda" and options.offload == "none",
+        gradients_on=torch.device("cpu") if options.offload == "optimizer" else device,
         ledger=ledger,
     )
     return precision, type_notes(options.mode, device, options.master_weights)
@@ -74,6 +76,7 @@ def data_float_dtype(mode: str) -> torch.dtype:
 
 def prepare_model(model: nn.Module, mode: str) -> nn.Module:
     """Converts the weights for the `true` modes, in place; to be called before the optimizer is built.
+    For `16-mixed` it mends what a CPU cannot train as it is.
 
     Whatever floating-point tensors the model is called with are cast to the type of its weights, so
     data and tasks need not know it.
@@ -83,6 +86,8 @@ def prepare_model(model: nn.Module, mode: str) -> nn.Module:
         cast = partial(cast_weight, dtype)  # Module.to would make complex numbers real: half of them lost
         model._apply(cast)  # type: ignore[no-untyped-call]
         model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
+    if AUTOCAST_TYPES.get(mode) is torch.float16:
+        round_inputs(model)
     return model
 
 

@@ -44,6 +44,7 @@ class Guarded:
     autocast_dtype: None computes in the type of the weights; float16 also scales the loss.
     clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback, ignore.
     lazy: the flag stays on the device where the optimizer can read it there. ledger: where time is booked.
+    gradients_on: where the update finds them, if not beside the weights.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Guarded:
         nan_policy: str = "stop",
         lazy: bool = False,
         ledger: Ledger | None = None,
+        gradients_on: torch.device | None = None,
     ) -> None:
         self._model = model
-        self._device = device
+        self._device = gradients_on or device
         self._book = (ledger or Ledger()).open
         self._context = build_context(autocast_dtype, device)
         self._scaler = build_scaler(device) if autocast_dtype is torch.float16 else None
@@ -68,8 +70,9 @@ class Guarded:
         self._checks = self._scaler is None and nan_policy != "ignore"
         self._lazy = lazy and self._scaler is None and nan_policy == "stop"
         self._shares: dict[tuple[float, torch.dtype], Tensor] = {}
-        self._found = torch.zeros((), device=device)  # 1 from the first bad step on, with nan_policy=stop
-        self._one = torch.ones((), device=device)
+        # 1 from the first bad step on, with nan_policy=stop
+        self._found = torch.zeros((), device=self._device)
+        self._one = torch.ones((), device=self._device)
         self._stopped = False  # the same as far as the host knows
         self._skipped_in_a_row = 0
         self._optimizer: Optimizer | None = None
@@ -278,6 +281,6 @@ def _no_step() -> None:
 
 
 def takes_flag(optimizer: Optimizer) -> bool:
-    """Whether its `step` reads `found_inf` on the device, as torch's own fused optimizers do."""
-    own = type(optimizer).__module__.startswith("torch.optim.")
+    """Whether its `step` reads `found_inf` on the device, as torch's own fused optimizers do, and Muon here."""
+    own = type(optimizer).__module__.startswith(("torch.optim.", "trainrun.optimizer."))
     return own and bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -2,7 +2,8 @@
 
 what: with `precision.master_weights` the copies are float32 and the model's weights bfloat16, so that an
     update below 1/256 of a weight is kept; with `trainer.cpu_offload=optimizer` they and all state of
-    the optimizer lie in the host's memory, and the update is computed there.
+    the optimizer lie in the host's memory, and the update is computed there. The gradients have page-locked memory
+    of their own there, the same in every step: an optimizer that wants the last ones has to copy them.
 when: master weights: bf16-true, where it stalls; offload: weights and optimizer do not fit on the GPU.
 when not: memory suffices for bf16-mixed, which takes 2 bytes a weight more; steps are short (offload moves
     gradients and weights over the bus in every one).
@@ -50,6 +51,7 @@ class Shadow:
         ]
         self._copy_of = dict(zip(self._params, self._copies, strict=True))
         self._param_of = {copy: param for param, copy in self._copy_of.items()}
+        self._places: dict[Tensor, Tensor] = {}  # of gradients on the host, by copy
         self._settled = False
 
     def built(self, build: Callable[[], Optimizer]) -> Optimizer:
@@ -97,7 +99,9 @@ class Shadow:
         for param, copy in zip(self._params, self._copies, strict=True):
             grad, param.grad = param.grad, None
             if grad is not None:
-                copy.grad = grad.to(copy.device, copy.dtype)
+                copy.grad = self._brought(grad, copy)
+        if self._places:  # one wait for all of them
+            torch.cuda.current_stream(self._params[0].device).synchronize()
         exchange(optimizer, self._copy_of)
         try:
             yield
@@ -105,6 +109,15 @@ class Shadow:
             exchange(optimizer, self._param_of)
             for copy in self._copies:
                 copy.grad = None
+
+    def _brought(self, grad: Tensor, copy: Tensor) -> Tensor:
+        """The gradient for a copy; from a GPU to the host it is on its way into page-locked memory."""
+        if copy.is_cuda or not grad.is_cuda or grad.layout is not torch.strided:
+            return grad.to(copy.device, copy.dtype)
+        place = self._places.get(copy)
+        if place is None:
+            place = self._places[copy] = torch.empty_like(copy, requires_grad=False, pin_memory=True)
+        return place.copy_(grad, non_blocking=True)
 
     def _hand_over(self) -> None:
         with torch.no_grad():
