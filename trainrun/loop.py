@@ -13,7 +13,7 @@ from itertools import islice
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainrun.interfaces import Gradients, MicroBatch, StepReport, Sums
 from trainrun.ledger import (
@@ -125,10 +125,9 @@ def evaluate(parts: Parts, split: str) -> dict[str, float]:
             for batch in batches.epoch(0):
                 if stopped := parts.cadence.interrupted():
                     break
-                with parts.precision.autocast():
-                    out = task.step(model, batch.data)
+                for found in parts.retry.in_pieces(batch, lambda piece: sums_of(parts, model, piece)):
+                    add_sums(sums, found)
                 items += batch.counted_by(task)
-                add_sums(sums, {"loss": out.loss_sum, **out.sums})
     finally:
         model.train(training)
     answers = parts.parallel.gather((sorted(sums), stopped))
@@ -142,6 +141,15 @@ def evaluate(parts: Parts, split: str) -> dict[str, float]:
         for name, total in zip(names, totals, strict=True)
     }
     return metrics | {f"{split}/seconds": perf_counter() - started}
+
+
+def sums_of(parts: Parts, model: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
+    """Of one batch of a validation, of which nothing else stays."""
+    with parts.precision.autocast():
+        out = parts.task.step(model, batch.data)
+    sums: dict[str, Tensor] = {}
+    add_sums(sums, {"loss": out.loss_sum, **out.sums})
+    return sums
 
 
 def add_sums(sums: dict[str, Tensor], new: Sums) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from exact_parts import FEATURES, parts_of
 from torch import Tensor, nn
 
 from trainrun.data.pieces import cut, num_rows
 from trainrun.interfaces import MicroBatch, StepOutput
+from trainrun.loop import sums_of
 from trainrun.mishaps.retry import Retry, no_memory
 from trainrun.mishaps.window_start import WindowStart
 from trainrun.parallel.single import Single
@@ -271,3 +275,78 @@ def test_the_averages_of_batch_norm_are_put_back() -> None:
         model(torch.randn(4, 3))
     assert start.restore() == ""
     assert all(torch.equal(now, then) for now, then in zip(model.buffers(), before, strict=True))
+
+
+def limited(model: nn.Module, task: Any, rows: int) -> Callable[[MicroBatch], StepOutput]:
+    def compute(batch: MicroBatch) -> StepOutput:
+        if num_rows(batch.data) > rows:
+            raise RuntimeError(NO_MEMORY)
+        out: StepOutput = task.step(model, batch.data)
+        return out
+
+    return compute
+
+
+def test_a_validation_that_does_not_fit_is_computed_in_parts_with_the_same_sum() -> None:
+    notes: list[str] = []
+    model, batch = nn.Linear(3, 3).eval(), MicroBatch(torch.rand(9, 3))
+    retry = Retry("split", model, Squares(), SINGLE, notes.append)
+    with torch.no_grad():
+        whole = limited(model, Squares(), 9)(batch).loss_sum
+        for parts in (4, 4):  # the second time at once
+            found = retry.in_pieces(batch, limited(model, Squares(), 3))
+            assert len(found) == parts
+            torch.testing.assert_close(sum(out.loss_sum for out in found), whole)
+    assert [note.partition(" are ")[2] for note in notes] == [
+        "cut in 2; data.val_batch_size sets their size", "cut in 4; data.val_batch_size sets their size",
+    ]  # fmt: skip
+    assert retry.pieces == 1  # the training's own
+
+
+@pytest.mark.parametrize(
+    ("mode", "task", "rows", "message"),
+    [
+        ("stop", Squares(), 3, "can't allocate memory"),
+        ("split", Squares(), 0, "one sample at a time does not fit either"),
+        ("split", Pairs(), 3, "depends on which samples come together"),
+    ],
+)
+def test_a_validation_that_cannot_be_cut_says_why(mode: str, task: Any, rows: int, message: str) -> None:
+    model, batch = nn.Linear(3, 3).eval(), MicroBatch(torch.rand(8, 3))
+    retry = Retry(mode, model, task, SINGLE, lambda text: None)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+        retry.in_pieces(batch, limited(model, task, rows))
+
+
+def test_what_a_validation_was_cut_in_is_kept_and_what_cannot_be_cut_is_computed_whole() -> None:
+    model = nn.Linear(3, 3).eval()
+    retry, later = (Retry("split", model, Squares(), SINGLE, lambda text: None) for _ in range(2))
+    with torch.no_grad():
+        retry.in_pieces(MicroBatch(torch.rand(8, 3)), limited(model, Squares(), 4))
+    assert retry.state_dict() == {"pieces": 1, "val_pieces": 2}
+    later.load_state_dict(retry.state_dict())
+    seen: list[Any] = []
+    later.in_pieces(MicroBatch(torch.rand(8, 3)), lambda batch: seen.append(len(batch.data)))
+    later.in_pieces(MicroBatch({"x": torch.rand(8, 3), "name": "a word"}), lambda batch: seen.append("whole"))
+    assert seen == [4, 4, "whole"]
+
+
+def test_nothing_but_sums_stays_of_the_parts_of_a_validation() -> None:
+    class Alive(Squares):
+        def __init__(self) -> None:
+            self.logits: list[Any] = []
+
+        def step(self, model: nn.Module, batch: Any) -> StepOutput:
+            logits = model(batch)
+            self.logits.append(weakref.ref(logits))
+            assert sum(ref() is not None for ref in self.logits) <= 1
+            return StepOutput(logits.square().sum(), {"largest": lambda: logits.max()})
+
+    parts = parts_of(("data.batch_size=8",))
+    task, retry = Alive(), Retry("split", parts.model, Alive(), SINGLE, lambda text: None)
+    retry.load_state_dict({"pieces": 1, "val_pieces": 4})
+    given = replace(parts, task=task, retry=retry)
+    found = retry.in_pieces(
+        MicroBatch(torch.rand(8, FEATURES)), lambda piece: sums_of(given, parts.model, piece)
+    )
+    assert [sorted(sums) for sums in found] == [["largest", "loss"]] * 4

@@ -64,7 +64,7 @@ class Retry:
         self.refusal = refusal(mode, parallel)
         self._off = mode == "stop" or bool(self.refusal)
         self._mends, self._marked = mends, False
-        self._largest = 0
+        self._largest, self._val_pieces = 0, 1
         self._fault = ""
 
     def run(self, window: list[MicroBatch], compute: Compute[T]) -> T:
@@ -86,6 +86,45 @@ class Retry:
         self._tell(window)
         return found  # type: ignore[return-value]
 
+    def in_pieces(self, batch: MicroBatch, compute: Callable[[MicroBatch], T]) -> list[T]:
+        """`compute` of a batch of a validation, or of its parts, where memory does not suffice for the whole.
+
+        The parts' sums are those of the whole. torch.OutOfMemoryError: a single sample does not fit either.
+        """
+        while True:
+            try:
+                return [compute(part) for part in self._parts_of(batch)]
+            except (MemoryError, RuntimeError) as error:
+                if self._mode == "stop" or not (fault := no_memory(error)):
+                    raise
+            self._free()  # the error is gone now, and what its frames held
+            if reason := self._whole_only(batch):
+                raise torch.OutOfMemoryError(f"{fault}; a batch of the validation is not cut: {reason}")
+            self._val_pieces *= 2
+            self._note(
+                f"out of memory in a validation ({fault}): from here on its batches are cut in {self._val_pieces}; "
+                "data.val_batch_size sets their size"
+            )
+
+    def _parts_of(self, batch: MicroBatch) -> list[MicroBatch]:
+        try:
+            return cut(batch, self._val_pieces) if self._val_pieces > 1 else [batch]
+        except ValueError:  # an earlier one could be cut; this one may fit whole
+            return [batch]
+
+    def _whole_only(self, batch: MicroBatch) -> str:
+        try:
+            if self._val_pieces >= num_rows(batch.data):
+                return ONE_SAMPLE
+            return self._coupled([batch])
+        except ValueError as error:
+            return str(error)
+
+    def _free(self) -> None:
+        gc.collect()
+        if self._parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def mend_buffers(self) -> str:
         """After a step that was not finite: buffers with such values (averages of batch norm) become what they were
         before it. Says what cannot be put back."""
@@ -96,10 +135,12 @@ class Retry:
         self._marked = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"pieces": self.pieces}
+        return {"pieces": self.pieces} | ({"val_pieces": self._val_pieces} if self._val_pieces > 1 else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.pieces = 1 if self._mode == "stop" else state["pieces"]
+        self.pieces, self._val_pieces = (
+            (1, 1) if self._mode == "stop" else (state["pieces"], state.get("val_pieces", 1))
+        )
 
     def _run_together(self, ranks: Careful, window: list[MicroBatch], compute: Compute[T]) -> T:
         """Several ranks: those that computed all their gradients wait for those that could not."""
@@ -144,9 +185,7 @@ class Retry:
         """All as at the start of the window, and twice the pieces; torch.OutOfMemoryError: it cannot be."""
         for parameter in self._model.parameters():
             parameter.grad = None
-        gc.collect()
-        if self._parallel.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._free()
         reasons = self._parallel.gather(self._start.restore() or self._obstacle(window, failed_here))
         if reason := next(filter(None, reasons), ""):
             raise torch.OutOfMemoryError(f"{fault}; not run again in smaller micro-batches: {reason}")
@@ -176,15 +215,19 @@ class Retry:
                 return "batch norm needs at least two samples"
             if self.pieces > 1:
                 return ""  # looked at before
-            for batch in window:
-                whole = self._task.count(batch.data)
-                parts = sum(self._task.count(piece.data) for piece in cut(batch, rows))
-                if whole != parts:
-                    return f"task.count says {whole} for a batch and {parts} for its samples one by one"
-            batch = max(window, key=lambda batch: num_rows(batch.data))
-            return coupling(self._model, self._task, batch.data) if rows > 1 else ""
+            return self._coupled(window)
         except ValueError as error:
             return str(error)
+
+    def _coupled(self, batches: list[MicroBatch]) -> str:
+        """Why the parts of these batches would not add up to them; "" where they do. ValueError: they have no parts."""
+        for batch in batches:
+            whole = self._task.count(batch.data)
+            parts = sum(self._task.count(piece.data) for piece in cut(batch, num_rows(batch.data)))
+            if whole != parts:
+                return f"task.count says {whole} for a batch and {parts} for its samples one by one"
+        largest = max(batches, key=lambda batch: num_rows(batch.data))
+        return coupling(self._model, self._task, largest.data) if num_rows(largest.data) > 1 else ""
 
 
 def refusal(mode: str, parallel: Parallel) -> str:
