@@ -137,10 +137,26 @@ def test_a_run_of_unknown_length_has_log_points_from_its_first_step() -> None:
     assert [step for step in range(1, 19) if built.log_due(step)] == [1, 2, 4, 6, 12, 18]
 
 
+@pytest.mark.parametrize(("total", "points"), [(3, [1, 2, 3]), (11, [1, 2, 4, 6, 11]), (12, [6, 12])])
+def test_so_has_one_that_is_too_short_for_more_than_one(total: int, points: list[int]) -> None:
+    built, _, _ = cadence(log_every=6, total=total)
+    assert [step for step in range(1, total + 1) if built.log_due(step)] == points
+
+
 def test_a_failure_ends_the_run_before_anything_is_saved() -> None:
     built, _, _ = cadence(failure="a gradient was not finite")
     with pytest.raises(TrainingError, match="step 7: a gradient was not finite"):
         built.look(TrainState(step=7))
+
+
+def test_a_failure_that_lies_on_the_device_is_looked_for_at_validation_and_log_points() -> None:
+    """Where the host has waited for the device anyway: a log of rows that are not finite would be no news."""
+    built, _, _ = cadence(val=(6, None), log_every=4)
+    waited = []
+    built._failure = lambda wait: str(waited.append(wait) or "")
+    for step in range(1, 9):
+        built.look(TrainState(step=step))
+    assert [step for step, wait in enumerate(waited, start=1) if wait] == [1, 2, 4, 6, 8]
 
 
 def validate(built: Cadence, losses: list[float]) -> TrainState:

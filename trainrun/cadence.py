@@ -31,8 +31,8 @@ class Rhythm:
 
     steps_per_epoch: None where the data cannot say; accumulate: micro-batches in a full window.
     val_steps, val_epochs: one of the two is set, or none without validation data.
-    log_every: None where nobody listens. total_steps: None where the data cannot say; then steps 1, 2, 4, 8... up
-    to log_every are log points as well, or a short run would have none.
+    log_every: None where nobody listens. total_steps: None where the data cannot say; then, and where there are fewer
+    than two times log_every, steps 1, 2, 4, 8... up to log_every are log points as well, or nothing would be seen.
     """
 
     steps_per_epoch: int | None
@@ -101,7 +101,8 @@ class Cadence:
     def look(self, state: TrainState) -> None:
         """Sets `stop_reason` where the run ends here. Raises TrainingError or RollBack where it cannot go on."""
         state.seconds = self._seconds_before + time.monotonic() - self._started
-        self.check(state, wait=self.validation_due(state) or state.save_request == SAVE_NOW)
+        waited = self.log_due(state.step)  # for the numbers of its row, so the device has its answer ready
+        self.check(state, wait=waited or self.validation_due(state) or state.save_request == SAVE_NOW)
         limits = self._limits
         if state.stop_request == STOP_INTERRUPT:
             state.stop_reason = "interrupted by Ctrl-C"
@@ -140,7 +141,8 @@ class Cadence:
         every, total = self.rhythm.log_every, self.rhythm.total_steps
         if every is None:
             return False
-        begins = total is None and step < every and step & (step - 1) == 0
+        short = total is None or total < 2 * every
+        begins = short and step < every and step & (step - 1) == 0
         return step % every == 0 or step == total or begins
 
     def validation_due(self, state: TrainState) -> bool:
