@@ -62,6 +62,9 @@ def parts_of(
     config = trusted_config(run, overrides, trust)
     config.trainer.ema.enabled = False  # the averaged weights are loaded into the model itself
     device = choose_device(config.parallel.accelerator, local_rank=0)
+    if device.type != "cuda":  # what only a GPU's training has
+        config.trainer.cuda_graphs = config.trainer.activation_offload = config.monitor.sync_debug = False
+        config.trainer.cpu_offload = "none"
     identity = read_identity(run)
     site = Site(run, identity["run_id"], Single(device), StopFlag(), [], chosen=chosen_before(identity))
     parts, _ = build_parts(config, site)

@@ -27,6 +27,7 @@ from trainrun.lab.rounds import Rounds
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.time_left import TimeLeft
 from trainrun.lab.verdict import CAUSES, WORDS, verdict
+from trainrun.plots.diagnosis import draw_what_ifs
 
 READY = Ready("samples", "resident", 0, 1, 1000, "cpu", 1, 45, 900, 45.0)
 
@@ -350,3 +351,10 @@ def test_a_slow_data_set_is_found(
     assert {row["name"] for row in data["what_ifs"]} >= {"data", "logging", "update", "dispatch"}
     assert all((folder / name).stat().st_size > 5000 for name in ("whatif.png", "roofs.png"))
     assert {path.name for path in tmp_path.iterdir()} <= {"slow_data.py", "outputs", "__pycache__"}
+
+
+def test_a_picture_of_nothing_says_so(tmp_path: Path) -> None:
+    """Where there was no time for a removal, and nothing is booked, as on a GPU."""
+    facts = {"what_ifs": [], "verdict": {"causes": []}, "items_per_second": 1500.0, "unit": "samples"}
+    draw_what_ifs(facts, tmp_path / "nothing.png")
+    assert (tmp_path / "nothing.png").stat().st_size > 1000

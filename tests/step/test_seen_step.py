@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -155,6 +157,29 @@ def test_lines_that_wait_are_named_once_and_counted():
         f"{place} makes the host wait for the GPU: warnings.warn(SYNC, UserWarning, stacklevel=1)"
     ]
     assert modes == ["warn", "default"] * 2
+
+
+def test_what_another_thread_waits_for_is_no_line_of_the_step():
+    def step(parts, window, log):
+        other = threading.Thread(target=waits, args=(None,))
+        other.start()
+        other.join()
+
+    watched = Watched(step, lambda text: None, lambda mode: None)
+    watched(None, [], False)
+    assert not watched.found
+
+
+def test_what_the_backward_waits_for_in_a_thread_of_torch_is_heard():
+    def step(parts, window, log):
+        done = threading.Lock()
+        done.acquire()
+        _thread.start_new_thread(lambda: (waits(None), done.release()), ())  # as Python sees one of torch's
+        done.acquire()
+
+    watched = Watched(step, lambda text: None, lambda mode: None)
+    watched(None, [], False)
+    assert watched.found == {f"{__file__}:{waits.__code__.co_firstlineno + 1}": 1}
 
 
 def test_it_is_refused_without_a_gpu(tmp_path, monkeypatch, capsys):

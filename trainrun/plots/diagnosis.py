@@ -26,7 +26,7 @@ def draw_what_ifs(data: Mapping[str, Any], path: Path) -> None:
     figure = new_figure(8.0, 1.6 + ROW * len(rows), fitted=True)
     ax = figure.subplots()
     gains = [100 * (row["ratio"] - 1) for row in rows]
-    top = WIDEST * max(*gains, 20.0)  # an interval may reach far further than all bars
+    top = WIDEST * max([*gains, 20.0])  # an interval may reach far further than all bars
     low, high = ([_percent(row, bound) for row in rows] for bound in ("low", "high"))
     low = [max(gain - bound, 0.0) for gain, bound in zip(gains, low, strict=True)]
     high = [max(min(bound, top) - gain, 0.0) for gain, bound in zip(gains, high, strict=True)]
@@ -40,6 +40,14 @@ def draw_what_ifs(data: Mapping[str, Any], path: Path) -> None:
             ax.errorbar(gains[place], place, xerr=[[low[place]], [high[place]]], ecolor="#444444", capsize=3)
         ax.annotate(f"{gains[place]:+.0f} %", (max(gains[place] + high[place], 0.0), place), (6, 0),
                     textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+    if not rows:
+        ax.text(
+            0.5,
+            0.5,
+            "nothing could be taken away in the time (--budget)",
+            transform=ax.transAxes,
+            ha="center",
+        )
     ax.margins(x=0.1)
     ax.set_yticks(range(len(rows)), names, fontsize=8)
     ax.axvline(0, color="black", linewidth=0.8)

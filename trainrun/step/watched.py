@@ -12,6 +12,7 @@ gain: what each of the lines costs; not measured
 from __future__ import annotations
 
 import linecache
+import threading
 import traceback
 import warnings
 from collections import Counter
@@ -25,6 +26,7 @@ from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.parts import Parts
 
 WARNING = "synchronizing CUDA operation"  # of torch (1.10 to 2.13)
+DUMMY = threading._DummyThread  # of a thread that Python did not start
 OUR_FOLDER, TORCH_FOLDER = Path(__file__).parents[1], Path(torch.__file__).parent
 
 Stepper = Callable[[Parts, list[MicroBatch], bool], StepReport]
@@ -41,11 +43,12 @@ class Watched:
     ) -> None:
         self._stepper, self._note, self._set_mode = stepper, note, set_mode
         self._show: Callable[..., None] = warnings.showwarning
+        self._thread = 0
         self.found: Counter[str] = Counter()
 
     def __call__(self, parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
         with warnings.catch_warnings():
-            self._show = warnings.showwarning
+            self._show, self._thread = warnings.showwarning, threading.get_ident()
             warnings.showwarning = self._heard  # type: ignore[assignment]
             warnings.filterwarnings("always", f".*{WARNING}")
             self._set_mode("warn")
@@ -58,6 +61,8 @@ class Watched:
         if WARNING not in str(message):
             self._show(message, category, filename, lineno, *rest)
             return
+        if threading.get_ident() != self._thread and not isinstance(threading.current_thread(), DUMMY):
+            return  # a batch is made beside the step; the backward's threads are torch's
         place, text = waiting_line(traceback.extract_stack())
         self.found[place] += 1
         if self.found[place] == 1:
@@ -70,9 +75,8 @@ def waiting_line(stack: traceback.StackSummary) -> tuple[str, str]:
         number for number, frame in enumerate(stack) if (frame.filename, frame.name) == (__file__, "__call__")
     ]
     skipped = (TORCH_FOLDER, Path(__file__), Path(warnings.__file__))
-    step = [
-        frame for frame in stack[ours[-1] + 1 :] if not any(inside(frame.filename, path) for path in skipped)
-    ]
+    begin = ours[-1] + 1 if ours else 0
+    step = [frame for frame in stack[begin:] if not any(inside(frame.filename, path) for path in skipped)]
     own = [frame for frame in step if not inside(frame.filename, OUR_FOLDER)]
     frame = (own or step)[-1]
     return f"{frame.filename}:{frame.lineno}", linecache.getline(frame.filename, frame.lineno or 0).strip()

@@ -9,7 +9,7 @@ running statistics.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -62,8 +62,11 @@ class _Call:
     def run(self, first: AbstractContextManager[Any], inputs: list[Tensor], modules: list[nn.Module]) -> Any:
         needed = [*inputs, *(parameter for module in modules for parameter in module.parameters())]
         self._needed = [(tensor, tensor._version) for tensor in needed]
-        device = needed[0].device if needed else torch.device("cpu")
-        self._as_before = [kept_random(device), kept_autocast(device.type)]
+        devices = {
+            tensor.device for tensor in needed
+        }  # some may lie on the host: lengths, weights that wait there
+        kinds = {device.type for device in devices}
+        self._as_before = [kept_random(devices), *(kept_autocast(kind) for kind in sorted(kinds))]
         snapshot = Buffers(modules)
         with saved_tensors_hooks(self._number, self._unpack), first:
             output = self._forward()
@@ -163,14 +166,18 @@ class Buffers:
                 module._buffers[name] = buffer
 
 
-def kept_random(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+def kept_random(devices: Iterable[torch.device]) -> Callable[[], AbstractContextManager[None]]:
     """A context in which torch's random numbers are those that come next now, and go on as if unused after it."""
     states: list[tuple[Callable[[], Tensor], Callable[[Tensor], None], Tensor]] = [
         (torch.get_rng_state, torch.set_rng_state, torch.get_rng_state())
     ]
-    if device.type == "cuda":
-        get, put = partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)
-        states.append((get, put, get()))
+    for device in devices:
+        if device.type == "cuda":
+            get, put = (
+                partial(torch.cuda.get_rng_state, device),
+                partial(torch.cuda.set_rng_state, device=device),
+            )
+            states.append((get, put, get()))
 
     @contextlib.contextmanager
     def as_before() -> Iterator[None]:
