@@ -42,6 +42,7 @@ TEXT = (
     "data=text", "task=language_modeling", "model=gpt", "model.layers=2", "model.width=64", "model.heads=2",
     "data.train.block_size=64", "data.train.max_bytes=60000", "trainer.max_steps=60", "trainer.max_epochs=null",
 )  # fmt: skip
+OPTIMIZER = ("optimizer=custom", "optimizer.lr=0.01")
 
 
 def run(*words: str) -> package.Run:
@@ -88,21 +89,29 @@ def test_one_rank_under_nccl_is_the_run_without_ranks(words: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("tolerance", "words"),
     [
-        ("model=mlp",),
-        ("model=mlp", "optimizer=custom", "optimizer._target_=torch.optim.NAdam", "optimizer.lr=0.01"),
-        ("model=cnn", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1"),
+        (1e-9, ("model=mlp",)),
+        (1e-9, ("model=mlp", *OPTIMIZER, "optimizer._target_=torch.optim.RMSprop")),
+        # torch counts in float32 where its step can be recorded, and NAdam makes more of it with every step
+        (1e-4, ("model=mlp", *OPTIMIZER, "optimizer._target_=torch.optim.NAdam", "trainer.max_steps=4")),
+        (1e-9, ("model=cnn", "trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1")),
+        (1e-9, (*TEXT[:-2], "trainer.max_epochs=null", "trainer.max_steps=12", "scheduler=warmup_cosine")),
+        # it rounds to bfloat16 on a GPU; a graph that updated nothing would be 0.02 off
+        (2e-3, ("model=mlp", "optimizer=muon", "trainer.max_steps=20")),
     ],
 )
-def test_a_recorded_step_is_the_plain_one_while_threads_pin_batches(words: tuple[str, ...]) -> None:
-    shared = (*SHORT, *REPEATS, *words, "precision=64-true")
+def test_a_recorded_step_is_the_plain_one_while_threads_pin_batches(
+    tolerance: float, words: tuple[str, ...]
+) -> None:
+    shared = (*(SHORT if words[0] != TEXT[0] else ()), *REPEATS, *words, "precision=64-true")
     recorded = run(*shared, "trainer.cuda_graphs=true")
     assert recorded.status["compiled_graphs"] >= 1
-    close(recorded, run(*shared), 1e-9)
+    close(recorded, run(*shared), tolerance)
 
 
 def test_gradients_add_up_under_cuda_graphs_of_inductor() -> None:
+    pytest.importorskip("triton")
     shared = (
         *SHORT,
         "model=mlp",
@@ -122,10 +131,13 @@ def test_gradients_add_up_under_cuda_graphs_of_inductor() -> None:
         (*TEXT, "data.engine=threads", "data.num_threads=1"),
         (*TEXT, "data.cache=memory"),
         (*SHORT, "model=mlp", "trainer.cuda_graphs=true"),
+        (*SHORT, "model=cnn", "trainer.cpu_offload=optimizer", "trainer.gradient_clip_val=1.0"),
+        (*SHORT, "model=mlp", "optimizer=muon"),
     ],
 )
 def test_no_step_waits_for_the_gpu(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """But the first ones, in which models and batches are looked at, and those that are recorded."""
+    """But the first ones, in which models and batches are looked at, and those that are recorded; and where the update
+    happens on the host, for the gradients, once and on purpose."""
     monkeypatch.setattr(building, "seen_step", lambda config, step, *rest: strictly(step, first=6))
     run(*words, "monitor.log_every_n_steps=10")
 
@@ -171,6 +183,7 @@ def test_checkpoints_written_beside_the_training_are_those_of_their_step() -> No
         same(*({key: tree[key] for key in ("model", "ema", "optimizer")} for tree in (beside, waited)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", "gpt"])
 def test_a_forecast_tells_the_peak(name: str) -> None:
     model: torch.nn.Module
@@ -201,13 +214,13 @@ def test_a_forecast_tells_the_peak(name: str) -> None:
 
 
 def test_a_window_that_does_not_fit_runs_in_parts() -> None:
-    total = torch.cuda.mem_get_info()[1]
+    total, side = torch.cuda.mem_get_info()[1], 16 if torch.version.cuda is None else 64
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**30) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + side**2 * 2**18) / total)
     try:
         words = (
             "data=synthetic",
-            "data.shape=[3,64,64]",
+            f"data.shape=[3,{side},{side}]",
             "data.train.num_samples=2048",
             "model=cnn",
             "model.norm=none",

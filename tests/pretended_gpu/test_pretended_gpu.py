@@ -1,0 +1,98 @@
+"""The tests that need a GPU, on one that is none: the code for it runs on every machine with a compiler.
+
+The device keeps its tensors apart from the host's and computes with the CPU's kernels. It shows a tensor on the wrong
+device, a wait that should not be, a stream that does not wait for another, memory used again too early, and every
+mistake of Python; it does not show how fast anything is, nor what real kernels round.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+SOURCES = ("device", "kernels", "layers")
+SUITES = {
+    "data": (23, ["tests/data", "tests/step", "tests/parallel", "tests/transform", "tests/pretended_gpu"]),
+    "runs": (31, ["tests/runs/test_on_a_gpu.py"]),
+    "equal": (32, ["tests/runs/test_gpu_equals.py"]),
+}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built device; of several processes the first one builds it."""
+    if sys.platform != "linux" or torch.version.cuda is not None or torch.cuda.is_available():
+        pytest.skip("for Linux, and a torch without CUDA")
+    if shutil.which("g++") is None or shutil.which("gcc") is None:
+        pytest.skip("no compiler")
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))  # the same in all its processes
+    folder = tmp_path_factory.getbasetemp().parent / f"pretended-gpu-{run}"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "libgpu.so").exists():
+            build(folder)
+    return folder
+
+
+def build(folder: Path) -> None:
+    place = Path(torch.__file__).parent
+    include = [f"-I{place / 'include'}", f"-I{place / 'include/torch/csrc/api/include'}"]
+    options = ["-O1", "-fPIC", "-std=c++20", *include]
+    work = [
+        ["g++", *options, "-c", str(HERE / f"{name}.cpp"), "-o", str(folder / f"{name}.o")]
+        for name in SOURCES
+    ]
+    work += [["gcc", "-shared", "-fPIC", str(HERE / "nvml.c"), "-o", str(folder / "libnvidia-ml.so.1")]]
+    running = [subprocess.Popen(words) for words in work]
+    assert [process.wait() for process in running] == [0] * len(work)
+    objects = [str(folder / f"{name}.o") for name in SOURCES]
+    libraries = [f"-L{place / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{place / 'lib'}"]
+    subprocess.run(["g++", "-shared", *objects, *libraries, "-o", str(folder / "part.so")], check=True)
+    (folder / "part.so").rename(folder / "libgpu.so")
+
+
+def environment(library: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    paths = [str(HERE / "site"), str(HERE.parents[1]), *filter(None, [kept.get("PYTHONPATH")])]
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LD_LIBRARY_PATH": os.pathsep.join([str(library), *filter(None, [kept.get("LD_LIBRARY_PATH")])]),
+        "PRETENDED_GPU": str(library / "libgpu.so"),
+        "PRETENDED_GPUS": "2",
+    }
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_what_needs_a_gpu_passes_on_one_that_is_none(suite: str, library: Path, tmp_path: Path) -> None:
+    least, paths = SUITES[suite]
+    words = ["-q", "-m", "gpu and not slow", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'inner'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, *paths],
+        cwd=HERE.parents[1], env=environment(library), capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert found is not None
+    assert int(found.group(1)) >= least
+
+
+def test_the_command_finds_it(library: Path, tmp_path: Path) -> None:
+    """Both GPUs, from the driver's count to the process group, in processes of the command's own."""
+    words = ["parallel=ddp", "precision=16-mixed", "trainer.max_epochs=1", "monitor.plots=false"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainrun", *words],
+        cwd=tmp_path, env=environment(library), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on cuda:0" in done.stdout
+    assert "x ranks 2 =" in done.stdout

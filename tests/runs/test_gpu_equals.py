@@ -1,0 +1,179 @@
+"""On a GPU the way to the numbers changes nothing either: engines, ranks, offloading, and the device itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_on_a_gpu import QUIET, close
+
+import trainrun as package
+from trainrun.cli import main
+from trainrun.errors import TrainingError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("workdir"),
+]
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+EXACT = ("precision=64-true", "trainer.deterministic=true")
+DIGITS = ("data=digits", "trainer.max_steps=30", "optimizer=sgd", "optimizer.lr=0.05", *EXACT)
+CNN = (*DIGITS, "model=cnn", "model.width=8", "data.batch_size=64")
+NETWORK = ("task=language_modeling", "model=gpt", "model.layers=2", "model.width=64", "model.heads=2")
+TEXT = (
+    "data=text",
+    "data.train.max_bytes=60000",
+    "trainer.max_steps=8",
+    "trainer.max_epochs=null",
+    *NETWORK,
+    *EXACT,
+)
+BLOCKS = (*TEXT, "data.train.block_size=64", "data.batch_size=16")
+LINES = (*TEXT, "data.train.kind=lines", "data.max_sequence_length=64", "data.batch_size=16")
+CLIPPED = ("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.1")
+IN_BACKWARD = ("trainer.nan_policy=ignore", "trainer.out_of_memory=stop")
+TOLERANCE = 1e-9
+AUGMENT = "data.augment"
+NAMES = "trainrun.data.augment"
+
+
+def run(device: str, *words: str) -> package.Run:
+    done = package.train(*QUIET, *words, f"parallel.accelerator={device}")
+    assert done.status["state"] == "done"
+    return done
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        ((*CNN, *CLIPPED), ("trainer.cpu_offload=optimizer",)),
+        ((*CNN, "trainer.ema=true", "trainer.ema.decay=0.9"), ("trainer.cpu_offload=parameters",)),
+        ((*BLOCKS, "optimizer=adamw"), ("trainer.cpu_offload=parameters",)),
+        (CNN, ("trainer.activation_offload=true",)),
+        (BLOCKS, ("trainer.activation_offload=true",)),
+        ((*BLOCKS, "model.dropout=0.1"), ("trainer.gradient_checkpointing=full",)),
+        ((*BLOCKS, "model.dropout=0.1"), ("trainer.gradient_checkpointing=selective",)),
+        ((*CNN, *IN_BACKWARD), ("trainer.optimizer_in_backward=true",)),
+        (CNN, ("trainer.channels_last=true",)),
+        (CNN, ("data.engine=workers", "data.num_workers=2")),
+        (CNN, ("data.engine=threads", "data.num_threads=2")),
+        (CNN, ("data.engine=workers", "data.num_workers=1", "data.pin_memory=false")),
+        ((*CNN, "checkpoint.every_n_train_steps=3"), ("checkpoint.async_save=false",)),
+    ],
+)  # fmt: skip
+def test_the_way_changes_nothing(words: tuple[str, ...], more: tuple[str, ...]) -> None:
+    close(run("cuda", *words), run("cuda", *words, *more), TOLERANCE)
+
+
+@TWO
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (DIGITS, ()),
+        ((*DIGITS, "model=cnn", "model.norm=none", *CLIPPED), ()),
+        ((*DIGITS, "model=cnn", "model.width=8"), ("parallel.sync_batchnorm=true",)),
+        ((*DIGITS, "trainer.ema=true"), ("trainer.cpu_offload=optimizer",)),
+    ],
+)
+def test_two_ranks_under_nccl_are_one(words: tuple[str, ...], more: tuple[str, ...]) -> None:
+    ranks = ("parallel=ddp", "parallel.devices=2", "data.batch_size=32", *more)
+    close(run("cuda", *words, "data.batch_size=64"), run("cuda", *words, *ranks), TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*DIGITS, "data.batch_size=64", "trainer.gradient_clip_val=0.1"),
+        CNN,
+        (*BLOCKS, "optimizer=adamw"),
+        (*LINES, "data.padding=bucket"),
+        (*LINES, "data.padding=pack"),
+        (*LINES[:-1], "data.padding=token_budget", "data.max_tokens=512"),
+        (*CNN, f"{AUGMENT}.flip._target_={NAMES}.flip.AlternatingFlip"),
+        (*CNN, f"{AUGMENT}.crop._target_={NAMES}.crop.RandomCrop"),
+        (*CNN, f"{AUGMENT}.mixup._target_={NAMES}.mix.MixUp", f"{AUGMENT}.mixup.num_classes=10"),
+    ],
+)
+def test_the_device_changes_nothing(words: tuple[str, ...]) -> None:
+    close(run("cpu", *words), run("cuda", *words), TOLERANCE)
+
+
+def test_a_loss_that_is_not_finite_is_found_at_the_next_log_point() -> None:
+    words = ("data=digits", "data.batch_size=64", "optimizer.lr=1e18", "monitor.log_every_n_steps=7")
+    with pytest.raises(TrainingError, match="step 7: a gradient was not finite"):
+        run("cuda", *words, "trainer.cuda_graphs=true")
+
+
+def test_a_run_goes_on_where_it_was_on_another_device() -> None:
+    done = run("cuda", *CNN)
+    for device, steps in (("cpu", 40), ("cuda", 50)):
+        code = main(
+            ["resume", str(done.folder), f"trainer.max_steps={steps}", f"parallel.accelerator={device}"]
+        )
+        assert code == 0
+    assert package.load_run(done.folder).status["step"] == 50
+
+
+class HostFirst(torch.nn.Module):
+    """A block whose first argument lies on the host, and that draws."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64)
+
+        def forward(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(self.layer(x).tanh(), float(share), self.training)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([self.Block(), self.Block()])
+        self.out = torch.nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        for block in self.blocks:
+            x = block(torch.tensor([0.3, 9.0])[0], x)
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_a_block_is_computed_again_alike_whatever_it_is_given_first(precision: str) -> None:
+    words = ("data=digits", "trainer.max_steps=5", "optimizer=sgd", f"precision={precision}")
+    words = (*words, "model._target_=test_gpu_equals.HostFirst", "trainer.deterministic=true")
+    tolerance = TOLERANCE if precision == "64-true" else 1e-3
+    close(run("cuda", *words), run("cuda", *words, "trainer.gradient_checkpointing=full"), tolerance)
+
+
+def test_a_run_with_words_for_a_gpu_is_evaluated_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    done = run("cuda", "data=digits", "trainer.max_steps=20", "trainer.cuda_graphs=true")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: False)
+        assert main(["evaluate", str(done.folder), "parallel.accelerator=auto"]) == 0
+    assert "val/acc" in capsys.readouterr().out
+
+
+def test_a_validation_that_does_not_fit_is_cut() -> None:
+    side = 16 if torch.version.cuda is None else 64
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + side**2 * 2**17) / total)
+    words = (
+        "data=synthetic",
+        f"data.shape=[3,{side},{side}]",
+        "data.train.num_samples=64",
+        "data.val.num_samples=1024",
+        "data.val_batch_size=1024",
+        "data.batch_size=16",
+        "data.engine=workers",
+        "model=cnn",
+        "model.norm=none",
+    )
+    try:
+        found = run("cuda", *words, "trainer.max_steps=2")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert any("out of memory in a validation" in row.get("text", "") for row in found.metrics)
+    whole = run("cuda", *words, "trainer.max_steps=2")
+    losses = [[row["val/loss"] for row in one.metrics if row["kind"] == "eval"] for one in (found, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
