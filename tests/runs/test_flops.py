@@ -65,6 +65,24 @@ def test_the_peak_is_that_of_the_type():
     assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
 
 
+@pytest.mark.parametrize(
+    ("rate", "largest"),
+    [(1e13, 8192), (2e11, 2048), (1e9, 256), (1e6, 256)],
+)
+def test_a_product_that_is_only_emulated_is_no_larger_than_it_has_to_be(monkeypatch, rate, largest):
+    """An RTX GPU in float64, or a CPU in float16, would take minutes for what others do in milliseconds."""
+    sizes = []
+
+    def product(device, dtype, size):
+        sizes.append(size)
+        return lambda: 2 * size**3 / rate
+
+    monkeypatch.setattr(flops, "square_product", product)
+    assert peak_flops(torch.device("cuda"), torch.float64) == pytest.approx(rate)
+    assert sizes[0] == 256
+    assert max(sizes) == sizes[-1] == largest
+
+
 def test_the_summary_of_a_long_run_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(finish, "MIN_SECONDS", 0.0)

@@ -35,6 +35,8 @@ MIN_STEPS = 50  # counting takes about one
 PEAK_SECONDS = 0.2  # of matrix products, after one that warms up
 LEAST_PRODUCTS = 5  # the fastest of them counts: other processes take turns with this one
 PEAK_SIZES = {"cpu": 1024, "cuda": 8192}
+FIRST_SIZE = 256
+MOST_SECONDS = 0.1  # that one product may take, as the one of half its size says
 
 Shape = Sequence[int]
 
@@ -134,8 +136,24 @@ def dtype_of(parts: Parts) -> torch.dtype:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of the best large square product, with the threads and settings of the run."""
-    size = PEAK_SIZES.get(device.type, 2048)
+    """Operations a second of the best large square product, with the threads and settings of the run.
+
+    As large as PEAK_SIZES says where that is quick; a type that the device only emulates takes up to 100 times as long.
+    """
+    size, largest = FIRST_SIZE, PEAK_SIZES.get(device.type, 2048)
+    product = square_product(device, dtype, size)
+    while size < largest and 8 * min(product(), product()) <= MOST_SECONDS:
+        size *= 2
+        product = square_product(device, dtype, size)
+    product()
+    seconds = [product()]
+    while len(seconds) < LEAST_PRODUCTS or sum(seconds) < PEAK_SECONDS:
+        seconds.append(product())
+    return 2 * size**3 / min(seconds)
+
+
+def square_product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], float]:
+    """Computes it once, and returns the seconds."""
     a = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(a)
 
@@ -146,8 +164,4 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
             torch.cuda.synchronize(device)
         return perf_counter() - began
 
-    product()
-    seconds = [product()]
-    while len(seconds) < LEAST_PRODUCTS or sum(seconds) < PEAK_SECONDS:
-        seconds.append(product())
-    return 2 * size**3 / min(seconds)
+    return product
