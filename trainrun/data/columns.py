@@ -50,6 +50,7 @@ class Columns:
     scale: of the first column, applied to single samples; whoever gathers batches does it there.
     again: makes them in another process, to which they are not sent.
     int_dtype: of all integers in a sample or a batch, where narrower ones lie in memory.
+    unsigned: these hold numbers without a sign, in types that torch indexes as signed ones only.
     """
 
     values: tuple[Column, ...]
@@ -59,6 +60,7 @@ class Columns:
     scale: Scale | None = None
     again: Callable[[], Columns] | None = None
     int_dtype: torch.dtype | None = None
+    unsigned: bool = False
 
     def __len__(self) -> int:
         return len(self.values[0])
@@ -67,7 +69,8 @@ class Columns:
         if self.again is not None:
             return self.again, ()
         values = tuple(place_of(value) or value for value in self.values)
-        return _received, (values, self.names, self.pack, self.in_place, self.scale, None, self.int_dtype)
+        rest = (self.in_place, self.scale, None, self.int_dtype, self.unsigned)
+        return _received, (values, self.names, self.pack, *rest)
 
     def __getitem__(self, index: int) -> Any:
         """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
@@ -80,7 +83,10 @@ class Columns:
 
     def widened(self, rows: Tensor) -> Tensor:
         """Rows of a batch in the types of samples."""
-        return rows if self.int_dtype is None or not is_integer(rows) else rows.to(self.int_dtype)
+        if self.int_dtype is None or not is_integer(rows):
+            return rows
+        wide = rows.to(self.int_dtype)
+        return wide.bitwise_and_((1 << 8 * rows.element_size()) - 1) if self.unsigned else wide
 
     def _copied(self, row: Any) -> Any:
         copy = row.clone() if isinstance(row, Tensor) else np.array(row)

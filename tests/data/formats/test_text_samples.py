@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainrun.data.facts import facts_of
 from trainrun.data.formats import text_files
-from trainrun.data.formats.text import TextSamples, load
+from trainrun.data.formats.text import Text, TextSamples, load
+from trainrun.data.formats.token_file import TokenFile
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.errors import DataError
@@ -291,12 +292,23 @@ CHANGES = {
 }
 
 
+def second_half(folder, dtype):
+    """Blocks of 16 of any tokens that the type holds and a tokenizer may give."""
+    largest = min(np.iinfo(dtype).max, 10**6)
+    values = np.random.default_rng(1).integers(0, largest, 2000, dtype, endpoint=True)
+    values[1500:1502] = 0, largest
+    (folder / "tokens").write_bytes(values.tobytes())
+    end, begins = np.array([2000]), 1000 + 16 * np.arange(62)
+    tokens = TokenFile(folder / "tokens", dtype, 2000, 2000, largest + 1, end, end[:0])
+    return TextSamples(tokens, Text((folder / "tokens",), "blocks", None, None), begins, begins + 17)
+
+
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("engine", ["auto", "threads", "workers"])
-def test_blocks_gathered_from_the_file_are_what_reading_them_gives(tmp_path, cache, engine, changes):
-    content = bytes(np.random.default_rng(1).integers(0, 256, 2000, np.uint8))
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
-    data = load(str(tmp_path / "a.txt.gz"), "val", block_size=16, val_fraction=0.5, cache_dir=cache)
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_blocks_gathered_from_the_file_are_what_reading_them_gives(tmp_path, dtype, engine, changes):
+    data = second_half(tmp_path, dtype)
+    assert max(int(data[i][0].max()) for i in range(len(data))) == min(np.iinfo(dtype).max, 10**6)
     number = {"threads": {"num_threads": 2}, "workers": {"num_workers": 0}}.get(engine, {})
     options = StreamOptions(**{"key": "data.train", "training": True, "batch_size": 7, "seed": 3} | changes | number,
                             engine=engine)  # fmt: skip
@@ -360,16 +372,18 @@ def test_a_file_that_shrank_is_named_where_the_rows_are_opened_again(tmp_path, c
         pickle.loads(sent)
 
 
-def test_only_blocks_of_bytes_are_gathered_and_stay_in_the_file(tmp_path, cache, tokenizer):
+@pytest.mark.parametrize("name", [None, "tokenizer"])
+def test_blocks_alone_are_gathered_and_stay_in_the_file(tmp_path, cache, name, request):
+    name = name and request.getfixturevalue(name)
     (tmp_path / "a.txt").write_text(VERSES * 20)
-    blocks = whole(tmp_path / "a.txt", cache, block_size=16)
+    blocks = whole(tmp_path / "a.txt", cache, tokenizer=name, block_size=16)
     batches, line = open_batches(blocks, StreamOptions("data.train", True, 8, 0))
     assert "mapped files, read in the page cache" in line
     batches.close()
     columns = pickle.loads(pickle.dumps(blocks.as_rows()))
     assert all(np.shares_memory(mine, blocks._mapped()) for mine in blocks.as_rows().values)
     assert all(torch.equal(mine, own) for mine, own in zip(columns[3], blocks[3], strict=True))
-    for kind, name in (("lines", None), ("documents", None), ("blocks", tokenizer)):
+    for kind in ("lines", "documents"):
         assert whole(tmp_path / "a.txt", cache, kind=kind, tokenizer=name, block_size=16).as_rows() is None
 
 

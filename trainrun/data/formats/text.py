@@ -74,13 +74,16 @@ class TextSamples:
         return [(window[:-1], window[1:]) for window in windows.unbind()]
 
     def as_rows(self) -> Columns | None:
-        """Blocks of bytes: they follow each other in the file, inputs and, one further on, targets."""
-        if self._text.kind != "blocks" or self._tokens.dtype != "uint8":
+        """Blocks: they follow each other in the file, inputs and, one further on, targets."""
+        if self._text.kind != "blocks":
             return None
         content = self._mapped()[int(self._begins[0]) : int(self._ends[-1])]
+        unsigned = content.dtype == np.uint16
+        content = content.view(np.int16) if unsigned else content
         rows = (len(self), int(self.lengths[0]))
         values = (content[:-1].reshape(rows), content[1:].reshape(rows))
-        return Columns(values, (), tuple, again=partial(_rows_again, self), int_dtype=torch.int64)
+        again = partial(_rows_again, self)
+        return Columns(values, (), tuple, again=again, int_dtype=torch.int64, unsigned=unsigned)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the map, of which pickle would copy the content."""
