@@ -190,7 +190,7 @@ def test_it_is_refused_without_a_gpu(tmp_path, monkeypatch, capsys):
     assert cli.main(["monitor.sync_debug=yes-please"]) == 2
     assert "monitor.sync_debug" in capsys.readouterr().err
     config = exact_parts.composed(("monitor.sync_debug=true",))
-    with pytest.raises(ConfigError, match="this run is on cpu; leave it out"):
+    with pytest.raises(ConfigError, match="this run is on cpu; use monitor.sync_debug=false"):
         seen_step(config, lambda *args: None, torch.device("cpu"), None, print)
 
 

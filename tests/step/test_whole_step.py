@@ -396,5 +396,5 @@ def test_what_is_held_is_made_anew_once_a_tensor_is_another(change: Any) -> None
 
 
 def test_a_cpu_has_no_cuda_graphs() -> None:
-    with pytest.raises(ConfigError, match="this run is on cpu; leave it out"):
+    with pytest.raises(ConfigError, match="this run is on cpu; use trainer.cuda_graphs=false"):
         parts_of(("trainer.cuda_graphs=true",), batch_size=4)

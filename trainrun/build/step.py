@@ -43,7 +43,8 @@ def build_stepper(config: RunConfig, precision: Guarded, device: torch.device, l
         return loop.train_step
     if records and device.type != "cuda":
         raise ConfigError(
-            f"trainer.cuda_graphs=true: only a CUDA device has them, and this run is on {device.type}; leave it out"
+            f"trainer.cuda_graphs=true: only a CUDA device has them, and this run is on {device.type}; "
+            "use trainer.cuda_graphs=false"
         )
     from trainrun.step.captured import OnCuda, captured
     from trainrun.step.graphs import Function, compiled
@@ -81,6 +82,6 @@ def seen_step(
     if device.type != "cuda":
         raise ConfigError(
             f"monitor.sync_debug=true: looks for what makes the host wait for a CUDA device, and this run is on "
-            f"{device.type}; leave it out"
+            f"{device.type}; use monitor.sync_debug=false"
         )
     return Watched(stepper, note)

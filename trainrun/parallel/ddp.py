@@ -52,7 +52,7 @@ class Ddp:
         if sync_batchnorm and group.device.type != "cuda":
             raise ConfigError(
                 f"parallel.sync_batchnorm=true: needs CUDA, and this run is on {group.device.type}; "
-                "leave it out, or say parallel.accelerator=cuda"
+                "use parallel.sync_batchnorm=false, or parallel.accelerator=cuda"
             )
         self.device, self.rank, self.world_size = group.device, group.rank, group.world_size
         self._host = group.host

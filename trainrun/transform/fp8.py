@@ -18,6 +18,7 @@ from torch import nn
 MULTIPLE = 16  # of both sizes of a layer, which the hardware's products want
 OLDEST = (8, 9)  # Ada; Hopper is 9.0
 KEY = "precision.fp8=true"
+WITHOUT = "use precision.fp8=false"
 
 
 def fp8_linear(model: nn.Module, device: torch.device) -> str:
@@ -25,13 +26,13 @@ def fp8_linear(model: nn.Module, device: torch.device) -> str:
     if device.type != "cuda":
         raise RuntimeError(
             f"{KEY}: this run is on {device.type}, and only NVIDIA GPUs from Ada and Hopper on have products "
-            "of 8-bit floats; leave it out, or say parallel.accelerator=cuda where there is one"
+            f"of 8-bit floats; {WITHOUT}, or parallel.accelerator=cuda where there is one"
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:
         raise RuntimeError(
             f"{KEY}: this GPU has compute capability {'.'.join(map(str, capability))}, and products of 8-bit floats "
-            "need 8.9 or more; leave it out, precision=bf16-mixed is the fastest here"
+            f"need 8.9 or more; {WITHOUT}, precision=bf16-mixed is the fastest here"
         )
     try:
         from torchao.float8 import convert_to_float8_training
@@ -40,7 +41,7 @@ def fp8_linear(model: nn.Module, device: torch.device) -> str:
     chosen = fitting(model)
     if not chosen:
         raise RuntimeError(
-            f"{KEY}: the model has no linear layer but the last whose sizes are multiples of {MULTIPLE}; leave it out"
+            f"{KEY}: the model has no linear layer but the last whose sizes are multiples of {MULTIPLE}; {WITHOUT}"
         )
 
     def wanted(_: nn.Module, name: str) -> bool:

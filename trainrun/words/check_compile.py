@@ -21,7 +21,7 @@ def compile_faults(config: RunConfig) -> Iterator[str]:
                "trainer.compile.scope=step, or trainer.compile.mode=reduce-overhead in its place")  # fmt: skip
     if records and config.parallel.accelerator in ("cpu", "mps"):
         yield (f"trainer.cuda_graphs=true: does not go with parallel.accelerator={config.parallel.accelerator}: only a "
-               "CUDA device has them; leave it out")  # fmt: skip
+               "CUDA device has them; use trainer.cuda_graphs=false")  # fmt: skip
 
 
 def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -25,14 +25,16 @@ def needs_gpu(config: RunConfig, device_type: str) -> list[str]:
     trainer = config.trainer
     if device_type == "cuda":
         return []
-    words = (
-        f"moves tensors from a GPU to the host's memory, and this run computes on the device {device_type}; leave it "
-        "out; trainer.gradient_checkpointing=full saves memory on every device"
-    )
-    faults = [f"trainer.activation_offload=true: {words}"] if trainer.activation_offload else []
-    if trainer.cpu_offload != "none":
-        faults.append(f"trainer.cpu_offload={trainer.cpu_offload}: {words}")
-    return faults
+    chosen = [
+        ("trainer.activation_offload", str(trainer.activation_offload).lower(), "false"),
+        ("trainer.cpu_offload", trainer.cpu_offload, "none"),
+    ]
+    return [
+        f"{key}={value}: moves tensors from a GPU to the host's memory, and this run computes on the device "
+        f"{device_type}; use {key}={off}; trainer.gradient_checkpointing=full saves memory on every device"
+        for key, value, off in chosen
+        if value != off
+    ]
 
 
 def _recompute_faults(config: RunConfig) -> Iterator[str]:

@@ -27,7 +27,7 @@ def pair_faults(config: RunConfig) -> Iterator[str]:
     if config.monitor.sync_debug and config.parallel.accelerator in ("cpu", "mps"):
         yield (
             f"monitor.sync_debug=true: does not go with parallel.accelerator={config.parallel.accelerator}: looks for "
-            "what makes the host wait for a CUDA device; leave it out"
+            "what makes the host wait for a CUDA device; use monitor.sync_debug=false"
         )
     if config.init_from is not None and config.ckpt_path is not None:
         yield (f"init_from={config.init_from}: ckpt_path takes over a whole state; leave one of them out")
