@@ -1,7 +1,9 @@
 """A death is told where the process stands still for its workers, and nowhere on the way there."""
 
+import multiprocessing.queues
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 
 N = 12
+LOADER = "torch.utils.data.dataloader _try_get_data"
 
 
 class Numbered(Dataset):
@@ -36,7 +39,7 @@ class Numbered(Dataset):
         return index
 
 
-def opened(folder, said):
+def opened(source, said, num_workers=2):
     options = StreamOptions(
         "data.train",
         training=True,
@@ -44,39 +47,42 @@ def opened(folder, said):
         seed=1,
         shuffle=False,
         engine="workers",
-        num_workers=2,
+        num_workers=num_workers,
         prefetch_factor=1,
         timeout_seconds=60,
         report=said.append,
     )
-    return open_batches(Numbered(folder), options)[0]
+    return open_batches(source, options)[0]
 
 
-def kill_and_hear(folder, heard):
-    """Ends the worker that sleeps, and returns once this process has heard of it."""
+def kill(folder):
+    """Ends the worker that sleeps."""
     until = time.monotonic() + 60
     while not (asked := folder / "asked").exists() or not asked.read_text():
         assert time.monotonic() < until
         time.sleep(0.01)
-    before = heard()
     os.kill(int(asked.read_text()), signal.SIGKILL)
-    while heard() == before:
+
+
+def kill_and_hear(folder):
+    """The same, and returns once this process has heard of it."""
+    ear, until = signal.getsignal(signal.SIGCHLD), time.monotonic() + 60
+    before = ear.num_heard
+    kill(folder)
+    while ear.num_heard == before:
         assert time.monotonic() < until
         time.sleep(0.001)
 
 
-def how_often():
-    return signal.getsignal(signal.SIGCHLD).num_heard
-
-
 @pytest.fixture
 def no_second_look(monkeypatch):
-    """Torch looks at its workers every 5 seconds; whoever is not told here waits too long."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (600.0,))
+    """Whoever is not told by the signal waits too long."""
+    monkeypatch.setattr(deaths, "LOOK_SECONDS", 600.0)
 
 
-def test_it_is_not_lost_in_torchs_profiler(tmp_path, monkeypatch, no_second_look):
+def test_it_is_not_lost_in_torchs_profiler(tmp_path, monkeypatch):
     """Which asks for what may not be installed, and writes down whatever goes wrong with that."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (600.0,))
     usual, lost = torch.autograd.profiler.record_function, []
 
     class Asking(usual):
@@ -85,14 +91,14 @@ def test_it_is_not_lost_in_torchs_profiler(tmp_path, monkeypatch, no_second_look
                 first = not (tmp_path / "killed").exists() and (tmp_path / "asked").exists()
                 if self.name.startswith("enumerate(DataLoader)") and first:
                     (tmp_path / "killed").touch()
-                    kill_and_hear(tmp_path, how_often)
+                    kill_and_hear(tmp_path)
             except Exception as error:
                 lost.append(error)
             return super().__enter__()
 
     monkeypatch.setattr(torch.autograd.profiler, "record_function", Asking)
     said = []
-    stream = opened(tmp_path, said)
+    stream = opened(Numbered(tmp_path), said)
     try:
         seen = []
         for batch in stream.epoch(0):
@@ -111,17 +117,52 @@ def test_it_is_not_lost_in_torchs_profiler(tmp_path, monkeypatch, no_second_look
 
 def test_it_is_told_while_the_loader_waits(tmp_path, no_second_look):
     said = []
-    stream = opened(tmp_path, said)
-    killer = threading.Thread(target=kill_and_hear, args=(tmp_path, how_often))
+    stream = opened(Numbered(tmp_path), said)
+    batches = stream.epoch(0)
+    seen = next(batches).data.tolist()
+    killer = threading.Thread(target=kill, args=(tmp_path,))
+    killer.start()
     try:
-        batches = stream.epoch(0)
-        seen = next(batches).data.tolist()
-        killer.start()
         seen += [number for batch in batches for number in batch.data.tolist()]
     finally:
         stream.close()
         killer.join()
     assert seen == list(range(N))
+    assert len(said) == 1
+
+
+class Interrupted(Numbered):
+    """The first worker that is asked for sample 7 dies in the middle of a message."""
+
+    def __init__(self, folder, writers):
+        super().__init__(folder)
+        self.writers = writers
+
+    def __getitem__(self, index):
+        first = self.folder / "asked"
+        if index == 7 and not first.exists():
+            first.touch()
+            time.sleep(0.2)  # until the others' messages are out and the loader waits
+            os.write(self.writers[0], struct.pack("!i", 100) + b"half")
+            time.sleep(0.2)  # until the loader reads on
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_it_is_told_in_the_middle_of_a_message(tmp_path, monkeypatch, no_second_look):
+    usual, writers = multiprocessing.queues.Queue.__init__, []
+
+    def noted(queue, *args, **kwargs):
+        usual(queue, *args, **kwargs)
+        writers.append(queue._writer.fileno())
+
+    monkeypatch.setattr(multiprocessing.queues.Queue, "__init__", noted)
+    said = []
+    stream = opened(Interrupted(tmp_path, writers), said, num_workers=1)
+    try:
+        assert [number for batch in stream.epoch(0) for number in batch.data.tolist()] == list(range(N))
+    finally:
+        stream.close()
     assert len(said) == 1
 
 
@@ -166,13 +207,16 @@ def function(module, name, inner):
 @pytest.mark.parametrize(
     ("calls", "expected"),
     [
-        (["torch.utils.data.dataloader get", "multiprocessing.queues get", "selectors select"], True),
-        (["torch.utils.data.dataloader get", "queue get", "threading wait"], True),
-        (["torch.utils.data.dataloader get", "queue get", "threading __enter__"], False),
-        (["torch.utils.data.dataloader get", "multiprocessing.popen_fork poll"], False),
-        (["torch.utils.data.dataloader get", "users __del__", "threading wait"], False),
-        (["torch.utils.data.dataloader get"], False),
-        (["users wait", "threading wait"], False),
+        ([LOADER, "multiprocessing.queues get", "selectors select"], True),
+        ([LOADER, "multiprocessing.queues get", "multiprocessing.connection _recv"], True),
+        ([LOADER, "queue get", "threading wait"], True),
+        ([LOADER, "queue get", "threading __enter__"], False),
+        ([LOADER, "multiprocessing.popen_fork poll"], False),
+        ([LOADER, "multiprocessing.queues put", "threading start", "threading wait"], False),
+        ([LOADER, "users __del__", "threading wait"], False),
+        ([LOADER, "users get", "threading wait"], False),
+        ([LOADER], False),
+        (["users get", "threading wait"], False),
     ],
 )
 def test_where_a_process_stands_still(calls, expected):

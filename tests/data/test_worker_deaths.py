@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from trainrun.data import patience
+from trainrun.data import deaths, patience
 from trainrun.data.deaths import MOST_RESTARTS, Ear, Listener, listening
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
@@ -120,7 +120,7 @@ def test_one_that_dies_while_the_others_are_started(tmp_path, monkeypatch):
 @pytest.mark.parametrize("persistent", [True, False])
 def test_one_that_leaves_with_code_0_is_heard_of(persistent, in_main_thread, tmp_path, monkeypatch):
     """Also without a timeout; and where no signal tells, torch looks at the workers again and again."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+    monkeypatch.setattr(deaths, "LOOK_SECONDS", 0.1)
     said, got = [], []
     source = Deadly(tmp_path, 1, die=lambda: os._exit(0))
     stream = opened(source, said, persistent_workers=persistent, timeout_seconds=0, shuffle=False)
@@ -200,8 +200,7 @@ def children():
 
 
 def runs(pid):
-    """Asked of the system: torch's handler of SIGCHLD may raise in multiprocessing's own look at a child, between
-    hearing that it ended and noting it, and then it counts as alive for ever."""
+    """Asked of the system: of a child that another thread has just looked at, multiprocessing may not know the end."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -32,6 +32,7 @@ from trainrun.data.deaths import (
     WorkerLate,
     lend_an_ear,
     listening,
+    look_often,
     obituary,
 )
 from trainrun.data.device_feed import pinned
@@ -217,6 +218,7 @@ def _from_workers(
     end, listener = object(), Listener()
     with Patience(options.timeout_seconds, lambda: end_late(listener.workers)) as patience:
         iterator: Any = opened() if idle is None else idle
+        look_often(iterator)
         listener.workers = iterator._workers
         if idle is not None:  # workers that are asked again answer first
             _heard(opened, listener, patience, key)
