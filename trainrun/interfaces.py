@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -290,11 +290,10 @@ class Monitor(Protocol):
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a data set says of itself: for models that ask, and for messages.
-
-    shape: of one input, without the batch; num_classes: for integer targets, else None.
-    """
+    """What a data set says of itself, for models and tasks that ask: of one input without the batch, of integer
+    targets, of a text."""
 
     shape: tuple[int, ...] | None = None
     num_classes: int | None = None
-    class_names: tuple[str, ...] = field(default=())
+    class_names: tuple[str, ...] = ()
+    bytes_per_token: float | None = None

@@ -41,7 +41,7 @@ IGNORED = torch.where(torch.arange(16) < 9, torch.roll(BATCH, -1, 1), -100)
 def trained(
     model: nn.Module, chunks: int | str, mode: torch.dtype | None = None
 ) -> tuple[StepOutput, nn.Module]:
-    task = LanguageModeling(loss_chunks=chunks)
+    task = LanguageModeling(bytes_per_token=3.0, loss_chunks=chunks)
     task.check_model(model)
     with torch.autocast("cpu", mode, enabled=mode is not None):
         out = task.step(model, (BATCH, IGNORED))

@@ -35,7 +35,7 @@ from trainrun.data.skips import report_to
 from trainrun.device_times import Copying, DeviceTimes
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build
-from trainrun.interfaces import ChecksModel, CountsSamples, Monitor, Parallel, Precision, RunFacts
+from trainrun.interfaces import ChecksModel, CountsSamples, DataFacts, Monitor, Parallel, Precision, RunFacts
 from trainrun.ledger import Ledger
 from trainrun.mishaps.nonfinite import BadSteps
 from trainrun.mishaps.retry import Retry
@@ -108,7 +108,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     facts = facts_of(sources["train"], transform=build_transform(config))
     report = report_to([monitor.on_note for monitor in site.monitors])
     tally, copying = Tally(), Copying(site.ledger, site.device_times)
-    task = build_task(config)
+    task = build_task(config, facts)
     sizes = task.sizes if isinstance(task, CountsSamples) else None
     train, val, test = (
         open_split(config, site.parallel, name, sources[name], notes, report, tally, copying, sizes)
@@ -200,8 +200,12 @@ def build_rescue(
     )
 
 
-def build_task(config: RunConfig) -> Any:
-    task = build(config.task, "task")
+def build_task(config: RunConfig, facts: DataFacts) -> Any:
+    """One that asks for `bytes_per_token` with null gets it from the data, where they say it."""
+    node = dict(config.task)
+    if "bytes_per_token" in node and node["bytes_per_token"] is None:
+        node["bytes_per_token"] = facts.bytes_per_token
+    task = build(node, "task")
     lacking = [name for name in ("count", "step") if not callable(getattr(task, name, None))]
     if lacking:
         raise PluginError(

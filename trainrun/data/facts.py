@@ -40,8 +40,10 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     """What can be learnt without reading all of it: in-memory data, or its attributes and first sample.
 
     The input is the first element of a sample, as the transform gives it. An IterableDataset is not read:
-    a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`).
+    a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`),
+    `bytes_per_token`.
     """
+    per_token = getattr(source, "bytes_per_token", None)
     given = getattr(source, "class_names", None) or getattr(source, "classes", None) or ()
     names = tuple(str(name) for name in given)
     columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
@@ -49,10 +51,10 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     if columns is not None:
         num_classes = num_classes or _classes_in(columns)
     if columns is not None and transform is None:
-        return DataFacts(tuple(columns.values[0].shape[1:]), num_classes, names)
+        return DataFacts(tuple(columns.values[0].shape[1:]), num_classes, names, per_token)
     streamed = isinstance(source, IterableDataset)
     shape = None if streamed else _first_shape(source if columns is None else columns, key, transform)
-    return DataFacts(shape, num_classes, names)
+    return DataFacts(shape, num_classes, names, per_token)
 
 
 def _classes_in(columns: Columns) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,21 +26,21 @@ class LanguageModeling:
     """Logits (B, T, V) against targets (B, T); an item is a target token, so means are per token.
 
     A batch without targets is shifted here: the target of a token is the one after it, in the same
-    segment, and none at padding. bytes_per_token: what `bpb` (bits per byte) divides by; 1 for bytes.
+    segment, and none at padding. bytes_per_token: what `bpb` (bits per byte) divides by; 1 for bytes, None gives none.
     loss_chunks: pieces in which the logits are made and forgotten (see `chunked_loss`); `auto` is 1 while
     they are small, or where the model cannot. ConfigError: values out of range.
     """
 
     unit = "tokens"  # useful ones: none at padding counts
 
-    def __init__(self, bytes_per_token: float = 1.0, loss_chunks: int | str = "auto") -> None:
-        if not bytes_per_token > 0:
+    def __init__(self, bytes_per_token: float | None = None, loss_chunks: int | str = "auto") -> None:
+        if bytes_per_token is not None and not bytes_per_token > 0:
             raise ConfigError(f"task.bytes_per_token={bytes_per_token}: must be above 0")
         if loss_chunks != "auto" and (
             isinstance(loss_chunks, (bool, str)) or not isinstance(loss_chunks, int) or loss_chunks < 1
         ):
             raise ConfigError(f"task.loss_chunks={loss_chunks}: must be auto, or a whole number, 1 or more")
-        self.nats_to_bits = 1 / (math.log(2) * bytes_per_token)
+        self.nats_to_bits = None if bytes_per_token is None else 1 / (math.log(2) * bytes_per_token)
         self.loss_chunks = loss_chunks
         self.checked = False
 
@@ -73,10 +73,7 @@ class LanguageModeling:
             check(logits, target)
             self.checked = True
         loss = cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum")
-        return StepOutput(
-            loss,
-            {"bpb": lambda: loss.detach() * self.nats_to_bits, "acc": lambda: num_right(logits, target)},
-        )
+        return StepOutput(loss, {**self.bits(loss), "acc": lambda: num_right(logits, target)})
 
     def chunked(self, model: nn.Module, batch: Any, layer: nn.Linear, chunks: int) -> StepOutput:
         tokens, target = tokens_and_target(batch)
@@ -87,13 +84,11 @@ class LanguageModeling:
         states, target, head = states.flatten(0, 1), target.flatten(), head_of(layer, states)
         loss = chunked_loss(states, target, head, chunks)
         seen = states.detach()
-        return StepOutput(
-            loss,
-            {
-                "bpb": lambda: loss.detach() * self.nats_to_bits,
-                "acc": lambda: chunked_right(seen, target, head, chunks),
-            },
-        )
+        return StepOutput(loss, {**self.bits(loss), "acc": lambda: chunked_right(seen, target, head, chunks)})
+
+    def bits(self, loss: Tensor) -> dict[str, Callable[[], Tensor]]:
+        factor = self.nats_to_bits
+        return {} if factor is None else {"bpb": lambda: loss.detach() * factor}
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, T), its `confidence`, and `target`."""

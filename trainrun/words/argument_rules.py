@@ -137,7 +137,7 @@ RULES: dict[str, Rules] = {
     "trainrun.task.classification.Classification": {
         "label_smoothing": SHARE, "class_dim": number(whole=True), "ignore_index": number(whole=True, null=True)
     },
-    "trainrun.task.language_modeling.LanguageModeling": {"bytes_per_token": POSITIVE},
+    "trainrun.task.language_modeling.LanguageModeling": {"bytes_per_token": number(above=0, null=True)},
     "trainrun.task.vae.Vae": {"beta": NOT_NEGATIVE},
     f"{MODELS}.mlp.Mlp": CLASSES | {
         "in_shape": PICTURES["in_shape"], "hidden": several(COUNT, "[256,128]", null=True, empty=True)

@@ -1,0 +1,67 @@
+"""`val/bpb` compares models with different tokenizers: the data say how many bytes a token stands for."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor
+
+import trainrun
+from trainrun.data.formats.text import load
+
+VERSES = "In the beginning God created the heaven and the earth.\n" * 60
+WORDS = (
+    "model=gpt", "model.width=16", "model.layers=1", "model.heads=2", "model.context=16", "task=language_modeling",
+    "data.batch_size=16", "trainer.max_epochs=1", "monitor.plots=false", "monitor.hardware=false",
+)  # fmt: skip
+TEXT = (
+    "data=text", "data.path=a.txt", "data.train.block_size=16", "data.val.block_size=16",
+    "data.train.cache_dir=kept", "data.val.cache_dir=kept",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(VERSES)
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    found.train_from_iterator([VERSES], trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet))
+    found.save("tokenizer.json")
+    return tmp_path
+
+
+def evaluated(run: trainrun.Run) -> dict[str, float]:
+    return [row for row in run.metrics if row["kind"] == "eval"][-1]
+
+
+def test_of_tokens_and_of_bytes(folder: Path) -> None:
+    named = [f"data.{split}.tokenizer=tokenizer.json" for split in ("train", "val")]
+    for more, tokenizer in (([], None), (named, "tokenizer.json")):
+        run = trainrun.train(*WORDS, *TEXT, *more)
+        size = load("a.txt", "train", block_size=16, tokenizer=tokenizer, cache_dir="kept").bytes_per_token
+        assert (size == 1) == (tokenizer is None)
+        row = evaluated(run)
+        assert row["val/bpb"] == pytest.approx(row["val/loss"] / math.log(2) / size)
+        again = trainrun.load_run(run.folder)
+        assert evaluated(again)["val/bpb"] == row["val/bpb"]
+
+
+def test_a_number_of_ones_own_wins(folder: Path) -> None:
+    row = evaluated(trainrun.train(*WORDS, *TEXT, "task.bytes_per_token=5"))
+    assert row["val/bpb"] == pytest.approx(row["val/loss"] / math.log(2) / 5)
+
+
+def numbers(count: int = 64) -> tuple[Tensor, Tensor]:
+    tokens = torch.arange(count * 17).reshape(count, 17) % 50
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_where_nobody_says_it_there_is_none(folder: Path) -> None:
+    target = f"{__name__}.numbers"
+    row = evaluated(trainrun.train(*WORDS, f"data.train._target_={target}", f"data.val._target_={target}"))
+    assert "val/acc" in row
+    assert "val/bpb" not in row
