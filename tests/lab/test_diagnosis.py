@@ -102,6 +102,16 @@ def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert verdict(found(dispatch=1.2)).first == "healthy"
 
 
+def test_two_turns_of_a_larger_batch_are_too_few() -> None:
+    few = found(dispatch=1.98, update=1.2)
+    gain = few.what_ifs[0].gain._replace(pairs=2)
+    few.what_ifs[0] = replace(few.what_ifs[0], gain=gain)
+    assert verdict(few).first == "unclear"
+    assert "(98 % faster without, in 2 turns); there was no time for more" in verdict(few).text
+    few.what_ifs[0] = replace(few.what_ifs[0], gain=gain._replace(pairs=3))
+    assert verdict(few).first == "dispatch"
+
+
 def test_a_fused_update_is_no_cause() -> None:
     assert verdict(found(fused=True, update=1.5)).first == "healthy"
     assert verdict(found(fused=False, update=1.5)).causes[0].words == ("optimizer.fused=true",)

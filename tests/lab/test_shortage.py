@@ -1,6 +1,8 @@
 """What is left out of a diagnosis where steps are long."""
 
-from trainrun.lab.shortage import affordable
+import pytest
+
+from trainrun.lab.shortage import affordable, times_larger
 
 NAMES = ["cached", "silent", "without_update", "cached+silent", "cached+forward_only", "saving", "threads=2"]
 
@@ -15,3 +17,19 @@ def test_what_tells_least_goes_first_and_what_the_ledger_told_before_that() -> N
     ]  # fmt: skip
     assert affordable(NAMES, {"silent"}, 1.0, 12, 2) == ["cached", "saving", "threads=2"]
     assert affordable(NAMES, {"cached", "silent"}, 1.0, 0.0, 2) == ["saving"]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "step_seconds", "peak_bytes", "times"),
+    [
+        (1, 0.005, 10**6, 8),
+        (8, 0.03, 10**6, 8),
+        (8, 0.3, 10**6, 2),
+        (9, 0.005, 10**6, 2),
+        (1, 0.005, 10**9, 2),
+    ],
+)
+def test_a_tiny_batch_is_compared_with_a_far_larger_one_where_that_is_quick(
+    batch_size: int, step_seconds: float, peak_bytes: int, times: int
+) -> None:
+    assert times_larger(batch_size, step_seconds, peak_bytes, memory_bytes=10**10) == times

@@ -39,7 +39,7 @@ from trainrun.lab.removals import (
     title_of,
 )
 from trainrun.lab.rounds import BASE, Rounds, uncompiled, without
-from trainrun.lab.shortage import LONG_STEP, affordable
+from trainrun.lab.shortage import LONG_STEP, affordable, times_larger
 from trainrun.lab.statistics import Ratio
 from trainrun.lab.time_left import LEAST_TURN, TimeLeft
 from trainrun.ledger import COMPILE, DATA
@@ -52,7 +52,6 @@ FEWEST_ROUNDS, USUAL_ROUNDS, MOST_ROUNDS = 2, 4, 12  # a step may be too long fo
 FEW_ROUNDS: Final = 3
 SLOWER: Final = 0.9  # of the base: not worth more turns
 MOSTLY_DATA: Final = 1.5
-TINY_BATCH, TINY_TIMES = 8, 8
 MOST_PACING: Final = 0.6  # of the time, where shape after shape is compiled
 MOST_BESIDE: Final = 0.5  # of the time that is left, to start another run and find its pace
 Progress = Callable[[str], None]
@@ -99,7 +98,8 @@ class Examination:
             TURN_SECONDS, max(LEAST_TURN, self._time.seconds / (2 * MOST_SIDES * USUAL_ROUNDS))
         )
         pace = self._paced()
-        self._times = self._times_larger(pace.peak_bytes)
+        self._times = times_larger(self._config.data.batch_size, self._step_seconds, pace.peak_bytes,
+                                   self._base.facts.memory_bytes)  # fmt: skip
         progress("measuring what the machine allows")
         limits: Limits = self._base.ask(Measure())
         load = self._base.load(max(2, min(self._steps, 50)) if self._warm else 1, self._warm)
@@ -174,11 +174,6 @@ class Examination:
             if name == BUCKET:
                 self._positions = subject.facts.positions
             yield name, side
-
-    def _times_larger(self, peak_bytes: int) -> int:
-        """Matrix products of a few rows take other kernels than those of some more: twice a tiny batch says little."""
-        tiny = self._config.data.batch_size <= TINY_BATCH
-        return TINY_TIMES if tiny and 2 * TINY_TIMES * peak_bytes < self._base.facts.memory_bytes else 2
 
     def with_words(self, words: Sequence[str]) -> RunConfig:
         """The run with other words, and with what the base chose for itself, so that nothing else differs."""

@@ -1,10 +1,11 @@
-"""What a diagnosis leaves out where steps are long and time is short."""
+"""What a diagnosis leaves out, or makes smaller, where steps are long and time is short."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from trainrun.lab.duel import TURN_SECONDS
 from trainrun.lab.orders import SAVING
 from trainrun.lab.removals import CACHED, THREADS
 
@@ -18,6 +19,7 @@ IMPORTANT: Final = (
     "without_update",
 )  # then phases
 LONG_STEP: Final = 0.5  # seconds: what the first steps of a turn take longer is nothing beside it
+TINY_BATCH, TINY_TIMES = 8, 8
 
 
 def affordable(
@@ -39,3 +41,10 @@ def affordable(
 
 def _rank(name: str) -> int:
     return next((rank for rank, one in enumerate(IMPORTANT) if name.startswith(one) and "+" not in name), 99)
+
+
+def times_larger(batch_size: int, step_seconds: float, peak_bytes: int, memory_bytes: int) -> int:
+    """A batch to compare with. Matrix products of a few rows take other kernels than those of some more: twice a tiny
+    batch says little. But few samples may be many rows, as of a text; then a step is long, and turns are few."""
+    is_tiny = batch_size <= TINY_BATCH and TINY_TIMES * step_seconds <= TURN_SECONDS
+    return TINY_TIMES if is_tiny and 2 * TINY_TIMES * peak_bytes < memory_bytes else 2

@@ -9,6 +9,7 @@ from trainrun.lab.findings import CLEAR, Diagnosis, WhatIf
 from trainrun.lab.statistics import Ratio
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below is not worth a word
+LEAST_OF_LARGER: Final = 3  # pairs with it, for the same reason: of two the interval may be narrow by luck
 BUSY_MACHINE: Final = 0.1  # cores of other processes
 MOST_CAUSES: Final = 2
 BUSY: Final = 0.7  # cores: loading that computes; below, it waits
@@ -60,7 +61,7 @@ class Verdict:
 
 def verdict(found: Diagnosis) -> Verdict:
     worth = worth_naming(found)
-    causes = [cause_of(found, what_if) for what_if in worth if what_if.gain.low > 1.0][:MOST_CAUSES]
+    causes = [cause_of(found, what_if) for what_if in worth if is_certain(what_if)][:MOST_CAUSES]
     if not causes and worth:
         return Verdict((), unclear_text(found, worth[0]), "unclear")
     if not causes and found.untried and all(each.gain.pairs < 2 for each in found.what_ifs):
@@ -76,6 +77,11 @@ def verdict(found: Diagnosis) -> Verdict:
     return Verdict(tuple(causes), text, causes[0].what_if.name)
 
 
+def is_certain(what_if: WhatIf) -> bool:
+    enough = what_if.name != "dispatch" or what_if.gain.pairs >= LEAST_OF_LARGER
+    return enough and what_if.gain.low > 1.0
+
+
 def untried_text(found: Diagnosis) -> str:
     if not found.untried:
         return ""
@@ -83,10 +89,11 @@ def untried_text(found: Diagnosis) -> str:
 
 
 def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
-    if not what_if.sure:
+    if not what_if.sure or what_if.gain.low > 1.0:
+        turns = f"{what_if.gain.pairs} turns" if what_if.sure else "a single turn"
         return (
-            f"unclear: {CAUSES[what_if.name]} may cost something ({gain_text(what_if)} faster without, in a single "
-            "turn); there was no time for more: try --budget 120"
+            f"unclear: {CAUSES[what_if.name]} may cost something ({gain_text(what_if)} faster without, in {turns}); "
+            "there was no time for more: try --budget 120"
         )
     low, high = (100 * (bound - 1) for bound in what_if.gain[1:3])
     others = ", and other processes are in the way" if found.others >= BUSY_MACHINE else ""
