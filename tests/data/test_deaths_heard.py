@@ -64,6 +64,24 @@ def kill(folder):
     os.kill(int(asked.read_text()), signal.SIGKILL)
 
 
+def wait_until_the_loader_waits(folder):
+    """In another thread: the main one stands still for the worker that sleeps, and did so a moment ago."""
+    main, until, times = threading.main_thread().ident, time.monotonic() + 60, 0
+    while times < 3:
+        assert time.monotonic() < until
+        times = (
+            times + 1
+            if (folder / "asked").exists() and deaths.stands_still(sys._current_frames()[main])
+            else 0
+        )
+        time.sleep(0.02)
+
+
+def kill_while_waiting(folder):
+    wait_until_the_loader_waits(folder)
+    kill(folder)
+
+
 def kill_and_hear(folder):
     """The same, and returns once this process has heard of it."""
     ear, until = signal.getsignal(signal.SIGCHLD), time.monotonic() + 60
@@ -115,7 +133,7 @@ def test_it_is_told_while_the_loader_waits(tmp_path, no_second_look):
     stream = opened(Numbered(tmp_path), said)
     batches = stream.epoch(0)
     seen = next(batches).data.tolist()
-    killer = threading.Thread(target=kill, args=(tmp_path,))
+    killer = threading.Thread(target=kill_while_waiting, args=(tmp_path,))
     killer.start()
     try:
         seen += [number for batch in batches for number in batch.data.tolist()]
@@ -127,7 +145,7 @@ def test_it_is_told_while_the_loader_waits(tmp_path, no_second_look):
 
 
 class Interrupted(Numbered):
-    """The first worker that is asked for sample 7 dies in the middle of a message."""
+    """The first worker that is asked for sample 7 stops in the middle of a message."""
 
     def __init__(self, folder, writers):
         super().__init__(folder)
@@ -136,11 +154,11 @@ class Interrupted(Numbered):
     def __getitem__(self, index):
         first = self.folder / "asked"
         if index == 7 and not first.exists():
-            first.touch()
-            time.sleep(0.2)  # until the others' messages are out and the loader waits
+            first.write_text(str(os.getpid()))
+            while not (self.folder / "write").exists():
+                time.sleep(0.01)
             os.write(self.writers[0], struct.pack("!i", 100) + b"half")
-            time.sleep(0.2)  # until the loader reads on
-            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
         return index
 
 
@@ -152,12 +170,24 @@ def test_it_is_told_in_the_middle_of_a_message(tmp_path, monkeypatch, no_second_
         writers.append(queue._writer.fileno())
 
     monkeypatch.setattr(multiprocessing.queues.Queue, "__init__", noted)
-    said = []
+
+    def write_and_kill():
+        wait_until_the_loader_waits(tmp_path)
+        (tmp_path / "write").touch()
+        main, until = threading.main_thread().ident, time.monotonic() + 60
+        while sys._current_frames()[main].f_code.co_name != "_recv":
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        kill(tmp_path)
+
+    said, killer = [], threading.Thread(target=write_and_kill)
     stream = opened(Interrupted(tmp_path, writers), said, num_workers=1)
+    killer.start()
     try:
         assert [number for batch in stream.epoch(0) for number in batch.data.tolist()] == list(range(N))
     finally:
         stream.close()
+        killer.join()
     assert len(said) == 1
 
 

@@ -103,8 +103,8 @@ def stands_still(frame: FrameType | None) -> bool:
 
 def look_often(iterator: Any) -> None:
     """Of a DataLoader with workers; torch has no public way to say how often it looks at them."""
-    usual = type(iterator)._try_get_data
-    iterator._try_get_data = partial(usual, weakref.proxy(iterator), timeout=LOOK_SECONDS)
+    usual = partial(type(iterator)._try_get_data, weakref.proxy(iterator))
+    iterator._try_get_data = lambda timeout=LOOK_SECONDS: usual(timeout)
 
 
 def lend_an_ear() -> None:
