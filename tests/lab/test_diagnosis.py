@@ -112,6 +112,16 @@ def test_two_turns_of_a_larger_batch_are_too_few() -> None:
     assert verdict(few).first == "dispatch"
 
 
+def test_a_larger_cause_that_is_not_certain_is_told_beside_one_that_is() -> None:
+    both = found(dispatch=4.0, data=1.15)
+    both.what_ifs[0] = replace(both.what_ifs[0], gain=both.what_ifs[0].gain._replace(pairs=2))
+    said = verdict(both)
+    assert said.first == "data"
+    assert "Unclear: calls that are too small" in said.text
+    assert "(300 % faster without, in 2 turns)" in said.text
+    assert "Unclear" not in verdict(found(dispatch=4.0, data=1.15)).text
+
+
 def test_a_fused_update_is_no_cause() -> None:
     assert verdict(found(fused=True, update=1.5)).first == "healthy"
     assert verdict(found(fused=False, update=1.5)).causes[0].words == ("optimizer.fused=true",)
