@@ -9,7 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 import trainrun
+from trainrun.cli import main
+from trainrun.data.facts import bytes_per_token
 from trainrun.data.formats.text import load
+from trainrun.errors import ConfigError
 
 VERSES = "In the beginning God created the heaven and the earth.\n" * 60
 WORDS = (
@@ -38,7 +41,7 @@ def evaluated(run: trainrun.Run) -> dict[str, float]:
     return [row for row in run.metrics if row["kind"] == "eval"][-1]
 
 
-def test_of_tokens_and_of_bytes(folder: Path) -> None:
+def test_of_tokens_and_of_bytes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = [f"data.{split}.tokenizer=tokenizer.json" for split in ("train", "val")]
     for more, tokenizer in (([], None), (named, "tokenizer.json")):
         run = trainrun.train(*WORDS, *TEXT, *more)
@@ -46,8 +49,49 @@ def test_of_tokens_and_of_bytes(folder: Path) -> None:
         assert (size == 1) == (tokenizer is None)
         row = evaluated(run)
         assert row["val/bpb"] == pytest.approx(row["val/loss"] / math.log(2) / size)
-        again = trainrun.load_run(run.folder)
-        assert evaluated(again)["val/bpb"] == row["val/bpb"]
+        assert main(["evaluate", str(run.folder)]) == 0
+        assert f"val/bpb {row['val/bpb']:.5g}" in capsys.readouterr().out
+
+
+def test_a_task_named_without_its_group_has_it_too(folder: Path) -> None:
+    target = "trainrun.task.language_modeling.LanguageModeling"
+    words = [word for word in WORDS if not word.startswith("task=")]
+    row = evaluated(trainrun.train(*words, *TEXT, "task=custom", f"task._target_={target}"))
+    assert row["val/bpb"] == pytest.approx(row["val/loss"] / math.log(2))
+
+
+def test_of_two_texts_with_other_tokens_there_is_none(folder: Path) -> None:
+    (folder / "b.txt").write_text("zyx wvu tsr qpo nml kji hgf edc ba " * 60)
+    other = [*WORDS, *TEXT, "data.train.val_path=b.txt", "data.val.val_path=b.txt"]
+    assert "val/bpb" in evaluated(trainrun.train(*other))  # of bytes it is known
+    named = [f"data.{split}.tokenizer=tokenizer.json" for split in ("train", "val")]
+    assert "val/bpb" not in evaluated(trainrun.train(*other, *named))
+    with pytest.raises(ConfigError, match="val/bpb: no such metric.* It needs task.bytes_per_token="):
+        trainrun.train(*other, *named, "checkpoint.monitor=val/bpb")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([4.5, None, 4.5], None),
+        ([4.5, 4.5], 4.5),
+        ([4, 4], 4.0),
+        ([4.5, 4.4], None),
+        ([math.inf], None),
+        ([True], None),
+        ([-1.0], None),
+        ([torch.ones(2)], None),
+        ([len], None),
+    ],
+)
+def test_what_data_say(said: list[object], expected: float | None) -> None:
+    class Source:
+        def __init__(self, one: object) -> None:
+            self.bytes_per_token = one
+
+    assert bytes_per_token([Source(one) for one in said]) == expected
+    assert bytes_per_token([*[Source(one) for one in said], None]) == expected
+    assert bytes_per_token([object()]) is None
 
 
 def test_a_number_of_ones_own_wins(folder: Path) -> None:

@@ -82,7 +82,7 @@ def flushes_denormal() -> bool:
 
 def set_flush_denormal(wanted: bool) -> None:
     if wanted and not torch.set_flush_denormal(True):
-        raise ConfigError("trainer.flush_denormal=true: this CPU cannot; leave it out")
+        raise ConfigError("trainer.flush_denormal=true: this CPU cannot; use trainer.flush_denormal=false")
 
 
 def set_deterministic(wanted: bool, warn_only: bool) -> None:

@@ -28,7 +28,7 @@ from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.weights import load_initial
 from trainrun.config import RunConfig
-from trainrun.data.facts import facts_of
+from trainrun.data.facts import facts_of_all
 from trainrun.data.memory import host_memory
 from trainrun.data.sequences.useful import Tally
 from trainrun.data.skips import report_to
@@ -54,6 +54,8 @@ from trainrun.start.budget import Spent
 from trainrun.start.compile_auto import with_scope
 from trainrun.start.settle import Chosen, settled
 from trainrun.words.checks import parse_seconds
+
+LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     check_targets(config)
     config = with_accumulation(config, site.parallel.world_size)
     sources = build_sources(config)
-    facts = facts_of(sources["train"], transform=build_transform(config))
+    facts = facts_of_all(sources, build_transform(config))
     report = report_to([monitor.on_note for monitor in site.monitors])
     tally, copying = Tally(), Copying(site.ledger, site.device_times)
     task = build_task(config, facts)
@@ -201,9 +203,10 @@ def build_rescue(
 
 
 def build_task(config: RunConfig, facts: DataFacts) -> Any:
-    """One that asks for `bytes_per_token` with null gets it from the data, where they say it."""
+    """One that takes `bytes_per_token`, and is given none, gets it from the data, where they say it."""
     node = dict(config.task)
-    if "bytes_per_token" in node and node["bytes_per_token"] is None:
+    takes = "bytes_per_token" in node or node.get("_target_") == LANGUAGE_MODELING
+    if takes and node.get("bytes_per_token") is None:
         node["bytes_per_token"] = facts.bytes_per_token
     task = build(node, "task")
     lacking = [name for name in ("count", "step") if not callable(getattr(task, name, None))]

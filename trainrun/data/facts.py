@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +42,8 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     """What can be learnt without reading all of it: in-memory data, or its attributes and first sample.
 
     The input is the first element of a sample, as the transform gives it. An IterableDataset is not read:
-    a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`),
-    `bytes_per_token`.
+    a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`).
     """
-    per_token = getattr(source, "bytes_per_token", None)
     given = getattr(source, "class_names", None) or getattr(source, "classes", None) or ()
     names = tuple(str(name) for name in given)
     columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
@@ -51,10 +51,25 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     if columns is not None:
         num_classes = num_classes or _classes_in(columns)
     if columns is not None and transform is None:
-        return DataFacts(tuple(columns.values[0].shape[1:]), num_classes, names, per_token)
+        return DataFacts(tuple(columns.values[0].shape[1:]), num_classes, names)
     streamed = isinstance(source, IterableDataset)
     shape = None if streamed else _first_shape(source if columns is None else columns, key, transform)
-    return DataFacts(shape, num_classes, names, per_token)
+    return DataFacts(shape, num_classes, names)
+
+
+def facts_of_all(sources: Mapping[str, Any], transform: Callable[..., Any] | None) -> DataFacts:
+    """Of a run's sources: shape and classes are those of its training."""
+    per_token = bytes_per_token(sources.values())
+    return replace(facts_of(sources["train"], transform=transform), bytes_per_token=per_token)
+
+
+def bytes_per_token(sources: Iterable[Any]) -> float | None:
+    """What all of them say in their attribute of that name, as the parts of one text do. None where one says nothing,
+    or they differ: there is one figure for all."""
+    said: list[Any] = [getattr(source, "bytes_per_token", None) for source in sources if source is not None]
+    numbers = {float(one) if type(one) in (int, float) else math.nan for one in said}
+    found = numbers.pop() if len(numbers) == 1 else math.nan
+    return found if 0 < found < math.inf else None
 
 
 def _classes_in(columns: Columns) -> int | None:

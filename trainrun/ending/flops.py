@@ -153,7 +153,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def square_product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], float]:
-    """Computes it once, and returns the seconds."""
+    """What computes it once, and returns the seconds."""
     a = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(a)
 

@@ -7,7 +7,7 @@ lines, documents: each line or file is a sample of its own length. A line keeps 
 A sample is (inputs, target), both int64 (L,): target[i] is the token that follows inputs[i].
 The validation part is the end of the text, so that no neighbour of it is trained on.
 
-Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`.
+Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`, which is a mean over all of the text, its end too.
 """
 
 from __future__ import annotations
