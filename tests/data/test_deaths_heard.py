@@ -69,11 +69,8 @@ def wait_until_the_loader_waits(folder):
     main, until, times = threading.main_thread().ident, time.monotonic() + 60, 0
     while times < 3:
         assert time.monotonic() < until
-        times = (
-            times + 1
-            if (folder / "asked").exists() and deaths.stands_still(sys._current_frames()[main])
-            else 0
-        )
+        waits = (folder / "asked").exists() and deaths.stands_still(sys._current_frames()[main])
+        times = times + 1 if waits else 0
         time.sleep(0.02)
 
 
@@ -211,8 +208,7 @@ def test_a_look_at_a_child_is_not_interrupted(monkeypatch):
         for worker in workers:
             worker.start()
             os.kill(worker.pid, signal.SIGKILL)
-        while any(os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT) is None for worker in workers):
-            time.sleep(0.01)
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
         monkeypatch.setattr(os, "waitpid", waitpid)
         with pytest.raises(RuntimeError, match="a loader worker was killed"), deaths.listening(listener):
             pass

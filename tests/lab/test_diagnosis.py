@@ -117,9 +117,9 @@ def test_a_larger_cause_that_is_not_certain_is_told_beside_one_that_is() -> None
     both.what_ifs[0] = replace(both.what_ifs[0], gain=both.what_ifs[0].gain._replace(pairs=2))
     said = verdict(both)
     assert said.first == "data"
-    assert "Unclear: calls that are too small" in said.text
+    assert "; unclear: calls that are too small" in said.text
     assert "(300 % faster without, in 2 turns)" in said.text
-    assert "Unclear" not in verdict(found(dispatch=4.0, data=1.15)).text
+    assert "unclear" not in verdict(found(dispatch=4.0, data=1.15)).text
 
 
 def test_a_fused_update_is_no_cause() -> None:

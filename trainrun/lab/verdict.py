@@ -74,7 +74,7 @@ def verdict(found: Diagnosis) -> Verdict:
         " (the two are not added up: together at most what is measured together)" if len(causes) > 1 else ""
     )
     hidden = [one for one in worth if one.gain.value > causes[0].what_if.gain.value and not is_certain(one)]
-    more = "".join(f". {unclear_text(found, one).capitalize()}" for one in hidden[:1])
+    more = "".join(f"; {unclear_text(found, one)}" for one in hidden[:1])
     text = "; ".join(lines) + together + more + untried_text(found)
     return Verdict(tuple(causes), text, causes[0].what_if.name)
 

@@ -28,7 +28,8 @@ def check_monitors(parts: Parts) -> None:
     known = _metrics(parts)
     for key, metric in named.items():
         if metric is not None and known and metric not in known:
-            hint = " It needs task.bytes_per_token=..., that of your text." * metric.endswith("/bpb")
+            lacks_size = metric.endswith("/bpb") and "bytes_per_token" in config.task
+            hint = " It needs task.bytes_per_token=..., that of your text." * lacks_size
             raise ConfigError(
                 f"{key}={metric}: no such metric; there are {', '.join(known)}.{hint or nearest(metric, known)}"
             )

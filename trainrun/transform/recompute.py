@@ -62,9 +62,8 @@ class _Call:
     def run(self, first: AbstractContextManager[Any], inputs: list[Tensor], modules: list[nn.Module]) -> Any:
         needed = [*inputs, *(parameter for module in modules for parameter in module.parameters())]
         self._needed = [(tensor, tensor._version) for tensor in needed]
-        devices = {
-            tensor.device for tensor in needed
-        }  # some may lie on the host: lengths, weights that wait there
+        # some may lie on the host: lengths, weights that wait there
+        devices = {tensor.device for tensor in needed}
         kinds = {device.type for device in devices}
         self._as_before = [kept_random(devices), *(kept_autocast(kind) for kind in sorted(kinds))]
         snapshot = Buffers(modules)

@@ -73,7 +73,7 @@ def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) 
 
 def _group(group: str, folders: list[Path]) -> str:
     lines, options = [f"{group}="], _option_files(group, folders)
-    width = max(16, *map(len, options), 0)
+    width = max([16, *map(len, options)])
     for name, path in sorted(options.items()):
         lines.append(f"  {name:<{width}} {first_comment(path)}".rstrip())
     return "\n".join(lines)
