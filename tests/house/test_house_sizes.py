@@ -1,4 +1,4 @@
-"""Files up to 300 lines, functions up to 60; whatever is longer stands here with its reason. The top level is short."""
+"""Files up to 500 lines, functions up to 80; whatever is longer stands here with its reason. The top level is short."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_FILE_LINES = 300
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
 
 # "folder/file.py" or "folder/file.py:function" -> why it is better long than split
 ALLOWED: dict[str, str] = {}
@@ -38,17 +38,12 @@ def test_nothing_is_too_long_without_a_reason():
     )
 
 
-def test_every_reason_is_still_needed():
-    assert set(ALLOWED) <= set(too_long(ROOT))
-    assert all(len(reason) > 10 for reason in ALLOWED.values())
-
-
 def test_the_measure_sees_what_is_too_long(tmp_path: Path):
     (tmp_path / "trainrun").mkdir()
-    (tmp_path / "trainrun" / "a.py").write_text("x = 0\n" * 239 + "def f():\n" + "    y = 0\n" * 60)
-    assert too_long(tmp_path) == {"trainrun/a.py:f": 61}
-    (tmp_path / "trainrun" / "a.py").write_text("x = 0\n" * 301)
-    assert too_long(tmp_path) == {"trainrun/a.py": 301}
+    (tmp_path / "trainrun" / "a.py").write_text("x = 0\n" * 239 + "def f():\n" + "    y = 0\n" * 80)
+    assert too_long(tmp_path) == {"trainrun/a.py:f": 81}
+    (tmp_path / "trainrun" / "a.py").write_text("x = 0\n" * 501)
+    assert too_long(tmp_path) == {"trainrun/a.py": 501}
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="not a checkout")
