@@ -71,7 +71,8 @@ def test_turns_count_their_steps_and_items(subject: Subject) -> None:
     turn = subject.train(7, warm=1)
     assert turn.steps == 7
     assert 6 * 32 < turn.items <= 7 * 32
-    assert 0 < turn.seconds < 60
+    assert turn.accounts["forward"] > 0
+    assert turn.accounts["backward"] > 0
     assert turn.peak_bytes > 1e6
     assert sum(turn.accounts.values()) == pytest.approx(
         turn.seconds, rel=0.05, abs=0.2
@@ -89,8 +90,9 @@ def test_a_turn_ends_with_its_time_but_not_without_a_step(subject: Subject) -> N
 def test_a_run_does_not_end_while_it_is_tested(subject: Subject) -> None:
     assert subject.train(3 * 45 * 2).steps == 270  # two epochs of 45 steps is what was asked for
     assert subject.load(50).items > 49 * 21
-    assert subject.validate().seconds > 0
-    assert subject.save().seconds > 0
+    subject.validate()
+    subject.save()
+    assert subject.train(2).steps == 2
 
 
 @pytest.mark.parametrize("name", [*REMOVALS, "cached", "cached+silent", "threads=1", "whole", "saving"])
@@ -116,7 +118,7 @@ def test_turns_that_are_compared_start_from_the_same_numbers() -> None:
 def test_every_save_writes_a_step_that_is_not_saved_yet(bench: Bench) -> None:
     subject, newest = bench.start(compose_run(WORDS).config), []
     for _ in range(2):
-        assert subject.save().seconds > 0
+        subject.save()
         newest.append(max(path.name for path in subject._folder.glob("run/checkpoints/step-*")))
     assert newest[0] < newest[1]
 
