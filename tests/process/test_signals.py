@@ -70,16 +70,20 @@ def test_outside_the_main_thread_signals_stay_as_they_are() -> None:
     assert seen == [before]
 
 
-def test_a_run_under_nohup_outlives_its_terminal() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_a_signal_that_was_ignored_stays_ignored(name: str) -> None:
+    number = getattr(signal, name)
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         flag = StopFlag()
         with catch_signals(flag):
-            send(signal.SIGHUP)
+            send(number)
             assert flag.request == 0
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            send(signal.SIGTERM)
+            assert flag.request == 2
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_before_the_first_step_one_interrupt_is_enough_and_no_more_are_raised_at_once(

@@ -25,7 +25,6 @@ STOP_SIGNALS = tuple(
 INTERRUPTED = b"\ntrainrun: interrupted\n"
 AGAIN_SECONDS = 1.0  # from one SIGTERM to the next, before it counts as a second one
 QUIET_SECONDS = 1.0  # after an interrupt was raised: time to write down how the run ended
-HANG_UP = getattr(signal, "SIGHUP", None)
 Handler = Callable[[int, FrameType | None], None]
 
 
@@ -104,20 +103,16 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def catch_stops(handler: Handler) -> Iterator[None]:
     """Every stop signal calls `handler` inside; the handlers from before come back at the end.
 
-    Outside the main thread, where Python lets nobody install handlers, signals stay as they are.
+    A signal that is ignored stays ignored: `nohup` does so with SIGHUP, a shell script with SIGINT for a job in
+    the background. Outside the main thread, where Python lets nobody install handlers, signals stay as they are.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught = [number for number in STOP_SIGNALS if number != HANG_UP or not _is_ignored(number)]
+    caught = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, signal.SIG_DFL if old is None else old)
-
-
-def _is_ignored(number: int) -> bool:
-    """As `nohup` does with SIGHUP: such a run wants to outlive its terminal."""
-    return signal.getsignal(number) is signal.SIG_IGN
