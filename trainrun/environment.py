@@ -17,7 +17,6 @@ PACKAGES = (
     "hydra-core",
     "omegaconf",
     "safetensors",
-    "scikit-learn",
     "matplotlib",
 )
 

@@ -1,6 +1,6 @@
 import gzip
 import struct
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,17 +62,18 @@ def test_digits_are_those_of_scikit_learn():
     assert (len(val.tensors[0]), val.num_classes, val.class_names[3]) == (359, 10, "3")
 
 
-def test_digits_do_not_import_scikit_learn(monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "sklearn"]:
-        monkeypatch.delitem(sys.modules, name)
-    digits.load("train")
-    assert "sklearn" not in sys.modules
+def test_a_damaged_file_of_digits_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(digits, "__file__", str(tmp_path / "digits.py"))
+    for content in (b"", b"PK\x03\x04 cut", digits_file().read_bytes()[:20_000]):
+        (tmp_path / "digits.npz").write_bytes(content)
+        with pytest.raises(DataError, match="data=digits: cannot read .*install trainrun again"):
+            digits.load("train")
 
 
-def test_digits_without_scikit_learn(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DataError, match="data=digits: it comes with scikit-learn, which is missing; pip"):
-        digits.load("train")
+def digits_file() -> Path:
+    import trainrun.data
+
+    return Path(trainrun.data.__path__[0], "digits.npz")
 
 
 def test_no_such_part():

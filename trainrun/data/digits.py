@@ -1,9 +1,13 @@
-"""scikit-learn's handwritten digits: 1,797 grey images of 8x8, 10 classes; comes with the installation."""
+"""The UCI handwritten digits that scikit-learn made popular: 1,797 grey images of 8x8, 10 classes; part of the package.
+
+`digits.npz` holds the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998,
+UCI Machine Learning Repository, doi 10.24432/C50P49, CC BY 4.0), in the order of `sklearn.datasets.load_digits`.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -12,7 +16,7 @@ from trainrun.data.columns import Arrays
 from trainrun.data.split import check_split, hold_out
 from trainrun.errors import DataError
 
-NUM_SAMPLES, NUM_PIXELS, LARGEST_PIXEL = 1797, 64, 16
+LARGEST_PIXEL = 16
 
 
 def load(split: str, val_fraction: float = 0.2, seed: int = 0) -> Arrays:
@@ -21,28 +25,18 @@ def load(split: str, val_fraction: float = 0.2, seed: int = 0) -> Arrays:
     seed: of the division into the two parts, apart from the run's seed.
     """
     check_split(split, ("train", "val"))
-    table = torch.from_numpy(_read(_table_path()))
-    images = (table[:, :NUM_PIXELS] / LARGEST_PIXEL).float().view(-1, 1, 8, 8)
-    labels = table[:, NUM_PIXELS].long()
+    pixels, labels = _read(Path(__file__).with_name("digits.npz"))
+    images = (pixels.double() / LARGEST_PIXEL).float().unsqueeze(1)
     train, val = hold_out(labels, val_fraction, seed)
     chosen = train if split == "train" else val
     return Arrays((images[chosen], labels[chosen]), tuple("0123456789"), 10)
 
 
-def _table_path() -> Path:
-    """The file inside the installed package; importing scikit-learn itself would take a second."""
-    spec = importlib.util.find_spec("sklearn")
-    if spec is None or not spec.submodule_search_locations:
-        raise DataError("data=digits: it comes with scikit-learn, which is missing; pip install scikit-learn")
-    return Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-
-
-def _read(path: Path) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """(1797, 65): 64 pixels from 0 to 16, and the digit."""
+def _read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1797, 8, 8) uint8 from 0 to 16, and (1797,) int64."""
     try:
-        table = np.loadtxt(path, delimiter=",", ndmin=2)
-    except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"data=digits: cannot read {path} ({error}); install scikit-learn again") from error
-    if table.shape != (NUM_SAMPLES, NUM_PIXELS + 1):
-        raise DataError(f"data=digits: {path} has the wrong size {table.shape}; install scikit-learn again")
-    return table
+        with path.open("rb") as file, np.load(file) as arrays:
+            pixels, labels = torch.from_numpy(arrays["pixels"]), torch.from_numpy(arrays["labels"])
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+        raise DataError(f"data=digits: cannot read {path} ({error}); install trainrun again") from error
+    return pixels, labels.long()
