@@ -207,6 +207,7 @@ class MonitorConfig:
     plots: bool = True
     verbose: bool = True
     listeners: dict[str, Any] = field(default_factory=dict)
+    on_error: str = one_of("warn", "raise", default="warn")
 
 
 @dataclass

@@ -266,6 +266,8 @@ class RunFacts:
 class Monitor(Protocol):
     """Listens to a run; it cannot change it. Called on rank 0 only.
 
+    One of the user's own (`monitor.listeners.NAME._target_`) may leave out any method.
+
     Rows are flat: names as users type them (`train/loss`, `val/acc`, `lr`), plain numbers.
     """
 

@@ -444,7 +444,8 @@ def test_a_full_disk_is_a_failed_run_that_says_how_it_goes_on(
     own = types.ModuleType("full_disk")
     own.FullDisk = FullDisk  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "full_disk", own)
-    assert main([*QUIET, "monitor.listeners.x._target_=full_disk.FullDisk", "output_dir=run"]) == 1
+    words = ["monitor.listeners.x._target_=full_disk.FullDisk", "monitor.on_error=raise", "output_dir=run"]
+    assert main([*QUIET, *words]) == 1
     told = f"No space left on device; free space, then: trainrun resume {project / 'run'}"
     assert told in capsys.readouterr().err
     status = json.loads((project / "run" / "status.json").read_text())

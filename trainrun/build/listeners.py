@@ -15,6 +15,7 @@ from trainrun.monitor.console import Console
 from trainrun.monitor.hardware import Hardware
 from trainrun.monitor.ledger_rows import LedgerRows
 from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, mend_end
+from trainrun.monitor.user_listener import UserListener, all_but
 from trainrun.parts import Parts
 from trainrun.rundir import RunDir
 from trainrun.state import TrainState
@@ -34,6 +35,11 @@ class Listeners:
         self._file: MetricsFile | None = None
         self._hardware: Hardware | None = None
         self._rows: LedgerRows | None = None
+        keys = {f"monitor.listeners.{name}": node for name, node in wanted.listeners.items()}
+        users = [  # before any file is opened: they may be refused
+            UserListener(build(node, key), key, wanted.on_error == "raise", all_but(self.monitors, key))
+            for key, node in keys.items()
+        ]
         if wanted.verbose or wanted.progress_bar:
             self.console = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size)
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
@@ -43,8 +49,7 @@ class Listeners:
             self._file = MetricsFile(run.metrics)
             self._rows = LedgerRows(self._file.write, ledger, device_times)
             self.monitors += [self._file, self._rows]
-        for name, node in wanted.listeners.items():
-            self.monitors.append(build(node, f"monitor.listeners.{name}"))
+        self.monitors += users
 
     def attach(self, parts: Parts, state: TrainState) -> None:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
@@ -76,6 +81,11 @@ class Listeners:
         if self._file is not None:
             self._file.sync()
 
+    def faults(self) -> dict[str, int]:
+        """How many calls of each listener of the user's failed; those without a fault are left out."""
+        users = [monitor for monitor in self.monitors if isinstance(monitor, UserListener)]
+        return {user.key: user.faults for user in users if user.faults}
+
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The last rows, the pictures and the report, and last the summary on the screen."""
         self._ledger.open(LOGGING)
@@ -103,9 +113,11 @@ class Listeners:
             draw_report(self._run)
 
     def close(self) -> None:
-        """Always called; after a failure too."""
-        if self._hardware is not None:
-            self._hardware.close()
-        for monitor in self.monitors:
-            monitor.close()
-        self._closing.close()
+        """Always called; after a failure too. The user's first: their faults are still shown and written."""
+        with self._closing as closing:
+            for (
+                monitor
+            ) in self.monitors:  # called in the order from the last to the first, whatever one of them raises
+                closing.callback(monitor.close)
+            if self._hardware is not None:
+                closing.callback(self._hardware.close)

@@ -57,6 +57,7 @@ def finish(
         **found,
         "num_parameters": facts.num_parameters,
         **parts.compile_log.summary(),
+        **({"listener_faults": faults} if (faults := listeners.faults()) else {}),
         "metrics": {
             name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")
         },

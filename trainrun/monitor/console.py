@@ -216,6 +216,8 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
         lines.append(_entry("spent", spent_line(summary["ledger"])))
     if summary.get("hidden_syncs") is not None:
         lines.append(_entry("waits", waits_line(summary["hidden_syncs"])))
+    for key, count in (summary.get("listener_faults") or {}).items():
+        lines.append(_entry("failed", f"{key}: {counted(count, 'call')}"))
     if summary.get("hint"):
         lines.append(_entry("hint", summary["hint"]))
     if folder is not None:

@@ -109,6 +109,7 @@ SETTINGS = {
     "monitor.plots": "draw them at the end",
     "monitor.verbose": "one line for every validation",
     "monitor.listeners": "objects of your own, by name: _target_ and arguments",
+    "monitor.on_error": "when a listener of your own fails: warn once and go on, or end the run",
     "model": "_target_ and arguments; chosen by model=",
     "task": "_target_ and arguments; chosen by task=",
     "optimizer": "_target_ and arguments; chosen by optimizer=",

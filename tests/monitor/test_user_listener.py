@@ -1,0 +1,125 @@
+"""A listener of the user's own in a real run: what it may leave out, and what a fault in it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli import main
+
+OWN = """
+from pathlib import Path
+
+class Rows:  # two of six methods
+    def on_step(self, step, epoch, row):
+        row["train/loss"] = 0.0  # of its own copy
+        with Path("rows.txt").open("a") as file:
+            file.write(f"{step} ")
+
+class Fails:
+    def __init__(self, at):
+        self.at = at
+
+def failing(name):
+    def method(self, *arguments):
+        if name == self.at:
+            raise ValueError("no connection")
+    return method
+
+for name in ("on_start", "on_step", "on_eval", "on_note", "on_end", "close"):
+    setattr(Fails, name, failing(name))
+
+class Useless:
+    def on_epoch(self): ...
+
+class Leaves:
+    def on_step(self, step, epoch, row):
+        raise KeyError("first fault")
+"""
+SHORT = [
+    "trainer.max_steps=4", "monitor.log_every_n_steps=1", "monitor.progress_bar=false", "monitor.plots=false",
+    "monitor.hardware=false", "checkpoint.enabled=false", "trainer.num_threads=1", "output_dir=run",
+]  # fmt: skip
+
+
+@pytest.fixture
+def own(workdir: Path) -> Path:
+    (workdir / "own.py").write_text(OWN)
+    return workdir
+
+
+def rows_of(run: Path, kind: str) -> list[dict[str, object]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def test_methods_are_optional_and_rows_are_its_own(own: Path) -> None:
+    assert main([*SHORT, "monitor.listeners.mine._target_=own.Rows"]) == 0
+    assert (own / "rows.txt").read_text() == "1 2 3 4 "
+    assert all(row["train/loss"] for row in rows_of(own / "run", "train"))
+    assert "listener_faults" not in json.loads((own / "run" / "status.json").read_text())
+
+
+@pytest.mark.parametrize("at", ["on_start", "on_step", "on_eval", "on_note", "on_end", "close"])
+def test_a_fault_is_told_once_and_the_run_goes_on(
+    own: Path, at: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["monitor.listeners.mine._target_=own.Fails", f"monitor.listeners.mine.at={at}"]
+    assert main([*SHORT, *words]) == 0
+    printed = capsys.readouterr().out
+    told = f"monitor.listeners.mine: {at} of Fails failed: ValueError: no connection ({own / 'own.py'} line"
+    assert printed.count(told) == (at != "on_note")  # nothing was noted in this run
+    if at == "on_note":
+        return
+    assert "monitor.on_error=raise ends it" in printed
+    assert len(rows_of(own / "run", "train")) == 4
+    if at == "on_step":
+        assert json.loads((own / "run" / "status.json").read_text())["listener_faults"] == {
+            "monitor.listeners.mine": 4
+        }
+        assert "monitor.listeners.mine: 4 calls" in printed
+
+
+def test_two_that_fail_at_each_others_lines_are_told_once_each(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"monitor.listeners.{name}._target_=own.Fails" for name in "ab"]
+    assert main([*SHORT, *words, "monitor.listeners.a.at=on_step", "monitor.listeners.b.at=on_note"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("monitor.listeners.a: on_step") == 1 == printed.count("monitor.listeners.b: on_note")
+
+
+def test_raise_ends_the_run_with_its_first_fault(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["monitor.listeners.mine._target_=own.Leaves", "monitor.on_error=raise"]
+    assert main([*SHORT, *words]) == 1
+    captured = capsys.readouterr()
+    assert "monitor.listeners.mine: on_step of Leaves failed: KeyError: 'first fault'" in captured.out
+    assert "KeyError: 'first fault'" in captured.err
+    assert "contextlib" not in captured.err
+    assert json.loads((own / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def test_an_object_that_listens_to_nothing_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "monitor.listeners.mine._target_=own.Useless"]) == 2
+    told = "monitor.listeners.mine: Useless has none of the methods of a listener: on_start, on_step, on_eval"
+    assert told in capsys.readouterr().err
+
+
+def test_a_wrong_word_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "monitor.on_error=wrn"]) == 2
+    assert "monitor.on_error=wrn: must be one of warn, raise. Did you mean warn?" in capsys.readouterr().err
+
+
+def test_our_own_metrics_file_that_cannot_grow_ends_the_run(
+    own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainrun.monitor import metrics_file
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(metrics_file, "_append", full)
+    assert main(SHORT) == 1
+    assert "No space left on device" in capsys.readouterr().err
