@@ -243,7 +243,8 @@ class StepReport:
 class RunFacts:
     """What is known when the ranks are built, for the first lines on the screen.
 
-    choices: what was chosen for the user, with the reason, one line each.
+    choices: what was chosen for the user, with the reason, one line each. update: optimizer, learning rate and
+    schedule in words.
     """
 
     name: str
@@ -261,6 +262,7 @@ class RunFacts:
     num_parameters: int
     num_trainable: int
     choices: tuple[str, ...] = ()
+    update: str = ""
 
 
 class Monitor(Protocol):

@@ -21,6 +21,7 @@ from trainrun.monitor.readable import counted, duration, figure, quantity
 FACTS = RunFacts(
     "digits-mlp", "runs/x", "cpu", 2, 32, 4, 1437, 360, 45, 900, 20, "MLP (layers)", 19210, 19210,
     ("data.engine=resident: 0.4 MiB fits in memory", "parallel.devices=2: [two] cores"),
+    "AdamW, lr 0.001, schedule cosine",
 )  # fmt: skip
 SUMMARY = {
     "reason": "trainer.max_epochs=20 reached", "monitor": "val/acc", "value": 0.98125, "best_step": 810,
@@ -53,6 +54,7 @@ digits-mlp on cpu
   model   MLP (layers), 19,210 parameters
   data    1,437 training samples, 360 for validation
   step    batch 32 x accumulate 4 x ranks 2 = 256
+  update  AdamW, lr 0.001, schedule cosine
   length  900 steps, 45 an epoch, 20 epochs
   chosen  data.engine=resident: 0.4 MiB fits in memory
           parallel.devices=2: [two] cores
@@ -86,6 +88,7 @@ digits-mlp on cpu, resumed at step 1,500
   model   MLP (layers), 19,210 parameters, 10 of them trained
   data    an unknown number of training samples
   step    batch 32 x accumulate 4 x ranks 2 = 256
+  update  AdamW, lr 0.001, schedule cosine
   length  an unknown number of steps
   folder  runs/x
 """

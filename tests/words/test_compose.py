@@ -442,3 +442,11 @@ def test_every_setting_has_its_few_words() -> None:
         return found
 
     assert keys(RunConfig(), "") == set(SETTINGS)
+
+
+@pytest.mark.parametrize("option", options("data", [conf_dir()]))
+def test_a_data_option_changes_no_setting_outside_of_the_data(option: str) -> None:
+    words = [f"data={option}", *(["data.train._target_=my_data.Train"] if option == "custom" else [])]
+    found, default = (dataclasses.asdict(compose_run(given).config) for given in (words, []))
+    outside = [name for name in default if name not in ("data", "run_name")]
+    assert {name: found[name] for name in outside} == {name: default[name] for name in outside}

@@ -10,6 +10,7 @@ from torch import nn
 from trainrun.cadence import Rhythm
 from trainrun.config import RunConfig
 from trainrun.instantiate import locate
+from trainrun.monitor.readable import counted
 from trainrun.optimizer.build import build_optimizer
 from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
 from trainrun.scheduler.scaling import scaled_lr
@@ -45,3 +46,12 @@ def build_schedule_of(config: RunConfig, optimizer: torch.optim.Optimizer, rhyth
     steps = resolve_warmup(warmup, rhythm.total_steps, rhythm.steps_per_epoch)
     target = locate(node.pop("_target_"), "scheduler")
     return build_schedule(optimizer, target, node, steps, rhythm.total_steps, own["metric"])
+
+
+def describe_update(config: RunConfig, schedule: Schedule) -> str:
+    """Optimizer, learning rate and schedule in one line: `AdamW, lr 0.001, schedule cosine, 45 warmup steps`."""
+    names = [(node or {}).get("_target_", "constant") for node in (config.optimizer, config.scheduler)]
+    optimizer, curve = (str(name).rpartition(".")[2] for name in names)
+    rates = " and ".join(f"{rate:g}" for rate in dict.fromkeys(schedule.peak_lrs))
+    warmup = f", {counted(schedule.warmup_steps, 'warmup step')}" if schedule.warmup_steps else ""
+    return f"{optimizer}, lr {rates}, schedule {curve}{warmup}"

@@ -13,7 +13,7 @@ from trainrun.build.backends import set_backends, set_threads
 from trainrun.build.data import build_sources, build_transform, check_classes, open_split
 from trainrun.build.memory import build_update
 from trainrun.build.model import build_model, transform_model
-from trainrun.build.optimizer import SCHEDULE_KEYS, build_optimizer_of, build_schedule_of
+from trainrun.build.optimizer import SCHEDULE_KEYS, build_optimizer_of, build_schedule_of, describe_update
 from trainrun.build.plan import (
     best_watch,
     build_fingerprint,
@@ -252,4 +252,5 @@ def run_facts(parts: Parts, site: Site, rhythm: Rhythm, notes: list[str]) -> Run
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         choices=tuple(notes),
+        update=describe_update(config, parts.schedule),
     )

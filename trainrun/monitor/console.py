@@ -175,6 +175,7 @@ def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
         _entry("model", model),
         _entry("data", data),
         _entry("step", batch),
+        *([_entry("update", facts.update)] if facts.update else []),
         _entry("length", _length(facts)),
         *(_entry("chosen" if i == 0 else "", choice) for i, choice in enumerate(facts.choices)),
         _entry("folder", facts.folder),

@@ -43,7 +43,7 @@ class Schedule:
         self._optimizer = optimizer
         self._wrapped = shape if isinstance(shape, LRScheduler) else None
         self._curve = None if isinstance(shape, LRScheduler) else shape
-        self._warmup_steps = warmup_steps
+        self.warmup_steps = warmup_steps
         self._metric = metric
         self._count = 0
         self._base_lrs = self.lrs
@@ -55,13 +55,19 @@ class Schedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     @property
+    def peak_lrs(self) -> list[float]:
+        """The rate of each group that the schedule starts from, or climbs to."""
+        groups = self._optimizer.param_groups
+        return [float(group.get("max_lr", base)) for group, base in zip(groups, self._base_lrs, strict=True)]
+
+    @property
     def lrs(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def step(self) -> None:
         """Once after every update that was not skipped."""
         self._count += 1
-        if self._curve is not None or self._count <= self._warmup_steps:
+        if self._curve is not None or self._count <= self.warmup_steps:
             self._follow()
         elif self._wrapped is not None and not isinstance(self._wrapped, ReduceLROnPlateau):
             self._step_wrapped(self._wrapped)
@@ -77,10 +83,10 @@ class Schedule:
 
     def _follow(self) -> None:
         """The rates of the warmup, of its end, and of the start where there is none."""
-        if self._count < self._warmup_steps:
-            self._scale((self._count + 1) / self._warmup_steps)
+        if self._count < self.warmup_steps:
+            self._scale((self._count + 1) / self.warmup_steps)
         elif self._curve is not None:
-            self._scale(self._curve(self._count - self._warmup_steps))
+            self._scale(self._curve(self._count - self.warmup_steps))
         else:
             self._scale(1.0)
 
@@ -90,7 +96,7 @@ class Schedule:
 
     def on_validation(self, metrics: dict[str, float]) -> None:
         """Lets ReduceLROnPlateau look at its metric; every other schedule ignores validations."""
-        if not isinstance(self._wrapped, ReduceLROnPlateau) or self._count < self._warmup_steps:
+        if not isinstance(self._wrapped, ReduceLROnPlateau) or self._count < self.warmup_steps:
             return
         name = self._metric or "val/loss"
         if name not in metrics:
