@@ -29,13 +29,13 @@ def test_the_names_of_the_sizes_are_known_without_torch() -> None:
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 9, 30), (3, 96, 128)])
 @pytest.mark.parametrize("size", [18, 50])
 def test_pictures_of_any_size_become_logits(shape: tuple[int, ...], size: int) -> None:
-    model = ResNet(shape, 5, size=size, width=4).eval()
+    model = ResNet(shape, 5, size=size, width=8).eval()
     assert model(torch.zeros(2, *shape)).shape == (2, 5)
 
 
 def test_the_stem_fits_the_picture() -> None:
     def first(side: int, stem: str = "auto") -> tuple[int, int]:
-        layers = ResNet([3, side, side], 2, width=4, blocks=[1], stem=stem).layers
+        layers = ResNet([3, side, side], 2, width=8, blocks=[1], stem=stem).layers
         return layers[0].kernel_size[0], sum(isinstance(layer, nn.MaxPool2d) for layer in layers)
 
     assert first(28) == first(64) == first(224, "small") == (3, 0)
@@ -43,16 +43,16 @@ def test_the_stem_fits_the_picture() -> None:
 
 
 def test_stages_halve_the_picture_and_double_the_channels() -> None:
-    model = ResNet([1, 16, 16], 2, width=4, blocks=[1, 2, 1])
+    model = ResNet([1, 16, 16], 2, width=8, blocks=[1, 2, 1])
     found = model.layers(torch.zeros(1, 1, 16, 16))
-    assert found.shape == (1, 16, 4, 4)
+    assert found.shape == (1, 32, 4, 4)
     assert sum(isinstance(layer, Residual) for layer in model.layers) == 4
 
 
 @pytest.mark.parametrize("size", [18, 50])
 def test_every_parameter_changes_within_two_steps(size: int) -> None:
     torch.manual_seed(0)
-    model, x, y = ResNet([1, 8, 8], 3, size=size, width=4), torch.randn(12, 1, 8, 8), torch.arange(12) % 3
+    model, x, y = ResNet([1, 8, 8], 3, size=size, width=8), torch.randn(12, 1, 8, 8), torch.arange(12) % 3
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -64,10 +64,10 @@ def test_every_parameter_changes_within_two_steps(size: int) -> None:
 
 def test_a_block_begins_as_its_shortcut() -> None:
     for size in (18, 50):
-        for block in ResNet([1, 8, 8], 3, size=size, width=4).modules():
+        for block in ResNet([1, 8, 8], 3, size=size, width=8).modules():
             if isinstance(block, Residual):
                 assert not block.branch(torch.randn(2, block.branch[0].in_channels, 8, 8)).any()
-    plain = ResNet([1, 8, 8], 3, width=4, zero_init_residual=False)
+    plain = ResNet([1, 8, 8], 3, width=8, zero_init_residual=False)
     assert all(block.branch[-1].weight.all() for block in plain.modules() if isinstance(block, Residual))
 
 

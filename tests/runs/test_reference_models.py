@@ -22,7 +22,7 @@ TEXT = ["data=text", "data.train.max_bytes=60000", "data.train.block_size=32", "
 MODELS = {
     "mlp": [],
     "cnn": ["model.width=4"],
-    "resnet": ["model.width=4"],
+    "resnet": ["model.width=8"],
     "vae": ["task=vae", "model.width=4", "model.hidden=[16]"],
     "gpt": [*TEXT, "model.layers=1", "model.width=32", "model.heads=2"],
     "lstm": [*TEXT, "model.width=16"],

@@ -1,11 +1,18 @@
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.model.mlp import Mlp
-from trainrun.transform.channels_last import channels_last
+from trainrun.transform.channels_last import channels_last, guard_convolutions
+
+CHECKER = next(map(str, Path("/usr/lib").glob("*/libc_malloc_debug.so.0")), "")  # of glibc
 
 
 def two_models() -> tuple[nn.Module, nn.Module]:
@@ -90,3 +97,40 @@ def test_a_model_without_pictures_stays_as_it_is() -> None:
 def test_a_model_without_pictures_pays_nothing() -> None:
     model = channels_last(Mlp([1, 8, 8], 10))
     assert not model._forward_pre_hooks
+
+
+def test_a_narrow_strided_1x1_convolution_keeps_its_layout_and_computes_the_same() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 1, stride=2), nn.Conv2d(8, 8, 1, stride=2)
+    )
+    on = channels_last(copy.deepcopy(plain))
+    guard_convolutions(on)  # a second time adds nothing
+    x = torch.randn(4, 3, 8, 8)
+    seen: list[tuple[int, ...]] = []
+    on[1].register_forward_hook(lambda module, args, out: seen.append(args[0].stride()))
+    torch.testing.assert_close(on(x), plain(x))
+    assert on[1].weight.stride() == (4, 1, 1, 1)
+    assert on[2].weight.stride() == (8, 1, 8, 8)
+    assert seen == [(256, 64, 8, 1)]
+    assert [len(layer._forward_pre_hooks) for layer in on] == [0, 1, 0]
+
+
+HEAP = """
+import trainrun
+trainrun.train("model=resnet", "model.width=4", "model.blocks=[1,1]", "trainer.max_steps=3", "trainer.limit_val_batches=1",
+               "trainer.channels_last={last}", "monitor.plots=false", "monitor.hardware=false")
+"""
+
+
+@pytest.mark.skipif(not CHECKER, reason="glibc's libc_malloc_debug is not here")
+@pytest.mark.parametrize("last", ["true", "false"])
+def test_no_step_of_a_narrow_resnet_writes_outside_of_its_memory(workdir: Path, last: str) -> None:
+    checks = {"LD_PRELOAD": CHECKER, "MALLOC_CHECK_": "3", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", HEAP.format(last=last)],
+        env={**os.environ, **checks},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

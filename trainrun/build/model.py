@@ -11,7 +11,7 @@ from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import build
 from trainrun.interfaces import DataFacts
 from trainrun.precision.amp import prepare_model
-from trainrun.transform.channels_last import channels_last
+from trainrun.transform.channels_last import channels_last, guard_convolutions
 from trainrun.transform.compile import WITH_CUDA_GRAPHS, CompileOptions, compile_model, keep_gradients
 from trainrun.transform.fp8 import fp8_linear
 
@@ -38,6 +38,7 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
         )
     model = model.to(device)
     prepare_model(model, config.precision.mode)
+    guard_convolutions(model)
     return model
 
 
