@@ -1,6 +1,6 @@
 """Show which convolutions of this torch write outside of their memory on a CPU with AVX2.
 
-Each layer runs in a process of its own under glibc's checks of the heap. `python scripts/conv_heap.py`; Linux with glibc.
+Each layer runs in a process of its own under glibc's checks of the heap, so it needs Linux with glibc.
 """
 
 from __future__ import annotations

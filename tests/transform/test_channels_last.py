@@ -118,8 +118,9 @@ def test_a_narrow_strided_1x1_convolution_keeps_its_layout_and_computes_the_same
 
 HEAP = """
 import trainrun
-trainrun.train("model=resnet", "model.width=4", "model.blocks=[1,1]", "trainer.max_steps=3", "trainer.limit_val_batches=1",
-               "trainer.channels_last={last}", "monitor.plots=false", "monitor.hardware=false")
+trainrun.train("model=resnet", "model.width=4", "model.blocks=[1,1]", "trainer.max_steps=3",
+               "trainer.limit_val_batches=1", "trainer.channels_last={last}",
+               "monitor.plots=false", "monitor.hardware=false")
 """
 
 

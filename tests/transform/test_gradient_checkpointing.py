@@ -14,6 +14,7 @@ from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
 from trainrun.model.mlp import Mlp
+from trainrun.transform import products
 from trainrun.transform.blocks import blocks_of
 from trainrun.transform.gradient_checkpointing import gradient_checkpointing
 
@@ -133,6 +134,48 @@ def test_selective_computes_no_product_twice() -> None:
     plain = flops("none")
     assert flops("selective") == plain
     assert flops("full") > 1.2 * plain
+
+
+class Drops(nn.Module):
+    """Blocks that draw in one operation, as attention with dropout does on a GPU, and then in another."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, _ = torch.native_dropout(self.linear(x).tanh(), 0.3, True)
+            return nn.functional.dropout(self.linear(x).tanh(), 0.3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(self.Part() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def test_a_product_that_draws_is_computed_again_with_all_later_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PRODUCTS", products.PRODUCTS | {torch.ops.aten.native_dropout.default})
+    monkeypatch.setitem(MODELS, "drops", (Drops, lambda: torch.randn(8, 16), 2))
+    plain, on = model_of("drops"), model_of("drops")
+    gradient_checkpointing(on, "selective")
+    for a, b in zip(trained(on, "drops"), trained(plain, "drops"), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "efficient_attention", "cudnn_attention"])
+def test_attention_is_kept_where_it_does_not_drop(name: str) -> None:
+    function = getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    names = [argument.name for argument in function._schema.arguments]
+    args = [None] * names.index("dropout_p")
+    assert products.is_kept(function, args, {})
+    assert products.is_kept(function, [*args, 0.0, True], {})
+    assert not products.is_kept(function, [*args, 0.1, True], {})
+    assert not products.is_kept(function, args, {"dropout_p": 0.1})
 
 
 def test_a_copy_uses_its_own_weights() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Attention is made of products. What a version of torch lacks is left out.
+# Attention is made of products; one that draws is not kept, see `is_kept`. What a version of torch lacks is left out.
 NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
@@ -23,6 +23,21 @@ NAMES = (
 PRODUCTS = frozenset(
     packet.default for name in NAMES if (packet := getattr(torch.ops.aten, name, None)) is not None
 )
+
+
+def is_kept(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is a product whose result is kept.
+
+    Attention that drops draws inside of its kernel. Handing its result out would leave the random generator where it
+    was, and every later draw of the block would be another one than in the first run: it is computed again.
+    """
+    if function not in PRODUCTS:
+        return False
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return True
+    names = [argument.name for argument in function._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" in names and not given.get("dropout_p", 0.0)
 
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -62,7 +77,7 @@ class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def dispatch(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function in PRODUCTS:
+        if is_kept(function, args, kwargs or {}):
             self._kept.append(Kept(function, result))
         return result
 
@@ -80,7 +95,7 @@ class HandingOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def dispatch(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in PRODUCTS:
+        if is_kept(function, args, kwargs or {}):
             position, self._position = self._position, self._position + 1
             kept, self._kept[position] = self._kept[position], None
             if kept is not None and kept.function is not function:
