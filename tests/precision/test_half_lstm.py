@@ -1,9 +1,13 @@
-"""LSTMs under float16's autocast are trained, and are what they were."""
+"""LSTMs under the autocast of a CPU are trained, and are what they were."""
 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +41,7 @@ def trained(net: nn.Module) -> Tensor:
 
 @pytest.fixture
 def _refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_lstm, "trains_from_float32", lambda: False)
+    monkeypatch.setattr(half_lstm, "trains_from_float32", lambda dtype: False)
 
 
 @pytest.mark.parametrize("words", [{}, {"num_layers": 2, "bidirectional": True}])
@@ -46,6 +50,28 @@ def test_an_lstm_is_trained_in_16_mixed_on_this_machine(words: dict[str, Any], t
     net = prepare_model(Net(**words), "16-mixed").train(training)
     trained(net)
     assert all(param.grad is not None and param.grad.isfinite().all() for param in net.parameters())
+
+
+WITHOUT_AVX512 = """
+import sys, torch
+from torch import nn
+from trainrun.precision.amp import prepare_model
+for mode in ("bf16-mixed", "auto"):
+    lstm = prepare_model(nn.LSTM(3, 5, num_layers=2, bidirectional=True), mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        states, _ = lstm(torch.linspace(-1, 1, 24).reshape(2, 4, 3))
+    states.float().sum().backward()
+    assert states.dtype == torch.bfloat16 and lstm.weight_ih_l0.grad.abs().sum() > 0, mode
+"""
+
+
+def test_an_lstm_is_trained_in_bf16_mixed_on_a_cpu_without_avx512() -> None:
+    environ = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_AVX512], capture_output=True, text=True, check=False,
+        env=environ, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("_refused")
@@ -72,7 +98,7 @@ def test_packed_sequences_come_through() -> None:
 
 
 @pytest.mark.usefixtures("_refused")
-@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "64-true"])
+@pytest.mark.parametrize("mode", ["32-true", "bf16-true", "64-true"])
 def test_other_modes_leave_it_alone(mode: str) -> None:
     assert not prepare_model(Net(), mode).lstm._forward_pre_hooks  # type: ignore[union-attr]
 
@@ -80,5 +106,5 @@ def test_other_modes_leave_it_alone(mode: str) -> None:
 def test_asking_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     half_lstm.trains_from_float32.cache_clear()
-    half_lstm.trains_from_float32()
+    half_lstm.trains_from_float32(torch.float16)
     assert torch.equal(before, torch.get_rng_state())

@@ -26,10 +26,11 @@ from trainrun.model.attention import causal_attention
 from trainrun.model.gpt import Gpt
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
+from trainrun.precision import amp
 from trainrun.randomness import random_state
 from trainrun.restore import parts_of as restored
 from trainrun.rundir import RunDir
-from trainrun.start import attention_kernel, settle
+from trainrun.start import attention_kernel, number_type, settle
 from trainrun.start.settle import settled
 from trainrun.start.trial import agreed_times, best_of
 from trainrun.task.language_modeling import LanguageModeling
@@ -73,6 +74,12 @@ class TimedTask:
     def step(self, model: nn.Module, batch: Any) -> Any:
         self.time.now += self.seconds()
         return self.inner.step(model, batch)
+
+
+@pytest.fixture(autouse=True)
+def _native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever CPU the tests run on."""
+    monkeypatch.setattr(settle, "emulates_bfloat16", lambda device: False)
 
 
 def in_bfloat16() -> bool:
@@ -127,6 +134,19 @@ def test_not_measured_where_it_may_not_or_need_not_be(words: tuple[str, ...], mo
     assert spent == 0
     assert config.precision.mode == chosen["precision"] == "32-true"  # what suits a network so small
     assert bool(notes) == ("chosen" not in more)
+
+
+def test_a_type_that_is_emulated_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settle, "emulates_bfloat16", amp.emulates_bfloat16)
+    for room in (amp, number_type):
+        monkeypatch.setattr(room, "cpu_has", lambda *features: False)
+    monkeypatch.setattr(amp, "is_x86", lambda: True)
+    config, chosen, notes, spent = told(parts_of((), count=64), lambda: 0.001 if in_bfloat16() else 0.013)
+    assert config.precision.mode == chosen["precision"] == "32-true"
+    assert notes == [
+        "precision: 32-true, not measured: this cpu has no bfloat16 arithmetic for matrix products"
+    ]
+    assert spent == 0
 
 
 def test_a_step_that_takes_long_is_heard_on_few_samples_or_not_at_all() -> None:

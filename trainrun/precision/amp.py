@@ -76,7 +76,7 @@ def data_float_dtype(mode: str) -> torch.dtype:
 
 def prepare_model(model: nn.Module, mode: str) -> nn.Module:
     """Converts the weights for the `true` modes, in place; to be called before the optimizer is built.
-    For `16-mixed` it mends what a CPU cannot train as it is.
+    For mixed types it mends what a CPU cannot train as it is; `auto` may become `bf16-mixed`.
 
     Whatever floating-point tensors the model is called with are cast to the type of its weights, so
     data and tasks need not know it.
@@ -86,8 +86,9 @@ def prepare_model(model: nn.Module, mode: str) -> nn.Module:
         cast = partial(cast_weight, dtype)  # Module.to would make complex numbers real: half of them lost
         model._apply(cast)  # type: ignore[no-untyped-call]
         model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
-    if AUTOCAST_TYPES.get(mode) is torch.float16:
-        round_inputs(model)
+    mixed = AUTOCAST_TYPES.get("bf16-mixed" if mode == "auto" else mode)
+    if mixed is not None:
+        round_inputs(model, mixed)
     return model
 
 
@@ -146,7 +147,7 @@ def type_notes(mode: str, device: torch.device, master_weights: bool = False) ->
 
 
 def _cpu_note(mode: str, _device: torch.device) -> str:
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    if not is_x86():
         return ""  # nothing known, nothing claimed
     bf16, fp16 = cpu_has("avx512_bf16", "amx_tile"), cpu_has("avx512_fp16", "amx_fp16")
     emulated = "so it is emulated and slower than 32-true"
@@ -158,6 +159,18 @@ def _cpu_note(mode: str, _device: torch.device) -> str:
     return ""
 
 
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Whether the device is known to compute matrix products in bfloat16 without hardware for it."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return not torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and is_x86() and not cpu_has("avx512_bf16", "amx_tile")
+
+
 def cpu_has(*features: str) -> bool:
     """Whether the CPU has one of them; torch 2.8 has a probe for some, later versions one table for all."""
     table: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -167,8 +180,7 @@ def cpu_has(*features: str) -> bool:
 
 def _cuda_note(mode: str, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
-    with torch.cuda.device(device):
-        native_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    native_bf16 = not emulates_bfloat16(device)
     if mode.startswith("bf16") and not native_bf16:
         return "this GPU has no bfloat16 arithmetic, so it is emulated and slow; 16-mixed is native here"
     if mode == "16-mixed" and capability < (7, 0):

@@ -1,9 +1,9 @@
-"""LSTMs under float16's autocast on a CPU: their input is rounded before them, and not on the way into their kernel.
+"""LSTMs under the autocast on a CPU: their input is rounded before them, and not on the way into their kernel.
 
-what: given float32, torch looks for a kernel that trains LSTMs from there in float16, and on CPUs with AVX512-FP16
-    there is none (torch 2.13: "could not create a primitive descriptor"). Given float16 it has one. The autocast
-    rounds the input to float16 in either case.
-when: `precision=16-mixed` on such a CPU, asked by trying.
+what: given float32, torch looks for a kernel that computes LSTMs from there in the autocast's type, and some CPUs have
+    none (torch 2.13: "could not create a primitive descriptor"): those with AVX512-FP16 for float16, those without
+    AVX-512 for bfloat16. Given the type itself it has one. The autocast rounds the input to that type in either case.
+when: `precision=16-mixed`, `bf16-mixed` and `auto` on such a CPU, asked by trying.
 when not: anywhere else. An LSTM that a model calls otherwise than as a module is out of reach.
 source: torch.nn.LSTM, aten/src/ATen/native/mkldnn/RNN.cpp
 gain: the run works; not a matter of speed.
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 
-def round_inputs(model: nn.Module) -> None:
+def round_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """In place; a model on another device, or without an LSTM, stays as it is."""
     for module in model.modules():
         on_cpu = all(param.device.type == "cpu" for param in module.parameters())
-        if isinstance(module, nn.LSTM) and on_cpu and not trains_from_float32():
+        if isinstance(module, nn.LSTM) and on_cpu and not trains_from_float32(dtype):
             module.register_forward_pre_hook(rounded, with_kwargs=True)
 
 
@@ -41,11 +41,11 @@ def _in(dtype: torch.dtype, value: Any) -> Any:
 
 
 @cache
-def trains_from_float32() -> bool:
-    """Whether torch computes the training of an LSTM under float16's autocast on this CPU."""
+def trains_from_float32(dtype: torch.dtype) -> bool:
+    """Whether torch computes the training of an LSTM under the autocast to `dtype` on this CPU."""
     lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")  # draws no random numbers
     try:
-        with torch.enable_grad(), torch.autocast("cpu", torch.float16):
+        with torch.enable_grad(), torch.autocast("cpu", dtype):
             lstm(torch.zeros(1, 1, 1, dtype=torch.float32))
     except RuntimeError:
         return False

@@ -4,7 +4,8 @@ what: forward and backward of a copy of the model on the first batch, in `32-tru
     latter is taken where the former takes more than 10 % longer.
 when: presets `fast` and `max-perf`, in runs long enough; at most 0.5 s and 1 % of the run.
 when not: where every run must round alike: name a type. Short runs, `trainer.deterministic=true`, compiled models and
-    what cannot be tried take the rule: bfloat16 where the device has it, but no tiny dense network on a CPU.
+    what cannot be tried take the rule: bfloat16 where the device has it, but no tiny dense network on a CPU. A device
+    that only emulates bfloat16 always takes float32.
     What was chosen is written down with the run: resumes, evaluation and all ranks take the same.
 source: a tiny network spends its time in the casts: digits MLP, batch 32, one core: bf16-mixed 0.55x as fast.
 gain: none over the better of the two named by hand; it spares finding out.

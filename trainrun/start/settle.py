@@ -16,7 +16,7 @@ from trainrun.config import RunConfig
 from trainrun.data.own_random import own_generator
 from trainrun.data.undecided import Undecided
 from trainrun.interfaces import Batches, Parallel
-from trainrun.precision.amp import AUTOCAST_TYPES
+from trainrun.precision.amp import AUTOCAST_TYPES, emulates_bfloat16
 from trainrun.randomness import kept_random_state
 from trainrun.start.attention_kernel import chosen_kernel, set_kernel, undecided_layers
 from trainrun.start.budget import ATTENTION, FEW_BATCHES, PRECISION
@@ -43,6 +43,8 @@ def settled(config: RunConfig, model: nn.Module, task: Any, train: Batches, para
     layers = undecided_layers(model)
     free_type = config.precision.mode == "auto"
     wanted = (free_type and "precision" not in chosen, bool(layers) and "attention" not in chosen)
+    if wanted[0] and emulates_bfloat16(parallel.device):
+        wanted = (False, wanted[1])  # by rule: a type without hardware is never taken
     if measure and any(wanted):
         with kept_random_state():
             Settling(config, model, task, train, parallel, num_batches, clock).decide(chosen, wanted, notes)
