@@ -30,12 +30,15 @@ SUMMARY = {
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
+def speed(per_second: float, batch: float = 100.0) -> dict[str, float]:
+    """Of a row whose steps have so many samples."""
+    return {"samples_per_second": per_second, "step_seconds": batch / per_second}
+
+
 def run(console: Console, folder: str = "runs/x") -> None:
     console.on_start(replace(FACTS, folder=folder), 0)
-    console.on_step(
-        100, 2.22, {"train/loss": 0.3, "train/acc": 0.9, "lr": 1e-3, "samples_per_second": 5000.0}
-    )
-    console.on_step(130, 2.9, {"train/loss": 0.21345, "samples_per_second": 6000.0})
+    console.on_step(100, 2.22, {"train/loss": 0.3, "train/acc": 0.9, "lr": 1e-3} | speed(5000.0))
+    console.on_step(150, 2.9, {"train/loss": 0.21345} | speed(6000.0, 240.0))
     console.on_eval(135, 3.0, {"val/acc": 0.921, "val/loss": 0.25, "val/seconds": 0.01})
     console.on_note("saved [bold]checkpoint[/bold] :smile:")
     console.on_eval(900, 20.0, {"test/loss": 0.2, "test/acc": 0.95})
@@ -122,10 +125,10 @@ def test_the_newest_numbers_are_said_at_the_end_and_once() -> None:
 def test_only_recent_log_points_count_for_the_speed() -> None:
     stream = io.StringIO()
     console = Console(window=2, stream=stream)
-    for speed in (1.0, 100.0, 200.0):
-        console.on_step(1, 0.0, {"samples_per_second": speed})
-    console.on_eval(1, 1.0, {"val/loss": 1.0})
-    assert stream.getvalue() == "epoch 1  step 1  val/loss 1  150 samples/s\n"
+    for step, per_second in ((1, 1.0), (3, 100.0), (4, 400.0)):
+        console.on_step(step, 0.0, speed(per_second))
+    console.on_eval(4, 1.0, {"val/loss": 1.0})  # 300 samples in 2.25 seconds
+    assert stream.getvalue() == "epoch 1  step 4  val/loss 1  133 samples/s\n"
 
 
 def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +139,7 @@ def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatc
     console = Console(interactive=True, stream=stream)
     console.on_start(FACTS, 0)
     console.on_batch(450)
-    console.on_step(450, 10.0, {"train/loss": 0.25, "samples_per_second": 5900.0})
+    console.on_step(450, 10.0, {"train/loss": 0.25} | speed(5900.0))
     console.on_eval(450, 10.0, {"val/acc": 0.9, "val/loss": 0.5})
     console._live.refresh()  # type: ignore[union-attr]
     console.on_note("saved [bold]x[/bold] :smile:")
@@ -298,7 +301,7 @@ def test_tokens_are_shown_as_such() -> None:
     stream = io.StringIO()
     console = Console(False, True, False, 20, stream)
     console.on_start(FACTS, 0)
-    console.on_step(450, 10.0, {"train/loss": 0.25, "tokens_per_second": 5900.0})
+    console.on_step(450, 10.0, {"train/loss": 0.25, "tokens_per_second": 5900.0, "step_seconds": 0.1})
     console.on_eval(450, 10.0, {"val/loss": 0.5})
     console.on_end({"step": 450, "seconds": 12.0, "tokens_per_second": 6100.0, "samples_per_second": None})
     text = stream.getvalue()

@@ -15,6 +15,7 @@ from trainrun.plots.series import (
     series_of,
     thinned,
     wants_log_scale,
+    window_steps,
 )
 
 
@@ -51,6 +52,15 @@ def test_moving_average_is_the_mean_of_the_finite_neighbours(values: list[float]
 def test_a_spike_does_not_spoil_the_means_behind_it() -> None:
     means = moving_average(series(0.1, 1e30, 0.1, 0.1, 0.1, 0.1), 2).values
     assert means[-1] == pytest.approx(0.1)
+
+
+def test_a_speed_is_averaged_as_items_over_seconds() -> None:
+    steps, items = np.array([10.0, 20.0, 21.0]), np.array([100.0, 100.0, 10.0])
+    step_seconds = Series(steps, np.array([0.1, 0.1, 9.0]))
+    seconds = step_seconds.values * window_steps(step_seconds)
+    assert seconds.tolist() == [1.0, 1.0, 9.0]
+    means = moving_average(Series(steps, items / seconds), 3, seconds)
+    assert means.values[1] == pytest.approx(items.sum() / seconds.sum())
 
 
 def test_the_window_leaves_short_curves_their_shape() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -13,7 +14,11 @@ from types import SimpleNamespace
 import exact_parts
 import pytest
 
-from trainrun.ledger import ACCOUNTS, Ledger
+from trainrun import loop
+from trainrun.ledger import ACCOUNTS, LOOP, Ledger
+from trainrun.monitor import board
+from trainrun.monitor.console import Console
+from trainrun.monitor.readable import quantity
 from trainrun.precision import guarded
 from trainrun.record import train
 
@@ -97,6 +102,27 @@ def test_injected_delays_are_on_their_accounts_and_nothing_else_is(monkeypatch):
     assert ledger.read() == pytest.approx(clock.told)
 
 
+def test_the_throughput_on_the_screen_is_items_over_the_seconds_of_the_account(monkeypatch):
+    clock, stream = Clock(), io.StringIO()
+    monkeypatch.setattr(board, "perf_counter", clock)
+    ledger, console = Ledger(clock=clock), Console(False, stream=stream)
+    words = (*WORDS, "monitor.log_every_n_steps=3")
+    parts = exact_parts.parts_of(words, console, ledger=ledger, batch_size=2, val_batch_size=4, count=26)
+    monkeypatch.setattr(loop, "perf_counter", clock)
+    slow = iter([5.0, 3.0, 2.0])  # the first steps of a run are its slowest
+
+    def step(parts, window, log):
+        clock.now += next(slow, 0.25)
+        return loop.train_step(parts, window, log)
+
+    state = exact_parts.fitted(dataclasses.replace(slowed(parts, clock), stepper=step))
+    book = ledger.read()
+    seconds = sum(book.get(name, 0.0) for name in (*LOOP, "checkpoint"))
+    assert (state.step, state.items) == (26, 52)
+    assert console._speed() == pytest.approx(52 / seconds)
+    assert stream.getvalue().endswith(f"  {quantity(52 / seconds)} samples/s\n")
+
+
 def interrupted(ledger, clock):
     with ledger.on(ACCOUNTS.index("plots")):
         clock.now = 2.0
@@ -136,5 +162,6 @@ def test_the_rows_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
     assert rows[-1]["seconds"]["plots"] > rows[0]["seconds"].get("plots", 0)
     assert rows[-1]["vitals"]["cpu_seconds"] > 0
     assert (run.folder / "plots" / "time.png").stat().st_size > 1000
+    assert run.status["samples_per_second"] * run.status["seconds"] == pytest.approx(2 * 1438)
     assert "spent" in (run.folder / "run.log").read_text()
     json.dumps(rows)

@@ -30,7 +30,7 @@ class Console:
     """Listens on rank 0.
 
     interactive: None looks whether the output is a terminal. verbose: show the composed choices at the
-    start. progress: a bar where there is a terminal. window: log points that the throughput is averaged over.
+    start. progress: a bar where there is a terminal. window: log points whose items and seconds the throughput is of.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class Console:
     ) -> None:
         self._stream = stream
         self._interactive, self._verbose, self._progress = interactive, verbose, progress
-        self._speeds: deque[float] = deque(maxlen=window)
+        self._windows: deque[tuple[float, float]] = deque(maxlen=window)  # items and seconds of each
+        self._window_began = 0  # the step of the last log point
         self._unit = "samples/s"
         self._latest: dict[str, float] = {}
         self._unsaid: tuple[int, float, dict[str, float]] | None = (
@@ -61,6 +62,7 @@ class Console:
 
     def on_start(self, facts: RunFacts, step: int) -> None:
         self._facts, self.position, self._last_line = facts, step, time.monotonic()
+        self._window_began = step
         for line in start_lines(facts, step, self._verbose):
             self._print(line)
         if self._progress and self._in_terminal():
@@ -68,8 +70,11 @@ class Console:
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         if (found := speed_in(row)) is not None:
-            self._speeds.append(found[0])
+            seconds = row["step_seconds"] * (step - self._window_began)
+            if seconds > 0:
+                self._windows.append((found[0] * seconds, seconds))
             self._unit = found[1]
+        self._window_began = step
         train = {name: value for name, value in row.items() if name.startswith("train/")}
         self._latest |= train
         self._unsaid = step, epoch, train
@@ -138,7 +143,11 @@ class Console:
             os.register_at_fork(after_in_child=_plain_streams(sys.stdout, sys.stderr))
 
     def _speed(self) -> float | None:
-        return sum(self._speeds) / len(self._speeds) if self._speeds else None
+        """Items over seconds: log points are unequally long, so no mean of their speeds is right."""
+        items, seconds = (
+            (sum(column) for column in zip(*self._windows, strict=True)) if self._windows else (0, 0)
+        )
+        return items / seconds if seconds else None
 
     def _print_progress(self, step: int, epoch: float, metrics: Mapping[str, float]) -> None:
         total = self._facts.total_epochs if self._facts else None

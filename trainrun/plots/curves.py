@@ -13,7 +13,16 @@ from trainrun.plots import canvas
 from trainrun.plots.history import History, read_config, read_history
 from trainrun.plots.ledger import ledger_picture
 from trainrun.plots.pictures import confusion_picture, predictions_picture
-from trainrun.plots.series import Series, fitting_window, moving_average, names_in, series_of, wants_log_scale
+from trainrun.plots.series import (
+    Floats,
+    Series,
+    fitting_window,
+    moving_average,
+    names_in,
+    series_of,
+    wants_log_scale,
+    window_steps,
+)
 from trainrun.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -112,13 +121,15 @@ def throughput_picture(history: History, window: int) -> Figure | None:
     if not len(speed):
         return None
     picture, axes = _panels("Throughput", history, 2 if len(seconds) else 1)
-    _draw_averaged(axes[0], speed, window, canvas.TRAIN, SPEEDS[name])
+    steps = window_steps(seconds)
+    weights = np.nan_to_num(seconds.values * steps) if len(seconds) == len(speed) else None
+    _draw_averaged(axes[0], speed, window, canvas.TRAIN, SPEEDS[name], weights)
     axes[0].set_ylabel(name.replace("_", " "))
     axes[0].yaxis.set_major_formatter(lambda value, _: quantity(value))
     canvas.start_at_zero(axes[0])
     if len(seconds):
         scaled, unit = _in_units(seconds, TIME_UNITS)
-        _draw_averaged(axes[1], scaled, window, canvas.VAL, "step time")
+        _draw_averaged(axes[1], scaled, window, canvas.VAL, "step time", steps)
         axes[1].set_ylabel(f"{unit} per step")
         canvas.start_at_zero(axes[1])
     canvas.label_steps(axes, history.steps_per_epoch)
@@ -199,14 +210,16 @@ def _mark_best(ax: Axes, history: History) -> None:
         ax.axvline(best.step, color=canvas.BEST, linewidth=1.2, linestyle="--", label=text)
 
 
-def _draw_averaged(ax: Axes, curve: Series, window: int, color: str, label: str) -> None:
+def _draw_averaged(
+    ax: Axes, curve: Series, window: int, color: str, label: str, weights: Floats | None = None
+) -> None:
     """The raw values faint, and a moving average over them where there are enough."""
     width = fitting_window(len(curve), window)
     if width == 1:
         canvas.draw_line(ax, curve, color, label)
         return
     canvas.draw_line(ax, curve, color, None, faint=True)
-    canvas.draw_line(ax, moving_average(curve, width), color, f"{label}, mean of {width} log points")
+    canvas.draw_line(ax, moving_average(curve, width, weights), color, f"{label}, mean of {width} log points")
 
 
 def _finish(ax: Axes, curves: list[Series], history: History, log: bool = True) -> None:

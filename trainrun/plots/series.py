@@ -52,19 +52,26 @@ def fitting_window(num_points: int, window: int) -> int:
     return max(1, min(window, num_points // LEAST_AVERAGES))
 
 
-def moving_average(series: Series, window: int) -> Series:
+def moving_average(series: Series, window: int, weights: Floats | None = None) -> Series:
     """Means over `window` points around each; at the ends over fewer; nan and inf are left out.
 
     Where the value itself is not finite, the mean is nan: an average must not go on where a curve ended.
+    weights: of the points, above 0; a speed is weighed by its seconds.
     """
     if window <= 1 or not len(series):
         return series
     finite = np.isfinite(series.values)
+    weights = np.where(finite, 1.0 if weights is None else weights, 0.0)
     kernel = np.ones(min(window, len(series)))
-    sums = np.convolve(np.where(finite, series.values, 0.0), kernel, "same")
-    counts = np.convolve(finite.astype(np.float64), kernel, "same")
-    means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=finite)
+    sums = np.convolve(np.where(finite, series.values, 0.0) * weights, kernel, "same")
+    totals = np.convolve(weights, kernel, "same")
+    means = np.divide(sums, totals, out=np.full_like(sums, np.nan), where=finite & (totals > 0))
     return Series(series.steps, means)
+
+
+def window_steps(series: Series) -> Floats:
+    """The steps that each log point stands for: those since the one before."""
+    return np.maximum(np.diff(series.steps, prepend=0.0), 1.0)
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
