@@ -203,6 +203,12 @@ def test_one_hint_where_something_takes_over_a_tenth(change, padding, expected):
     assert "hydra" not in line
 
 
+def test_a_long_command_is_not_said_again():
+    words = [f"model.layers.{number}=3" for number in range(40)]
+    line = hint(FINE | {"data": 30.0}, 0.0, words)
+    assert line.endswith("is measured by: trainrun tune ... (the words in overrides.txt)")
+
+
 def test_no_hint_where_less_than_a_second_could_be_won():
     assert hint({"forward": 0.5, "data": 0.9}, 0.0, []) == ""
 

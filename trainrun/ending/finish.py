@@ -84,12 +84,13 @@ def measured(parts: Parts, state: TrainState, run: RunDir, session: Session) -> 
 
 
 def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float]:
-    """Of one rank: the others do as much at the same time."""
+    """Of one rank: the others do as much at the same time. No MFU where the peak is not steady, or is none."""
     if work is None:
         return {}
-    done = work.flops * items_per_second
+    done, peak = work.flops * items_per_second, max(work.peaks)
     facts = {"flops_per_item": work.flops, "flops_per_second": done}
-    return facts | ({"peak_flops_per_second": work.peak, "mfu": done / work.peak} if work.peak else {})
+    facts |= {"peak_flops_per_second": peak, "lowest_peak_flops_per_second": min(work.peaks)}
+    return facts | ({"mfu": done / peak} if work.is_steady and done <= peak else {})
 
 
 def ceiling_facts(found: Ceilings, world_size: int) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """How many floating-point operations a run asked for, and how many this machine could do.
 
 what: one forward and backward of copies of model and task under torch's FlopCounterMode, after the training;
-    and the fastest matrix product of this device in the type of the run. MFU is the first over the second:
-    recomputation would count too, and causal attention counts as the full square.
+    and the fastest matrix product of this device in the type of the run, in several rounds. MFU is the first over the
+    second: recomputation would count too, and causal attention counts as the full square. Where the rounds differ,
+    as on a machine that others use, there is no MFU.
 when: at the end of a run that was long enough to pay for it (MIN_SECONDS); nothing of the run is moved.
 when not: models too large to copy, loops and layers of a kind that cannot be repeated: then there is no figure.
 source: https://arxiv.org/abs/2204.02311, appendix B (MFU); torch/utils/flop_counter.py
@@ -32,8 +33,10 @@ from trainrun.randomness import kept_random_state
 
 MIN_SECONDS = 10.0  # of training
 MIN_STEPS = 50  # counting takes about one
-PEAK_SECONDS = 0.2  # of matrix products, after one that warms up
-LEAST_PRODUCTS = 5  # the fastest of them counts: other processes take turns with this one
+PEAK_ROUNDS = 4
+PEAK_SECONDS = 0.06  # of matrix products in a round, after one that warms up
+LEAST_PRODUCTS = 2  # in a round; the fastest counts: other processes take turns with this one
+STEADY = 1.25  # the fastest round over the slowest, at most
 PEAK_SIZES = {"cpu": 1024, "cuda": 8192}
 FIRST_SIZE = 256
 MOST_SECONDS = 0.1  # that one product may take, as the one of half its size says
@@ -42,11 +45,16 @@ Shape = Sequence[int]
 
 
 class Work(NamedTuple):
-    """flops: of forward and backward, for one item (what the loss is averaged over). peak: a second, on
-    one device, measured; 0 where it could not be."""
+    """flops: of forward and backward, for one item (what the loss is averaged over). peaks: a second, on one
+    device, as each round measured it."""
 
     flops: float
-    peak: float
+    peaks: Sequence[float]
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the rounds agree."""
+        return max(self.peaks) <= STEADY * min(self.peaks)
 
 
 def measured_work(parts: Parts) -> Work | None:
@@ -59,11 +67,11 @@ def measured_work(parts: Parts) -> Work | None:
     try:
         with kept_random_state():
             flops = flops_per_item(parts)
-            peak = peak_flops(parts.parallel.device, dtype_of(parts))
+            peaks = peak_rounds(parts.parallel.device, dtype_of(parts))
     # Whatever the user's model does in its copy, a finished run is not lost to a figure.
     except Exception:
         return None
-    return Work(flops, peak) if flops else None
+    return Work(flops, peaks) if flops else None
 
 
 def flops_per_item(parts: Parts) -> float:
@@ -136,7 +144,12 @@ def dtype_of(parts: Parts) -> torch.dtype:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of the best large square product, with the threads and settings of the run.
+    """Operations a second of the best large square product, with the threads and settings of the run."""
+    return max(peak_rounds(device, dtype))
+
+
+def peak_rounds(device: torch.device, dtype: torch.dtype) -> list[float]:
+    """The same of each round.
 
     As large as PEAK_SIZES says where that is quick; a type that the device only emulates takes up to 100 times as long.
     """
@@ -146,10 +159,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         size *= 2
         product = square_product(device, dtype, size)
     product()
+    return [2 * size**3 / fastest(product) for _ in range(PEAK_ROUNDS)]
+
+
+def fastest(product: Callable[[], float]) -> float:
+    """Seconds of the fastest product of one round."""
     seconds = [product()]
     while len(seconds) < LEAST_PRODUCTS or sum(seconds) < PEAK_SECONDS:
         seconds.append(product())
-    return 2 * size**3 / min(seconds)
+    return min(seconds)
 
 
 def square_product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], float]:

@@ -9,7 +9,8 @@ from trainrun.ledger import LOOP
 
 NOTABLE = 0.10  # of the time between start-up and the end of the training
 LEAST_SECONDS = 1.0  # less is not worth a command that takes longer
-WITHOUT = ("hydra.", "run_name=")  # words about the place of a run
+WITHOUT = ("hydra.", "run_name=", "output_dir=")  # words about the place of a run
+LONGEST = 80  # characters of words that are said again
 # What it is called, and the command that measures what could be won.
 NAMES = {
     "data": ("waiting for data", "tune"),
@@ -36,5 +37,7 @@ def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> 
         return ""
     what, command = NAMES[name]
     same = shlex.join([word for word in words if not word.startswith(WITHOUT)])
+    if len(same) > LONGEST:
+        same = "... (the words in overrides.txt)"
     share = f"{what} took {100 * wasted[name] / total:.0f} % after start-up"
     return f"{share}; what could be won is measured by: trainrun {command} {same}".rstrip()

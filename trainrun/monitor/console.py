@@ -238,12 +238,14 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
 
 
 def compute_line(summary: Mapping[str, Any]) -> str:
-    """`35 GFLOP/s, 41 % of the 85 GFLOP/s that this device does in its best matrix product`"""
-    line = flop_rate(summary["flops_per_second"])
-    if not summary.get("mfu"):
+    """`35 GFLOP/s, 41 % of the best matrix product measured here (80 GFLOP/s to 85 GFLOP/s)`"""
+    line, peak = flop_rate(summary["flops_per_second"]), summary.get("peak_flops_per_second")
+    if not peak:
         return line
-    peak = flop_rate(summary["peak_flops_per_second"])
-    return f"{line}, {100 * summary['mfu']:.1f} % of the {peak} of the best matrix product here"
+    measured = f"{flop_rate(summary['lowest_peak_flops_per_second'])} to {flop_rate(peak)}"
+    if not summary.get("mfu"):
+        return f"{line}; the best matrix product measured here is too unsteady to compare with ({measured})"
+    return f"{line}, {100 * summary['mfu']:.1f} % of the best matrix product measured here ({measured})"
 
 
 def ceiling_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> str:
