@@ -106,11 +106,11 @@ def test_the_summary_of_a_long_run_has_it(tmp_path, monkeypatch):
         ),
         (
             (29e9, 99e9, 50e9),
-            "40 GFLOP/s; the best matrix product measured here is too unsteady to compare with (29 GFLOP/s to 99 GFLOP/s)",
+            "40 GFLOP/s; the best matrix product measured here is too unsteady to compare (29 GFLOP/s to 99 GFLOP/s)",
         ),
         (
             (30e9, 31e9),  # something else had the machine meanwhile
-            "40 GFLOP/s; the best matrix product measured here is too unsteady to compare with (30 GFLOP/s to 31 GFLOP/s)",
+            "40 GFLOP/s; the best matrix product measured here is too unsteady to compare (30 GFLOP/s to 31 GFLOP/s)",
         ),
     ],
 )

@@ -244,7 +244,7 @@ def compute_line(summary: Mapping[str, Any]) -> str:
         return line
     measured = f"{flop_rate(summary['lowest_peak_flops_per_second'])} to {flop_rate(peak)}"
     if not summary.get("mfu"):
-        return f"{line}; the best matrix product measured here is too unsteady to compare with ({measured})"
+        return f"{line}; the best matrix product measured here is too unsteady to compare ({measured})"
     return f"{line}, {100 * summary['mfu']:.1f} % of the best matrix product measured here ({measured})"
 
 
