@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from trainrun.errors import ConfigError
 from trainrun.parallel import devices
 from trainrun.parallel.devices import choose_device, installed_gpus, num_devices, num_visible
 
+ROOT = Path(__file__).parents[2]
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
 
@@ -72,7 +75,9 @@ def test_what_cannot_be_names_the_key(
         ("0,-1,1", 1),
         ("0,7,1", 1),
         ("NoDevFiles", 0),
-        ("GPU-8932f937,MIG-1", 2),
+        ("GPU-8932f937,GPU-1", 2),
+        ("MIG-8932f937,MIG-1", 1),
+        ("MIG-1", 1),
     ],
 )
 def test_cuda_visible_devices(visible: str | None, count: int) -> None:
@@ -82,8 +87,70 @@ def test_cuda_visible_devices(visible: str | None, count: int) -> None:
 
 def test_gpus_are_counted_as_torch_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if torch.version.cuda is not None or installed_gpus() == 0:
-        assert installed_gpus() == torch.cuda.device_count()
+    if torch.version.cuda is not None or installed_gpus().count == 0:
+        assert installed_gpus().count == torch.cuda.device_count()
+
+
+@pytest.fixture(scope="module")
+def with_driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment with a driver's library that counts GPUs, and no GPU behind it."""
+    if sys.platform != "linux" or shutil.which("gcc") is None or torch.cuda.is_available():
+        pytest.skip("for Linux with a compiler and without a GPU")
+    folder = tmp_path_factory.mktemp("driver")
+    library, source = str(folder / "libnvidia-ml.so.1"), str(ROOT / "tests/pretended_gpu/nvml.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True)
+    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return kept | {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT), "PRETENDED_GPUS": "4"}
+
+
+@pytest.mark.parametrize(("sliced", "count"), [(0, 4), (1, 3), (4, 1)])
+def test_of_gpus_in_slices_one_slice_counts_beside_no_whole_gpu(
+    sliced: int, count: int, with_driver: dict[str, str]
+) -> None:
+    program = "from trainrun.parallel.devices import installed_gpus; print(*installed_gpus(), sep='; ')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=with_driver | {"PRETENDED_SLICED": str(sliced)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"{count}; driver 535.104.05, for CUDA 12.2 at most\n"
+
+
+@pytest.mark.parametrize("words", [[], ["parallel=ddp"], ["parallel.accelerator=cuda"]])
+def test_gpus_that_torch_does_not_see_are_no_reason_to_train_on_the_cpu(
+    words: list[str], with_driver: dict[str, str], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainrun", *words, "trainer.max_steps=1"],
+        cwd=tmp_path, env=with_driver, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    wanted = r"parallel\.accelerator=(auto|cuda): 4 GPU\(s\) here \(driver 535\.104\.05, for CUDA 12\.2 at most\), "
+    assert re.search(
+        wanted + r"but torch sees none; torch \S+ was built for .* parallel\.accelerator=cpu", done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_the_cpu_is_taken_beside_such_gpus_where_it_is_named(
+    with_driver: dict[str, str], tmp_path: Path
+) -> None:
+    words = ["parallel.accelerator=cpu", "trainer.max_steps=1", "monitor.plots=false"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainrun", *words],
+        cwd=tmp_path, env=with_driver, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_rank_of_slurms_takes_the_only_gpu_that_it_is_shown() -> None:
+    if torch.cuda.device_count() == 1:
+        assert choose_device("auto", local_rank=3, mode="ddp", external=True) == torch.device("cuda", 0)
+    last = torch.cuda.device_count() - 1
+    assert choose_device("auto", local_rank=last, mode="ddp", external=True) == torch.device("cuda", last)
+    with pytest.raises(ConfigError, match=r"parallel\.devices: rank 99"):
+        choose_device("auto", local_rank=99, mode="ddp")
 
 
 @WITHOUT_GPU
@@ -107,5 +174,5 @@ def test_the_driver_imports_no_torch() -> None:
         "import sys, trainrun.parallel.devices as d, trainrun.parallel.launch, trainrun.parallel.external, "
         "trainrun.parallel.rank; d.num_devices('ddp', 'auto', 'auto'); sys.exit('torch' in sys.modules)"
     )
-    env = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
     assert subprocess.run([sys.executable, "-c", program], env=env, check=False).returncode == 0

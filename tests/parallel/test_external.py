@@ -32,6 +32,12 @@ def test_slurm_step_becomes_torchruns_words() -> None:
     assert next_step["MASTER_PORT"] != env["MASTER_PORT"]
 
 
+def test_an_address_that_the_user_gave_is_kept() -> None:
+    env = SLURM_STEP | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
+    assert external_ranks(env)
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.7", "29500")
+
+
 @pytest.mark.parametrize(
     "changed", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": "4294967291x"}, {"SLURM_STEP_ID": ""}]
 )
@@ -50,6 +56,9 @@ def test_one_task_or_no_step_is_one_process(changed: dict[str, str]) -> None:
         ("gpu[9,11],cpu1", "gpu9"),
         ("rack[2-3]-node,x", "rack2-node"),
         ("a-b-c,d", "a-b-c"),
+        ("rack[1-2]node[3-4]", "rack1node3"),
+        ("rack[01,07]-node[10-12]-ib,x[1-2]", "rack01-node10-ib"),
+        ("[3-5]", "3"),
     ],
 )
 def test_first_node_of_a_list(nodes: str, first: str) -> None:

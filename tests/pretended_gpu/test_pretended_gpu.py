@@ -96,3 +96,16 @@ def test_the_command_finds_it(library: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on cuda:0" in done.stdout
     assert "x ranks 2 =" in done.stdout
+
+
+def test_every_rank_of_somebody_else_may_be_shown_one_gpu(library: Path, tmp_path: Path) -> None:
+    """As Slurm's --gpus-per-task=1 does it: the second rank of the machine has LOCAL_RANK 1 and sees GPU 0 alone."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ["-m", "trainrun", "parallel=ddp", "trainer.max_epochs=1", "monitor.plots=false"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env=environment(library) | {"PRETENDED_GPUS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on cuda:0" in done.stdout
+    assert "x ranks 2 =" in done.stdout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.errors import ConfigError
 from trainrun.parallel.launch import num_cores
@@ -49,41 +49,76 @@ def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None 
 
 def count_gpus() -> int:
     """NVIDIA GPUs that CUDA will show this process."""
-    return num_visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return num_visible(installed_gpus().count, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def num_visible(installed: int, visible: str | None) -> int:
     """How many of the installed GPUs `CUDA_VISIBLE_DEVICES` leaves; CUDA stops at the first wrong entry."""
     if visible is None or installed == 0:
         return installed
-    count = 0
+    count = slices = 0
     for entry in (word.strip() for word in visible.split(",")):
         by_name = entry.startswith(("GPU-", "MIG-"))
         if not by_name and not (entry.isdigit() and int(entry) < installed):
             break
         count += 1
-    return count
+        slices += entry.startswith("MIG-")
+    return 1 if 0 < slices == count else count  # of slices, CUDA shows a process the first one
 
 
-def installed_gpus() -> int:
-    """Asks the NVIDIA driver's management library (NVML), about 20 ms; 0 where there is none."""
+class Installed(NamedTuple):
+    """The GPUs that CUDA can show a process, and the driver's version with the newest CUDA it runs."""
+
+    count: int = 0
+    driver: str = ""
+
+
+def installed_gpus() -> Installed:
+    """Ask the NVIDIA driver's management library (NVML), about 20 ms; 0 without one.
+
+    Of GPUs in slices (MIG) CUDA shows a process one slice, and that only beside no whole GPU.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return 0
+        return Installed()
     if nvml.nvmlInit_v2() != 0:
-        return 0
-    count = ctypes.c_uint(0)
-    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0
-    nvml.nvmlShutdown()
-    return 0 if failed else count.value
+        return Installed()
+    try:
+        count, cuda, name = ctypes.c_uint(0), ctypes.c_int(0), ctypes.create_string_buffer(96)
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return Installed()
+        nvml.nvmlSystemGetDriverVersion(name, ctypes.c_uint(len(name)))
+        nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
+        sliced = sum(_is_sliced(nvml, index) for index in range(count.value))
+    finally:
+        nvml.nvmlShutdown()
+    driver = f"driver {name.value.decode()}, for CUDA {cuda.value // 1000}.{cuda.value % 1000 // 10} at most"
+    return Installed(count.value - sliced or min(sliced, 1), driver)
 
 
-def choose_device(accelerator: str, local_rank: int = 0, mode: str = "single") -> torch.device:
-    """The device of one rank. `auto` takes a GPU, then Apple's (one process only), then the CPU."""
+def _is_sliced(nvml: ctypes.CDLL, index: int) -> bool:
+    handle, mode, pending = ctypes.c_void_p(), ctypes.c_uint(0), ctypes.c_uint(0)
+    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
+        return False
+    ask = getattr(nvml, "nvmlDeviceGetMigMode", None)  # since driver 450
+    # a GPU that cannot be cut into slices answers with an error
+    return ask is not None and ask(handle, ctypes.byref(mode), ctypes.byref(pending)) == 0 and mode.value == 1
+
+
+def choose_device(
+    accelerator: str, local_rank: int = 0, mode: str = "single", external: bool = False
+) -> torch.device:
+    """The device of one rank. `auto` takes a GPU, then Apple's (one process only), then the CPU.
+
+    external: started by torchrun or Slurm, which may show every rank a single GPU, its own.
+    Raises ConfigError where the machine has GPUs and torch sees none: training on the CPU is not meant.
+    """
     import torch
 
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if not has_cuda and accelerator in ("auto", "cuda") and (count := count_gpus()):
+        raise ConfigError(unseen(accelerator, count, installed_gpus().driver))
     present = [name for name, there in (("cuda", has_cuda), ("mps", has_mps), ("cpu", True)) if there]
     if accelerator == "auto":
         accelerator = next(name for name in present if name != "mps" or mode == "single")
@@ -94,9 +129,24 @@ def choose_device(accelerator: str, local_rank: int = 0, mode: str = "single") -
         )
     if accelerator != "cuda":
         return torch.device(accelerator)
-    if local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if external and count == 1:
+        return torch.device("cuda", 0)
+    if local_rank >= count:
         raise ConfigError(
             f"parallel.devices: rank {local_rank} of this machine has no GPU of its own, "
-            f"torch finds {torch.cuda.device_count()}; use fewer ranks or parallel.accelerator=cpu"
+            f"torch finds {count}; use fewer ranks or parallel.accelerator=cpu"
         )
     return torch.device("cuda", local_rank)
+
+
+def unseen(accelerator: str, count: int, driver: str) -> str:
+    """The message where the driver counts GPUs and torch sees none."""
+    import torch
+
+    cuda = torch.version.cuda
+    build = f"torch {torch.__version__} was built for {f'CUDA {cuda}' if cuda else 'the CPU alone'}"
+    return (
+        f"parallel.accelerator={accelerator}: {count} GPU(s) here ({driver}), but torch sees none; {build}. Install "
+        "the build of torch for this driver (README, GPUs and drivers), or say parallel.accelerator=cpu"
+    )

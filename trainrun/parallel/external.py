@@ -25,7 +25,8 @@ def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
     env["RANK"] = env["SLURM_PROCID"]
     env["LOCAL_RANK"] = env["SLURM_LOCALID"]
     env["WORLD_SIZE"] = str(num_tasks)
-    env["MASTER_ADDR"] = first_node(env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost")))
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
+    env["MASTER_ADDR"] = env.get("MASTER_ADDR") or first_node(nodes)
     # one port per job step: two of them on a node must not meet
     number = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20000 + number % 10000))
@@ -33,7 +34,7 @@ def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def first_node(nodes: str) -> str:
-    """The first name of a Slurm node list: `gpu[03-05,9]-b,cpu1` -> `gpu03-b`."""
-    found = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    assert found is not None, "the pattern matches every text"
-    return "".join(part or "" for part in found.groups())
+    """The first name of a Slurm node list: `gpu[03-05,9]-b,cpu1` -> `gpu03-b`; every bracket gives its first number."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "the pattern matches every text"
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())

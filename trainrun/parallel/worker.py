@@ -62,7 +62,9 @@ def run_as_rank(
 
 
 def build_ddp(options: Options, store: Store | None) -> Ddp:
-    device = choose_device(options.accelerator, int(os.environ["LOCAL_RANK"]), options.mode)
+    device = choose_device(
+        options.accelerator, int(os.environ["LOCAL_RANK"]), options.mode, external=store is not None
+    )
     return Ddp(
         init_group(device, options.timeout_seconds, store),
         sync_batchnorm=options.sync_batchnorm,
