@@ -7,9 +7,11 @@ the store that they meet in anyway.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 from trainrun.config import RunConfig
@@ -25,6 +27,9 @@ from trainrun.rundir import RunDir, read_json, write_text
 from trainrun.status import deadline, write_status
 from trainrun.words.compose import load_config
 
+FOLDER_SECONDS = 20.0  # for a network's folder to show what rank 0 wrote
+POLL_SECONDS = 0.1
+
 
 def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> int:
     """Rank 0, after it has composed. Returns the exit code of this rank."""
@@ -33,14 +38,15 @@ def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> 
             f"parallel={config.parallel.mode}: this was started as several ranks; use parallel=ddp"
         )
     write_text(_note(), str(run.root))
-    meeting = lead({"folder": str(run.root), "resume": resume, "paths": paths})
+    meeting = lead({"folder": str(run.root), "config": _digest(run), "resume": resume, "paths": paths})
+    if faults := meeting.hear_all():
+        raise ConfigError(faults[0])
     return _work(run, config, resume, meeting)
 
 
 def dismiss() -> None:
     """Rank 0, where the run has come to its end before; the others end as it does."""
-    with contact():
-        lead({"folder": None}).hear_all()
+    lead({"folder": None}).hear_all()
 
 
 def follow_run() -> int:
@@ -53,7 +59,31 @@ def follow_run() -> int:
         return EXIT_DONE
     sys.path += [path for path in told["paths"] if path not in sys.path]
     run = RunDir(Path(told["folder"]))
+    fault = "" if _is_shared(run, told["config"]) else (
+        f"output_dir={run.root}: rank {os.environ['RANK']} on {socket.gethostname()} does not find the run folder of "
+        "rank 0 there; ranks on several machines need a folder that all of them share"
+    )  # fmt: skip
+    with contact():
+        meeting.say_heard(fault)
+    if fault:
+        raise ConfigError(fault)
     return _work(run, load_config(run.config, []), told["resume"], meeting)
+
+
+def _digest(run: RunDir) -> str:
+    return hashlib.sha256(run.config.read_bytes()).hexdigest()
+
+
+def _is_shared(run: RunDir, digest: str) -> bool:
+    """Whether rank 0's config is seen here; a network's folder may show it late, and an own one an older run's."""
+    until = time.monotonic() + FOLDER_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if _digest(run) == digest:
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_SECONDS)
 
 
 def restarted_run() -> RunDir | None:

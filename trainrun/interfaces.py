@@ -173,6 +173,10 @@ class Parallel(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    @property
+    def local_world_size(self) -> int:
+        """Ranks on this machine: they share its cores and memory."""
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module to call in training: it averages gradients over the ranks."""
 

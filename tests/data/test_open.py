@@ -54,7 +54,7 @@ def opened(source, **changes):
         ((X, Y), {"collate_fn": list}, LoaderBatches,
          "read in the main process (in memory, 0.0 MB; data.collate_fn)"),
         (Samples(), {}, LoaderBatches, "3 loader workers (4 cores for 1 rank)"),
-        (Samples(), {"world_size": 2}, LoaderBatches, "read in the main process (4 cores for 2 ranks)"),
+        (Samples(), {"world_size": 2, "local_world_size": 2}, LoaderBatches, "read in the main process (4 cores for 2 ranks)"),
         (Samples(), {"num_workers": 0}, LoaderBatches, "read in the main process (asked for)"),
         (Stream(), {}, IterableBatches, "read in the main process (an IterableDataset)"),
         (Stream(), {"num_workers": 1}, IterableBatches, "1 loader worker (asked for)"),
@@ -67,14 +67,20 @@ def test_choices_and_their_reasons(monkeypatch, source, changes, kind, line):
     assert note == f"data.train: {line}"
 
 
-@pytest.mark.parametrize(("free", "world_size", "kind"), [(320, 1, ResidentBatches), (319, 1, LoaderBatches),
-                                                          (639, 2, LoaderBatches)])  # fmt: skip
-def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, world_size, kind):
+@pytest.mark.parametrize(("free", "here", "kind"), [(320, 1, ResidentBatches), (319, 1, LoaderBatches),
+                                                    (639, 2, LoaderBatches)])  # fmt: skip
+def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, here, kind):
     monkeypatch.setattr(choice, "free_bytes", lambda device: free)
     source = np.zeros((10, 2)), torch.zeros(10, dtype=torch.int64)  # 80 bytes as float32, and 80
-    stream, note = opened(source, world_size=world_size)
+    stream, note = opened(source, world_size=2, local_world_size=here)
     assert isinstance(stream, kind)
     assert ("too much to be resident on cpu" in note) is (kind is LoaderBatches)
+
+
+def test_ranks_of_other_machines_take_no_cores_of_this_one(monkeypatch):
+    monkeypatch.setattr(choice, "usable_cores", lambda: 16)
+    _, note = opened(Samples(), world_size=4, local_world_size=2)
+    assert note == "data.train: 7 loader workers (16 cores for 2 ranks)"
 
 
 def test_automatic_workers_have_a_ceiling(monkeypatch):

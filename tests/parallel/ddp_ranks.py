@@ -29,7 +29,10 @@ OPTIONS = SimpleNamespace(
 
 def another(parallel: Ddp, **options: Any) -> Ddp:
     """A second `Ddp` of the same ranks."""
-    return Ddp(Group(parallel.device, parallel.rank, parallel.world_size, parallel._host), **options)
+    return Ddp(
+        Group(parallel.device, parallel.rank, parallel.world_size, parallel._host, parallel.local_world_size),
+        **options,
+    )
 
 
 def train_unevenly(parallel: Parallel, sizes: list[list[list[int]]], seen: dict[str, Any]) -> None:
@@ -69,6 +72,7 @@ def talk(parallel: Parallel, seen: dict[str, Any]) -> None:
     ]
     seen["sums"] = parallel.sum_over_ranks([0.1 * (rank + 1), float(rank), 2.0**40])
     seen["sums_of_nothing"] = parallel.sum_over_ranks([])
+    seen["ranks_here"] = parallel.local_world_size
     seen["gathered"] = parallel.gather({"rank": rank, "words": ["a"] * rank})
     parallel.barrier()
 

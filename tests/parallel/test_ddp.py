@@ -104,6 +104,7 @@ def test_sums_and_values_of_all_ranks(results: list[dict[str, Any]]) -> None:
     for seen in results:
         assert seen["sums"] == [total, float(sum(range(world_size))), float(world_size * 2**40)]
         assert seen["sums_of_nothing"] == []
+        assert seen["ranks_here"] == world_size
         assert seen["gathered"] == [{"rank": rank, "words": ["a"] * rank} for rank in range(world_size)]
 
 
@@ -174,7 +175,7 @@ def test_lazy_models_are_refused() -> None:
 
 
 def test_synchronised_batchnorm_needs_cuda() -> None:
-    group = Group(torch.device("cpu"), 0, 2, host=None)  # type: ignore[arg-type]
+    group = Group(torch.device("cpu"), 0, 2, host=None, local_world_size=2)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"parallel\.sync_batchnorm=true: needs CUDA"):
         Ddp(group, sync_batchnorm=True)
 

@@ -87,8 +87,8 @@ def test_cuda_visible_devices(visible: str | None, count: int) -> None:
 
 def test_gpus_are_counted_as_torch_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if torch.version.cuda is not None or installed_gpus().count == 0:
-        assert installed_gpus().count == torch.cuda.device_count()
+    if torch.version.cuda is not None or installed_gpus().gpus == 0:
+        assert installed_gpus().gpus == torch.cuda.device_count()
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,10 @@ def test_slurm_step_becomes_torchruns_words() -> None:
     other_rank = SLURM_STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert external_ranks(other_rank)
     assert other_rank["MASTER_PORT"] == env["MASTER_PORT"]
+    assert "LOCAL_WORLD_SIZE" not in env
+    one_node = SLURM_STEP | {"SLURM_STEP_NUM_NODES": "1"}
+    assert external_ranks(one_node)
+    assert one_node["LOCAL_WORLD_SIZE"] == "4"
     next_step = SLURM_STEP | {"SLURM_STEP_ID": "1"}
     assert external_ranks(next_step)
     assert next_step["MASTER_PORT"] != env["MASTER_PORT"]

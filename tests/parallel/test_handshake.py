@@ -38,6 +38,49 @@ RANK = """
 """
 
 
+WITHOUT_FOLDER = """
+    import os
+    from trainrun import external_run
+    from trainrun.errors import ConfigError
+    from trainrun.parallel.handshake import lead
+    from trainrun.rundir import write_json
+
+    external_run.FOLDER_SECONDS = 0.3
+    run.config.write_text("of an older run, on a disk of this machine's own")
+    if os.environ["RANK"] == "0":
+        told = lead({"folder": str(run.root), "config": "0" * 64, "resume": False, "paths": []}).hear_all()
+    else:
+        try:
+            external_run.follow_run()
+        except ConfigError as error:
+            told = list(error.faults)
+    write_json(run.root / f"seen{os.environ['RANK']}.json", told)
+"""
+
+
+def test_ranks_that_do_not_see_the_folder_of_rank_0_are_named_on_all(
+    script: Callable[[str], list[str]], run_dir: RunDir, rank_env: dict[str, str]
+) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [sys.executable, *launcher, *script(WITHOUT_FOLDER)[1:]]
+    done = subprocess.run(words, env=rank_env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [read_json(run_dir.root / f"seen{rank}.json") for rank in range(2)]
+    assert told[0] == told[1]
+    assert str(told[0][0]).startswith(f"output_dir={run_dir.root}: rank 1 on ")
+    assert "a folder that all of them share" in told[0][0]
+
+
+def test_a_rank_that_waits_says_where(rank_env: dict[str, str]) -> None:
+    program = "from trainrun.parallel import handshake as h; h.NOTE_SECONDS = 0.1; h.follow(wait_seconds=2.0)"
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "rank0.invalid", "MASTER_PORT": "29511"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=rank_env | place, capture_output=True, text=True, check=False
+    )
+    assert "rank 1 waits for rank 0 at rank0.invalid:29511; this machine knows no such name." in done.stderr
+    assert done.returncode != 0
+
+
 def test_torchrun_with_a_restart(
     script: Callable[[str], list[str]], run_dir: RunDir, rank_env: dict[str, str]
 ) -> None:

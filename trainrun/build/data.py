@@ -85,6 +85,7 @@ def stream_options(
         limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
         rank=parallel.rank,
         world_size=parallel.world_size,
+        local_world_size=parallel.local_world_size,
         gather=parallel.gather,
         device=parallel.device,
         tally=tally if training else None,

@@ -42,7 +42,7 @@ class Facts(NamedTuple):
     thread_safe: bool
     preparation: Preparation
     device: torch.device
-    world_size: int
+    local_world_size: int
 
 
 class Choice(NamedTuple):
@@ -65,19 +65,19 @@ class Candidate(NamedTuple):
 def choose(facts: Facts, wish: Wish) -> Choice:
     """The rule, without a measurement, for a map-style or in-memory source."""
     _check(facts, wish)
-    columns, device, world_size = facts.columns, facts.device, facts.world_size
+    columns, device, local_world_size = facts.columns, facts.device, facts.local_world_size
     if wish.engine == "resident":
         unused = _unused(wish, "num_workers", "num_threads")
         return Choice("resident", 0, f"{_resident_name(facts)} (asked for{unused})")
     if wish.engine == "threads" or (wish.engine == "auto" and wish.num_threads != "auto"):
         return _threads(facts, wish)
     if columns is None:
-        return loader_workers(wish.num_workers, world_size)
+        return loader_workers(wish.num_workers, local_world_size)
     size = f"in memory, {resident_bytes(columns, facts.preparation) / 1e6:.1f} MB"
     if wish.engine == "auto" and wish.num_workers in ("auto", 0) and not facts.single and fits(facts):
         return Choice("resident", 0, f"{_resident_name(facts)} ({size})")
     if wish.num_workers != "auto":
-        return loader_workers(wish.num_workers, world_size)
+        return loader_workers(wish.num_workers, local_world_size)
     why = "data.engine=workers" if wish.engine == "workers" else facts.single
     return Choice(
         "workers", 0, f"read in the main process ({size}; {why or f'too much to be resident on {device}'})"
@@ -92,7 +92,7 @@ def candidates(facts: Facts, wish: Wish, first: Choice, draws: str, fitting: Cal
     whether so many workers have shared memory and files enough. build: a stream of an engine and a number.
     """
     ways = [(first.engine, first.number)]
-    most = max(1, max(usable_cores(), READERS_THAT_WAIT) // facts.world_size)
+    most = max(1, max(usable_cores(), READERS_THAT_WAIT) // facts.local_world_size)
     threads = [("threads", number) for number in _doubling(most if facts.thread_safe else 1)]
     if wish.engine == "auto" and wish.num_workers == "auto" and wish.num_threads == "auto":
         if facts.columns is not None and not facts.single and fits(facts):
@@ -140,7 +140,7 @@ def fits(facts: Facts) -> bool:
     assert facts.columns is not None
     if _is_mapped(facts) or (facts.columns.in_place and facts.device.type == "cpu"):
         return True
-    wanted = resident_bytes(facts.columns, facts.preparation) * sharing(facts.device, facts.world_size)
+    wanted = resident_bytes(facts.columns, facts.preparation) * sharing(facts.device, facts.local_world_size)
     return wanted <= free_bytes(facts.device) / 2
 
 
@@ -189,20 +189,22 @@ def _threads(facts: Facts, wish: Wish) -> Choice:
         return Choice(
             "threads", wish.num_threads, f"{describe_threads(wish.num_threads)} (asked for{unused})"
         )
-    cores = max(1, usable_cores() // facts.world_size)
+    cores = max(1, usable_cores() // facts.local_world_size)
     number = min(MAX_AUTO_THREADS, max(1, cores - 1)) if facts.thread_safe else 1
     why = "" if facts.thread_safe else "; the source does not say thread_safe = True"
     return Choice("threads", number, f"{describe_threads(number)} (data.engine=threads{why}{unused})")
 
 
-def loader_workers(num_workers: Number, world_size: int) -> Choice:
-    """Workers for data that has to be read or computed. All ranks are taken to run on this machine."""
+def loader_workers(num_workers: Number, local_world_size: int) -> Choice:
+    """Workers for data that has to be read or computed."""
     if num_workers != "auto":
         return Choice("workers", num_workers, f"{describe_workers(num_workers)} (asked for)")
     cores = usable_cores()
-    chosen = 0 if cores // world_size <= 2 else min(MAX_AUTO_WORKERS, cores // world_size - 1)
-    ranks = "rank" if world_size == 1 else "ranks"
-    return Choice("workers", chosen, f"{describe_workers(chosen)} ({cores} cores for {world_size} {ranks})")
+    chosen = 0 if cores // local_world_size <= 2 else min(MAX_AUTO_WORKERS, cores // local_world_size - 1)
+    ranks = "rank" if local_world_size == 1 else "ranks"
+    return Choice(
+        "workers", chosen, f"{describe_workers(chosen)} ({cores} cores for {local_world_size} {ranks})"
+    )
 
 
 def describe_workers(number: int) -> str:
@@ -231,9 +233,9 @@ def _column_bytes(value: Column, preparation: Preparation) -> int:
     return len(value) * first.numel() * first.element_size()
 
 
-def sharing(device: torch.device, world_size: int) -> int:
+def sharing(device: torch.device, local_world_size: int) -> int:
     """How many ranks keep a copy in the same memory."""
-    return 1 if device.type == "cuda" else world_size
+    return 1 if device.type == "cuda" else local_world_size
 
 
 def free_bytes(device: torch.device) -> int:

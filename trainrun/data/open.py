@@ -159,7 +159,7 @@ def prepared_source(source: Any, options: StreamOptions) -> Prepared:
                     options.on_error == "skip", options.training, scale if user_sees else None)  # fmt: skip
     safe = thread_safe(dataset) and not user_sees
     single = needs_samples(options, collate)
-    facts = Facts(options.key, columns, single, safe, preparation, options.device, options.world_size)
+    facts = Facts(options.key, columns, single, safe, preparation, options.device, options.local_world_size)
     fills = None if cache is None or single or columns is not None or not cache.may_fill else cache
     note = "" if cache is None else f"{options.key}: {cache.note}"
     notes = (

@@ -64,6 +64,7 @@ class StreamOptions:
     may_grow: bool = False
     rank: int = 0
     world_size: int = 1
+    local_world_size: int = 1
     gather: Callable[[Any], list[Any]] | None = None
     device: torch.device = CPU
     copying: Copying = unnoticed

@@ -39,7 +39,7 @@ class KeptState:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        share = SHARE_OF_FREE * parts.parallel.world_size
+        share = SHARE_OF_FREE * parts.parallel.local_world_size
         self._snapshots = Snapshots(lambda: free_bytes(torch.device("cpu")) // share)
         self._start: Kept | None = None
         self._has_room: bool | None = None

@@ -27,8 +27,8 @@ from torch.nn.parameter import is_lazy
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import Agreed
+from trainrun.parallel.exchange_errors import exchange_failure
 from trainrun.parallel.group import Group, contact, destroy, is_lost_contact
-from trainrun.parallel.rank import LostContact
 
 TORCH_BUCKET_MB = 25.0
 # the copy of buffers is ours: see above; torch 2.13 has a new word for it and warns of the old one
@@ -55,7 +55,7 @@ class Ddp:
                 "use parallel.sync_batchnorm=false, or parallel.accelerator=cuda"
             )
         self.device, self.rank, self.world_size = group.device, group.rank, group.world_size
-        self._host = group.host
+        self.local_world_size, self._host = group.local_world_size, group.host
         self._sync_batchnorm = sync_batchnorm
         # torch keeps a small first bucket, so that sending starts early, only while its size is not given
         self._options: dict[str, Any] = {
@@ -97,7 +97,7 @@ class Ddp:
         try:
             dist.all_gather(self._rows, self._own, group=self._host)
         except RuntimeError as error:
-            raise LostContact(error) from error
+            raise exchange_failure(error) from error
         all_items, stops, saves, asks = zip(*self._all.tolist(), strict=True)
         self.waits = max(asks) > 0
         return Agreed(sum(all_items) / self.world_size, int(max(stops)), int(max(saves)))
@@ -163,7 +163,7 @@ class Ddp:
             yield
         except RuntimeError as error:
             if is_lost_contact(error):
-                raise LostContact(error) from error
+                raise exchange_failure(error) from error
             if "Expected to have finished reduction in the prior iteration" in str(error):
                 raise PluginError(
                     "model: some of its parameters got no gradient in the last step, and the ranks wait for "
@@ -183,8 +183,8 @@ class Ddp:
             dist.broadcast(joined, src=0, group=self._host if joined.device.type == "cpu" else None)
             if self.rank != 0:
                 pieces = torch.split(joined, [buffer.numel() for buffer in same])
-                for buffer, piece in zip(same, pieces, strict=True):
-                    buffer.copy_(piece.view_as(buffer))
+                shaped = [piece.view_as(buffer) for buffer, piece in zip(same, pieces, strict=True)]
+                torch._foreach_copy_(same, shaped)
 
 
 def kind_of(tensor: Tensor) -> tuple[str, str]:

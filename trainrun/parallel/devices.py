@@ -49,7 +49,7 @@ def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None 
 
 def count_gpus() -> int:
     """NVIDIA GPUs that CUDA will show this process."""
-    return num_visible(installed_gpus().count, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return num_visible(installed_gpus().gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def num_visible(installed: int, visible: str | None) -> int:
@@ -69,7 +69,7 @@ def num_visible(installed: int, visible: str | None) -> int:
 class Installed(NamedTuple):
     """The GPUs that CUDA can show a process, and the driver's version with the newest CUDA it runs."""
 
-    count: int = 0
+    gpus: int = 0
     driver: str = ""
 
 

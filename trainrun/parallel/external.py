@@ -25,6 +25,8 @@ def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
     env["RANK"] = env["SLURM_PROCID"]
     env["LOCAL_RANK"] = env["SLURM_LOCALID"]
     env["WORLD_SIZE"] = str(num_tasks)
+    if env.get("SLURM_STEP_NUM_NODES") == "1":
+        env["LOCAL_WORLD_SIZE"] = env["WORLD_SIZE"]
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
     env["MASTER_ADDR"] = env.get("MASTER_ADDR") or first_node(nodes)
     # one port per job step: two of them on a node must not meet

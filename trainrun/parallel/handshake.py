@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from trainrun.parallel.group import contact
 
 WAIT_SECONDS = 1800.0
+NOTE_SECONDS = 10.0
 POLL_SECONDS = 0.02
 
 
@@ -34,13 +39,16 @@ class Meeting:
     store: Store
     complete: threading.Event
 
-    def say_heard(self) -> None:
+    def say_heard(self, fault: str = "") -> None:
         """By every rank but 0, which waits for it in `hear_all`: it may be the one that keeps the store."""
-        self.store.set(f"heard/{os.environ['RANK']}", "")
+        self.store.set(f"heard/{os.environ['RANK']}", fault)
 
-    def hear_all(self) -> None:
-        self.store.wait([f"heard/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))])
+    def hear_all(self) -> list[str]:
+        """On rank 0: why other ranks cannot take part; empty if all can."""
+        with contact(), told_if_long("the other ranks"):
+            answers = [self.store.get(f"heard/{rank}") for rank in range(1, int(os.environ["WORLD_SIZE"]))]
         self.complete.set()
+        return [answer.decode() for answer in answers if answer]
 
 
 def lead(payload: dict[str, Any], wait_seconds: float = WAIT_SECONDS) -> Meeting:
@@ -68,13 +76,39 @@ def serve(store: Store, world_size: int, answer: str, complete: threading.Event)
 def follow(wait_seconds: float = WAIT_SECONDS) -> Meeting:
     """On every other rank: asks rank 0 and waits for its answer."""
     token = uuid.uuid4().hex
-    with contact():
+    with contact(), told_if_long("rank 0"):
         store, _ = open_store(wait_seconds)
         store.set(f"trainrun/hello/{os.environ['RANK']}", token)
         answer = json.loads(store.get(f"trainrun/answer/{token}"))
     return Meeting(
         answer["payload"], PrefixStore(f"trainrun/group/{answer['nonce']}", store), threading.Event()
     )
+
+
+@contextmanager
+def told_if_long(whom: str) -> Iterator[None]:
+    """Says after a while for whom this rank waits, and where: torch says nothing for half an hour."""
+
+    def tell() -> None:
+        host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+        try:
+            socket.getaddrinfo(host, None)
+            question = "can every machine reach it?"
+        except OSError:
+            question = "this machine knows no such name."
+        print(
+            f"trainrun: rank {os.environ['RANK']} waits for {whom} at {host}:{port}; {question} "
+            "MASTER_ADDR and MASTER_PORT name another place",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    timer = threading.Timer(NOTE_SECONDS, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def open_store(wait_seconds: float) -> tuple[Store, int]:

@@ -27,8 +27,8 @@ class LostContact(LaunchError):
     exit_code = EXIT_FAILED
 
     def __init__(self, reason: BaseException | str) -> None:
-        first_line = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-        super().__init__(f"lost contact with the other ranks ({first_line})")
+        self.reason = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+        super().__init__(f"lost contact with the other ranks ({self.reason})")
 
 
 def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:

@@ -21,6 +21,7 @@ class Single:
     device: torch.device
     rank: int = 0
     world_size: int = 1
+    local_world_size: int = 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model

@@ -67,7 +67,7 @@ def _heard(parts: Parts, stream: Undecided, stage: Stage, candidates: list[Candi
     limit = ALL.of(run_seconds)
     left = CONTEST_SHARE * limit - max(heard.elapsed for heard in told)
     measure = stage.measure(started, CONTEST_SHARE * limit)
-    cores = max(1, usable_cores() // parts.parallel.world_size)
+    cores = max(1, usable_cores() // parts.parallel.local_world_size)
     outcome = contest(candidates, alone, left, measure, stream.prefetch_factor, cores)
     if first in outcome.unheard or (outcome.unheard and set(outcome.scores) <= {first}):
         short = f"a short run, about {duration(run_seconds)}"

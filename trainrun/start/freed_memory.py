@@ -18,7 +18,7 @@ class FreedMemory:
 
     def __init__(self, parts: Parts) -> None:
         """Sets it at once, unless only a forecast can tell whether memory is ample."""
-        self._parts, self._free = parts, free_bytes(parts.parallel.device) / parts.parallel.world_size
+        self._parts, self._free = parts, free_bytes(parts.parallel.device) / parts.parallel.local_world_size
         self._wanted, self._told = parts.config.trainer.freed_memory, ""
         self._undecided = self._wanted == "auto" and parts.parallel.device.type == "cpu" and can_keep()
         if self._wanted == "keep" and not keep_freed_memory():
