@@ -15,7 +15,7 @@ import pytest
 
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.bar import Bar
-from trainrun.monitor.console import Console
+from trainrun.monitor.console import Console, place_line, start_lines
 from trainrun.monitor.readable import counted, duration, figure, quantity
 
 FACTS = RunFacts(
@@ -64,7 +64,7 @@ digits-mlp on cpu
   folder  {tmp_path}
 epoch 3/20  step 135  train/loss 0.2135  val/loss 0.25  val/acc 0.921  5.5k samples/s
 saved [bold]checkpoint[/bold] :smile:
-epoch 20/20  step 900  test/loss 0.2  test/acc 0.95  5.5k samples/s
+test  test/loss 0.2  test/acc 0.95
 ended at step 900: trainer.max_epochs=20 reached
   best    val/acc 0.9812 at step 810
   time    1:05, 5.91k samples/s
@@ -104,7 +104,53 @@ def test_a_run_without_validation_is_not_silent(monkeypatch: pytest.MonkeyPatch)
     console = Console(verbose=False, stream=stream)
     console.on_start(FACTS, 0)
     console.on_step(50, 1.111111, {"train/loss": 0.3, "lr": 1e-3})
+    console.on_batch(51)
+    console.on_batch(52)
     assert stream.getvalue().splitlines()[1:] == ["epoch 1.111/20  step 50  train/loss 0.3"]
+
+
+def test_a_line_has_the_validation_of_its_step_alone_and_no_step_is_said_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainrun.monitor.console.QUIET_SECONDS", 0.0)
+    stream = io.StringIO()
+    console = Console(verbose=False, stream=stream)
+    console.on_start(FACTS, 0)
+    for step in range(1, 151):
+        console.on_batch(step)
+        if step % 50 == 0:
+            console.on_step(step, step / 45, {"train/loss": 1 / step})
+        if step % 100 == 0:
+            console.on_eval(step, step / 45, {"val/loss": 0.5})
+    console.on_end(SUMMARY)
+    assert stream.getvalue().splitlines()[1:4] == [
+        "epoch 1.111/20  step 50  train/loss 0.02",
+        "epoch 2.222/20  step 100  train/loss 0.01  val/loss 0.5",
+        "epoch 3.333/20  step 150  train/loss 0.006667",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "total_steps", "step", "epoch", "place"),
+    [
+        (10**6, 5000, 1200, 0.0012, "step 1,200/5,000"),  # a data set of every window of a text
+        (None, 5000, 1200, 0.0, "step 1,200/5,000"),  # an endless one
+        (None, None, 1200, 0.0, "step 1,200"),
+        (None, None, 1200, 3.0, "epoch 3/20  step 1,200"),  # it has an end after all
+        (45, 900, 135, 3.0, "epoch 3/20  step 135"),
+        (45, 60, 50, 1.111, "epoch 1.111/1.333  step 50"),  # trainer.max_steps ends it, not max_epochs=20
+    ],
+)
+def test_epochs_are_said_of_runs_that_see_one(steps_per_epoch, total_steps, step, epoch, place) -> None:
+    facts = replace(FACTS, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
+    assert place_line(step, epoch, facts) == place
+
+
+def test_the_length_names_epochs_where_they_end_the_run() -> None:
+    facts = replace(FACTS, steps_per_epoch=10**6, total_steps=5000)
+    assert "  length  5,000 steps, 1,000,000 an epoch" in start_lines(facts, 0, True)
+    drawn = Bar(5000, 10**6, 20, 0, clock=lambda: 0.0).draw(80, 1200, {}, None).plain
+    assert drawn.startswith("training  ")
 
 
 def test_the_newest_numbers_are_said_at_the_end_and_once() -> None:

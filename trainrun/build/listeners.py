@@ -30,7 +30,7 @@ class Listeners:
         self._run, self._config, self._ledger = run, config, ledger
         self._closing = contextlib.ExitStack()
         wanted = config.monitor
-        self.console: Console | None = None
+        self._consoles: list[Console] = []
         self.monitors: list[Monitor] = []
         self._file: MetricsFile | None = None
         self._hardware: Hardware | None = None
@@ -41,9 +41,10 @@ class Listeners:
             for key, node in keys.items()
         ]
         if wanted.verbose or wanted.progress_bar:
-            self.console = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size)
+            screen = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size)
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
-            self.monitors += [self.console, Console(False, wanted.verbose, False, wanted.window_size, log)]
+            self._consoles = [screen, Console(False, wanted.verbose, False, wanted.window_size, log)]
+            self.monitors += self._consoles
         if wanted.metrics_file:
             mend_end(run.metrics)
             self._file = MetricsFile(run.metrics)
@@ -63,8 +64,8 @@ class Listeners:
 
     def on_position(self, step: int) -> None:
         """After every step: where the progress bar is."""
-        if self.console is not None:
-            self.console.position = step
+        for console in self._consoles:
+            console.on_batch(step)
 
     def on_log(self, step: int) -> None:
         """Pictures while the run goes on, every `monitor.plot_every_n_steps`."""

@@ -52,7 +52,7 @@ class Bar:
         return text
 
     def _epoch(self, step: int) -> str:
-        if not self._steps_per_epoch:
+        if not self._steps_per_epoch or (self._total_steps or self._steps_per_epoch) < self._steps_per_epoch:
             return "training"
         current = step // self._steps_per_epoch + 1
         if self._total_epochs is None:

@@ -50,6 +50,7 @@ class Console:
         self._unsaid: tuple[int, float, dict[str, float]] | None = (
             None  # the newest numbers, if no line had them
         )
+        self._due = False  # those are to be said once no validation of their step comes
         self._facts: RunFacts | None = None
         self._last_line = time.monotonic()
         self._live: Live | None = None
@@ -59,6 +60,8 @@ class Console:
     def on_batch(self, step: int) -> None:
         """Every step: the thread of the bar reads it when it draws."""
         self.position = step
+        if self._due:
+            self._say_newest()
 
     def on_start(self, facts: RunFacts, step: int) -> None:
         self._facts, self.position, self._last_line = facts, step, time.monotonic()
@@ -78,29 +81,26 @@ class Console:
         train = {name: value for name, value in row.items() if name.startswith("train/")}
         self._latest |= train
         self._unsaid = step, epoch, train
-        if self._live is None and time.monotonic() - self._last_line >= QUIET_SECONDS:
-            self._unsaid = None
-            self._print_progress(step, epoch, self._latest)
+        self._due = self._live is None and time.monotonic() - self._last_line >= QUIET_SECONDS
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         shown = _metrics(row)
         self._latest |= shown
         if any(name.startswith("test/") for name in shown):
-            self._print_progress(step, epoch, shown)
+            self._say_newest()
+            self._print("  ".join(["test", *readings(shown)]))
             return
         loss = {name: value for name, value in self._latest.items() if name == "train/loss"}
         self._unsaid = step, epoch, loss | shown
         if self._live is None:
-            self._unsaid = None
-            self._print_progress(step, epoch, loss | shown)
+            self._say_newest()
 
     def on_note(self, text: str) -> None:
         self._print(text)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         self.close()
-        if self._unsaid is not None:
-            self._print_progress(*self._unsaid)
+        self._say_newest()
         folder = RunDir(Path(self._facts.folder)) if self._facts else None
         for line in end_lines(summary, folder):
             self._print(line)
@@ -149,9 +149,14 @@ class Console:
         )
         return items / seconds if seconds else None
 
-    def _print_progress(self, step: int, epoch: float, metrics: Mapping[str, float]) -> None:
-        total = self._facts.total_epochs if self._facts else None
-        self._print(progress_line(step, epoch, total, metrics, self._speed(), self._unit))
+    def _say_newest(self) -> None:
+        """The newest numbers, unless a line has had them."""
+        newest, self._unsaid, self._due = self._unsaid, None, False
+        if newest is not None:
+            step, epoch, metrics = newest
+            self._print(
+                progress_line(place_line(step, epoch, self._facts), metrics, self._speed(), self._unit)
+            )
 
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()
@@ -192,19 +197,25 @@ def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
 
 
 def progress_line(
-    step: int,
-    epoch: float,
-    total_epochs: int | None,
-    metrics: Mapping[str, float],
-    speed: float | None,
-    unit: str = "samples/s",
+    place: str, metrics: Mapping[str, float], speed: float | None, unit: str = "samples/s"
 ) -> str:
     """`epoch 3/20  step 135  train/loss 0.21  val/loss 0.25  val/acc 0.921  5.9k samples/s`"""
-    done = f"epoch {epoch:.4g}" + (f"/{total_epochs}" if total_epochs is not None else "")
-    parts = [done, f"step {step:,}", *readings(metrics)]
+    parts = [place, *readings(metrics)]
     if speed is not None:
         parts.append(f"{quantity(speed)} {unit}")
     return "  ".join(parts)
+
+
+def place_line(step: int, epoch: float, facts: RunFacts | None) -> str:
+    """`epoch 3/20  step 135`, or `step 135/5,000` in a run that sees no epoch to its end, as of endless data."""
+    length, total, epochs = (
+        (None, None, None) if facts is None
+        else (facts.steps_per_epoch, facts.total_steps, facts.total_epochs)
+    )  # fmt: skip
+    if epoch < 1 and (length is None or total is None or total < length):
+        return f"step {step:,}" + (f"/{total:,}" if total is not None else "")
+    end = total / length if length and total is not None else epochs
+    return f"epoch {epoch:.4g}" + (f"/{end:.4g}" if end is not None else "") + f"  step {step:,}"
 
 
 def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
@@ -285,12 +296,13 @@ def spent_line(seconds: Mapping[str, float]) -> str:
 
 
 def _length(facts: RunFacts) -> str:
-    """`900 steps, 45 an epoch, 20 epochs`, as far as it is known."""
-    parts = [counted(facts.total_steps, "step")]
-    if facts.steps_per_epoch is not None:
-        parts.append(f"{facts.steps_per_epoch:,} an epoch")
-    if facts.total_epochs is not None:
-        parts.append(counted(facts.total_epochs, "epoch"))
+    """`900 steps, 45 an epoch, 20 epochs`, as far as it is known; epochs where they end the run."""
+    length, total, epochs = facts.steps_per_epoch, facts.total_steps, facts.total_epochs
+    parts = [counted(total, "step")]
+    if length is not None:
+        parts.append(f"{length:,} an epoch")
+    if epochs is not None and total == (None if length is None else length * epochs):
+        parts.append(counted(epochs, "epoch"))
     return ", ".join(parts)
 
 
