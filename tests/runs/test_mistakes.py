@@ -142,6 +142,7 @@ def project(workdir: Path) -> Iterator[Path]:
         ),
         (["parallel.accelerator=cuda"], "parallel.accelerator=cuda"),
         (["scheduler=cosine", "scheduler.warmup_steps=100000"], "scheduler.warmup_steps"),
+        (["model._target_=own.Breaks", "scheduler.warmup_epochs=1000"], "steps is longer than the run of"),
         (["optimizer._target_=torch.optim.AdamW", "optimizer.leraning_rate=1"], "leraning_rate"),
         (["output_dir=own.py/run"], "output_dir=/"),
         (["resume", "nowhere"], "no run is there"),

@@ -264,6 +264,14 @@ def test_own_things_give_the_run_their_name() -> None:
         assert compose_run(words).config.run_name == name
 
 
+def test_a_warmup_beyond_the_named_length_is_refused_with_the_other_mistakes() -> None:
+    assert faults_of("trainer.max_steps=50", "scheduler.warmup_steps=100", "optimizer.lr=-1") == (
+        "optimizer.lr=-1: must be a number, 0 or more",
+        "scheduler.warmup_steps=100: longer than the run: trainer.max_steps=50; choose fewer",
+    )
+    assert compose_run(["trainer.max_steps=50", "scheduler.warmup_steps=50"]).config.trainer.max_steps == 50
+
+
 def test_a_warmup_that_is_named_replaces_the_one_of_the_option(tmp_path: Path) -> None:
     scheduler = compose_run(
         ["scheduler=warmup_cosine", "scheduler.warmup_steps=7"], tmp_path

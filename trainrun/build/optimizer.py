@@ -39,11 +39,18 @@ def build_optimizer_of(
     return optimizer
 
 
+def warmup_steps(config: RunConfig, rhythm: Rhythm) -> int:
+    """Raises ConfigError where it does not fit the length of the run, for which no model is needed."""
+    steps, ratio, epochs = (
+        (config.scheduler or {}).get(f"warmup_{unit}") for unit in ("steps", "ratio", "epochs")
+    )
+    return resolve_warmup(Warmup(steps or 0, ratio, epochs), rhythm.total_steps, rhythm.steps_per_epoch)
+
+
 def build_schedule_of(config: RunConfig, optimizer: torch.optim.Optimizer, rhythm: Rhythm) -> Schedule:
     node = dict(config.scheduler or {"_target_": "trainrun.scheduler.curves.constant"})
     own = {name: node.pop(name, None) for name in SCHEDULE_KEYS}
-    warmup = Warmup(own["warmup_steps"] or 0, own["warmup_ratio"], own["warmup_epochs"])
-    steps = resolve_warmup(warmup, rhythm.total_steps, rhythm.steps_per_epoch)
+    steps = warmup_steps(config, rhythm)
     target = locate(node.pop("_target_"), "scheduler")
     return build_schedule(optimizer, target, node, steps, rhythm.total_steps, own["metric"])
 

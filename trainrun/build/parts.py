@@ -13,7 +13,13 @@ from trainrun.build.backends import set_backends, set_threads
 from trainrun.build.data import build_sources, build_transform, check_classes, open_split
 from trainrun.build.memory import build_update
 from trainrun.build.model import build_model, transform_model
-from trainrun.build.optimizer import SCHEDULE_KEYS, build_optimizer_of, build_schedule_of, describe_update
+from trainrun.build.optimizer import (
+    SCHEDULE_KEYS,
+    build_optimizer_of,
+    build_schedule_of,
+    describe_update,
+    warmup_steps,
+)
 from trainrun.build.plan import (
     best_watch,
     build_fingerprint,
@@ -118,10 +124,11 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     )
     assert train is not None
     check_classes(config, facts, sources)
+    rhythm = build_rhythm(config, train, val is not None)
+    warmup_steps(config, rhythm)
     model = build_model(config, facts, site.parallel.device)
     if site.init_from is not None:
         notes.append(load_initial(model, site.init_from))
-    rhythm = build_rhythm(config, train, val is not None)
     config = with_scope(
         config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, site.parallel.device, notes
     )

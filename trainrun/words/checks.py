@@ -197,6 +197,9 @@ def _rate_faults(config: RunConfig) -> Iterator[str]:
             continue
         if not is_finite(value) or value < 0:
             yield f"{key}={value}: must be a number, 0 or more"
+    warmup, most = scheduler.get("warmup_steps"), config.trainer.max_steps
+    if warmup is not None and is_finite(warmup) and most is not None and warmup > most:
+        yield f"scheduler.warmup_steps={warmup}: longer than the run: trainer.max_steps={most}; choose fewer"
     rule = scheduler.get("lr_scaling", "none")
     if rule not in LR_SCALINGS:
         yield f"scheduler.lr_scaling={rule}: must be one of {', '.join(LR_SCALINGS)}.{nearest(str(rule), LR_SCALINGS)}"
