@@ -110,6 +110,20 @@ def test_a_recorded_step_is_the_plain_one_while_threads_pin_batches(
     close(recorded, run(*shared), tolerance)
 
 
+@pytest.mark.parametrize("words", [("trainer.cuda_graphs=true",), ("trainer.compile=step",)])
+def test_a_recurrent_network_in_a_graph_is_validated_as_it_was_trained(words: tuple[str, ...]) -> None:
+    """cuDNN moves the weights of such layers in the first plain forward, that of a validation."""
+    if words == ("trainer.compile=step",):
+        pytest.importorskip("triton")
+    network = ("model=lstm", "model.width=32", "data.train.block_size=64", "data.train.max_bytes=60000")
+    shared = ("data=text", "task=language_modeling", *network, "trainer.max_epochs=null", "trainer.max_steps=40",
+              "trainer.val_check_interval=10", "data.batch_size=16", *REPEATS)  # fmt: skip
+    plain, graphs = run(*shared), run(*shared, *words)
+    losses = [[row["val/loss"] for row in one.metrics if row["kind"] == "eval"] for one in (plain, graphs)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert losses[1][-1] < losses[1][0]
+
+
 def test_gradients_add_up_under_cuda_graphs_of_inductor() -> None:
     pytest.importorskip("triton")
     shared = (

@@ -346,6 +346,43 @@ def test_a_recorded_step_equals_the_plain_one(accumulate: int) -> None:
     assert len(recorded) == accumulate  # one graph for each place in a window; ragged batches run plain
 
 
+class Moving(nn.Module):
+    """A recurrent network that moves its weights when it is evaluated, as cuDNN's do after a functional call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(FEATURES, 6, batch_first=True), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            for weight in self.layer.parameters():
+                weight.data = weight.data.clone()
+        return self.head(self.layer(x[:, None])[0][:, 0])
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_weights_that_a_validation_moves_are_trained_where_they_lie_now(fixed: bool) -> None:
+    words = (
+        *DOUBLE,
+        *ADAMW,
+        "model=test_whole_step.Moving",
+        "data.val._target_=exact_parts.samples",
+    )
+    plain, _, rows = run(*words, batch_size=4, count=12)
+    recorder = Recorder()
+    parts = parts_of((*words, *STEP), recorder, batch_size=4, count=12)
+    if fixed:
+        stepper: Any = parts.stepper
+        stepper._engine = lambda function, inputs, held: captured(function, inputs, held, on_cpu)
+        stepper._fixed = True
+    fitted(parts)
+    for one, other in zip(weights_of(parts), weights_of(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    losses = [[row["val/loss"] for row in one.eval] for one in (recorder, rows)]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
 def test_what_cannot_be_recorded_is_refused() -> None:
     weights, count = torch.zeros(2), torch.zeros((), device="meta")
     with pytest.raises(PluginError, match="keeps a tensor on the host.*use trainer.cuda_graphs=false"):

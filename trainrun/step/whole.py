@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainrun.errors import TrainingError
@@ -74,7 +74,7 @@ class WholeStep:
         self._kinds: dict[Kind, Seen] = {}
         self._held: Holdings | None = None
         self._doubted: Holdings | None = None  # what was held ahead of a plain step
-        self._ready = self._asked = False
+        self._ready = self._asked = self._moves = False
         self._shares: dict[float, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._rates: Flat = []
@@ -90,6 +90,8 @@ class WholeStep:
             self._held, self._doubted = None, self._held or self._doubted  # it may replace tensors
             return self._plain(parts, window, log)
         parts.retry.unmark()
+        if self._held is not None and self._moves and not self._held.are_current():
+            self._held = None
         held = self._held = self._held or self._hold(parts)
         last = len(window) - 1
         graphs = [
@@ -135,6 +137,9 @@ class WholeStep:
             self._sums = {name: torch.zeros_like(p).detach() for name, p in named if p.requires_grad}
         self._rates = self._rates or rates_of(parts)
         held = Holdings(parts, self._precision, self._sums, self._rates)
+        # cuDNN's recurrent layers move their weights to other memory in the first plain forward after a graph was made
+        # (a validation); a graph that went on with the old memory would train what nobody reads.
+        self._moves = any(isinstance(module, nn.RNNBase) for module in parts.model.modules())
         places = [tensor.data_ptr() for tensor in held.flat]
         if self._fixed and places != self._places:
             for seen in self._kinds.values():
