@@ -45,7 +45,7 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
 def transform_model(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
     if config.precision.fp8:
         try:
-            notes.append(fp8_linear(model, device))
+            notes.append(fp8_linear(model, device, config.trainer.compile.scope != "off"))
         except RuntimeError as error:  # no such device, no torchao: said in words already
             raise ConfigError(str(error)) from error
     if config.trainer.channels_last:

@@ -1,7 +1,8 @@
 """FP8 linear layers: the three products of a linear layer in 8-bit numbers, through torchao.
 
 what: inputs, weights and gradients are scaled and rounded to float8 for each product; weights, optimizer and
-    sums stay as they are. Layers whose sizes are no multiples of 16, and the last one, are left alone.
+    sums stay as they are. Layers whose
+    sizes are no multiples of 16, and the last one, are left alone; ragged batches are padded with rows of zeros.
 when: GPUs from Ada and Hopper on, products of 4096 and more, with trainer.compile (without it slower).
 when not: small layers, any other device (refused); convolutions.
 source: https://docs.pytorch.org/ao/stable/workflows/training.html
@@ -21,8 +22,11 @@ KEY = "precision.fp8=true"
 WITHOUT = "use precision.fp8=false"
 
 
-def fp8_linear(model: nn.Module, device: torch.device) -> str:
-    """Swaps the layers in place, before they are compiled; returns a note. RuntimeError: not here, with the way out."""
+def fp8_linear(model: nn.Module, device: torch.device, compiled: bool = False) -> str:
+    """Swap the layers in place, before they are compiled, and return a note.
+
+    compiled: whether the model will be. RuntimeError: not on this device, or without torchao, with the way out.
+    """
     if device.type != "cuda":
         raise RuntimeError(
             f"{KEY}: this run is on {device.type}, and only NVIDIA GPUs from Ada and Hopper on have products "
@@ -34,22 +38,29 @@ def fp8_linear(model: nn.Module, device: torch.device) -> str:
             f"{KEY}: this GPU has compute capability {'.'.join(map(str, capability))}, and products of 8-bit floats "
             f"need 8.9 or more; {WITHOUT}, precision=bf16-mixed is the fastest here"
         )
-    try:
-        from torchao.float8 import convert_to_float8_training
-    except ImportError as error:
-        raise RuntimeError(f"{KEY}: needs torchao; pip install 'trainrun[fp8]'") from error
     chosen = fitting(model)
     if not chosen:
         raise RuntimeError(
             f"{KEY}: the model has no linear layer but the last whose sizes are multiples of {MULTIPLE}; {WITHOUT}"
         )
 
-    def wanted(_: nn.Module, name: str) -> bool:
-        return name in chosen
+    swap_layers(model, chosen)
+    slow = "" if compiled else "; without trainer.compile=model this is slower than bf16-mixed alone"
+    return f"{KEY}: linear layers that compute their products in float8: {len(chosen)}{slow}"
 
+
+def swap_layers(model: nn.Module, chosen: set[str]) -> None:
+    """RuntimeError: torchao is not installed.
+
+    Products want inner sizes that are multiples of 16, and in the weight's gradient that is the number of rows.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise RuntimeError(f"{KEY}: needs torchao; pip install 'trainrun[fp8]'") from error
     convert: Any = convert_to_float8_training
-    convert(model, module_filter_fn=wanted)
-    return f"{KEY}: linear layers that compute their products in float8: {len(chosen)}"
+    options: Any = Float8LinearConfig(pad_inner_dim=True)
+    convert(model, module_filter_fn=lambda _, name: name in chosen, config=options)
 
 
 def fitting(model: nn.Module) -> set[str]:
