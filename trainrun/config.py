@@ -14,10 +14,11 @@ from typing import Any
 from trainrun.errors import ConfigError
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
+SAME = "same"  # of data.val_transform: that of data.transform
 PARALLELS = ("single", "ddp")
 OPEN_NODES = (
     "model", "task", "optimizer", "scheduler", "data.train", "data.val", "data.test", "data.collate_fn",
-    "data.transform", "data.augment",
+    "data.transform", "data.val_transform", "data.test_transform", "data.augment",
     "loop", "user", "monitor.listeners",
 )  # fmt: skip
 
@@ -56,6 +57,8 @@ class DataConfig:
     num_threads: Any = number("auto", at_least=1)
     cache: str = "none"
     transform: Any = None
+    val_transform: Any = None
+    test_transform: Any = None
     augment: dict[str, Any] = field(default_factory=dict)
     on_error: str = one_of("raise", "skip", default="raise")
     max_skipped_share: float = number(0.01, at_least=0, at_most=1)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trainrun.config import RunConfig
+from trainrun.config import SAME, RunConfig
 from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.device_feed import Copying, Sizes, unnoticed
-from trainrun.data.facts import check_labels
+from trainrun.data.facts import check_labels, kind_of_input
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.data.sequences.useful import Tally
 from trainrun.data.skips import Report, to_stderr
 from trainrun.data.stages import Stages, stages_of
 from trainrun.data.undecided import Undecided
+from trainrun.errors import ConfigError
 from trainrun.instantiate import build
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.precision.amp import data_float_dtype
@@ -72,7 +73,8 @@ def stream_options(
         max_sequence_length=data.max_sequence_length,
         num_threads=data.num_threads,
         cache=data.cache,
-        transform=build_transform(config),
+        transform=build_transform(config, name),
+        transform_key=transform_key(config, name) or "data.transform",
         augment=build_augmentations(data.augment),
         on_error=data.on_error,
         max_skipped_share=data.max_skipped_share,
@@ -107,8 +109,52 @@ def loading_stages(
     return stages_of(source, stream_options(config, parallel, "train", to_stderr), epoch, start, seconds)
 
 
-def build_transform(config: RunConfig) -> Any:
-    return build(config.data.transform, "data.transform") if config.data.transform else None
+def transform_key(config: RunConfig, split: str) -> str | None:
+    """The setting whose transform the samples of a split go through: `data.transform` is of training alone."""
+    data, name = config.data, "transform"
+    if split != "train":
+        name = "test_transform" if split == "test" and data.test_transform is not None else "val_transform"
+    name = "transform" if getattr(data, name) == SAME else name
+    return f"data.{name}" if getattr(data, name) else None
+
+
+def build_transform(config: RunConfig, split: str) -> Any:
+    key = transform_key(config, split)
+    return build(getattr(config.data, key.removeprefix("data.")), key) if key else None
+
+
+def applied(config: RunConfig) -> str:
+    """What changes the samples of each split, in the order of its doing; "" where nothing does."""
+    splits = {"training": "train", "validation": "val", "test": "test"}
+    changes = {}
+    for name, split in splits.items():
+        if getattr(config.data, split):
+            one = transform_key(config, split)
+            more = [
+                a.key for a in build_augmentations(config.data.augment) if split == "train" or not a.random
+            ]
+            changes[name] = ", ".join([*([one] if one else []), *more])
+    if not any(changes.values()):
+        return ""
+    way = "validation" in changes and config.data.transform and config.data.val_transform is None
+    return "; ".join(f"{name} samples: {does or 'as they are'}" for name, does in changes.items()) + (
+        " (data.val_transform=same: data.transform there too)" if way else ""
+    )
+
+
+def check_alike(config: RunConfig, sources: dict[str, Any]) -> None:
+    """Refuses inputs that become floats in training alone: a conversion there belongs to validation as well."""
+    for split in ("val", "test"):
+        source = sources[split]
+        if not config.data.transform or source is None or transform_key(config, split):
+            continue
+        kinds = [kind_of_input(sources["train"], "data.train", build_transform(config, "train")),
+                 kind_of_input(source, f"data.{split}", None)]  # fmt: skip
+        if all(kinds) and kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"data.transform: makes {kinds[0]} of a training sample, and data.{split} gives {kinds[1]} as it is; "
+                "say data.val_transform=same, or data.val_transform._target_=... for one of its own"
+            )
 
 
 def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:

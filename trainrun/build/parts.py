@@ -10,7 +10,14 @@ from typing import Any
 from torch import nn
 
 from trainrun.build.backends import set_backends, set_threads
-from trainrun.build.data import build_sources, build_transform, check_classes, open_split
+from trainrun.build.data import (
+    applied,
+    build_sources,
+    build_transform,
+    check_alike,
+    check_classes,
+    open_split,
+)
 from trainrun.build.memory import build_update
 from trainrun.build.model import build_model, transform_model
 from trainrun.build.optimizer import (
@@ -33,7 +40,7 @@ from trainrun.build.step import build_log, build_stepper, seen_step
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.weights import load_initial
-from trainrun.config import RunConfig
+from trainrun.config import SAME, RunConfig
 from trainrun.data.facts import facts_of_all
 from trainrun.data.memory import host_memory
 from trainrun.data.sequences.useful import Tally
@@ -93,6 +100,8 @@ def check_targets(config: RunConfig) -> None:
     data = config.data
     nodes = {"data.train": data.train, "data.val": data.val, "data.test": data.test, "model": config.model}
     nodes |= {"task": config.task, "data.collate_fn": data.collate_fn, "data.transform": data.transform}
+    ours = {"data.val_transform": data.val_transform, "data.test_transform": data.test_transform}
+    nodes |= {key: node for key, node in ours.items() if node != SAME}
     nodes |= {f"data.augment.{name}": node for name, node in data.augment.items()}
     for key, node in nodes.items():
         faults += bind_faults(node, key) if node else []
@@ -113,7 +122,8 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     check_targets(config)
     config = with_accumulation(config, site.parallel.world_size)
     sources = build_sources(config)
-    facts = facts_of_all(sources, build_transform(config))
+    facts = facts_of_all(sources, build_transform(config, "train"))
+    check_alike(config, sources)
     report = report_to([monitor.on_note for monitor in site.monitors])
     tally, copying = Tally(), Copying(site.ledger, site.device_times)
     task = build_task(config, facts)
@@ -123,6 +133,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         for name in sources
     )
     assert train is not None
+    notes += filter(None, [applied(config)])
     check_classes(config, facts, sources)
     rhythm = build_rhythm(config, train, val is not None)
     warmup_steps(config, rhythm)

@@ -82,6 +82,25 @@ def _classes_in(columns: Columns) -> int | None:
 
 
 def _first_shape(source: Any, key: str, transform: Callable[..., Any] | None) -> tuple[int, ...] | None:
+    found = _first_input(source, key, transform)
+    return tuple(found.shape) if isinstance(found, Tensor | np.ndarray) else None
+
+
+def kind_of_input(source: Any, key: str, transform: Callable[..., Any] | None) -> str:
+    """`floats`, `integers` or another type, of the first sample; "" where it cannot be read, which others say."""
+    if isinstance(source, IterableDataset):
+        return ""
+    columns = columns_of(source, key)
+    try:
+        found = _first_input(source if columns is None else columns, key, transform)
+    except DataError:
+        return ""
+    if not isinstance(found, Tensor | np.ndarray):
+        return f"a {type(found).__name__}"
+    return "integers" if is_integer(found) else "floats"
+
+
+def _first_input(source: Any, key: str, transform: Callable[..., Any] | None) -> Any:
     if length_of(source, key) == 0:
         raise DataError(f"{key}: the data set is empty")
     reader = BatchReader(source, Recipe(Preparation(), 0, key, transform)).copy()
@@ -89,7 +108,7 @@ def _first_shape(source: Any, key: str, transform: Callable[..., Any] | None) ->
         sample = reader.sample(0, 0)
     while isinstance(sample, tuple | list | dict) and sample:
         sample = next(iter(sample.values() if isinstance(sample, dict) else sample))
-    return tuple(sample.shape) if isinstance(sample, Tensor | np.ndarray) else None
+    return sample
 
 
 def check_labels(source: Any, key: str, num_classes: int) -> None:

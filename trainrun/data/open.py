@@ -156,7 +156,8 @@ def prepared_source(source: Any, options: StreamOptions) -> Prepared:
         columns = rows_in_memory(dataset)
         dataset, collate = (dataset, collate) if columns is None else (columns, None)
     recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
-                    options.on_error == "skip", options.training, scale if user_sees else None)  # fmt: skip
+                    options.on_error == "skip", options.training, scale if user_sees else None,
+                    options.transform_key)  # fmt: skip
     safe = thread_safe(dataset) and not user_sees
     single = needs_samples(options, collate)
     facts = Facts(options.key, columns, single, safe, preparation, options.device, options.local_world_size)
@@ -195,7 +196,8 @@ def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     found = sequence_plan(source, plan, sequence_options(options))
     collate = options.collate_fn if found is None else found.collate
     preparation = Preparation(options.float_dtype, options.max_sequence_length if found is None else None)
-    recipe = Recipe(preparation, options.seed, options.key, options.transform, collate)
+    recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
+                    transform_key=options.transform_key)  # fmt: skip
     reader = StreamReader(source, plan, length, max_batches, recipe)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     line = f"{options.key}: {describe_workers(number)} ({reason})"

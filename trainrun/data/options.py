@@ -25,6 +25,7 @@ class StreamOptions:
     """How one stream is read.
 
     key: names it in messages (`data.train`). batch_size: per rank.
+    transform_key: the setting that named the transform, for messages.
     training: False reads every sample once in its own order: shuffle and drop_last do not apply,
         every epoch is epoch 0, and a batch_size above the data is lowered.
     engine: "auto", "resident", "workers" or "threads". report: takes one line for the people who watch.
@@ -52,6 +53,7 @@ class StreamOptions:
     num_threads: int | Literal["auto"] = "auto"
     cache: str = "none"
     transform: Callable[[Any], Any] | None = None
+    transform_key: str = "data.transform"
     augment: tuple[NamedAugmentation, ...] = ()
     on_error: str = "raise"
     max_skipped_share: float = 0.01
@@ -76,7 +78,7 @@ class StreamOptions:
 def check_options(options: StreamOptions) -> None:
     if options.transform is not None and not callable(options.transform):
         raise DataError(
-            f"data.transform: a {type(options.transform).__name__} cannot be called with a sample; give a "
+            f"{options.transform_key}: a {type(options.transform).__name__} cannot be called with a sample; give a "
             "class with __call__, or a function with _partial_: true"
         )
     limit = options.limit
@@ -104,7 +106,8 @@ def sequence_options(options: StreamOptions) -> SequenceOptions:
         if needs and options.transform is not None:
             value = getattr(options, key.removeprefix("data."))
             raise DataError(
-                f"{key}={value}: needs the lengths of samples, which data.transform may change; leave one of them out"
+                f"{key}={value}: needs the lengths of samples, which {options.transform_key} may change; leave one of "
+                "them out"
             )
     if not options.training and padding in ("bucket", "pack", "token_budget"):
         padding, max_tokens = "longest", None
@@ -119,7 +122,7 @@ def sequence_options(options: StreamOptions) -> SequenceOptions:
 def needs_samples(options: StreamOptions, collate: Collate | None) -> str:
     """The option that keeps whole columns from being gathered (engine resident); "" where there is none."""
     if options.transform is not None:
-        return "data.transform"
+        return options.transform_key
     if options.collate_fn is not None:
         return "data.collate_fn"
     return f"data.padding={options.padding}" if collate is not None else ""

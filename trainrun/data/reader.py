@@ -69,6 +69,7 @@ class Recipe:
     skips: bool = False
     training: bool = True
     scale: Scale | None = None
+    transform_key: str = "data.transform"
 
 
 class Transform:
@@ -79,6 +80,7 @@ class Transform:
         self._function = recipe.transform
         self._seed = recipe.seed
         self._key = recipe.key
+        self._name = recipe.transform_key
         self._calling = calling
         self._scale = recipe.scale
         self._takes_generator = takes(recipe.transform, "generator")
@@ -90,7 +92,7 @@ class Transform:
             return sample
         parts = (self._seed, epoch, index, TRANSFORM)
         try:
-            with self._calling(parts, "data.transform"):
+            with self._calling(parts, self._name):
                 if self._takes_generator:
                     return self._function(sample, generator=generator_of(*parts))
                 return self._function(sample)
@@ -99,7 +101,7 @@ class Transform:
         except ANY_FAULT as error:
             place = describe(self._dataset, index)
             raise DataError(
-                f"data.transform: sample {index}{place} of {self._key} cannot be transformed: "
+                f"{self._name}: sample {index}{place} of {self._key} cannot be transformed: "
                 f"{type(error).__name__}: {error}{line_of(error)}"
             ) from error
 

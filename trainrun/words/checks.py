@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trainrun.config import RunConfig
+from trainrun.config import SAME, RunConfig
 from trainrun.model.names import CHOICES
 from trainrun.words.argument_rules import is_finite, rule_of
 from trainrun.words.check_compile import compile_faults
@@ -124,10 +124,15 @@ def check(config: RunConfig) -> list[str]:
 
 
 def _callable_faults(config: RunConfig) -> Iterator[str]:
-    nodes = {"data.transform": config.data.transform, "data.collate_fn": config.data.collate_fn}
-    for key, value in nodes.items():
-        if value is not None and not (isinstance(value, dict) and "_target_" in value):
-            yield f"{key}={value}: must name a class or function of yours, as {key}._target_=my_file.MyClass"
+    data = config.data
+    ours = {"data.val_transform": data.val_transform, "data.test_transform": data.test_transform}
+    for key, value in {"data.transform": data.transform, "data.collate_fn": data.collate_fn, **ours}.items():
+        if key in ours and value == SAME:
+            if data.transform is None:
+                yield f"{key}=same: there is no data.transform; name that, or {key}._target_=my_file.MyClass"
+        elif value is not None and not (isinstance(value, dict) and "_target_" in value):
+            more = f", or {key}=same for that of data.transform" if key in ours else ""
+            yield f"{key}={value}: must name a class or function of yours, as {key}._target_=my_file.MyClass{more}"
 
 
 def _pair_faults(config: RunConfig) -> Iterator[str]:

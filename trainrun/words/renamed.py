@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from trainrun.config import SAME
 from trainrun.words.argv import SCOPE_WORDS
 
 
@@ -20,6 +21,12 @@ def in_words_of_today(saved: Any, path: Path) -> Any:
         scope = SCOPE_WORDS.get(value, value)
         options.setdefault("scope", scope)
         _note_renamed(path, f"trainer.compile.enabled={value} is read as trainer.compile.scope={scope}")
+    data = OmegaConf.select(saved, "data") if isinstance(saved, DictConfig) else None
+    if isinstance(data, DictConfig) and data.get("transform") and "val_transform" not in data:
+        data["val_transform"] = SAME  # its validations went through data.transform too
+        _note_renamed(
+            path, "data.transform is of training alone now; data.val_transform=same goes on as before"
+        )
     ranks = OmegaConf.select(saved, "parallel") if isinstance(saved, DictConfig) else None
     if isinstance(ranks, DictConfig) and "stop_grace_seconds" in ranks:
         del ranks["stop_grace_seconds"]  # it was of the ranks alone; the run's own has another meaning
