@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from trainrun.parallel.external import external_ranks, first_node
+from trainrun.parallel.external import address_of, external_ranks, first_node
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 SLURM_STEP = {
@@ -40,6 +42,21 @@ def test_an_address_that_the_user_gave_is_kept() -> None:
     env = SLURM_STEP | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
     assert external_ranks(env)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.7", "29500")
+
+
+def test_a_node_whose_name_does_not_resolve_is_found_at_slurms_own_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = "gpu07.invalid"
+    assert address_of("127.0.0.1") == "127.0.0.1"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "scontrol").write_text(
+        '#!/bin/sh\necho "NodeName=$3 Arch=x86_64"\necho " NodeAddr=10.0.0.$# "\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    assert address_of(node) == "10.0.0.3"
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    assert address_of(node) == node
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import socket
+import subprocess
 from collections.abc import MutableMapping
 
 TORCHRUN_WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -28,7 +31,7 @@ def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
     if env.get("SLURM_STEP_NUM_NODES") == "1":
         env["LOCAL_WORLD_SIZE"] = env["WORLD_SIZE"]
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
-    env["MASTER_ADDR"] = env.get("MASTER_ADDR") or first_node(nodes)
+    env["MASTER_ADDR"] = env.get("MASTER_ADDR") or address_of(first_node(nodes))
     # one port per job step: two of them on a node must not meet
     number = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20000 + number % 10000))
@@ -40,3 +43,17 @@ def first_node(nodes: str) -> str:
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "the pattern matches every text"
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
+
+
+def address_of(node: str) -> str:
+    """The node's name, or the address that Slurm itself uses for it if the name does not resolve here."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        if shutil.which("scontrol"):
+            asked = subprocess.run(
+                ["scontrol", "show", "node", node], capture_output=True, text=True, check=False
+            )
+            if found := re.search(r"\bNodeAddr=(\S+)", asked.stdout):
+                return found.group(1)
+    return node

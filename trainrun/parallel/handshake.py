@@ -53,8 +53,9 @@ class Meeting:
 
 def lead(payload: dict[str, Any], wait_seconds: float = WAIT_SECONDS) -> Meeting:
     """On rank 0: answers every other rank with `payload` (plain JSON) until the meeting is complete."""
-    store, world_size = open_store(wait_seconds)
-    side, _ = open_store(wait_seconds)  # a waiting `get` keeps its connection busy
+    with contact(), told_if_long("the other ranks"):
+        store, world_size = open_store(wait_seconds)
+        side, _ = open_store(wait_seconds)  # a waiting `get` keeps its connection busy
     nonce = uuid.uuid4().hex
     answer = json.dumps({"payload": payload, "nonce": nonce})
     complete = threading.Event()
