@@ -32,7 +32,7 @@ from trainrun.restore import parts_of as restored
 from trainrun.rundir import RunDir
 from trainrun.start import attention_kernel, number_type, settle
 from trainrun.start.settle import settled
-from trainrun.start.trial import agreed_times, best_of
+from trainrun.start.trial import Trial, agreed_times, best_of, fastest_times
 from trainrun.task.language_modeling import LanguageModeling
 from trainrun.words.compose import compose_run
 
@@ -203,6 +203,75 @@ def test_what_breaks_in_a_trial_ends_no_run() -> None:
     config, _, notes, _ = told(parts_of((), count=64), broken)
     assert config.precision.mode == "32-true"
     assert "not measured" in notes[0]
+
+
+def test_a_type_that_does_not_fit_into_memory_is_not_taken_and_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(settle, "type_by_rule", lambda *_: ("bf16-mixed", "as on a GPU"))
+
+    def seconds() -> float:
+        if not in_bfloat16():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return 0.002
+
+    config, chosen, notes, _ = told(parts_of((), count=64), seconds)
+    assert config.precision.mode == chosen["precision"] == "bf16-mixed"
+    assert notes == ["precision: bf16-mixed, 2 ms a step (32-true: does not fit into memory)"]
+
+
+def test_memory_that_ends_in_a_later_round_counts_as_well() -> None:
+    rounds = iter([0.001, 0.001])
+
+    def small() -> float:
+        if (seconds := next(rounds, None)) is None:
+            raise MemoryError
+        return seconds
+
+    def broken() -> float:
+        raise RuntimeError("shapes differ")
+
+    assert fastest_times({"small": small, "large": lambda: 0.002}, 1.0) == {"small": math.inf, "large": 0.002}
+    assert fastest_times({"small": small}, 1.0) == {}
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        fastest_times({"broken": broken}, 1.0)
+
+
+def test_what_does_not_fit_on_one_rank_is_taken_on_none() -> None:
+    times = {"32-true": 1.0, "bf16-mixed": 2.0}
+    assert agreed_times(times, lambda own: [own, {"32-true": math.inf, "bf16-mixed": 1.5}]) == {
+        "32-true": math.inf, "bf16-mixed": 2.0,
+    }  # fmt: skip
+    assert agreed_times(times, lambda own: [own, dict.fromkeys(own, math.inf)]) == {}
+
+
+def test_cudnn_searches_no_kernels_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = parts_of((), count=64)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen: set[bool] = set()
+
+    def seconds() -> float:
+        seen.add(torch.backends.cudnn.benchmark)
+        return 0.002
+
+    told(parts, seconds)
+    assert seen == {False}
+    assert torch.backends.cudnn.benchmark is True
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_tried_with_the_whole_batch_at_once() -> None:
+    device = torch.device("cuda")
+    parts = parts_of((), count=64)
+    rows: list[int] = []
+    model = parts.model.to(device)
+    model.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    data = tuple(part.to(device) for part in next(parts.train.epoch(0)).data)
+    size = Trial(model, parts.task, data, device).size(10.0, None)
+    assert size is not None
+    assert {size.few, size.rows, size.count} == {len(data[0])}
+    assert set(rows) == {len(data[0])}
 
 
 def test_the_slowest_rank_counts_and_one_without_a_time_decides() -> None:

@@ -46,7 +46,7 @@ def settled(config: RunConfig, model: nn.Module, task: Any, train: Batches, para
     if wanted[0] and emulates_bfloat16(parallel.device):
         wanted = (False, wanted[1])  # by rule: a type without hardware is never taken
     if measure and any(wanted):
-        with kept_random_state():
+        with kept_random_state(), without_search():
             Settling(config, model, task, train, parallel, num_batches, clock).decide(chosen, wanted, notes)
     if free_type and "precision" not in chosen:
         mode, why = type_by_rule(model, config.data.batch_size, parallel.device)
@@ -59,6 +59,18 @@ def settled(config: RunConfig, model: nn.Module, task: Any, train: Batches, para
     return dataclasses.replace(
         config, precision=dataclasses.replace(config.precision, mode=chosen["precision"])
     )
+
+
+@contextlib.contextmanager
+def without_search() -> Iterator[None]:
+    """`trainer.benchmark` is for shapes that come again: in a trial cuDNN's search takes longer than all that is
+    timed."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 class Settling:

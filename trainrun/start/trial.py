@@ -7,6 +7,7 @@ grows with the samples.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from trainrun.config import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.data.choice import free_bytes
 from trainrun.data.pieces import num_rows, rows_of, tensors_in
-from trainrun.mishaps.retry import batch_norm_in
+from trainrun.mishaps.retry import batch_norm_in, no_memory
 from trainrun.precision.guarded import build_context
 
 LONG_STEP_FLOP = 5e10  # of the fewest samples: a second on a core
@@ -63,6 +64,10 @@ class Trial:
     def size(self, most_seconds: float, dtype: torch.dtype | None) -> Size | None:
         """As many samples as take so long, or the fewest; None where even those take too long to be heard at all."""
         few = min(2 if batch_norm_in(self.model) else 1, self._count)
+        if (
+            self._device.type == "cuda"
+        ):  # every other number of samples would cost cuDNN's search for kernels again
+            few = self._count
         if self._flop(few) > LONG_STEP_FLOP and self._device.type == "cpu":
             return None
         rows, seconds = few, self._again(few, dtype, most_seconds if few < self._count else 0.0)
@@ -75,11 +80,13 @@ class Trial:
         """Seconds of forward and backward."""
         data = map_leaves(rows_of(self._data, 0, rows, self._count), _cloned)  # a model may write into it
         began = self._now()
-        with build_context(dtype, self._device):
-            out = self._task.step(self.model, data)
-        out.loss_sum.backward()
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        try:
+            with build_context(dtype, self._device):
+                out = self._task.step(self.model, data)
+            out.loss_sum.backward()
+        finally:
+            for parameter in self.model.parameters():
+                parameter.grad = None
         return self._now() - began
 
     def timed(self, work: Callable[[], None]) -> float:
@@ -133,24 +140,47 @@ def heard_times(works: dict[str, Callable[[], float]], limit: float, gather: Gat
 
 
 def fastest_times(works: dict[str, Callable[[], float]], limit: float) -> dict[str, float]:
-    """Each one's fastest time, heard in turns after one that warms up; empty where `limit` seconds are too few."""
-    first = {name: work() for name, work in works.items()}
-    if sum(first.values()) > limit:
+    """Each one's fastest time, heard in turns after one that warms up; empty where `limit` seconds are too few.
+
+    One that memory does not suffice for is infinitely slow.
+    """
+    found = {name: [seconds_of(work)] for name, work in works.items()}
+    fitting = {name for name, (first,) in found.items() if first < math.inf}
+    if not fitting or sum(found[name].pop() for name in fitting) > limit:
         return {}
-    found: dict[str, list[float]] = {name: [] for name in works}
     spent, rounds = 0.0, 0
-    while rounds < LEAST_ROUNDS or (spent < limit and rounds < MOST_ROUNDS):
-        for name, work in works.items():
-            found[name].append(work())
-            spent += found[name][-1]
+    while fitting and (rounds < LEAST_ROUNDS or (spent < limit and rounds < MOST_ROUNDS)):
+        for name in [name for name in works if name in fitting]:
+            seconds = seconds_of(works[name])
+            if seconds == math.inf:
+                fitting.remove(name)
+                found[name] = [seconds]
+            else:
+                found[name].append(seconds)
+                spent += seconds
         rounds += 1
-    return {name: min(seconds) for name, seconds in found.items()}
+    return {name: min(found[name]) for name in works} if fitting else {}
+
+
+def seconds_of(work: Callable[[], float]) -> float:
+    """Infinite where memory does not suffice; what the work held of it is free again, then."""
+    try:
+        return work()
+    except (MemoryError, RuntimeError) as error:
+        if not no_memory(error):
+            raise
+    gc.collect()
+    torch.cuda.empty_cache()  # nothing happens where no GPU is in use
+    return math.inf
 
 
 def agreed_times(times: dict[str, float], gather: Gather) -> dict[str, float]:
-    """Of all ranks the slowest counts; empty where one of them has none."""
+    """Of all ranks the slowest counts; empty where one of them has none, or nothing fits on all."""
     rows = gather(times)
-    return {name: max(row[name] for row in rows) for name in times} if all(rows) else {}
+    if not all(rows):
+        return {}
+    slowest = {name: max(row[name] for row in rows) for name in times}
+    return slowest if min(slowest.values()) < math.inf else {}
 
 
 def best_of(times: dict[str, float], usual: str) -> str:
@@ -162,7 +192,10 @@ def best_of(times: dict[str, float], usual: str) -> str:
 def verdict(times: dict[str, float], usual: str) -> tuple[str, str, str]:
     """What `best_of` says, `1.23 ms` of that one, and `flash: 2.5 ms, math: 3 ms` of the others."""
     chosen = best_of(times, usual)
-    shown = {name: f"{1e3 * seconds:.3g} ms" for name, seconds in times.items()}
+    shown = {
+        name: f"{1e3 * seconds:.3g} ms" if seconds < math.inf else "does not fit into memory"
+        for name, seconds in times.items()
+    }
     return (
         chosen,
         shown[chosen],
