@@ -38,6 +38,11 @@ Compute = Callable[[list[MicroBatch]], T]
 MARKS = ("can't allocate memory", "out of memory", "bad_alloc", "_STATUS_ALLOC_FAILED")
 ONE_SAMPLE = "one sample at a time does not fit either"
 PREFIX = re.compile(r"\[enforce fail at [^\]]*\] [^.]*\. ")  # the line of torch's source
+SIZE = r"(\d+(?:\.\d+)? (?:bytes|[KMG]iB))"
+OF_A_GPU = re.compile(
+    rf"(CUDA out of memory\. Tried to allocate {SIZE}\..*? is free)\..*? {SIZE} is reserved by PyTorch but "
+    r"unallocated\..* (PYTORCH_\w+)=expandable_segments"
+)
 COUPLED = 0.02  # of the loss: far above rounding, also of bfloat16
 
 
@@ -242,8 +247,27 @@ def no_memory(error: Exception) -> str:
     """The first line of what an allocator said; "" of any other error."""
     text = PREFIX.sub("", str(error).partition("\n")[0])
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(mark in text for mark in MARKS):
-        return text or type(error).__name__
+        return in_few_words(text) or type(error).__name__
     return ""
+
+
+def in_few_words(text: str) -> str:
+    """Of torch's long sentence about a GPU what counts; where what is free would do if it lay together, the way out."""
+    told = OF_A_GPU.match(text)
+    if told is None:
+        return text
+    start, tried, unused, switch = told.groups()
+    if num_bytes(unused) < num_bytes(tried):
+        return start
+    return (
+        f"{start}; {unused} more are torch's own, but in pieces: {switch}=expandable_segments:True joins them"
+    )
+
+
+def num_bytes(size: str) -> float:
+    """`20.00 MiB` as torch writes it."""
+    number, _, unit = size.partition(" ")
+    return float(number) * 1024.0 ** ("bytes", "KiB", "MiB", "GiB").index(unit)
 
 
 def batch_norm_in(model: nn.Module) -> str:
