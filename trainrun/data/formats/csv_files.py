@@ -50,7 +50,8 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     goal = chosen_target(target, columns)
     names = chosen_inputs(inputs, goal, columns)
     files = files_of(*part.place, ENDINGS) if part.own else training
-    if missing := [name for name in (*names, *goal) if name not in columns_in(files[0], dialect)]:
+    own = set(columns_in(files[0], dialect))
+    if missing := [name for name in (*names, *goal) if name not in own]:
         raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
     cells = read_cells(files, dialect, names, goal, np.dtype(dtype), fill)
     encoded, coding = _targets(files, dialect, cells, goal, target_dtype, training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import numpy as np
 from trainrun.data.formats.narrow import narrowed
 from trainrun.errors import DataError
 
-ROWS_AT_ONCE = 8192
+ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
 MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
 WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 
@@ -58,7 +59,7 @@ def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
     if not dialect.header:
         return tuple(map(str, range(len(first))))
     names = tuple(name.strip() for name in first)
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise DataError(f"{file}: two columns are called {twice!r}; names must differ")
     return names
@@ -75,37 +76,38 @@ def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], 
         if set(own) != set(columns):
             differing = ", ".join(sorted(set(own) ^ set(columns)))
             raise DataError(f"{file}: its columns are not those of {files[0]}: {differing}")
-        places = [own.index(name) for name in numbers]
-        for start, table in _tables(file, dialect, len(own)):
-            count = len(table[0])
-            block = np.empty((count, len(places)), dtype)
+        place_of = {name: place for place, name in enumerate(own)}
+        places = [place_of[name] for name in numbers]
+        for start, rows in _blocks(file, dialect, len(own)):
+            block = np.empty((len(rows), len(places)), dtype)
             for k, place in enumerate(places):
-                block[:, k] = _parsed(table[place], dtype, fill, _Spot(file, dialect, start, numbers[k]))
+                texts = [row[place] for row in rows]
+                block[:, k] = _parsed(texts, dtype, fill, _Spot(file, dialect, start, numbers[k]))
             cells.numbers.append(block)
             for name in words:
-                cells.words[name] += table[own.index(name)]
-            total += count
+                cells.words[name] += [row[place_of[name]] for row in rows]
+            total += len(rows)
         cells.ends.append(total)
     if total == 0:
         raise DataError(f"{files[0]}: no rows" + (" after the header" if dialect.header else ""))
     return cells
 
 
-def _tables(file: Path, dialect: Dialect, width: int) -> Iterator[tuple[int, list[tuple[str, ...]]]]:
-    """Blocks of rows as columns, each with the number of its first row in the file."""
-    start = 0
+def _blocks(file: Path, dialect: Dialect, width: int) -> Iterator[tuple[int, list[list[str]]]]:
+    """Blocks of rows, each with the number of its first row in the file; wide rows make short blocks."""
+    start, at_once = 0, max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // width))
     with _opened(file, dialect) as reader:
         if dialect.header:
             next(reader)
         full = filter(None, reader)  # an empty line is no row
-        while rows := list(islice(full, ROWS_AT_ONCE)):
+        while rows := list(islice(full, at_once)):
             if set(map(len, rows)) != {width}:
                 wrong = next(i for i, row in enumerate(rows) if len(row) != width)
                 raise DataError(
                     f"{file} line {line_of(file, dialect, start + wrong)}: {len(rows[wrong])} cells, but "
                     f"the first line has {width}; is the file cut short, or a comma not quoted?"
                 )
-            yield start, list(zip(*rows, strict=True))
+            yield start, rows
             start += len(rows)
 
 
@@ -150,7 +152,7 @@ class _Spot:
         return f"{self.file} line {line}: column {self.column!r}"
 
 
-def _parsed(texts: tuple[str, ...], dtype: np.dtype[Any], fill: float | None, spot: _Spot) -> Any:
+def _parsed(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, spot: _Spot) -> Any:
     """Numbers of the type, checked one by one only where something is wrong."""
     whole = dtype.kind in "iu"
     try:

@@ -190,8 +190,9 @@ def _array(value: Any) -> Any:
 
 def _like(table: Table, training: Table, names: Sequence[str]) -> Table:
     """DataError: the columns that are read are not those of the training data."""
+    known = set(table.columns)
     for name in names:
-        if name not in table.columns:
+        if name not in known:
             raise DataError(f"{table.files[0]}: has no column {name!r}, which the training data has")
         if table.kind(name).name != training.kind(name).name:
             raise DataError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,12 @@ class Table:
     def columns(self) -> tuple[str, ...]:
         return tuple(kind.column for kind in self.kinds)
 
+    @cached_property
+    def _by_name(self) -> dict[str, Kind]:
+        return {kind.column: kind for kind in reversed(self.kinds)}
+
     def kind(self, column: str) -> Kind:
-        return self.kinds[self.columns.index(column)]
+        return self._by_name[column]
 
     def begin(self, group: int) -> int:
         return int(self.ends[group - 1]) if group else 0

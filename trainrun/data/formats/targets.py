@@ -121,8 +121,9 @@ def chosen_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
 def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, ...]:
     """Names from a word or a list of words, each checked against the file's columns."""
     names = tuple(str(name) for name in (wanted if isinstance(wanted, list | tuple) else [wanted]))
+    known = set(columns)
     for name in names:
-        if name not in columns:
+        if name not in known:
             raise DataError(
                 f"{key}={name}: no such column{nearest(name, columns) or ';'} columns: {listed(columns)}"
             )
@@ -135,7 +136,8 @@ def chosen_inputs(inputs: Any, target: Sequence[str], columns: Sequence[str]) ->
     """The named columns, or all that are not the target."""
     if inputs is not None:
         return named_columns(inputs, columns, "data.train.inputs")
-    names = tuple(name for name in columns if name not in target)
+    targets = set(target)
+    names = tuple(name for name in columns if name not in targets)
     if not names:
         raise DataError("data.train.inputs: every column is a target; there is none to predict it from")
     return names
