@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainrun.data.columns import Arrays
 from trainrun.data.formats.memory import in_memory
 from trainrun.data.formats.parts import held_out
+from trainrun.data.formats.places import plain_file
+from trainrun.data.formats.room import check_memory
 from trainrun.data.formats.rows import Picked
 from trainrun.data.split import check_split
 from trainrun.errors import DataError
@@ -58,7 +61,7 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     names = [f"{name}_{'train' if parted else split}" for name in (inputs, target) if name]
     if place.is_dir():
         arrays = _files(path, place, names, mapped)
-    elif place.exists():
+    elif plain_file(place, f"data.path={path}"):
         arrays = _members(path, place, names)
     else:
         raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
@@ -91,8 +94,14 @@ def _files(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[
     arrays = []
     for name in names:
         file = place / f"{name}.npy"
+        plain_file(file, f"data.path={path}")
         with _faults_of(path, file.name):  # a pickle could run anything
-            arrays.append(open_mapped(str(file)) if mapped else np.load(file, allow_pickle=False))
+            array = open_mapped(str(file))
+        if not mapped:
+            check_memory(
+                array.nbytes, f"{file}: it", "leave data.train.mapped=false out: then it stays on disk"
+            )
+        arrays.append(array if mapped else np.array(array))
     return tuple(arrays)
 
 
@@ -102,7 +111,35 @@ def _members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise DataError(f"data.path={path}: a single array; save {' and '.join(names)} with numpy.savez")
         _check_names(path, names, set(archive.files))
+        needed = sum(_unpacked_bytes(archive.zip, name) for name in names)
+        check_memory(
+            needed, f"data.path={path}: unpacked, {' and '.join(names)}",
+            "save them with numpy.save as .npy files in a folder and name that: they stay on disk",
+        )  # fmt: skip
         return tuple(archive[name] for name in names)
+
+
+def _unpacked_bytes(archive: zipfile.ZipFile, name: str) -> int:
+    """What an array takes in memory. ValueError: its header asks for more than the archive holds of it."""
+    member = archive.getinfo(name if name in archive.namelist() else f"{name}.npy")
+    with archive.open(member) as opened:
+        asked = array_bytes(opened)
+    if asked > member.file_size:
+        raise ValueError(f"{name} needs {asked} bytes, but {member.file_size} are there")
+    return member.file_size
+
+
+def array_bytes(opened: IO[bytes]) -> int:
+    """By the header of a .npy file; 0 where it has none that NumPy reads, which is for NumPy to say."""
+    with suppress(ValueError):
+        version = np.lib.format.read_magic(opened)
+        headers = {
+            (1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0
+        }  # fmt: skip
+        if version in headers:
+            shape, _, dtype = headers[version](opened)
+            return math.prod(shape) * dtype.itemsize
+    return 0
 
 
 @contextmanager

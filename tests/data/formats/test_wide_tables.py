@@ -37,7 +37,10 @@ def names_of(width: int) -> list[str]:
 
 def csv_table(folder: Path, width: int, rows: int = 4) -> str:
     path = folder / f"{width}.csv"
-    lines = [names_of(width), *([str(row + i) for i in range(width - 1)] + [str(row % 2)] for row in range(rows))]
+    lines = [
+        names_of(width),
+        *([str(row + i) for i in range(width - 1)] + [str(row % 2)] for row in range(rows)),
+    ]
     path.write_text("".join(",".join(line) + "\n" for line in lines))
     return str(path)
 

@@ -16,9 +16,13 @@ from typing import IO, Any
 import numpy as np
 
 from trainrun.data.formats.narrow import narrowed
+from trainrun.data.formats.room import check_memory
 from trainrun.errors import DataError
 
 ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
+MAX_LINE_CHARACTERS = 2**26
+WORD_BYTES = 64  # about that much each takes in memory
+FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet, which is read on demand"
 MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
 WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 
@@ -87,6 +91,8 @@ def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], 
             for name in words:
                 cells.words[name] += [row[place_of[name]] for row in rows]
             total += len(rows)
+            needed = total * (len(numbers) * dtype.itemsize + len(words) * WORD_BYTES)
+            check_memory(needed, f"{file}: after {total} rows the table", FEWER)
         cells.ends.append(total)
     if total == 0:
         raise DataError(f"{files[0]}: no rows" + (" after the header" if dialect.header else ""))
@@ -116,11 +122,21 @@ def _opened(file: Path, dialect: Dialect) -> Iterator[Any]:
     reader = None
     try:
         with _text(file) as lines:
-            reader = csv.reader(lines, delimiter=dialect.character, skipinitialspace=True, strict=True)
+            reader = csv.reader(
+                _lines(lines), delimiter=dialect.character, skipinitialspace=True, strict=True
+            )
             yield reader
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         line = f" line {reader.line_num + 1}" if reader is not None and reader.line_num else ""
         raise DataError(f"{file}{line}: cannot be read as CSV in UTF-8: {error}") from error
+
+
+def _lines(text: IO[str]) -> Iterator[str]:
+    """csv.Error: a line without an end, of which a few packed bytes may hold many gigabytes."""
+    while line := text.readline(MAX_LINE_CHARACTERS):
+        if len(line) == MAX_LINE_CHARACTERS:
+            raise csv.Error(f"a line of more than {MAX_LINE_CHARACTERS} characters")
+        yield line
 
 
 def _text(file: Path) -> IO[str]:

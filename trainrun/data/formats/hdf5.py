@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from trainrun.data.formats.handles import Kept
 from trainrun.data.formats.memory import in_memory as stays_in_memory
 from trainrun.data.formats.parts import Part, Rows
 from trainrun.data.formats.places import files_of, fingerprint_of
+from trainrun.data.formats.room import check_memory
 from trainrun.data.formats.targets import Coding, coding_of, listed
 from trainrun.errors import DataError
 from trainrun.instantiate import nearest
@@ -178,6 +180,11 @@ def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> L
             "rows of numbers"
         )
     chunk = data.chunks[0] if data.chunks else 1
+    row_bytes = data.dtype.itemsize * math.prod(data.shape[1:])
+    check_memory(
+        min(chunk, len(data)) * row_bytes, f"{file.filename}: unpacked, one chunk of {found!r}",
+        "write it with fewer rows a chunk",
+    )  # fmt: skip
     return Layout(found, data.shape, data.dtype, chunk, ragged is not None and not words, words)
 
 
@@ -197,6 +204,8 @@ def _cells(file: Any, path: Path, layout: Layout) -> Any:
     """The target of all rows where it is one number or word each; None for others."""
     if layout.ragged or len(layout.shape) != 1:
         return None
+    num_bytes = layout.shape[0] * layout.dtype.itemsize
+    check_memory(num_bytes, f"{path}: unpacked, {layout.name!r}", "name a file with fewer rows")
     with reading(path, repr(layout.name)):
         return list(file[layout.name].asstr()[:]) if layout.words else file[layout.name][:]
 

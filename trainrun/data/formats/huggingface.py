@@ -18,7 +18,8 @@ import torch
 from trainrun.data.formats.extras import extra
 from trainrun.data.formats.parts import Part, Rows
 from trainrun.data.formats.pictures import Form, decoded, form_of
-from trainrun.data.formats.places import fingerprint_of
+from trainrun.data.formats.places import fingerprint_of, plain_file
+from trainrun.data.formats.room import check_disk, unpacked_bytes
 from trainrun.data.formats.shards import shards_of
 from trainrun.errors import DataError
 
@@ -151,6 +152,8 @@ def _opened(path: str | None, key: str) -> tuple[Any, tuple[Path, ...]]:
     datasets = extra("datasets", "datasets", "datasets")
     if path is not None and Path(path, SET_FILE).expanduser().is_file():
         folder = Path(path).expanduser()
+        for file in sorted(folder.iterdir()):
+            plain_file(file, f"{key}={path}")
         with _faults_of(folder):
             return datasets.load_from_disk(str(folder)), tuple(sorted(folder.glob("*.arrow")))
     files = shards_of(path, key, ENDINGS)
@@ -161,6 +164,14 @@ def _opened(path: str | None, key: str) -> tuple[Any, tuple[Path, ...]]:
             f"{key}=folder/*.parquet"
         )
     names = [str(file) for file in files]
+    if kinds == {"json"}:
+        cache = Path(str(datasets.config.HF_DATASETS_CACHE))
+        check_disk(
+            unpacked_bytes(files),
+            cache,
+            f"{key}={path}: unpacked, it",
+            "name another disk by HF_DATASETS_CACHE",
+        )
     with _faults_of(files[0]), _quiet(datasets):
         if kinds == {"arrow"}:
             sets = [datasets.Dataset.from_file(name) for name in names]

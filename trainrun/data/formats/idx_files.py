@@ -12,6 +12,7 @@ from torch import Tensor
 from trainrun.data.columns import Arrays
 from trainrun.data.formats.parts import Part
 from trainrun.data.formats.places import existing_folder
+from trainrun.data.formats.room import check_memory
 from trainrun.data.formats.targets import coding_of
 from trainrun.data.idx import read_idx
 from trainrun.errors import DataError
@@ -63,6 +64,10 @@ def _array(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[A
 
 def _inputs(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
     if dtype == "float32":
+        check_memory(
+            2 * 4 * array.size, f"data.train.dtype=float32: arrays of shape {array.shape}",
+            "use data.train.dtype=stored, which keeps bytes",
+        )  # fmt: skip
         array = array.astype(np.float32) / np.float32(255 if array.dtype == np.uint8 else 1)
     tensor = torch.from_numpy(array)
     return tensor.unsqueeze(1) if tensor.ndim == 3 else tensor

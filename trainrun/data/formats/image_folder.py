@@ -27,6 +27,9 @@ from trainrun.data.scale import Scale
 from trainrun.errors import DataError
 
 READ_BYTES = 2**17
+READ_FLAGS = (
+    os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+)  # nobody waits for a pipe
 ENDINGS = (".jpg", ".jpeg", ".png")
 EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: data.train.labels=labels.csv"
 
@@ -112,7 +115,7 @@ class ImageFolder:
 
 def content_of(path: str) -> bytes:
     """The bytes of a file, in three calls of the system instead of seven: pictures are small and many."""
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    file = os.open(path, READ_FLAGS)
     try:
         pieces = [os.read(file, READ_BYTES)]
         while len(pieces[-1]) == READ_BYTES:
@@ -181,8 +184,8 @@ def _below(folder: Path, name: str) -> list[str]:
         inner = f"{name}/{entry.name}"
         if entry.is_dir():
             found += _below(folder / entry.name, inner)
-        elif entry.name.lower().endswith(ENDINGS):
-            found.append(inner)
+        elif entry.name.lower().endswith(ENDINGS) and (entry.is_file() or not os.path.exists(entry.path)):
+            found.append(inner)  # also a link that leads nowhere, which is told when it is read
     return found
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from trainrun.data.formats.extras import extra
 from trainrun.data.formats.parts import Part
 from trainrun.data.formats.pictures import Form, form_of
+from trainrun.data.formats.places import plain_file
 from trainrun.data.formats.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.formats.records import Records, records_of
 from trainrun.data.formats.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value
@@ -174,6 +175,7 @@ def _data_file(path: str | None, key: str) -> Path:
     if path is None:
         raise DataError(f"{key}: name an LMDB environment, as {key}=train.lmdb (a folder or a file)")
     place = Path(path).expanduser()
+    plain_file(place, f"{key}={path}")
     if not place.exists():
         raise DataError(f"{key}={path}: no such place; allowed: an LMDB environment, a folder or a file")
     if place.is_dir() and not (place / DATA_FILE).is_file():

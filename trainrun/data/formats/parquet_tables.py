@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from typing import Any
 import numpy as np
 
 from trainrun.data.formats.parquet_columns import Kind, kind_of, pyarrow, where_in, words_of
+from trainrun.data.formats.room import check_memory
 from trainrun.errors import DataError
+
+LEAST_BYTES = 8  # of a cell: a number, or where a word or list begins
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Table:
 
     @cached_property
     def _by_name(self) -> dict[str, Kind]:
-        return {kind.column: kind for kind in reversed(self.kinds)}
+        return {kind.column: kind for kind in self.kinds}
 
     def kind(self, column: str) -> Kind:
         return self._by_name[column]
@@ -59,6 +63,11 @@ class Table:
     def read(self, group: int, paths: Sequence[str], file: Any, threads: bool = False) -> Any:
         """An Arrow table. file: the open file of this row group."""
         path, number = self.files[self.groups[group][0]], self.groups[group][1]
+        num_rows = int(self.ends[group]) - self.begin(group)
+        check_memory(
+            num_rows * len(paths) * LEAST_BYTES, f"{path}: unpacked, row group {number} of {num_rows} rows",
+            "write it with smaller ones, as pyarrow.parquet.write_table(table, path, row_group_size=100000)",
+        )  # fmt: skip
         with reading(path, f"row group {number}"):
             return file.read_row_group(number, columns=list(paths), use_threads=threads)
 
@@ -91,6 +100,7 @@ def table_of(files: Sequence[Path]) -> Table:
         with reading(path, "its schema"):
             own = tuple(kind_of(field) for field in file.schema_arrow)
         if first is None:
+            _check_names(own, path)
             kinds, first = own, file.schema_arrow
         _check_same(own, kinds, path, files[0])
         rows = 0
@@ -104,6 +114,12 @@ def table_of(files: Sequence[Path]) -> Table:
     if not sizes:
         raise DataError(f"{files[0]}: no rows")
     return Table(tuple(files), kinds, np.cumsum(sizes, dtype=np.int64), tuple(groups), tuple(starts), first)
+
+
+def _check_names(kinds: Sequence[Kind], path: Path) -> None:
+    twice = next((name for name, count in Counter(kind.column for kind in kinds).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}: two columns are called {twice!r}; names must differ")
 
 
 def _check_same(own: Sequence[Kind], kinds: Sequence[Kind], path: Path, first: Path) -> None:

@@ -22,7 +22,7 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     if path is None:
         raise DataError(f"{key}: name the data; {allowed}")
     place = Path(path).expanduser()
-    if place.is_file():
+    if plain_file(place, key):
         return (place,)
     if place.is_dir():
         found = [file for file in place.rglob("*") if file.name.lower().endswith(tuple(endings))]
@@ -34,6 +34,15 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     if not files:
         raise DataError(f"{key}={path}: {fault}; {allowed}")
     return files
+
+
+def plain_file(place: Path, key: str) -> bool:
+    """Whether a plain file is there; nothing is opened. DataError: something else is, that would be waited for."""
+    if place.exists() and not (place.is_file() or place.is_dir()):
+        raise DataError(
+            f"{key}: {place} is a pipe, socket or device, not a plain file; write it to a file first"
+        )
+    return place.is_file()
 
 
 def existing_folder(path: str | None, key: str) -> Path:

@@ -19,12 +19,14 @@ from typing import IO, Any
 import numpy as np
 
 from trainrun.data.formats.places import fingerprint_of
+from trainrun.data.formats.room import check_disk, check_memory, unpacked_bytes
 from trainrun.data.formats.text_files import chunks_of, is_packed, unreadable
 from trainrun.data.formats.tokenizer import BYTES, Tokens, encoded_chunk, open_tokenizer
 from trainrun.errors import DataError
 
 VERSION = 1  # of the files in the cache
 SEARCH_BYTES = 2**24
+LESS_TEXT = "name another disk by data.train.cache_dir, or read less by data.train.max_bytes"
 Ends = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -91,6 +93,9 @@ def _line_ends(file: Path, size: int) -> Ends:
     with file.open("rb") as opened:
         while place < size and (content := opened.read(min(SEARCH_BYTES, size - place))):
             found.append(np.flatnonzero(np.frombuffer(content, np.uint8) == 10) + (place + 1))
+            check_memory(
+                8 * sum(map(len, found)), f"{file}: where its lines end", "use data.train.kind=blocks"
+            )
             place += len(content)
     ends = np.concatenate(found) if found else np.empty(0, np.int64)
     return ends if place == 0 or (len(ends) and ends[-1] == place) else np.append(ends, place)
@@ -104,13 +109,17 @@ def _cache(cache_dir: str | None) -> Path:
 
 def _build(place: Path, text: Text, tokens: Tokens) -> None:
     try:
+        if tokens.encode is None and text.max_bytes is None:
+            check_disk(
+                unpacked_bytes(text.files), place.parent, f"{text.files[0]}: unpacked, the text", LESS_TEXT
+            )
         place.parent.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
     except OSError as error:
         raise _unwritable(place, error) from error
     try:
         with (making / "tokens").open("wb") as out:
-            index = _written(text, tokens, out)
+            index = _written(text, tokens, out, place.parent)
             out.flush()
             os.fsync(out.fileno())
         np.savez(making / "index.npz", **index)
@@ -121,16 +130,23 @@ def _build(place: Path, text: Text, tokens: Tokens) -> None:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def _written(text: Text, tokens: Tokens, out: IO[bytes]) -> dict[str, Any]:
-    """Writes all tokens; the index of what was written."""
-    num_tokens, num_bytes, current = 0, 0, -1
+def _written(text: Text, tokens: Tokens, out: IO[bytes], folder: Path) -> dict[str, Any]:
+    """Writes all tokens; the index of what was written. DataError: the disk or the memory will not hold them."""
+    num_tokens, num_bytes, num_lines, current = 0, 0, 0, -1
     file_ends: list[int] = []
     sample_ends: list[Ends] = []
     for number, content in chunks_of(text.files, text.max_bytes):
         is_cut = text.max_bytes is not None and num_bytes + len(content) == text.max_bytes
         values, lines = encoded_chunk(tokens, content, text.kind == "lines", is_cut, text.files[number])
+        check_disk(
+            values.nbytes, folder, f"{text.files[number]}: after {num_bytes} bytes the text", LESS_TEXT
+        )
         out.write(values.tobytes())
         sample_ends.append(lines + num_tokens)
+        num_lines += len(lines)
+        check_memory(
+            8 * num_lines, f"{text.files[number]}: where its lines end", "use data.train.kind=blocks"
+        )
         num_tokens, num_bytes = num_tokens + len(values), num_bytes + len(content)
         if number != current:
             file_ends.append(num_tokens)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainrun.data.formats.extras import extra
+from trainrun.data.formats.places import plain_file
 from trainrun.errors import DataError
 
 LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines would also cut at form feeds and others
@@ -40,6 +41,7 @@ def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
         extra("tokenizers", "text data.train.tokenizer=...", "text"),
         f"data.train.tokenizer={path}",
     )
+    plain_file(Path(path).expanduser(), key)
     try:
         content = Path(path).expanduser().read_bytes()
     except OSError as error:
