@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainrun.data import choice
 from trainrun.data.columns import Arrays
-from trainrun.data.facts import check_labels, facts_of
+from trainrun.data.facts import Labels, check_labels, facts_of
 from trainrun.data.iterable import IterableBatches
 from trainrun.data.loader import LoaderBatches
 from trainrun.data.open import open_batches
@@ -156,16 +156,16 @@ def test_facts():
 
 
 def test_labels_are_checked():
-    check_labels((X, Y), "data.val", 4)
-    check_labels((X, torch.tensor([0, -100] * 5)), "data.val", 2)
-    check_labels((X, X), "data.val", 2)
-    check_labels(Samples(), "data.val", 2)
+    check_labels((X, Y), "data.val", Labels(4, "data.num_classes"))
+    check_labels((X, torch.tensor([0, -100] * 5)), "data.val", Labels(2, "data.num_classes"))
+    check_labels((X, X), "data.val", Labels(2, "data.num_classes"))
+    check_labels(Samples(), "data.val", Labels(2, "data.num_classes"))
     with pytest.raises(DataError) as caught:
-        check_labels((X, Y), "data.val", 3)
+        check_labels((X, Y), "data.val", Labels(3, "data.num_classes"))
     assert str(caught.value).startswith(
         "data.val: sample 3 has label 3, but data.num_classes=3 allows 0 to 2; correct"
     )
     with pytest.raises(DataError, match="sample 4 has label -1,"):
-        check_labels((X, np.array([0] * 4 + [-1] + [0] * 5)), "data.train", 3)
+        check_labels((X, np.array([0] * 4 + [-1] + [0] * 5)), "data.train", Labels(3, "data.num_classes"))
     with pytest.raises(DataError, match="sample 1 has label 9,"):
-        check_labels((X[:2], torch.tensor([[0, 1], [1, 9]])), "data.train", 3)
+        check_labels((X[:2], torch.tensor([[0, 1], [1, 9]])), "data.train", Labels(3, "data.num_classes"))

@@ -8,7 +8,14 @@ from typing import Any
 from trainrun.config import SAME, RunConfig
 from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.device_feed import Copying, Sizes, unnoticed
-from trainrun.data.facts import check_labels, kind_of_input
+from trainrun.data.facts import (
+    IGNORED_LABEL,
+    Labels,
+    check_labels,
+    check_number_of_classes,
+    check_real,
+    kind_of_input,
+)
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.data.sequences.useful import Tally
@@ -20,6 +27,7 @@ from trainrun.instantiate import build
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.precision.amp import data_float_dtype
 
+OUR_TASKS, ASK_FOR_CLASSES = "trainrun.task.", ("num_classes", "vocab_size")
 REGRESSION = "trainrun.task.regression.Regression"
 
 
@@ -157,9 +165,34 @@ def check_alike(config: RunConfig, sources: dict[str, Any]) -> None:
             )
 
 
+def check_numbers(config: RunConfig, sources: dict[str, Any]) -> None:
+    """Networks and tasks of ours take real numbers."""
+    takers = {name: (getattr(config, name) or {}).get("_target_") for name in ("model", "task")}
+    for number, (name, target) in enumerate(takers.items()):
+        for part, source in sources.items():
+            if source is not None and str(target).startswith("trainrun.") and not transform_key(config, part):
+                check_real(source, f"data.{part}", number, f"{name}._target_={target}")
+
+
 def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
-    """Labels must lie inside the classes that the model is told of."""
-    num_classes = (config.model or {}).get("num_classes") or config.data.num_classes
+    """Labels must lie inside the classes that the model is told of, or takes from the training data."""
+    model, task = config.model or {}, config.task or {}
+    asked = model.get("num_classes") or config.data.num_classes
+    key = "data.num_classes" if asked == config.data.num_classes else "model.num_classes"
+    real = task.get("_target_") == REGRESSION
+    is_ours = str(task.get("_target_")).startswith(OUR_TASKS) and not real
+    ignored = (IGNORED_LABEL, *([task["ignore_index"]] if isinstance(task.get("ignore_index"), int) else []))
+    if isinstance(asked, int) and real:
+        return
+    if isinstance(asked, int):
+        labels = Labels(asked, key, ignored)
+    elif facts.num_classes and any(name in model and model[name] is None for name in ASK_FOR_CLASSES):
+        check_number_of_classes(sources["train"], "data.train", facts.num_classes)
+        if not is_ours:
+            return
+        labels = Labels(facts.num_classes, "", ignored)
+    else:
+        return
     for name, source in sources.items():
-        if source is not None and isinstance(num_classes, int):
-            check_labels(source, f"data.{name}", num_classes)
+        if source is not None:
+            check_labels(source, f"data.{name}", labels)

@@ -16,6 +16,7 @@ from trainrun.build.data import (
     build_transform,
     check_alike,
     check_classes,
+    check_numbers,
     open_split,
 )
 from trainrun.build.memory import build_update
@@ -134,6 +135,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     )
     assert train is not None
     notes += filter(None, [applied(config)])
+    check_numbers(config, sources)
     check_classes(config, facts, sources)
     rhythm = build_rhythm(config, train, val is not None)
     warmup_steps(config, rhythm)

@@ -7,6 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -66,10 +67,14 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     else:
         raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
     if not parted:
-        return Arrays(arrays)
+        return Arrays(arrays, describe=partial(_row, path, names[-1], None))
     return _part(
         path, place, names, arrays, held_out_of(path, names, arrays, val_fraction, seed)[split == "val"]
     )
+
+
+def _row(path: str, name: str, rows: Any, index: int) -> str:
+    return f"data.path={path}: {name} row {index if rows is None else int(rows[index])}"
 
 
 def held_out_of(path: str, names: Sequence[str], arrays: Sequence[Any], fraction: float, seed: int) -> Any:
@@ -85,7 +90,8 @@ def _part(path: str, place: Path, names: Sequence[str], arrays: Sequence[Any], r
     """Copied where it is small; of large mapped files, read row by row."""
     num_bytes = sum(array.nbytes // len(array) * len(rows) for array in arrays)
     if in_memory(num_bytes, "auto") or not isinstance(arrays[0], np.memmap):
-        return Arrays(tuple(np.asarray(array)[rows] for array in arrays))
+        describe = partial(_row, path, names[-1], rows)
+        return Arrays(tuple(np.asarray(array)[rows] for array in arrays), describe=describe)
     return Picked(arrays, rows, [place / f"{name}.npy" for name in names])
 
 
@@ -111,9 +117,10 @@ def _members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise DataError(f"data.path={path}: a single array; save {' and '.join(names)} with numpy.savez")
         _check_names(path, names, set(archive.files))
-        needed = sum(_unpacked_bytes(archive.zip, name) for name in names)
+        assert archive.zip is not None  # while the file is open
+        sizes = [_unpacked_bytes(archive.zip, name) for name in names]
         check_memory(
-            needed, f"data.path={path}: unpacked, {' and '.join(names)}",
+            sum(sizes), f"data.path={path}: unpacked, {' and '.join(names)}",
             "save them with numpy.save as .npy files in a folder and name that: they stay on disk",
         )  # fmt: skip
         return tuple(archive[name] for name in names)
@@ -138,7 +145,7 @@ def array_bytes(opened: IO[bytes]) -> int:
         }  # fmt: skip
         if version in headers:
             shape, _, dtype = headers[version](opened)
-            return math.prod(shape) * dtype.itemsize
+            return int(math.prod(shape) * dtype.itemsize)
     return 0
 
 

@@ -30,12 +30,14 @@ class Arrays:
     """What the built-in sources return: inputs and targets, and what is known of the classes.
 
     scale: where the first tensor is pictures as bytes, what makes the numbers of a batch of them.
+    describe: names the place of a sample's target, as a line of a file; it can be pickled.
     """
 
     tensors: tuple[Any, ...]
     class_names: tuple[str, ...] = ()
     num_classes: int | None = None
     scale: Scale | None = None
+    describe: Callable[[int], str] | None = None
 
     def as_bytes(self) -> tuple[Arrays, Scale] | None:
         return None if self.scale is None else (replace(self, scale=None), self.scale)

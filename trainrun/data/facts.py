@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,36 @@ from trainrun.randomness import kept_random_state
 
 IGNORED_LABEL = -100  # torch's ignore_index
 LABELS_AT_ONCE = 2**22
+PLAUSIBLE_CLASSES, CLASSES_PER_LABEL = 10_000, 10  # more than both of them are a slip in one label
 ALLOWED = (
     "allowed: a data set with __len__ and __getitem__, a torch IterableDataset, "
     "or a tuple, list or mapping of tensors or arrays"
 )
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Which labels are classes. said_by: the setting that gives their number; empty where the training data does.
+    ignored: labels that count nothing.
+    """
+
+    num_classes: int
+    said_by: str = ""
+    ignored: tuple[int, ...] = (IGNORED_LABEL,)
+
+    def why(self, label: int) -> str:
+        """Why this one is none."""
+        if self.said_by:
+            return f"but {self.said_by}={self.num_classes} allows 0 to {self.num_classes - 1}; correct one of the two"
+        if label < 0:
+            return (
+                "but classes are counted from 0; correct it, or number the classes from 0 on (tables do that by "
+                "data.train.target_dtype=class)"
+            )
+        return (
+            f"but the classes of the training data are 0 to {self.num_classes - 1}; correct it, or say how many "
+            f"there are, as data.num_classes={label + 1}"
+        )
 
 
 def length_of(source: Any, key: str) -> int:
@@ -111,18 +137,64 @@ def _first_input(source: Any, key: str, transform: Callable[..., Any] | None) ->
     return sample
 
 
-def check_labels(source: Any, key: str, num_classes: int) -> None:
-    """Refuses integer targets in memory outside 0..num_classes-1; other sources cannot be checked ahead."""
+def labels_in(source: Any, key: str) -> Any:
+    """The integer targets of a source that has them in memory, one row for each sample; None for others."""
     columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
-    target = None if columns is None else columns.target()
-    if target is None or not is_integer(target):
+    if columns is not None:
+        target = columns.target()
+    else:  # another's attribute of this name may be anything
+        target = getattr(source, "labels", None) if type(source).__module__.startswith("trainrun.") else None
+    return target if target is not None and is_integer(target) else None
+
+
+def check_labels(source: Any, key: str, allowed: Labels) -> None:
+    """Refuses labels in memory that are no class; other sources cannot be checked ahead."""
+    target = labels_in(source, key)
+    if target is None:
         return
     for begin in range(0, len(target), LABELS_AT_ONCE):  # a mapped file may be larger than the memory
         labels = as_tensor(target[begin : begin + LABELS_AT_ONCE]).long()
-        wrong = (labels != IGNORED_LABEL) & ((labels < 0) | (labels >= num_classes))
+        wrong = (labels < 0) | (labels >= allowed.num_classes)
+        for ignored in allowed.ignored:
+            wrong &= labels != ignored
         if wrong.any():
             first = wrong.nonzero()[0].tolist()
+            label = int(labels[tuple(first)])
             raise DataError(
-                f"{key}: sample {begin + first[0]} has label {int(labels[tuple(first)])}, but "
-                f"data.num_classes={num_classes} allows 0 to {num_classes - 1}; correct one of the two"
+                f"{place_of(source, key, begin + first[0])} has label {label}, {allowed.why(label)}"
             )
+
+
+def check_real(source: Any, key: str, number: int, taker: str) -> None:
+    """Refuses complex numbers in memory. number: of the element in a sample; taker: who cannot take them, as typed."""
+    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
+    values = () if columns is None else columns.values[number : number + 1]
+    if any(is_complex(value) for value in values):
+        raise DataError(
+            f"{key}: array {number + 1} holds complex numbers, which {taker} does not take; give their real and "
+            "imaginary parts, as numpy.stack([x.real, x.imag], 1), or name one of your own"
+        )
+
+
+def is_complex(value: Any) -> bool:
+    return value.is_complex() if isinstance(value, Tensor) else value.dtype.kind == "c"
+
+
+def place_of(source: Any, key: str, index: int) -> str:
+    """The line, row or file of a sample, where the source tells it."""
+    describe = getattr(source, "describe", None)
+    return f"{key}: sample {index}" if describe is None else str(describe(index))
+
+
+def check_number_of_classes(source: Any, key: str, num_classes: int) -> None:
+    """Refuses a number of classes that one label makes: a network of that size is not what is meant."""
+    target = labels_in(source, key)
+    if target is None or num_classes <= max(PLAUSIBLE_CLASSES, CLASSES_PER_LABEL * math.prod(target.shape)):
+        return
+    labels = as_tensor(target).long().reshape(len(target), -1)
+    index = int((labels == num_classes - 1).any(1).long().argmax())
+    if int(labels[index].max()) == num_classes - 1:
+        raise DataError(
+            f"{place_of(source, key, index)} has label {num_classes - 1}, which makes {num_classes:,} classes of "
+            f"{len(target):,} samples; correct it, or, where that is meant, say data.num_classes={num_classes}"
+        )

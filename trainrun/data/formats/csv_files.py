@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     rows = part.rows(values if encoded is None else encoded)
     tensors = (values,) if encoded is None else (values, encoded)
     chosen = tensors if rows is None else tuple(tensor[torch.from_numpy(rows)] for tensor in tensors)
-    return Arrays(chosen, coding.names, coding.num_classes)
+    describe = partial(_sample, files, dialect, tuple(cells.ends), goal[0], rows) if goal else None
+    return Arrays(chosen, coding.names, coding.num_classes, describe=describe)
 
 
 def _targets(files: Sequence[Path], dialect: Dialect, cells: Cells, goal: Sequence[str], dtype: str,
@@ -98,12 +100,17 @@ def _complete(files: Sequence[Path], dialect: Dialect, cells: Cells, name: str) 
 
 
 def _where(files: Sequence[Path], dialect: Dialect, cells: Cells, name: str) -> Any:
-    def where(row: int) -> str:
-        number = next(number for number, end in enumerate(cells.ends) if row < end)
-        start = cells.ends[number - 1] if number else 0
-        return f"{files[number]} line {line_of(files[number], dialect, row - start)}: column {name!r}"
+    return partial(_sample, files, dialect, tuple(cells.ends), name, None)
 
-    return where
+
+def _sample(
+    files: Sequence[Path], dialect: Dialect, ends: Sequence[int], name: str, rows: Any, index: int
+) -> str:
+    """File, line and column of a sample. ends: the row behind the last one of each file. rows: None is all."""
+    row = index if rows is None else int(rows[index])
+    number = next(number for number, end in enumerate(ends) if row < end)
+    start = ends[number - 1] if number else 0
+    return f"{files[number]} line {line_of(files[number], dialect, row - start)}: column {name!r}"
 
 
 def _shaped(values: Tensor, names: Sequence[str], shape: Sequence[int] | None) -> Tensor:

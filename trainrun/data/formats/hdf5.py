@@ -71,7 +71,9 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         stored = Stored(place, layouts, rows, encoded, coding)
         if any(layout.ragged for layout in layouts) or not stays_in_memory(stored.num_bytes, in_memory):
             return stored
-        return Arrays(stored.whole(file), coding.names, coding.num_classes)
+        return Arrays(
+            stored.whole(file), coding.names, coding.num_classes, describe=stored.describe if target else None
+        )
 
 
 class Stored:
@@ -123,6 +125,11 @@ class Stored:
         with reading(self._path, "its data"):
             parts = tuple(file[layout.name][:][rows] for layout in self._layouts)
         return parts if self._encoded is None else (*parts, self._encoded)
+
+    @property
+    def labels(self) -> Any:
+        """The target of each sample, where it is in memory."""
+        return self._encoded
 
     @property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:

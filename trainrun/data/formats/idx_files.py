@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,16 @@ def load(path: str | None, split: str, inputs: str, target: str | None, val_inpu
             f"{folder / str(own[1])}: has shape {cells.shape}, but {own[0]} has {len(values)} samples; it must "
             "hold one number for each"
         )
-    labels = coding.encode(cells, lambda row: f"{folder / str(own[1])}: label {row}")
+    labels = coding.encode(cells, partial(_label, folder / str(own[1]), None))
     rows = part.rows(labels)
-    return Arrays((_taken(values, rows), _taken(labels, rows)), coding.names, coding.num_classes)
+    where = partial(_label, folder / str(own[1]), rows)
+    return Arrays(
+        (_taken(values, rows), _taken(labels, rows)), coding.names, coding.num_classes, describe=where
+    )
+
+
+def _label(file: Path, rows: Any, index: int) -> str:
+    return f"{file}: label {index if rows is None else int(rows[index])}"
 
 
 def _array(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:

@@ -99,6 +99,11 @@ class ImageFolder:
         twin.form = replace(self.form, dtype="uint8")
         return twin, Scale()
 
+    @property
+    def labels(self) -> Tensor:
+        """The class of each sample."""
+        return self._targets
+
     def target(self, index: int) -> Tensor:
         """The class of a sample, without its picture."""
         return self._targets[index]

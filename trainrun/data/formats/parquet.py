@@ -146,7 +146,8 @@ class OnDemand:
         if self._shape is not None:
             tensor = tensor.view(-1, *self._shape)
         tensors = (tensor,) if self._cells is None else (tensor, self._cells)
-        return Arrays(tensors, self.class_names, self.num_classes)
+        describe = partial(_described, self._table, self._rows)
+        return Arrays(tensors, self.class_names, self.num_classes, describe=describe)
 
     @property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -164,7 +165,12 @@ class OnDemand:
 
     def describe(self, index: int) -> str:
         """The file and row of a sample, counted from 0."""
-        return self._where(self._kinds[0].column, index).rpartition(": column")[0]
+        return _described(self._table, self._rows, index)
+
+    @property
+    def labels(self) -> Any:
+        """The target of each sample, where it is in memory."""
+        return self._cells
 
     def fingerprint(self) -> str:
         rows = None if self._rows is None else self._rows.tobytes()
@@ -182,6 +188,11 @@ def _blocks(table: Table, kinds: Sequence[Kind], settings: Any, group: int, read
     path = table.files[table.groups[group][0]]
     return [block_of(kind, read[kind.column], dtype, fill, form, where_in(path, kind.column, table.starts[group]))
             for kind in kinds]  # fmt: skip
+
+
+def _described(table: Table, rows: Rows | None, index: int) -> str:
+    row = index if rows is None else int(rows[index])
+    return table.where("", row).rpartition(": column")[0]
 
 
 def _array(value: Any) -> Any:

@@ -1,0 +1,134 @@
+"""A label that is no class is named with its line, row or file before a network is built for it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainrun.build.data import check_classes, check_numbers
+from trainrun.data import arrays
+from trainrun.data.facts import facts_of
+from trainrun.data.formats import csv_files, hdf5, image_folder, parquet
+from trainrun.errors import DataError
+from trainrun.words.compose import compose_run
+
+N, WRONG = 40, 11  # samples, and the one whose label is wrong
+
+
+def labels_with(wrong: int) -> list[int]:
+    return [wrong if i == WRONG else i % 3 for i in range(N)]
+
+
+def as_csv(folder: Path, labels: list[int], **arguments: Any) -> Any:
+    lines = [f"{i},{label}" for i, label in enumerate(labels)]
+    (folder / "t.csv").write_text("\n".join(["a,y", *lines, ""]))
+    return csv_files.load(str(folder / "t.csv"), "train", val_fraction=0.1, **arguments)
+
+
+def as_arrays(folder: Path, labels: list[int]) -> Any:
+    np.savez(folder / "t.npz", x_train=np.zeros((N, 2), np.float32), y_train=np.array(labels))
+    return arrays.load(str(folder / "t.npz"), "train", val_fraction=0.1)
+
+
+def as_pictures(folder: Path, labels: list[int]) -> Any:
+    from PIL import Image
+
+    for i in range(N):
+        Image.new("L", (2, 2)).save(folder / f"{i}.png")
+    lines = [f"{i}.png,{label}" for i, label in enumerate(labels)]
+    (folder / "labels.csv").write_text("\n".join(["file,label", *lines, ""]))
+    return image_folder.load(str(folder), "train", labels="labels.csv", val_fraction=0.1, shape=[1, 2, 2])
+
+
+def as_parquet(folder: Path, labels: list[int], in_memory: bool = False) -> Any:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"a": np.zeros(N), "y": labels}), folder / "t.parquet")
+    return parquet.load(str(folder / "t.parquet"), "train", val_fraction=0.1, in_memory=in_memory)
+
+
+def as_hdf5(folder: Path, labels: list[int]) -> Any:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(folder / "t.h5", "w") as file:
+        file["x"], file["y"] = np.zeros((N, 2), np.float32), labels
+    return hdf5.load(str(folder / "t.h5"), "train", val_fraction=0.1)
+
+
+PLACES = {
+    as_csv: "t.csv line 13: column 'y'", as_arrays: "t.npz: y_train row 11", as_pictures: "11.png",
+    as_parquet: "t.parquet row 11", as_hdf5: "t.h5: 'x' row 11",
+}  # fmt: skip
+
+
+def fault(source: Any, *words: str) -> str:
+    config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", *words]).config
+    with pytest.raises(DataError) as caught:
+        check_classes(config, facts_of(source), {"train": source, "val": None})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("source_of", PLACES, ids=lambda source_of: source_of.__name__)
+def test_the_place_of_a_wrong_label(tmp_path, source_of):
+    huge = source_of(tmp_path, labels_with(999_999_999))
+    said = fault(huge)
+    assert f"{PLACES[source_of]} has label 999999999, which makes 1,000,000,000 classes of 37 samples" in said
+    assert said.endswith("say data.num_classes=1000000000")
+    negative = source_of(tmp_path, labels_with(-5))
+    assert f"{PLACES[source_of]} has label -5, but classes are counted from 0" in fault(negative)
+    said = fault(negative, "data.num_classes=3")
+    assert f"{PLACES[source_of]} has label -5, but data.num_classes=3 allows 0 to 2" in said
+
+
+def test_the_ways_out(tmp_path):
+    config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", "data.num_classes=1000000000"]).config
+    huge = as_csv(tmp_path, labels_with(999_999_999))
+    check_classes(config, facts_of(huge), {"train": huge})
+    config = compose_run(["data=csv", "data.path=t.csv", "model=mlp"]).config
+    numbered = as_csv(tmp_path, labels_with(-5), target_dtype="class")
+    check_classes(config, facts_of(numbered), {"train": numbered})
+    assert numbered.num_classes == 4
+
+
+def test_a_label_that_only_the_validation_has(tmp_path):
+    train, val = as_csv(tmp_path, labels_with(2)), as_csv(tmp_path, labels_with(7))
+    config = compose_run(["data=csv", "data.path=t.csv", "model=mlp"]).config
+    with pytest.raises(
+        DataError, match="has label 7, but the classes of the training data are 0 to 2"
+    ) as caught:
+        check_classes(config, facts_of(train), {"train": train, "val": val})
+    assert "as data.num_classes=8" in str(caught.value)
+
+
+def test_what_is_no_class_number_stays(tmp_path):
+    """Real numbers of a regression, labels that are ignored, and a task of the user's own."""
+    huge, ignored = as_csv(tmp_path, labels_with(999_999_999)), as_csv(tmp_path, labels_with(-100))
+    minus = as_csv(tmp_path, labels_with(-1))
+    for source, words in (
+        (huge, ["task=regression", "model.num_classes=1"]),
+        (ignored, []),
+        (minus, ["task.ignore_index=-1"]),
+        (minus, ["task=custom", "task._target_=my_task.Mine"]),
+    ):
+        config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", *words]).config
+        check_classes(config, facts_of(source), {"train": source})
+
+
+def test_the_place_goes_to_other_processes(tmp_path):
+    for source in (as_csv(tmp_path, labels_with(1)), as_arrays(tmp_path, labels_with(1))):
+        assert pickle.loads(pickle.dumps(source)).describe(3) == source.describe(3)
+
+
+def test_complex_numbers_are_one_line():
+    config = compose_run(["data=csv", "data.path=t.csv", "model=mlp"]).config
+    inputs, labels = np.zeros((4, 2), np.complex64), np.zeros(4, np.int64)
+    with pytest.raises(
+        DataError, match=r"data\.train: array 1 holds complex numbers, which model\._target_="
+    ):
+        check_numbers(config, {"train": (inputs, labels)})
+    with pytest.raises(DataError, match=r"data\.val: array 2 holds complex numbers, which task\._target_="):
+        check_numbers(config, {"train": (labels, labels), "val": (labels, inputs)})
+    own = compose_run(["data=csv", "data.path=t.csv", "model=custom", "model._target_=my_net.Net"]).config
+    check_numbers(own, {"train": (inputs, labels)})
