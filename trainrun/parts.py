@@ -13,6 +13,7 @@ from trainrun.cadence import Cadence
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.config import RunConfig
+from trainrun.data.order import LISTED, ORDER
 from trainrun.errors import CheckpointError, TrainingError
 from trainrun.interfaces import Batches, DataFacts, MicroBatch, Parallel, Precision, StepReport, Task
 from trainrun.ledger import Ledger
@@ -86,7 +87,7 @@ class Parts:
     def stream(self) -> dict[str, Any]:
         """What a position in the data means: samples in a micro-batch of all ranks, and in an epoch."""
         samples = self.config.data.batch_size * self.parallel.world_size
-        return {"samples_per_batch": samples, "num_samples": self.train.num_samples}
+        return {"samples_per_batch": samples, "num_samples": self.train.num_samples, "order": ORDER}
 
     def load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
         """Copies a saved tree into the parts, random states last. own: None where the ranks changed.
@@ -137,6 +138,14 @@ class Parts:
             raise CheckpointError(
                 f"checkpoint {place}: saved in the middle of an epoch of {then['num_samples']} samples, and data.train "
                 f"has {now['num_samples']} now; use the same data"
+            )
+        number = now["num_samples"] or 0  # of a limited epoch: of how many, nobody knows here
+        large = number > LISTED or (number and self.config.trainer.limit_train_batches != 1.0)
+        if shared["train"]["batches"] and large and then.get("order") != ORDER:
+            raise CheckpointError(
+                f"checkpoint {place}: saved in the middle of an epoch by a version of trainrun that put more than "
+                f"{LISTED:,} samples in another order; go on with that version, or begin with these weights alone: "
+                "init_from=..."
             )
         samples = shared["train"]["batches"] * then["samples_per_batch"]
         if samples % now["samples_per_batch"]:

@@ -1,0 +1,104 @@
+"""The order of large sets: a permutation at every size, as even as a shuffled list, and the same everywhere."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from trainrun.data import order
+from trainrun.data.order import LISTED, Plan, epoch_order
+from trainrun.data.permutation import KeyedPermutation
+
+FAR = 5.0  # standard deviations: chance exceeds them once in two million draws, and the keys are fixed
+
+
+def whole(size: int, key: int) -> np.ndarray:
+    return KeyedPermutation(size, key).at(np.arange(size))
+
+
+@pytest.mark.parametrize(
+    "size", [*range(1, 70), 127, 128, 129, 1000, 4095, 4097, 65_535, 65_537, 99_991, 2**18 + 1]
+)
+def test_every_number_comes_once(size: int) -> None:
+    for key in (0, 1, 2**63):
+        assert np.array_equal(np.sort(whole(size, key)), np.arange(size))
+
+
+def test_the_same_numbers_on_every_platform() -> None:
+    assert whole(10, 7).tolist() == [5, 6, 0, 2, 7, 8, 3, 1, 4, 9]
+    assert KeyedPermutation(10**9, 3).at(np.arange(5)).tolist() == [
+        417167871, 134219327, 172940604, 368786810, 174849055
+    ]  # fmt: skip
+
+
+def test_a_position_is_found_alone_as_among_others() -> None:
+    keyed = KeyedPermutation(10**12 + 39, 5)
+    positions = np.array([[0, 1, 2], [10**12, 10**12 + 38, 777]])
+    alone = [[int(keyed.at(np.array([position]))[0]) for position in row] for row in positions.tolist()]
+    assert keyed.at(positions).tolist() == alone
+
+
+def chi_square(counts: np.ndarray) -> float:
+    """In standard deviations from what even counts would show."""
+    expected, freedom = counts.sum() / counts.size, counts.size - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
+
+
+@pytest.mark.parametrize("size", [3 * 10**6 + 1, 2**22, 10**9 + 7])
+def test_where_a_sample_comes_says_nothing_of_where_its_neighbours_come(size: int) -> None:
+    keyed = KeyedPermutation(size, 11)
+    for first in (0, size // 3, size - 2**18 - 4):
+        for distance in (1, 2, 4):
+            here = np.arange(first, first + 2**18)
+            left, right = (keyed.at(here + shift) * 32 // size for shift in (0, distance))
+            counts = np.bincount(left * 32 + right, minlength=1024)
+            assert abs(chi_square(counts)) < FAR
+            correlation = np.corrcoef(keyed.at(here), keyed.at(here + distance))[0, 1]
+            assert abs(correlation) * math.sqrt(len(here)) < FAR
+
+
+def test_keys_that_follow_each_other_give_orders_that_have_nothing_in_common() -> None:
+    size, number = 10**6, 2**18
+    positions = np.arange(number)
+    found = [KeyedPermutation(size, key).at(positions) for key in range(4)]
+    for i, one in enumerate(found):
+        for other in found[:i]:
+            assert (one == other).sum() < 10
+            assert abs(np.corrcoef(one, other)[0, 1]) * math.sqrt(number) < FAR
+
+
+def test_each_permutation_of_few_comes_as_often() -> None:
+    """Of 4 numbers there are 24."""
+    counts = np.array([*Counter(tuple(whole(4, key).tolist()) for key in range(9_600)).values()])
+    assert len(counts) == 24
+    assert abs(chi_square(counts)) < FAR
+
+
+def test_an_order_is_listed_up_to_the_bound_and_computed_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(order.derive_seed(3, 2))
+    assert torch.equal(epoch_order(LISTED, 3, 2, True), torch.randperm(LISTED, generator=generator))
+    monkeypatch.setattr(order, "LISTED", 99)
+    found = epoch_order(100, 3, 2, True)
+    assert found.tolist() == whole(100, order.derive_seed(3, 2)).tolist()
+    ranks = [Plan(100, 8, seed=3, rank=rank, world_size=3) for rank in range(3)]
+    shares = [[share.indices.tolist() for share in plan.shares(2, 0) if share.real] for plan in ranks]
+    joined = [index for batch in zip(*shares, strict=True) for indices in batch for index in indices]
+    assert joined == found.tolist()
+    assert [s.indices.tolist() for s in ranks[1].shares(2, 3)] == shares[1][3:]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_billion_rows_begin_and_resume_without_a_list(shuffle: bool) -> None:
+    plan = Plan(10**9 + 1, 256, seed=1, shuffle=shuffle, rank=1, world_size=2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    first, late = (next(iter(plan.shares(4, start))).indices for start in (0, 1_900_000))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB; a list takes 8 GB
+    positions = torch.arange(256, 512) + 1_900_000 * 512
+    expected = KeyedPermutation(10**9 + 1, order.derive_seed(1, 4)).at(positions.numpy())
+    assert late.tolist() == (expected.tolist() if shuffle else positions.tolist())
+    assert first.tolist() != late.tolist()

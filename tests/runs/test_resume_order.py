@@ -1,0 +1,31 @@
+"""A resume in the middle of an epoch whose order was made otherwise by the version that saved it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trainrun as package
+from trainrun.cli import main
+
+QUIET = [
+    "monitor.plots=false",
+    "monitor.hardware=false",
+    "trainer.num_threads=1",
+    "trainer.limit_val_batches=1",
+]
+
+
+def test_an_order_that_changed_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as before:
+        before.setattr("trainrun.parts.ORDER", 1)
+        package.train("trainer.max_steps=2", "output_dir=run", *QUIET)
+    with monkeypatch.context() as large:
+        large.setattr("trainrun.parts.LISTED", 1000)  # digits has 1,437 samples
+        assert main(["resume", "run", "trainer.max_steps=3"]) == 2
+        assert "put more than 1,000 samples in another order" in capsys.readouterr().err
+    assert main(["resume", "run", "trainer.max_steps=3"]) == 0
