@@ -8,6 +8,7 @@ from trainrun.errors import EXIT_USAGE
 from trainrun.process.collector import nothing_to_collect, rest_while_starting
 from trainrun.process.early_load import leave_without_it
 from trainrun.process.signals import leave_at_interrupt
+from trainrun.process.streams import guard_streams
 
 # GNU's OpenMP counts looks, LLVM's and Intel's milliseconds
 WAITING = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
@@ -15,6 +16,7 @@ WAITING = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
 
 def entry() -> None:
     """Sees to an early Ctrl-C before the rest is imported, and to what is read when torch is."""
+    guard_streams()
     leave_at_interrupt()
     rest_while_starting()
     wait_briefly()

@@ -42,8 +42,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return EXIT_DONE
     except Exception as error:
         return report_crash(error)
 

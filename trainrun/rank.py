@@ -45,6 +45,7 @@ from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.process.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.process.signals import StopFlag
+from trainrun.process.streams import guard_streams
 from trainrun.process.watchdog import Hung, Watchdog
 from trainrun.randomness import derive_seed, seed_everything
 from trainrun.rundir import RunDir, read_identity, read_json, write_json
@@ -262,6 +263,7 @@ def main(argv: list[str]) -> int:
     """The entry of a rank that the launcher started."""
     from trainrun.parallel.worker import run_as_rank
 
+    guard_streams()
     take_over()
     run = RunDir(Path(argv[0]))
     attempt = int(argv[1])
