@@ -5,6 +5,7 @@ import sys
 
 import trainrun.ledger  # noqa: F401  (it looks at the clock)
 from trainrun.errors import EXIT_USAGE
+from trainrun.output import complain
 from trainrun.process.collector import nothing_to_collect, rest_while_starting
 from trainrun.process.early_load import leave_without_it
 from trainrun.process.signals import leave_at_interrupt
@@ -17,6 +18,7 @@ WAITING = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
 def entry() -> None:
     """Sees to an early Ctrl-C before the rest is imported, and to what is read when torch is."""
     guard_streams()
+    sys.excepthook = complain
     leave_at_interrupt()
     rest_while_starting()
     wait_briefly()

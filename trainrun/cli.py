@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainrun.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
+from trainrun.output import say
 from trainrun.process.early_load import load_torch_early
 from trainrun.rundir import RunDir
 from trainrun.words.argv import Words
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except TrainrunError as error:
         return report_fault(error)
     except KeyboardInterrupt as error:
-        print(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
+        say(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         return report_crash(error)
@@ -48,9 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def report_fault(error: TrainrunError) -> int:
     if os.environ.get("TRAINRUN_FULL_ERROR") == "1":
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)), file=sys.stderr, end="")
     for line in str(error).splitlines():
-        print(f"trainrun: {line}" if not line.startswith(" ") else line, file=sys.stderr)
+        say(f"trainrun: {line}" if not line.startswith(" ") else line, file=sys.stderr)
     return error.exit_code
 
 
@@ -61,8 +62,8 @@ def report_crash(error: Exception) -> int:
     shown = user_traceback(error)
     if not shown or os.environ.get("TRAINRUN_FULL_ERROR") == "1":
         raise error
-    print(f"trainrun: failed in code of yours:\n{shown}", file=sys.stderr)
-    print("(every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
+    say(f"trainrun: failed in code of yours:\n{shown}", file=sys.stderr)
+    say("(every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
     return EXIT_FAILED
 
 
@@ -81,12 +82,12 @@ def dispatch(words: list[str]) -> int:
 
         asked = split_words(words)
         folders = [*user_conf_dirs(asked.config_dirs, Path.cwd()), conf_dir()]
-        print(help_text(asked.overrides, COMMANDS, folders))
+        say(help_text(asked.overrides, COMMANDS, folders))
         return EXIT_DONE
     if "--version" in words:
         from trainrun.environment import version_line
 
-        print(version_line())
+        say(version_line())
         return EXIT_DONE
     return train_words(words)
 
@@ -137,7 +138,7 @@ def sweep_words(prepared: Words) -> int:
     from trainrun.words.compose import compose_run
 
     for note in prepared.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides]
     seen: set[str] = set()
     faults: list[str] = []
@@ -161,7 +162,7 @@ def train_one(words: list[str], paths: list[str]) -> int:
 
     composition = compose_run(words)
     for note in composition.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     from trainrun.runlock import only_writer
     from trainrun.runner import Order, begun, execute, start
 
@@ -199,12 +200,12 @@ def told(folder: Path, work: Callable[[], int]) -> int:
         code = work()
     except KeyboardInterrupt as error:
         with contextlib.suppress(OSError):
-            print(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
+            say(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
         code = EXIT_INTERRUPTED
     if code not in (EXIT_DONE, EXIT_USAGE) and (folder / "checkpoints").is_dir() and not is_done(folder):
         shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
         with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts
-            print(f"go on with: trainrun resume {shown}", file=sys.stderr, flush=True)
+            say(f"go on with: trainrun resume {shown}", file=sys.stderr, flush=True)
     return code
 
 

@@ -18,6 +18,7 @@ from trainrun.config import RunConfig
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.ledger import Ledger, process_start
+from trainrun.output import say
 from trainrun.parallel.group import contact
 from trainrun.parallel.handshake import Meeting, follow, lead
 from trainrun.parallel.worker import run_as_rank
@@ -114,7 +115,7 @@ def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int
     code = run_as_rank(run, config.parallel, work, store=meeting.store, deadline=deadline(run, config))
     if code != EXIT_DONE and run.rank_error(rank).exists():
         told = read_json(run.rank_error(rank))
-        print(
+        say(
             f"trainrun: rank {rank}: {told['traceback'] if told['kind'] == 'bug' else told['message']}",
             file=sys.stderr,
         )

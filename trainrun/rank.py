@@ -38,6 +38,7 @@ from trainrun.interfaces import Parallel
 from trainrun.ledger import OTHER, RANKS, Ledger, process_start
 from trainrun.mishaps.nonfinite import RollBack
 from trainrun.mishaps.retry import ONE_SAMPLE, no_memory
+from trainrun.output import complain
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.rank import LostContact, report_failure
@@ -264,6 +265,7 @@ def main(argv: list[str]) -> int:
     from trainrun.parallel.worker import run_as_rank
 
     guard_streams()
+    sys.excepthook = complain
     take_over()
     run = RunDir(Path(argv[0]))
     attempt = int(argv[1])

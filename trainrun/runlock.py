@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 
 from trainrun.errors import EXIT_AGAIN, ConfigError, TrainrunError
+from trainrun.output import say
 from trainrun.rundir import RunDir
 
 INHERITED = "TRAINRUN_LOCK"  # the number of the open file, for a rank
@@ -35,12 +36,12 @@ class RunBusy(TrainrunError):
     exit_code = EXIT_AGAIN
 
 
-def say(text: str) -> None:
-    print(f"trainrun: {text}", file=sys.stderr, flush=True)
+def tell(text: str) -> None:
+    say(f"trainrun: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def only_writer(run: RunDir, note: Callable[[str], None] = say, patient: bool = False) -> Iterator[None]:
+def only_writer(run: RunDir, note: Callable[[str], None] = tell, patient: bool = False) -> Iterator[None]:
     """Nobody else trains in this folder inside. Raises RunBusy, at once while the other process lives.
 
     patient: waits for that one too, for it is known to be about to end.

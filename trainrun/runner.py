@@ -17,6 +17,7 @@ from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.existing import check_ours, check_reachable, take_back, take_up, trusted_config
 from trainrun.ledger import command_start
 from trainrun.monitor.readable import counted
+from trainrun.output import say
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
@@ -147,7 +148,7 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
                 if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
                     raise KeyboardInterrupt
                 return code
-            print(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
+            say(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
             return launch(
                 lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,
@@ -190,7 +191,7 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
 
 def stay_finished(told: str) -> int:
     """The exit code of a run that has nothing more to do; ranks that somebody else started hear of it."""
-    print(told)
+    say(told)
     if external_ranks():
         from trainrun.external_run import dismiss
 

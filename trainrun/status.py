@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from trainrun.config import RunConfig
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, SaveError, TrainrunError
+from trainrun.output import plain
 from trainrun.process.deadline import stop_deadline
 from trainrun.process.signals import StopFlag
 from trainrun.rundir import RunDir, read_json, write_json, write_text
@@ -112,7 +113,7 @@ def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, messag
     with contextlib.suppress(OSError):
         if read_status(run).get("state") in (None, "running"):
             write_status(run, config, state=state, exit_code=exit_code, message=message)
-        os.write(2, f"\ntrainrun: {message}\n".encode())
+        os.write(2, f"\ntrainrun: {plain(message)}\n".encode())
     end_process(exit_code)
 
 

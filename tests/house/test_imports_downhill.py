@@ -27,7 +27,7 @@ FLOORS = {
     2: ["config", "trust", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
     1: ["interfaces", "device_times", "rundir", "runlock", "randomness", "state", "instantiate", "environment",
         "process/", "optimizer/", "scheduler/"],
-    0: ["errors", "copies", "ledger", "eager", "fused_adam", "model/", "transform/"],
+    0: ["errors", "output", "copies", "ledger", "eager", "fused_adam", "model/", "transform/"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli", "commands": "cli"}  # parts of it
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it

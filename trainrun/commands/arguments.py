@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 from trainrun.errors import ConfigError
+from trainrun.output import say
 from trainrun.rundir import RunDir
 from trainrun.words.checks import nearest
 
@@ -53,7 +54,7 @@ def checkpoint_of(run: RunDir, which: str | None) -> str:
         return which
     if best_checkpoint(run.checkpoints) is not None:
         return "best"
-    print("note: no checkpoint of this run was chosen by a metric, so this is of the last", file=sys.stderr)
+    say("note: no checkpoint of this run was chosen by a metric, so this is of the last", file=sys.stderr)
     return "last"
 
 

@@ -18,6 +18,7 @@ from trainrun.commands.convert_words import (
 )
 from trainrun.config import DataConfig
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, DataError
+from trainrun.output import say
 from trainrun.words.compose import compose_run
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
             journal = check_place(dest, asked)
             return convert(words, dest, config, parts_of(config, words.split), asked, journal)
     except KeyboardInterrupt:
-        print("trainrun: interrupted; the same words go on where it stopped", file=sys.stderr)
+        say("trainrun: interrupted; the same words go on where it stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -125,23 +126,23 @@ def convert(words: Namespace, dest: Path, config: DataConfig, parts: dict[str, S
     conversion = conversion_of(words.to, dest, parts, words.shard_size)
     use = [f"data={GROUPS[words.to]}", *paths_in(words.to, list(parts)), *conversion.words]
     if line := held_out_line(config, parts):
-        print(line)
+        say(line)
     with writing_to(dest):
         dest.mkdir(parents=True, exist_ok=True)
         if journal is None:
             Journal(asked, identity, use=use).write(dest)
     num_workers = min(usable_cores(), 8) if words.num_workers is None else words.num_workers
-    write_parts(dest, conversion.targets, parts, num_workers, Console(highlight=False), print)
+    write_parts(dest, conversion.targets, parts, num_workers, Console(highlight=False), say)
     count = read_back(words.to, dest, parts, conversion, use)
     test = test_words(words.to, use) if "test" in parts and len(parts) > 1 else []
     files = {str(file.relative_to(dest)): file.stat().st_size
              for target in conversion.targets.values() for file in target.files}  # fmt: skip
     with writing_to(dest):
         Journal(asked, identity, True, use, test, files).write(dest)
-    print(
+    say(
         f"{dest}: {len(files)} files, {sum(files.values()) / 1e6:,.1f} MB; {count} samples read back are the same"
     )
-    print(how_to_use(words.to, dest, list(parts), use, test))
+    say(how_to_use(words.to, dest, list(parts), use, test))
     return EXIT_DONE
 
 

@@ -7,6 +7,7 @@ import time
 from trainrun.commands.arguments import Parser, known_and_words
 from trainrun.commands.budget import take_seconds
 from trainrun.errors import EXIT_DONE
+from trainrun.output import say
 
 BUDGET_SECONDS = 40.0
 ABOUT = (
@@ -20,23 +21,23 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     argv, budget = take_seconds(argv, BUDGET_SECONDS, "diagnose")
     wish, words = known_and_words(diagnose_parser(), argv)
-    from trainrun.lab.errand import begun, end_of_progress, progress, shown
+    from trainrun.lab.errand import begun, end_progress, progress, shown
 
     typed, folder = begun("diagnose", words)
     import trainrun.rank  # noqa: F401  # once, for all runs under test: they are copies of this process
     from trainrun.lab.diagnosis import diagnose
     from trainrun.lab.report import lines_of, write_report
 
-    deadline, say = began + budget, progress()
+    deadline, tell = began + budget, progress()
     try:
         found = diagnose(
-            typed, deadline, lambda about: say(about, max(deadline - time.monotonic(), 0.0)), wish.trace
+            typed, deadline, lambda about: tell(about, max(deadline - time.monotonic(), 0.0)), wish.trace
         )
     finally:
-        print(end_of_progress(), end="", flush=True)
-    print("\n".join(lines_of(found)))
+        end_progress()
+    say("\n".join(lines_of(found)))
     write_report(found, typed, folder)
-    print(f"in {time.monotonic() - began:.0f} s; pictures and diagnosis.json: {shown(folder)}")
+    say(f"in {time.monotonic() - began:.0f} s; pictures and diagnosis.json: {shown(folder)}")
     return EXIT_DONE
 
 

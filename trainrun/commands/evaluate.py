@@ -6,6 +6,7 @@ import sys
 
 from trainrun.commands.arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.output import say
 from trainrun.rundir import write_json
 from trainrun.runner import open_run
 
@@ -29,10 +30,10 @@ def main(argv: list[str]) -> int:
     metrics = {
         name: value for name, value in evaluate(parts, words.split).items() if not name.endswith("/seconds")
     }
-    print(f"{folder.name} ({which}): " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
+    say(f"{folder.name} ({which}): " + "  ".join(f"{name} {value:.5g}" for name, value in metrics.items()))
     place = run.root / f"evaluation-{words.split}.json"
     try:
         write_json(place, {"checkpoint": folder.name, **metrics})
     except OSError as error:  # somebody else's folder, or a full disk; what was asked for is said
-        print(f"note: {place}: not written ({error.strerror})", file=sys.stderr)
+        say(f"note: {place}: not written ({error.strerror})", file=sys.stderr)
     return EXIT_DONE

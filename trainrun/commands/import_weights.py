@@ -14,6 +14,7 @@ from typing import Any
 
 from trainrun.commands.arguments import Parser
 from trainrun.errors import EXIT_DONE, CheckpointError, ConfigError
+from trainrun.output import say
 
 KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "OMP_NUM_THREADS", "SYSTEMROOT")  # of the environment
 WAIT_SECONDS, BYTES_PER_SECOND = 120, 5 * 2**20
@@ -46,10 +47,10 @@ def main(argv: list[str]) -> int:
     if not dest.absolute().parent.is_dir():
         raise ConfigError(f"{dest}: the folder {dest.parent} does not exist")
     found = convert(source.absolute(), dest.absolute(), words.key)
-    print(f"{dest}: {found['tensors']:,} tensors, {dest.stat().st_size / 1e6:,.1f} MB")
+    say(f"{dest}: {found['tensors']:,} tensors, {dest.stat().st_size / 1e6:,.1f} MB")
     if found["num_not_finite"]:
-        print(f"warning: {found['num_not_finite']} tensors hold nan or inf: {', '.join(found['not_finite'])}")
-    print(f"begin a run with it: trainrun init_from={shlex.quote(str(dest))} model=...")
+        say(f"warning: {found['num_not_finite']} tensors hold nan or inf: {', '.join(found['not_finite'])}")
+    say(f"begin a run with it: trainrun init_from={shlex.quote(str(dest))} model=...")
     return EXIT_DONE
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trainrun.commands.arguments import Parser
 from trainrun.commands.budget import take_seconds
 from trainrun.errors import EXIT_DONE
+from trainrun.output import say
 
 if TYPE_CHECKING:
     from trainrun.lab.ladder import Heights
@@ -43,7 +44,7 @@ def measured(typed: list[str], budget: float) -> Heights:
     import trainrun.rank  # noqa: F401 - torch, ahead of the bench: until that one holds signals, Ctrl-C just leaves
     from trainrun.lab.bench import Bench
     from trainrun.lab.contender import RealStand
-    from trainrun.lab.errand import end_of_progress, progress
+    from trainrun.lab.errand import end_progress, progress
     from trainrun.lab.ladder import Ladder
     from trainrun.parallel.launch import num_cores
 
@@ -51,7 +52,7 @@ def measured(typed: list[str], budget: float) -> Heights:
         try:
             return Ladder(typed, RealStand(bench), num_cores(), budget, progress()).run()
         finally:
-            print(end_of_progress(), end="", flush=True)
+            end_progress()
 
 
 def told(typed: list[str], found: Heights, budget: float, folder: Path) -> int:
@@ -61,11 +62,11 @@ def told(typed: list[str], found: Heights, budget: float, folder: Path) -> int:
     from trainrun.words.tuned import machine
 
     head = f"trainrun ladder {' '.join(typed)}".rstrip()
-    print(f"{head} | {machine()} | {found.seconds:.0f} s of {budget:.0f} s")
-    print(ladder_report.table(found))
+    say(f"{head} | {machine()} | {found.seconds:.0f} s of {budget:.0f} s")
+    say(ladder_report.table(found))
     for line in ladder_report.summary(found):
-        print(line)
+        say(line)
     write_json(folder / "ladder.json", {"machine": machine(), "words_typed": typed, **found.row()})
     picture = ladder_report.picture(found, folder / "ladder.png", head)
-    print(f"details: {shown(folder / 'ladder.json')}, {picture.name}")
+    say(f"details: {shown(folder / 'ladder.json')}, {picture.name}")
     return EXIT_DONE

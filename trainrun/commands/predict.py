@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainrun.commands.arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.monitor.readable import counted
+from trainrun.output import say
 from trainrun.rundir import RunDir
 from trainrun.runner import open_run
 
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
         write_table(out, columns)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write there ({error.strerror}); name another file") from error
-    print(f"{counted(len(columns['index']), 'prediction')} in {out}")
+    say(f"{counted(len(columns['index']), 'prediction')} in {out}")
     return EXIT_DONE
 
 

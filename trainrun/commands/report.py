@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainrun.commands.arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.output import say
 from trainrun.rundir import RunDir
 from trainrun.trust import check_files
 
@@ -51,14 +52,14 @@ def draw_all(runs: list[RunDir], out: Path | None) -> None:
 
     for run in runs:
         pictures = draw_run(run)
-        print(f"{draw_report(run)}  (pictures: {len(pictures)}, in {run.plots})")
+        say(f"{draw_report(run)}  (pictures: {len(pictures)}, in {run.plots})")
     if len(runs) > 1:
         from trainrun.plots.compare import compare
 
         comparison = compare(runs, out or runs[0].root.parent)
-        print(f"\n{comparison.table}\n")
+        say(f"\n{comparison.table}\n")
         for path in comparison.files:
-            print(path)
+            say(path)
 
 
 def find_run(folder: str) -> RunDir:

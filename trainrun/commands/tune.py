@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trainrun.commands.arguments import Parser
 from trainrun.commands.budget import take_seconds
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.output import say
 
 if TYPE_CHECKING:
     from trainrun.lab.evidence import Outcome
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
 
     composition = compose_run(words)
     for note in composition.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     preset = preset_path(wish.name or host_preset(), Path.cwd())
     own = composition.own.get("hydra.run.dir")
     folder, journal = place(wish, words, composition.config.run_name or "run", own)
@@ -90,7 +91,7 @@ def place(wish: Namespace, words: list[str], run_name: str, own: str | None) -> 
         else unfinished([folder] if own else sorted(Path("outputs").absolute().glob("*/*")), asked)
     )
     if old is not None:
-        print(f"goes on from {shown(old.parent)} (anew: --fresh)")
+        say(f"goes on from {shown(old.parent)} (anew: --fresh)")
         return old.parent, Journal(old, read_rows(old))
     if (folder / NAME).is_file() or (folder / "config.yaml").is_file():
         raise ConfigError(f"output_dir={folder}: holds something already; name another folder")
@@ -110,7 +111,7 @@ def measured(wish: Namespace, typed: list[str], journal: Journal) -> Outcome:
     import trainrun.rank  # noqa: F401 - torch, ahead of the bench: until that one holds signals, Ctrl-C just leaves
     from trainrun.lab.bench import Bench
     from trainrun.lab.contender import RealStand
-    from trainrun.lab.errand import end_of_progress, progress
+    from trainrun.lab.errand import end_progress, progress
     from trainrun.lab.knobs import Wish
     from trainrun.lab.tuner import Tuner
     from trainrun.parallel.launch import num_cores
@@ -120,7 +121,7 @@ def measured(wish: Namespace, typed: list[str], journal: Journal) -> Outcome:
         try:
             return Tuner(typed, RealStand(bench), asked, journal, progress()).run()
         finally:
-            print(end_of_progress(), end="", flush=True)
+            end_progress()
 
 
 def told(wish: Namespace, typed: list[str], outcome: Outcome, folder: Path, preset: Path) -> int:
@@ -131,22 +132,22 @@ def told(wish: Namespace, typed: list[str], outcome: Outcome, folder: Path, pres
     from trainrun.words.tuned import machine
 
     head = f"trainrun tune {' '.join(typed)}".rstrip()
-    print(f"{head} | {machine()} | {outcome.seconds:.0f} s of {wish.budget:.0f} s")
-    print(tune_report.noise_line(outcome))
-    print(tune_report.table(outcome))
+    say(f"{head} | {machine()} | {outcome.seconds:.0f} s of {wish.budget:.0f} s")
+    say(tune_report.noise_line(outcome))
+    say(tune_report.table(outcome))
     for line in tune_report.summary(outcome, wish.explain):
-        print(line)
-    print(f"result: {outcome.verdict}")
+        say(line)
+    say(f"result: {outcome.verdict}")
     written = write_preset(preset, typed, outcome, Path.cwd()) if outcome.claimed else None
     if written is not None and written.path is not None:
-        print(f"wrote {shown(written.path)}; use it with: trainrun {' '.join(written.use)}")
+        say(f"wrote {shown(written.path)}; use it with: trainrun {' '.join(written.use)}")
     elif written is not None:
-        print(
+        say(
             f"no preset: a word of yours, or an experiment, stands above it; say: trainrun {' '.join(written.use)}"
         )
     elif wish.allow == "exact":
-        print("not tried: bfloat16 and other number types, which round more (--allow numeric)")
+        say("not tried: bfloat16 and other number types, which round more (--allow numeric)")
     write_json(folder / "tune.json", {"machine": machine(), "words_typed": typed, **outcome.row()})
     picture = tune_report.picture(outcome, folder / "ladder.png", head)
-    print(f"details: {shown(folder / 'tune.json')}, {picture.name}, journal.jsonl")
+    say(f"details: {shown(folder / 'tune.json')}, {picture.name}, journal.jsonl")
     return EXIT_DONE

@@ -6,6 +6,7 @@ import sys
 import time
 
 from trainrun.errors import EXIT_DONE, EXIT_FAILED
+from trainrun.output import redraw, say
 from trainrun.words.compose import compose_run
 
 USAGE = """usage: trainrun verify [group=option ...] [key=value ...]
@@ -18,11 +19,11 @@ matter, every parameter changes, mixed precision drifts less than a bound. Exit 
 
 def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
-        print(USAGE, end="")
+        say(USAGE, end="")
         return EXIT_DONE
     composition = compose_run(argv)
     for note in composition.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     config = composition.config
     if config.seed is None:
         config.seed = 42
@@ -33,13 +34,14 @@ def main(argv: list[str]) -> int:
 
     def progress(about: str) -> None:
         if terminal:
-            print(f"\r\033[K  {about} ...", end="", flush=True)
+            redraw(f"  {about} ...")
 
     failed = 0
     for found in certificates(config, progress):
         failed += found.state == "FAIL"
-        start = "\r\033[K" if terminal else ""
-        print(f"{start}{found.state:<5} {found.name:<18} {found.measured:<14} {found.text}", flush=True)
+        if terminal:
+            redraw()
+        say(f"{found.state:<5} {found.name:<18} {found.measured:<14} {found.text}", flush=True)
     seconds = time.monotonic() - began
-    print(f"{failed or 'none'} failed, in {seconds:.0f} s")
+    say(f"{failed or 'none'} failed, in {seconds:.0f} s")
     return EXIT_FAILED if failed else EXIT_DONE

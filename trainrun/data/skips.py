@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from trainrun.errors import DataError
+from trainrun.output import say
 
 NAMED = 3  # faults in one report
 LEAST_SAMPLES = 1000  # that a share is held against: two faults in the first batch say nothing of the rest
@@ -18,7 +19,7 @@ Report = Callable[[str], None]
 
 
 def to_stderr(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    say(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def report_to(listeners: Sequence[Report]) -> Report:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainrun.errors import ConfigError
 from trainrun.monitor.readable import duration
+from trainrun.output import redraw, say
 from trainrun.rundir import named_folder
 from trainrun.words.compose import compose_run
 
@@ -19,7 +20,7 @@ def begun(command: str, words: list[str]) -> tuple[list[str], Path]:
     a run is in that folder."""
     composition = compose_run(words)
     for note in composition.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     folder = new_folder(command, composition.config.run_name or "run", composition.own.get("hydra.run.dir"))
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"output_dir={folder}: holds a run already; name another folder")
@@ -51,15 +52,17 @@ def progress() -> Callable[[str, float], None]:
     """A line on a terminal, rewritten; nothing elsewhere."""
     terminal = sys.stdout.isatty()
 
-    def say(about: str, left: float) -> None:
+    def tell(about: str, left: float) -> None:
         if terminal:
-            print(f"\r\033[K  {about} ... {duration(left)} left", end="", flush=True)
+            redraw(f"  {about} ... {duration(left)} left")
 
-    return say
+    return tell
 
 
-def end_of_progress() -> str:
-    return "\r\033[K" if sys.stdout.isatty() else ""
+def end_progress() -> None:
+    """Takes the line away again."""
+    if sys.stdout.isatty():
+        redraw()
 
 
 def shown(path: Path) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from rich.text import Text
 
 from trainrun.monitor.readable import duration, quantity, readings
+from trainrun.output import plain
 
 WIDEST = 40
 NARROWEST = 8
@@ -48,7 +49,7 @@ class Bar:
         values = readings(metrics)
         if speed is not None:
             values.insert(0, f"{quantity(speed)} {unit}")
-        text.append("\n" + "  ".join(values))
+        text.append("\n" + plain("  ".join(values)))
         return text
 
     def _epoch(self, step: int) -> str:

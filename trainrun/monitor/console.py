@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.readable import counted, duration, figure, quantity, readings, speed_in
+from trainrun.output import plain, say
 from trainrun.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -159,14 +160,14 @@ class Console:
             )
 
     def _print(self, line: str) -> None:
-        self._last_line = time.monotonic()
+        line, self._last_line = plain(line), time.monotonic()
         if self._closed:
             return
         try:
             if self._live is not None:
                 self._live.console.print(line, markup=False, emoji=False, soft_wrap=True)
             else:
-                print(line, file=self._stream, flush=True)
+                say(line, file=self._stream, flush=True)
         except OSError:  # a closed terminal or pipe ends no training; run.log has the same lines
             self._closed = True
 

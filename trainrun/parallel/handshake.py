@@ -24,6 +24,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, not marked so
 from torch.distributed.rendezvous import rendezvous
 
+from trainrun.output import say
 from trainrun.parallel.group import contact
 
 WAIT_SECONDS = 1800.0
@@ -97,7 +98,7 @@ def told_if_long(whom: str) -> Iterator[None]:
             question = "can every machine reach it?"
         except OSError:
             question = "this machine knows no such name."
-        print(
+        say(
             f"trainrun: rank {os.environ['RANK']} waits for {whom} at {host}:{port}; {question} "
             "MASTER_ADDR and MASTER_PORT name another place",
             file=sys.stderr, flush=True,

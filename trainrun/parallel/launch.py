@@ -22,6 +22,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from trainrun.errors import EXIT_DONE, EXIT_USAGE
+from trainrun.output import say
 from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, never_ended, signal_name
 from trainrun.parallel.rank import listening_file
 from trainrun.process.signals import AGAIN_SECONDS, catch_stops, stops_held_back
@@ -47,7 +48,7 @@ def launch(
     alone_seconds: float,
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
-    note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+    note: Callable[[str], None] = lambda text: say(text, file=sys.stderr),
 ) -> int:
     """Runs all ranks to their end; returns 0, or 75 / 130 if they were stopped and saved.
 

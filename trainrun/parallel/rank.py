@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
+from trainrun.output import say
 from trainrun.process.usercode import line_of
 from trainrun.rundir import RunDir, write_json
 
@@ -73,7 +74,7 @@ def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int]) -> int:
         try:
             report_failure(run_dir, rank, error)
         except OSError:  # the disk is full, perhaps: the driver knows the code, the rank's output the reason
-            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+            say(f"rank {rank}: {error}", file=sys.stderr, flush=True)
         return error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED
 
 

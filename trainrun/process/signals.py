@@ -94,7 +94,7 @@ def leave_at_interrupt() -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     try:
-        os.write(2, INTERRUPTED)  # print() is not safe in a handler
+        os.write(2, INTERRUPTED)  # say() is not safe in a handler
     finally:
         os._exit(EXIT_INTERRUPTED)
 

@@ -19,6 +19,7 @@ from types import FrameType
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.monitor.readable import counted
+from trainrun.output import say
 from trainrun.process.signals import catch_stops
 from trainrun.rundir import RunDir
 from trainrun.runlock import only_writer
@@ -47,7 +48,7 @@ class StopRelay:
         self.count += 1
         if self.count == 1:
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, STOPPING)  # print() is not safe in a handler
+                os.write(2, STOPPING)  # say() is not safe in a handler
         self.pass_on(number)
 
     def pass_on(self, number: int) -> None:
@@ -86,7 +87,7 @@ def run_sweep(words: list[str], folder: Path | None, command: Command = job_comm
     """
     relay = StopRelay()
     with locked_sweep(words, folder) as sweep, catch_stops(relay.handle):
-        print(f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}", flush=True)
+        say(f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}", flush=True)
         try:
             for position, num in enumerate(sweep.wanted, start=1):
                 if relay.number:
@@ -122,7 +123,7 @@ def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Comma
     folder = sweep.folder / job.folder
     if is_done(folder):
         result = read_result(folder)
-        print(f"{label} {job.folder}: kept, {shown_value(result)}", flush=True)
+        say(f"{label} {job.folder}: kept, {shown_value(result)}", flush=True)
         return result
     folder.mkdir(exist_ok=True)
     with only_writer(RunDir(folder), patient=True):  # the job of a sweep that was killed saves and ends
@@ -130,7 +131,7 @@ def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Comma
         if not going_on:
             shutil.rmtree(folder)  # an earlier try that saved nothing
             folder.mkdir()
-    print(f"{label} {job.folder}: {'goes on' if going_on else 'starts'}", flush=True)
+    say(f"{label} {job.folder}: {'goes on' if going_on else 'starts'}", flush=True)
     earlier = read_status(folder)
     with (folder / OUTPUT).open("wb") as output:
         process = subprocess.Popen(
@@ -140,5 +141,5 @@ def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Comma
             preexec_fn=end_with_sweep,  # a sweep that is killed leaves no job behind
         )  # fmt: skip
         result = read_result(folder, relay.wait(process), earlier)
-    print(f"{label} {job.folder}: {result.state}, {result.error or shown_value(result)}", flush=True)
+    say(f"{label} {job.folder}: {result.state}, {result.error or shown_value(result)}", flush=True)
     return result

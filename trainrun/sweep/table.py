@@ -6,6 +6,7 @@ import csv
 import io
 import sys
 
+from trainrun.output import plain, say
 from trainrun.rundir import write_text
 from trainrun.sweep.jobs import Job, Sweep
 from trainrun.sweep.results import Result
@@ -21,17 +22,17 @@ def conclude(sweep: Sweep) -> None:
     else:
         print_plain(header, rows)
     write_text(sweep.folder / "sweep.csv", csv_of(jobs, keys, sweep))
-    print(f"table: {sweep.folder / 'sweep.csv'}")
+    say(f"table: {sweep.folder / 'sweep.csv'}")
     if any(job.result.value is not None for job in jobs):
         from trainrun.sweep.picture import draw_sweep
 
         try:
             draw_sweep(sweep.folder / "sweep.png", jobs, keys)
-            print(f"picture: {sweep.folder / 'sweep.png'}")
+            say(f"picture: {sweep.folder / 'sweep.png'}")
         except OSError as error:  # the table is what counts
-            print(f"picture: {sweep.folder / 'sweep.png'} cannot be written ({error.strerror})")
+            say(f"picture: {sweep.folder / 'sweep.png'} cannot be written ({error.strerror})")
     if any(sweep.jobs[num].result.state != "done" for num in sweep.wanted):
-        print(f"the same words with hydra.sweep.dir={sweep.folder} run what is not done", flush=True)
+        say(f"the same words with hydra.sweep.dir={sweep.folder} run what is not done", flush=True)
 
 
 def ranked(jobs: list[Job]) -> list[Job]:
@@ -88,7 +89,7 @@ def print_plain(header: list[str], rows: list[list[str]]) -> None:
     """Aligned columns without frames; nothing is cut."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     for row in [header, *rows]:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        say("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def print_rich(header: list[str], rows: list[list[str]]) -> None:
@@ -104,7 +105,7 @@ def print_rich(header: list[str], rows: list[list[str]]) -> None:
         numeric = name not in ("state", "overrides", "error")
         table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        cells = [Text(text) for text in row]
+        cells = [Text(plain(text)) for text in row]
         cells[1].stylize(colours.get(row[1], ""))
         table.add_row(*cells)
     Console().print(table)

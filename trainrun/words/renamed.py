@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainrun.config import SAME
+from trainrun.output import say
 from trainrun.words.argv import SCOPE_WORDS
 
 
@@ -43,4 +44,4 @@ def in_words_of_today(saved: Any, path: Path) -> Any:
 @cache
 def _note_renamed(path: Path, text: str) -> None:
     """Once, though a run reads its config several times."""
-    print(f"note: {path}: {text}", file=sys.stderr)
+    say(f"note: {path}: {text}", file=sys.stderr)

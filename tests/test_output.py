@@ -1,0 +1,76 @@
+"""What others wrote reaches the terminal, the log and the tables without its control characters."""
+
+from __future__ import annotations
+
+import ast
+import io
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+
+import trainrun
+from trainrun.cli import main
+from trainrun.errors import ConfigError
+from trainrun.monitor.console import Console
+from trainrun.output import plain, redraw, say
+from trainrun.sweep.table import print_rich
+
+HOSTILE = "a\x1b]0;owned\x07b\x9b2J\r\u202eevil\tc\nd"
+SHOWN = "a\\x1b]0;owned\\x07b\\x9b2J\\r\\u202eevil\tc\nd"
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert plain(HOSTILE) == SHOWN
+    assert plain("größer 5 µs ━━ 日本") == "größer 5 µs ━━ 日本"
+    assert plain("\udcff") == "\\udcff"
+
+
+def test_every_way_to_the_screen_goes_through_it(capsys: pytest.CaptureFixture[str]) -> None:
+    say(HOSTILE, end="")
+    redraw(HOSTILE)
+    assert capsys.readouterr().out == f"{SHOWN}\r\033[K{SHOWN}"
+    log = io.StringIO()
+    Console(False, stream=log).on_note(HOSTILE)
+    assert log.getvalue() == f"{SHOWN}\n"
+    print_rich(["num", "state", "error"], [["0", "failed", HOSTILE]])
+    assert "\x1b]" not in capsys.readouterr().out
+    assert Text(plain(HOSTILE)).plain == SHOWN
+
+
+def test_a_refusal_and_a_name_of_a_strangers_run_are_plain(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "trainer.max_steps=1",
+        "monitor.plots=false",
+        "monitor.hardware=false",
+        "trainer.limit_val_batches=1",
+    ]
+    run = trainrun.train(*words, "output_dir=run")
+    capsys.readouterr()
+    config = run.folder / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("run_name: digits-mlp", 'run_name: "x\\e]0;owned\\ay"'))
+    assert main(["resume", "run", "trainer.max_steps=2"]) == 0
+    shown = capsys.readouterr()
+    assert "x\\x1b]0;owned\\x07y" in shown.out
+    assert "\x1b" not in shown.out + shown.err + (run.folder / "run.log").read_text()
+    config.write_text(text.replace("_target_: trainrun.model.mlp.Mlp", '_target_: "os.x\\e[2Jy"'))
+    assert main(["evaluate", "run"]) == 2
+    assert "os.x\\x1b[2Jy" in (error := capsys.readouterr().err)
+    assert "\x1b" not in error
+    with pytest.raises(ConfigError):
+        trainrun.load_model("run")
+
+
+def test_nothing_of_the_package_prints_past_it() -> None:
+    """What a child of `import` answers is JSON; a rank that was killed has the cursor put back."""
+    root = Path(trainrun.__file__).parent
+    found = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert found == {"output.py", "checkpoint/foreign.py", "parallel/launch.py"}
