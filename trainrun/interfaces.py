@@ -44,6 +44,11 @@ class Task(Protocol):
     """Forward and loss for one kind of problem.
 
     An attribute `unit = "tokens"` says that `count` counts tokens: throughput is then shown in those.
+
+    Where `step` has a third argument `info`, it gets a `StepInfo`. Optional methods, called on every rank:
+    `on_epoch_start(model, info)` and `on_epoch_end(model, info)`; `on_validation_start(model, info)` and
+    `on_validation_end(model, info)`, without gradients; and on rank 0 `pictures(model, batch)`, of the first batch of
+    each validation: tensors by name, (C, H, W) or (B, C, H, W) in 0 to 1 or in bytes, for `report.html`.
     """
 
     def count(self, batch: Any) -> int:
@@ -51,6 +56,34 @@ class Task(Protocol):
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Forward and loss of one batch that lies on the device already."""
+
+
+class StepInfo(NamedTuple):
+    """Where a task is asked.
+
+    step: updates made so far. epoch: epochs finished so far. first: no batch of this epoch, or of this validation,
+    came before. training: False in a validation. generator: of this rank, on its device, seeded from the run's
+    seed and this place alone, so a resume draws the same numbers, and every validation the same as all others.
+    """
+
+    step: int
+    epoch: int
+    first: bool
+    training: bool
+    generator: torch.Generator
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A task with state of its own, saved with every checkpoint and restored at a resume.
+
+    The state is made of plain values, tensors, lists, tuples and dictionaries, as optimizers' state dicts are. Each
+    rank gets its own again; where their number changed, all get that of rank 0.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
 @runtime_checkable

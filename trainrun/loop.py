@@ -59,8 +59,10 @@ def fit(parts: Parts, state: TrainState) -> TrainState:
         window = next(windows)
         book(RUNNER)
         log = parts.cadence.log_due(state.step + 1)
+        parts.task_calls.before_step(state)
         report = parts.stepper(parts, window, log)  # `train_step`, or one that equals it
         state.advance(window, report)
+        parts.task_calls.after_step(state, log)
         parts.board.on_batch(state, report)  # counts on the host; the device is not waited for
         if log:
             book(LOGGING)
@@ -122,12 +124,16 @@ def evaluate(parts: Parts, split: str) -> dict[str, float]:
     model.eval()
     try:
         with torch.no_grad(), kept_random_state():  # validation cannot move the training's random numbers
+            parts.task_calls.evaluation_starts(model, split)
             for batch in batches.epoch(0):
                 if stopped := parts.cadence.interrupted():
                     break
+                parts.task_calls.evaluation_sees(model, batch.data)
                 for found in parts.retry.in_pieces(batch, lambda piece: sums_of(parts, model, piece)):
                     add_sums(sums, found)
                 items += batch.counted_by(task)
+            else:
+                parts.task_calls.evaluation_ends(model)
     finally:
         model.train(training)
     answers = parts.parallel.gather((sorted(sums), stopped))

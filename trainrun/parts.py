@@ -24,6 +24,7 @@ from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer
 from trainrun.randomness import random_state, set_random_state
 from trainrun.scheduler.schedule import Schedule
 from trainrun.state import TrainState
+from trainrun.task_calls import TaskCalls
 from trainrun.transform.compile_log import CompileLog
 
 ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
@@ -41,6 +42,7 @@ class Parts:
     model: nn.Module
     wrapped: nn.Module
     task: Task
+    task_calls: TaskCalls
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     precision: Precision
@@ -82,7 +84,10 @@ class Parts:
             "train": saved,
             "stream": self.stream(),
         }
-        return shared, {"random": random_state(), "train": own}
+        ours: dict[str, Any] = {"random": random_state(), "train": own}
+        if kept := self.task_calls.state_dict():
+            (ours if self.parallel.rank else shared)["task"] = kept
+        return shared, ours
 
     def stream(self) -> dict[str, Any]:
         """What a position in the data means: samples in a micro-batch of all ranks, and in an epoch."""
@@ -108,6 +113,8 @@ class Parts:
         check_tensors(
             place, "this model", tensor_kinds(self.model.state_dict()), tensor_kinds(shared["model"])
         )
+        kept = {**shared, **(own or {})}.get("task", {})
+        self.task_calls.check_state(place, kept)
         shared["train"]["batches"] = self._position(place, shared)
         self.model.load_state_dict(shared["model"])
         self.ema.load_state_dict(shared["ema"])
@@ -117,6 +124,8 @@ class Parts:
         self.precision.load_state_dict(shared["precision"])
         if "retry" in shared:  # else the checkpoint is older than this
             self.retry.load_state_dict(shared["retry"])
+        if told := self.task_calls.load_state_dict(place, kept):
+            self.board.note(told)
         state = TrainState()
         device = self.parallel.device
         if own is None:

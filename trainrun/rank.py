@@ -143,7 +143,12 @@ def train_once(
         parts.board.on_start(facts, state)
         before = state.step, state.items
         watchdog.begin(parts)
+        if not config.loop:  # or nobody would say that a step was made
+            trainer = parts.config.trainer
+            in_graph = trainer.cuda_graphs or trainer.compile.scope == "step"
+            parts.task_calls.watch(trainer.accumulate_grad_batches > 1, in_graph, parts.board.note)
         state = run_loop(parts, state)
+        parts.task_calls.unwatch()
         watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], parts.ledger.read())
         return finish(parts, state, run, listeners, facts, session)

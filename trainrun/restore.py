@@ -69,5 +69,9 @@ def parts_of(
     site = Site(run, identity["run_id"], Single(device), StopFlag(), [], chosen=chosen_before(identity))
     parts, _ = build_parts(config, site)
     folder = resolve(run.checkpoints, which)
-    load_weights(parts.model, read_checkpoint(folder))
+    loaded = read_checkpoint(folder)
+    load_weights(parts.model, loaded)
+    kept = loaded.shared.get("task")
+    if isinstance(kept, dict):
+        parts.task_calls.load_state_dict(folder.name, kept)
     return parts, config, folder

@@ -76,6 +76,11 @@ class RunDir:
         return self.root / "samples.safetensors"
 
     @property
+    def pictures(self) -> Path:
+        """What the task drew at the newest validation."""
+        return self.root / "pictures.safetensors"
+
+    @property
     def status(self) -> Path:
         """Running, done, stopped or failed, and why."""
         return self.root / "status.json"

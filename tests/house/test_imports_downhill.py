@@ -23,7 +23,7 @@ FLOORS = {
     6: ["build/", "existing"],
     5: ["loop", "start/", "step/"],
     4: ["parts", "status", "plots/"],
-    3: ["cadence", "words/", "mishaps/"],
+    3: ["cadence", "task_calls", "task_watch", "words/", "mishaps/"],
     2: ["config", "trust", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
     1: ["interfaces", "device_times", "rundir", "runlock", "randomness", "state", "instantiate", "environment",
         "process/", "optimizer/", "scheduler/"],

@@ -67,6 +67,7 @@ from trainrun.scheduler.schedule import Schedule
 from trainrun.start.budget import Spent
 from trainrun.start.compile_auto import with_scope
 from trainrun.start.settle import Chosen, settled
+from trainrun.task_calls import Place, TaskCalls
 from trainrun.words.checks import parse_seconds
 
 LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
@@ -174,9 +175,10 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule, site.stop,
         precision.failure, checkpoints.time_request, bad_steps,
     )  # fmt: skip
+    calls = build_task_calls(config, site, task, model)
     stepper = build_stepper(config, guarded, site.parallel.device, compile_log)
     parts = Parts(
-        config, model, wrapped, task, optimizer, schedule, precision, site.parallel, ema, retry,
+        config, model, wrapped, task, calls, optimizer, schedule, precision, site.parallel, ema, retry,
         train, val, test, cadence, checkpoints, board, facts, site.ledger,
         seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log, tally.planned,
     )  # fmt: skip
@@ -236,6 +238,24 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
             "count(batch) -> int and step(model, batch) -> StepOutput"
         )
     return task
+
+
+def build_task_calls(config: RunConfig, site: Site, task: Any, model: nn.Module) -> TaskCalls:
+    """Raises ConfigError where the steps are to be one graph, and this task's cannot."""
+    place = Place(config.seed or 0, site.parallel.rank, site.parallel.device)
+    calls = TaskCalls(task, model, place, None if site.parallel.rank else site.run.pictures)
+    reason = calls.obstacle()
+    if reason and config.trainer.compile.scope == "step":
+        raise ConfigError(
+            f"trainer.compile.scope=step: {type(task).__name__} {reason}, and a graph would freeze that; use "
+            "trainer.compile.scope=model"
+        )
+    if reason and config.trainer.cuda_graphs:
+        raise ConfigError(
+            f"trainer.cuda_graphs=true: {type(task).__name__} {reason}, and a graph would freeze that; use "
+            "trainer.cuda_graphs=false"
+        )
+    return calls
 
 
 def unit_of(task: Any) -> str:

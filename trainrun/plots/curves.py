@@ -12,7 +12,7 @@ from trainrun.monitor.readable import figure as readable
 from trainrun.plots import canvas
 from trainrun.plots.history import History, read_config, read_history
 from trainrun.plots.ledger import ledger_picture
-from trainrun.plots.pictures import confusion_picture, predictions_picture
+from trainrun.plots.pictures import confusion_picture, predictions_picture, task_pictures
 from trainrun.plots.series import (
     Floats,
     Series,
@@ -51,7 +51,7 @@ def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
         "time.png": ledger_picture(history, _title("Time", history)),
         "confusion.png": confusion_picture(history),
         "predictions.png": predictions_picture(run),
-    }
+    } | task_pictures(run)
     return [
         canvas.save(picture, run.plots / name) for name, picture in pictures.items() if picture is not None
     ]

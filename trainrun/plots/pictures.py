@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,6 +104,38 @@ def predictions_picture(run: RunDir) -> Figure | None:
             ax, _tile(images[i]), middle, top, bad=bool(target[i] != prediction[i]), title=title, size=size
         )
     ax.set(xlim=(0, columns), ylim=(rows * 1.22, 0), aspect="equal")
+    return figure
+
+
+def task_pictures(run: RunDir) -> dict[str, Figure]:
+    """What the task drew at the newest validation, one grid for each name, by file name."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        found = load_file(run.pictures) if run.pictures.is_file() else {}
+        names = {name: re.sub(r"[^A-Za-z0-9_.-]+", "-", name) for name in sorted(found)}
+        return {f"task-{file}.png": _grid(name, found[name]) for name, file in names.items()}
+    except (SafetensorError, ValueError, IndexError) as error:
+        raise DataError(
+            f"{run.pictures}: cannot be read ({error}); delete it to draw the other plots"
+        ) from error
+
+
+def _grid(name: str, pictures: Any) -> Figure:
+    """pictures: (B, 1 or 3, H, W), bytes."""
+    columns = max(1, min(GRID, math.ceil(math.sqrt(len(pictures)))))
+    rows = -(-len(pictures) // columns)
+    height = 1.5 * rows + 0.5
+    figure = canvas.new_figure(max(1.5 * columns, 3.0), height)
+    figure.suptitle(name, fontsize=12, fontweight="bold", y=1 - 0.1 / height, va="top", parse_math=False)
+    ax = figure.add_axes((0, 0, 1, 1 - 0.4 / height))
+    ax.axis("off")
+    for i, picture in enumerate(pictures):
+        _draw_tile(
+            ax, _tile(picture / 255), i % columns + 0.5, i // columns + 0.06, bad=False, title="", size=6.0
+        )
+    ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -36,6 +37,13 @@ def user_traceback(error: BaseException) -> str:
         return ""
     lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
     return "".join(lines).rstrip()
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether it is defined in the user's own code."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    return file is not None and _is_users(file)
 
 
 def _is_users(filename: str) -> bool:

@@ -1,0 +1,261 @@
+"""Tasks with state of their own: saved and restored to the bit, or named and refused at a resume."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.evidence import other_ranks_of
+from test_resume import facts_of, same
+
+from trainrun.cli import main
+
+OWN = """
+import os
+import signal
+
+import torch
+from torch.nn import functional
+
+from trainrun.interfaces import StepOutput
+
+
+class Sums:
+    def count(self, batch):
+        return len(batch[1])
+
+    def step(self, model, batch):
+        return StepOutput(functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"))
+
+
+class Stops:
+    def __init__(self, at=-1):
+        self.at = at
+
+    def on_step(self, step, epoch, row):
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Hidden(Sums):  # trains beside the runner, with an optimizer of its own
+    def __init__(self):
+        self.momentum, self.calls, self.center = None, 0, torch.zeros(10)
+
+    def check_model(self, model):
+        self.weight = list(model.parameters())[0]
+        self.momentum = torch.optim.SGD([self.weight], lr=0.01, momentum=0.9)
+
+    def step(self, model, batch):
+        if torch.is_grad_enabled():
+            self.calls += 1
+            self.momentum.zero_grad()
+            super().step(model, batch).loss_sum.backward()
+            self.momentum.step()
+            model.zero_grad()
+        logits = model(batch[0])
+        if torch.is_grad_enabled():
+            self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
+        loss = functional.cross_entropy(logits - self.center, batch[1], reduction="sum")
+        return StepOutput(loss * (1 + 0.01 * self.calls))
+
+
+class Saved(Hidden):
+    def state_dict(self):
+        return {"momentum": self.momentum.state_dict(), "calls": self.calls, "center": [("c", self.center)]}
+
+    def load_state_dict(self, state):
+        self.momentum.load_state_dict(state["momentum"])
+        self.calls, self.center = state["calls"], state["center"][0][1]
+
+
+class Center(Sums):  # what each rank keeps is of its own samples
+    def __init__(self):
+        self.center = torch.zeros(10)
+
+    def step(self, model, batch):
+        logits = model(batch[0])
+        if torch.is_grad_enabled():
+            self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
+        return StepOutput(functional.cross_entropy(logits - self.center, batch[1], reduction="sum"))
+
+    def state_dict(self):
+        return {"center": self.center}
+
+    def load_state_dict(self, state):
+        self.center = state["center"]
+
+
+class Late(Sums):  # what is made once, derived, or drawn from is no state
+    def __init__(self):
+        self.classes = self.logits = None
+        self.cache = {}
+
+    def step(self, model, batch):
+        self.classes = torch.eye(10) if self.classes is None else self.classes
+        self.cache.setdefault("device", batch[0].device)
+        self.model, self.logits = model, model(batch[0])
+        return StepOutput(functional.cross_entropy(self.logits, batch[1], reduction="sum"))
+
+
+class Raw(Sums):  # writes past torch's counters
+    def step(self, model, batch):
+        if torch.is_grad_enabled():
+            next(model.parameters()).data.mul_(0.999)
+        return super().step(model, batch)
+
+
+class Half(Sums):
+    def state_dict(self):
+        return {}
+
+
+class Unsaveable(Sums):
+    def state_dict(self):
+        return {"thing": object()}
+
+    def load_state_dict(self, state): ...
+
+
+class Broken(Saved):
+    def load_state_dict(self, state):
+        raise KeyError("mu")
+"""
+WORDS = [
+    "model.hidden=[16]", "data.batch_size=64", "trainer.max_epochs=2", "trainer.num_threads=1",
+    "monitor.log_every_n_steps=4", "monitor.progress_bar=false", "monitor.plots=false", "monitor.hardware=false",
+    "monitor.listeners.stop._target_=own.Stops", "checkpoint.every_n_train_steps=5",
+]  # fmt: skip
+
+
+@pytest.fixture
+def own(workdir: Path) -> Path:
+    (workdir / "own.py").write_text(OWN)
+    return workdir
+
+
+def notes_of(run: Path) -> list[str]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["text"] for row in rows if row["kind"] == "note" and row["text"].startswith("task:")]
+
+
+def stop_at(step: int) -> str:
+    return f"monitor.listeners.stop.at={step}"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_state_that_a_task_saves_makes_a_resume_exact(own: Path, accumulate: int) -> None:
+    words = [*WORDS, "task=own.Saved", f"trainer.accumulate_grad_batches={accumulate}"]
+    assert main([*words, "output_dir=whole"]) == 0
+    assert main([*words, stop_at(8), "output_dir=stopped"]) == 75
+    assert main(["resume", "stopped", stop_at(-1)]) == 0
+    whole, resumed = facts_of(own / "whole"), facts_of(own / "stopped")
+    assert whole[0]["shared"]["task"]["state"]["calls"] > 0
+    same(whole[0], resumed[0])
+    assert whole[1] == resumed[1]
+    assert notes_of(own / "whole") == []
+
+
+def test_two_ranks_get_their_own_state_again(own: Path, trainrun: Any) -> None:
+    words = [*WORDS, "task=own.Center", "parallel=ddp"]
+    assert trainrun(*words, "output_dir=whole").returncode == 0
+    assert trainrun(*words, stop_at(8), "output_dir=stopped").returncode == 75
+    resumed = trainrun("resume", "stopped", stop_at(-1))
+    assert resumed.returncode == 0, resumed.stderr
+    whole, again = facts_of(own / "whole"), facts_of(own / "stopped")
+    same(whole[0], again[0])
+    assert whole[1] == again[1]
+    (ours,) = other_ranks_of(own / "whole", 2)
+    same(ours["task"], other_ranks_of(own / "stopped", 2)[0]["task"])
+    assert not torch.equal(ours["task"]["state"]["center"], whole[0]["shared"]["task"]["state"]["center"])
+
+
+def test_state_in_no_checkpoint_is_named_once_and_refused_at_a_resume(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "task=own.Hidden", stop_at(8), "output_dir=run"]) == 75
+    (told,) = notes_of(own / "run")
+    assert "Hidden: step changes parameters of the model itself (" in told
+    assert "keeps what no checkpoint holds (calls, center, momentum)" in told
+    assert "this run cannot be resumed; give Hidden the methods state_dict()" in told
+    capsys.readouterr()
+    assert main(["resume", "run", stop_at(-1)]) == 2
+    told = "Hidden kept what no checkpoint holds (parameters of the model, calls, center, momentum)"
+    assert told in capsys.readouterr().err
+    text = (own / "own.py").read_text()
+    for one, other in {"Hidden(Sums)": "Before(Sums)", "(Hidden)": "(Before)", "Saved": "Hidden"}.items():
+        text = text.replace(one, other)
+    (own / "own.py").write_text(text)
+    del sys.modules["own"]
+    assert main(["resume", "run", stop_at(-1)]) == 0  # it saves its state now
+    assert "holds no state of the task Hidden: it begins as new" in capsys.readouterr().out
+
+
+def test_what_is_made_once_is_no_state(own: Path) -> None:
+    assert main([*WORDS, "task=own.Late", stop_at(8), "output_dir=run"]) == 75
+    assert notes_of(own / "run") == []
+    assert main(["resume", "run", stop_at(-1)]) == 0
+
+
+def test_a_write_past_the_counters_is_seen(own: Path) -> None:
+    assert main([*WORDS, "task=own.Raw", "output_dir=run"]) == 0
+    (told,) = notes_of(own / "run")
+    assert told.startswith("task: Raw: step changes parameters of the model itself (")
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        ("Half", "task: Half: has only one of state_dict() and load_state_dict(state)"),
+        ("Unsaveable", "task: Unsaveable.state_dict(): cannot save thing: builtins.object is no plain value"),
+    ],
+)
+def test_a_task_that_cannot_be_saved_is_refused(
+    own: Path, task: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, f"task=own.{task}"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_fault_of_load_state_dict_names_its_line(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "task=own.Broken", stop_at(8), "output_dir=run"]) == 75
+    assert main(["resume", "run"]) == 2
+    told = f"Broken.load_state_dict failed: KeyError: 'mu' ({own / 'own.py'} line"
+    assert told in capsys.readouterr().err
+
+
+def test_another_task_does_not_drop_the_state_of_before(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "task=own.Saved", stop_at(8), "output_dir=run"]) == 75
+    assert main([*WORDS, "task=own.Sums", "ckpt_path=run", "output_dir=other"]) == 2
+    assert "holds the state of a task, and Sums has no load_state_dict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("trainer.compile=step",), ()])
+def test_one_graph_refuses_a_task_that_keeps_state(
+    own: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main([*WORDS, "task=own.Saved", *words, "output_dir=run"])
+    refused = "trainer.compile.scope=step: Saved keeps state of its own" in capsys.readouterr().err
+    assert (code, refused) == ((2, True) if words else (0, False))
+
+
+def test_evaluation_has_the_state_of_the_task(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "task=own.Saved", "output_dir=run"]) == 0
+    metrics = json.loads((own / "run" / "status.json").read_text())["metrics"]
+    assert main(["evaluate", "run", "--which", "last"]) == 0
+    found = json.loads((own / "run" / "evaluation-val.json").read_text())
+    assert found["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-6)
+
+
+def test_checksums_tell_contents_apart() -> None:
+    from trainrun.task_watch import comparable
+
+    one = {"a": torch.ones(3), "b": [1, 2.0, None]}
+    assert comparable(one, set(), 6) == comparable({"a": torch.ones(3), "b": [1, 2.0, None]}, set(), 6)
+    assert comparable(one, set(), 6) != comparable({"a": torch.ones(3), "b": [1, 2.5, None]}, set(), 6)
+    assert comparable(one, set(), 6) != comparable({"a": torch.zeros(3), "b": [1, 2.0, None]}, set(), 6)
