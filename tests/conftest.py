@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU
 # Whoever starts the tests may ignore or block signals (`nohup`, a job in the background of a script): tests do not.
 signal.pthread_sigmask(signal.SIG_SETMASK, [])
 signal.signal(signal.SIGINT, signal.default_int_handler)

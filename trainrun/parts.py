@@ -119,7 +119,8 @@ class Parts:
         self.model.load_state_dict(shared["model"])
         self.ema.load_state_dict(shared["ema"])
         configured = {name for name in self.config.optimizer if name not in ("_target_", "lr")}
-        load_named_optimizer_state(self.optimizer, self.model, shared["optimizer"], configured)
+        host = torch.device("cpu") if self.config.trainer.cpu_offload == "optimizer" else None
+        load_named_optimizer_state(self.optimizer, self.model, shared["optimizer"], configured, host)
         self.schedule.load_state_dict(shared["schedule"])
         self.precision.load_state_dict(shared["precision"])
         if "retry" in shared:  # else the checkpoint is older than this

@@ -14,7 +14,14 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from trainrun.eager import plain_step
 from trainrun.errors import ConfigError, PluginError
-from trainrun.precision.amp import PrecisionOptions, build_precision, prepare_model, set_matmul, type_notes
+from trainrun.precision.amp import (
+    PrecisionOptions,
+    build_precision,
+    matmul_note,
+    prepare_model,
+    set_matmul,
+    type_notes,
+)
 from trainrun.precision.guarded import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Guarded
 
 CPU = torch.device("cpu")
@@ -290,6 +297,12 @@ def test_set_matmul_sets_both_switches_and_says_so() -> None:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_a_gpu_with_tf32_is_told_what_a_float32_run_gives_up() -> None:
+    assert "precision.matmul=high lets" in matmul_note("highest", "32-true", (8, 0))
+    others = [("high", "32-true", (9, 0)), ("highest", "bf16-mixed", (9, 0)), ("highest", "32-true", (7, 5))]
+    assert [matmul_note(*other) for other in others] == ["", "", ""]
 
 
 def test_notes_name_the_mode_and_impossible_types_are_refused() -> None:

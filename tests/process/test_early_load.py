@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trainrun.process import early_load
+
 ROOT = Path(__file__).resolve().parents[2]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MAPPED = "print('libtorch_cpu' in open('/proc/self/maps').read(), 'torch' in sys.modules)"
@@ -52,6 +54,18 @@ def test_the_libraries_are_there_before_torch_is_imported() -> None:
 def test_nothing_is_opened_where_it_would_not_help(reason: str) -> None:
     found = ran(reason, "early_load.load_torch_early()", "print(len(early_load._threads))")
     assert found.stdout.split() == ["0"], found.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "cuda", "found"), [("/opt/cuda/lib64", True, True), ("", True, False), ("/x", False, False)]
+)
+def test_libraries_of_another_cuda_are_left_to_the_import(
+    path: str, cuda: bool, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", path)
+    if cuda:
+        (tmp_path / "libtorch_cuda.so").touch()
+    assert early_load.foreign_cuda(tmp_path) is found
 
 
 @LINUX

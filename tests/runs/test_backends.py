@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.utils import deterministic as deterministic_memory
 
 import trainrun as package
-from trainrun.build.backends import SMALLEST, flushes_denormal, kept_backends, set_backends
+from trainrun.build.backends import OF_TORCH, SMALLEST, flushes_denormal, kept_backends, set_backends
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
@@ -87,3 +91,35 @@ def test_flushed_runs_resume_bit_for_bit(workdir: object):
     assert resume_run(half.files, ["trainer.max_steps=60"], []) == 0
     pairs = zip(whole.load_model("last").parameters(), half.load_model("last").parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_run_on_a_gpu_leaves_the_next_one_free_to_be_deterministic(monkeypatch: pytest.MonkeyPatch):
+    """Torch looks once in the life of a process, at its first product on a GPU."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    notes = set_backends(compose_run(["model=mlp"]).config, Single(torch.device("cuda")))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert any("precision.matmul=high lets this GPU" in note for note in notes)
+
+
+def test_determinism_fills_no_memory(workdir: object):
+    assert deterministic_memory.fill_uninitialized_memory
+    switched("trainer.deterministic=true")
+    assert not deterministic_memory.fill_uninitialized_memory
+    package.train(*SHORT, "trainer.deterministic=true")
+    with kept_backends():
+        deterministic_memory.fill_uninitialized_memory = True
+        package.train(*SHORT, "trainer.deterministic=true")
+        assert deterministic_memory.fill_uninitialized_memory
+
+
+def test_what_torch_advises_in_its_own_words_is_not_shown():
+    from torch._inductor import compile_fx
+
+    assert OF_TORCH in inspect.getsource(compile_fx._warn_tf32_disabled)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        with kept_backends():
+            warnings.warn(f"{OF_TORCH} but not enabled. Consider setting ...", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert [str(one.message) for one in heard] == ["another"]

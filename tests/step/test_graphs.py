@@ -11,7 +11,6 @@ from torch import Tensor
 from trainrun.step import graphs
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize(("mode", "wrapped"), [(None, False), ("default", False), ("max-autotune", True)])
 def test_calls_of_kernels_are_compiled_where_all_is_asked_for(
     mode: str | None, wrapped: bool, monkeypatch: pytest.MonkeyPatch
@@ -40,7 +39,6 @@ def three(shared: bool) -> list[Tensor]:
     return [memory[:4], memory[2:6] if shared else torch.arange(4.0), torch.arange(4.0)]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.slow
 def test_what_torch_wraps_around_code_is_left_out_unless_inputs_share_memory(

@@ -13,7 +13,6 @@ from trainrun.cli import main
 __all__ = ["own"]  # the fixture
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize(
     ("step", "backend"), [(1, "eager"), (4, "eager"), pytest.param(8, "inductor", marks=pytest.mark.slow)]
 )

@@ -111,7 +111,6 @@ def test_a_step_that_is_not_finite_is_left_out() -> None:
     compare(("trainer.nan_policy=skip", "data.shuffle=false"), batch_size=4, bad=5)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own
 @pytest.mark.slow
 def test_compiled_code_equals_the_plain_step() -> None:
     compare((*ADAMW, "trainer.gradient_clip_val=0.5"), ("trainer.compile=step",), 1e-12, batch_size=4)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from operator import attrgetter
 
 import torch
 from torch import nn
+from torch.utils import deterministic as deterministic_memory
 
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
-from trainrun.precision.amp import set_matmul
+from trainrun.precision.amp import matmul_note, set_matmul
 from trainrun.process.host_memory import kept_host_memory
 from trainrun.start.number_type import is_tiny
 
 FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
 SMALLEST = 1e-40  # below the smallest float32 with all its bits
+# Inductor's advice, by a function of torch; `matmul_note` gives it with the name of the setting.
+OF_TORCH = "TensorFloat32 tensor cores for float32 matrix multiplication available"
 ROUNDING = (
     "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision",
     "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision",
@@ -30,13 +34,16 @@ def kept_backends() -> Iterator[None]:
     """What `set_backends`, `set_threads` and `FreedMemory` change is as before at the end: a notebook lives on."""
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = deterministic_memory.fill_uninitialized_memory
     benchmark, flush = torch.backends.cudnn.benchmark, flushes_denormal()
     restore_rounding = kept_rounding()
     try:
-        with kept_host_memory():
+        with kept_host_memory(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", OF_TORCH)
             yield
     finally:
         set_deterministic(deterministic, warn_only)
+        deterministic_memory.fill_uninitialized_memory = fills
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
         if flush != flushes_denormal():
@@ -95,12 +102,21 @@ def set_deterministic(wanted: bool, warn_only: bool) -> None:
 def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     """Switches of the whole process: determinism, kernels, what float32 may round to."""
     trainer = config.trainer
-    if trainer.deterministic and parallel.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    if parallel.device.type == "cuda":
+        # Torch asks once, at the first product of the process, whether this is set, so a deterministic run that comes
+        # second in a notebook needs that the first one set it. 32 MiB, what cuBLAS takes on Hopper anyway.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     set_deterministic(trainer.deterministic, warn_only=False)
+    if (
+        trainer.deterministic
+    ):  # or torch writes NaN into all new memory, a kernel each, which no result depends on
+        deterministic_memory.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = trainer.benchmark
     set_flush_denormal(trainer.flush_denormal)
     notes = [set_matmul(config.precision.matmul, parallel.device)]
+    if parallel.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(parallel.device)
+        notes.append(matmul_note(config.precision.matmul, config.precision.mode, capability))
     return [note for note in notes if note]
 
 

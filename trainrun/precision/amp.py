@@ -128,6 +128,16 @@ def set_matmul(matmul: str, device: torch.device) -> str:
     return f"precision.matmul={matmul}: {MATMUL_NOTES[matmul]} where this {device.type} can"
 
 
+def matmul_note(matmul: str, mode: str, capability: tuple[int, int]) -> str:
+    """What a float32 run gives up on a GPU with TF32 (compute capability 8.0 and later); "" elsewhere."""
+    if matmul != "highest" or mode != "32-true" or capability < (8, 0):
+        return ""
+    return (
+        "precision.matmul=highest: float32 products and convolutions are computed in full; precision.matmul=high lets "
+        "this GPU round their inputs to TF32 (10 bits), by its data sheet 7 to 8 times as fast"
+    )
+
+
 def type_notes(mode: str, device: torch.device, master_weights: bool = False) -> list[str]:
     """What this device makes of the mode, where it is not what one would expect of it."""
     if mode == "64-true" and device.type == "mps":

@@ -26,6 +26,7 @@ from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.parts import Parts
 
 WARNING = "synchronizing CUDA operation"  # of torch (1.10 to 2.13)
+OF_THE_SWITCH = "Synchronization debug mode is a prototype"  # said once, when it is first set
 DUMMY = threading._DummyThread  # of a thread that Python did not start
 OUR_FOLDER, TORCH_FOLDER = Path(__file__).parents[1], Path(torch.__file__).parent
 
@@ -51,6 +52,7 @@ class Watched:
             self._show, self._thread = warnings.showwarning, threading.get_ident()
             warnings.showwarning = self._heard  # type: ignore[assignment]
             warnings.filterwarnings("always", f".*{WARNING}")
+            warnings.filterwarnings("ignore", OF_THE_SWITCH)
             self._set_mode("warn")
             try:
                 return self._stepper(parts, window, log)
