@@ -67,6 +67,7 @@ WHOLE_INPUTS = re.compile(
     r"got (Byte|Char|Short|Int|Long) and |Input type \((unsigned char|torch.*ByteTensor)\)"
 )
 # of torch's embeddings
+ASSERTED = "device-side assert"  # of a kernel; the device is lost to the process with it
 FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scalar types: Long, Int; but got")
 
 
@@ -231,6 +232,12 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
             raise TrainingError(advice(parts, told)) from error
         if told := broken_library(error):
             raise TrainingError(told) from error
+        if ASSERTED in str(error):
+            raise TrainingError(
+                f"at step {state.step + 1} or just before: an index was out of range on the GPU, as a label or a "
+                "token that the model has no class or row for; the same command with parallel.accelerator=cpu "
+                "names its value, and with CUDA_LAUNCH_BLOCKING=1 in the environment the error has the right line"
+            ) from error
         if FRACTIONS.search(str(error)):
             raise DataError(
                 f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "

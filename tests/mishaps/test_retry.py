@@ -193,6 +193,22 @@ def test_other_errors_are_those_of_the_user() -> None:
     assert no_memory(MemoryError()) == "MemoryError"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    ],
+)
+def test_cudnns_words_are_about_memory_on_a_full_gpu_alone(text: str) -> None:
+    assert no_memory(RuntimeError(text), free=lambda: 0.02) == text
+    assert no_memory(RuntimeError(text), free=lambda: 0.5) == ""
+    assert no_memory(RuntimeError("another error"), free=lambda: 0.0) == ""
+    if not torch.cuda.is_available():
+        assert no_memory(RuntimeError(text)) == ""
+
+
 NORM = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
 
 

@@ -503,6 +503,32 @@ def test_a_run_folder_that_is_not_whole(
     assert "Traceback" not in errors
 
 
+ASSERTS = """
+import torch
+class Net(torch.nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls > 3:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered\\nCUDA kernel errors might be ...")
+        return super().forward(x.flatten(1))
+"""
+
+
+def test_an_index_out_of_range_on_a_gpu_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "asserts.py").write_text(ASSERTS)
+    words = [
+        "model._target_=asserts.Net",
+        "model.in_features=64",
+        "model.out_features=10",
+    ]
+    assert main([*words, "monitor.plots=false", "output_dir=run"]) == 1
+    errors = capsys.readouterr().err
+    assert "at step 4 or just before: an index was out of range on the GPU" in errors
+    assert "parallel.accelerator=cpu names its value" in errors
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize("status", ["[", "[]", "{}"])
 def test_a_status_that_cannot_be_read_stops_nobody(project: Path, status: str) -> None:
     assert main([*QUIET, "output_dir=run"]) == 0

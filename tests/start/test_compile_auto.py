@@ -7,6 +7,7 @@ import torch
 
 from trainrun.errors import ConfigError
 from trainrun.start.compile_auto import chosen_scope
+from trainrun.transform.compile import gpu_compiler_problem
 from trainrun.words.compose import compose_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,6 +32,16 @@ def test_auto_compiles_where_it_is_paid_back(
     chosen, note = chosen_scope(compose_run(words).config, weights, steps, device)
     assert chosen == scope
     assert said in note
+
+
+def test_auto_is_off_where_the_compiler_lacks_something() -> None:
+    problem = gpu_compiler_problem(
+        (9, 0), find=lambda name: "/usr/bin/cc", include="/nowhere", module="torch"
+    )
+    given = compose_run([]).config, 10_000_000, 10**5, CUDA
+    chosen, note = chosen_scope(*given, problem)
+    assert chosen == "off"
+    assert "it would pay, but torch.compile on a GPU needs Python's headers" in note
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.model.mlp import Mlp
-from trainrun.transform.compile import CompileOptions, broken_library, compile_model, keep_gradients
+from trainrun.transform.compile import (
+    CompileOptions,
+    broken_library,
+    compile_model,
+    gpu_compiler_problem,
+    keep_gradients,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -209,3 +215,19 @@ def test_gradients_outlive_the_memory_that_they_came_in() -> None:
     for _ in range(2):
         compiled(torch.ones(2, 3)).sum().backward()
     assert compiled.weight.grad[0].tolist() == [4.0] * 3
+
+
+def test_what_a_gpu_needs_to_compile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+
+    def problem(capability: tuple[int, int] = (9, 0), compiler: str = "gcc", module: str = "torch") -> str:
+        return gpu_compiler_problem(capability, lambda name: name == compiler, str(tmp_path), module)
+
+    assert problem((6, 1)).startswith("needs compute capability 7.0, and this one has 6.1")
+    assert problem(module="no_such_module").endswith("not installed: pip install no_such_module")
+    assert "found none; install one (Debian: apt install gcc)" in problem(compiler="")
+    assert f"found no {tmp_path}/Python.h; install them (Debian: apt install python3-dev)" in problem()
+    (tmp_path / "Python.h").touch()
+    assert problem() == ""
+    monkeypatch.setenv("CC", "my-cc")
+    assert problem(compiler="") == ""

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import deterministic as deterministic_memory
+from torch.utils import deterministic
 
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
@@ -23,6 +24,7 @@ FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
 SMALLEST = 1e-40  # below the smallest float32 with all its bits
 # Inductor's advice, by a function of torch; `matmul_note` gives it with the name of the setting.
 OF_TORCH = "TensorFloat32 tensor cores for float32 matrix multiplication available"
+DETERMINISM: Any = deterministic  # its switch is a property, which its stub does not know
 ROUNDING = (
     "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision",
     "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision",
@@ -32,9 +34,9 @@ ROUNDING = (
 @contextmanager
 def kept_backends() -> Iterator[None]:
     """What `set_backends`, `set_threads` and `FreedMemory` change is as before at the end: a notebook lives on."""
-    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    determined, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = deterministic_memory.fill_uninitialized_memory
+    fills = DETERMINISM.fill_uninitialized_memory
     benchmark, flush = torch.backends.cudnn.benchmark, flushes_denormal()
     restore_rounding = kept_rounding()
     try:
@@ -42,8 +44,8 @@ def kept_backends() -> Iterator[None]:
             warnings.filterwarnings("ignore", OF_TORCH)
             yield
     finally:
-        set_deterministic(deterministic, warn_only)
-        deterministic_memory.fill_uninitialized_memory = fills
+        set_deterministic(determined, warn_only)
+        DETERMINISM.fill_uninitialized_memory = fills
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
         if flush != flushes_denormal():
@@ -110,7 +112,7 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     if (
         trainer.deterministic
     ):  # or torch writes NaN into all new memory, a kernel each, which no result depends on
-        deterministic_memory.fill_uninitialized_memory = False
+        DETERMINISM.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = trainer.benchmark
     set_flush_denormal(trainer.flush_denormal)
     notes = [set_matmul(config.precision.matmul, parallel.device)]

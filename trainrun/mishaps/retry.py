@@ -36,6 +36,10 @@ T = TypeVar("T")
 Compute = Callable[[list[MicroBatch]], T]
 
 MARKS = ("can't allocate memory", "out of memory", "bad_alloc", "_STATUS_ALLOC_FAILED")
+# cuDNN says these where its workspace does not fit, and also of a layer that it cannot compute at all.
+CUDNN_MARKS = ("unable to find an engine to execute this computation", "FIND was unable to find an engine",
+               "CUDNN_STATUS_INTERNAL_ERROR")  # fmt: skip
+FULL = 0.05  # of a GPU's memory: with less than this free, such an error is one of memory
 ONE_SAMPLE = "one sample at a time does not fit either"
 PREFIX = re.compile(r"\[enforce fail at [^\]]*\] [^.]*\. ")  # the line of torch's source
 SIZE = r"(\d+(?:\.\d+)? (?:bytes|[KMG]iB))"
@@ -243,12 +247,22 @@ def refusal(mode: str, parallel: Parallel) -> str:
     return parallel.cannot_wait
 
 
-def no_memory(error: Exception) -> str:
-    """The first line of what an allocator said; "" of any other error."""
+def no_memory(error: Exception, free: Callable[[], float] | None = None) -> str:
+    """The first line of what an allocator said; "" of any other error. free: the fraction of the GPU that is free."""
     text = PREFIX.sub("", str(error).partition("\n")[0])
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(mark in text for mark in MARKS):
         return in_few_words(text) or type(error).__name__
+    if any(mark in text for mark in CUDNN_MARKS) and (free or free_fraction)() < FULL:
+        return text
     return ""
+
+
+def free_fraction() -> float:
+    """Of the current GPU's memory, what an operation could still have; 1 without a GPU."""
+    if not torch.cuda.is_available():
+        return 1.0
+    free, total = torch.cuda.mem_get_info()
+    return (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / total
 
 
 def in_few_words(text: str) -> str:

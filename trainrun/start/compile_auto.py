@@ -14,6 +14,7 @@ import dataclasses
 import torch
 
 from trainrun.config import RunConfig
+from trainrun.transform.compile import gpu_compiler_problem
 from trainrun.words.check_compile import step_obstacles
 
 # A tiny step on one core: digits MLP of 9,610 weights, batch 32, Xeon with AVX-512, torch 2.13.
@@ -29,9 +30,9 @@ GPU_LEAST_WEIGHTS = 1_000_000  # a step of fewer does not take as long as that
 
 
 def chosen_scope(
-    config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device
+    config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, problem: str = ""
 ) -> tuple[str, str]:
-    """The scope for this run, and a line that says why."""
+    """The scope for this run, and a line that says why. problem: what the compiler lacks here."""
     if total_steps is None:
         return "off", "compile: off (auto), the number of steps is not known; give trainer.max_steps"
     if device.type == "cuda" and num_weights < GPU_LEAST_WEIGHTS:
@@ -48,6 +49,8 @@ def chosen_scope(
     gain = total_steps * saved
     pays = gain > cost
     sign = ">" if pays else "<="
+    if pays and problem:
+        return "off", f"compile: off (auto), it would pay, but torch.compile on a GPU {problem}"
     return scope if pays else "off", (
         f"compile: {scope if pays else 'off'} (auto), {total_steps:,} steps x {1e3 * saved:g} ms = {gain:.1f} s saved "
         f"{sign} {cost:g} s of compiling"
@@ -60,7 +63,9 @@ def with_scope(
     """The config with `auto` decided; any other as it is."""
     if config.trainer.compile.scope != "auto":
         return config
-    scope, note = chosen_scope(config, num_weights, total_steps, device)
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    problem = gpu_compiler_problem(found) if found and config.trainer.compile.backend == "inductor" else ""
+    scope, note = chosen_scope(config, num_weights, total_steps, device, problem)
     notes.append(note)
     compile_config = dataclasses.replace(config.trainer.compile, scope=scope)
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, compile=compile_config))

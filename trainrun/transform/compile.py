@@ -12,7 +12,11 @@ gain: on 2 cores of a Xeon with AMX none in float32: digits MLP 0.69x, CNN of 22
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
@@ -22,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+OLDEST_GPU = (7, 0)  # that triton compiles for
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor
 
 
@@ -99,8 +104,15 @@ def _blocks_in(module: nn.Module) -> list[nn.Module]:
 def check_options(mode: str | None, backend: str, on_cpu: bool) -> None:
     check_backend(backend)
     check_mode(mode, backend)
-    if backend == "inductor" and on_cpu:
+    if backend != "inductor":
+        return
+    if on_cpu:
         check_compiler()
+    elif torch.cuda.is_available() and (problem := gpu_compiler_problem(torch.cuda.get_device_capability())):
+        raise RuntimeError(
+            f"trainer.compile.backend=inductor: torch.compile on a GPU {problem}, or train without compiling: "
+            "trainer.compile.scope=off"
+        )
 
 
 def check_backend(backend: str) -> None:
@@ -138,6 +150,26 @@ def check_compiler() -> None:
             "trainer.compile.backend=inductor: torch.compile needs a C++ compiler on a CPU and found none; "
             "install one (Debian: apt install g++), or train without compiling: trainer.compile.scope=off"
         ) from error
+
+
+def gpu_compiler_problem(
+    capability: tuple[int, int],
+    find: Callable[[str], object] = shutil.which,
+    include: str | None = None,
+    module: str = "triton",
+) -> str:
+    """What the compiler lacks, with the way out; "" where nothing. It builds a launcher in C for every kernel."""
+    include = include or sysconfig.get_path("include")
+    if capability < OLDEST_GPU:
+        found, needed = (".".join(map(str, version)) for version in (capability, OLDEST_GPU))
+        return f"needs compute capability {needed}, and this one has {found}; use another GPU"
+    if importlib.util.find_spec(module) is None:
+        return f"needs triton, and it is not installed: pip install {module}"
+    if not (os.environ.get("CC") or any(map(find, ("cc", "gcc", "clang")))):
+        return "needs a C compiler and found none; install one (Debian: apt install gcc)"
+    if not Path(include, "Python.h").exists():
+        return f"needs Python's headers and found no {include}/Python.h; install them (Debian: apt install python3-dev)"
+    return ""
 
 
 def broken_library(error: BaseException) -> str:
