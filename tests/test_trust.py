@@ -14,7 +14,7 @@ import pytest
 import trainrun
 from trainrun.cli import main
 from trainrun.errors import ConfigError
-from trainrun.rundir import RunDir
+from trainrun.rundir import RunDir, read_identity, write_identity
 from trainrun.trust import check_files, foreign_nodes, is_defined, own_key
 
 NET = """
@@ -101,8 +101,7 @@ def test_a_node_that_was_changed_is_no_longer_known(run: Path) -> None:
 
 
 def test_a_seal_holds_for_its_run_only(run: Path) -> None:
-    told = json.loads((run / "RUN.json").read_text())
-    (run / "RUN.json").write_text(json.dumps(told | {"run_id": "0123456789abcdef"}))
+    write_identity(RunDir(run), read_identity(RunDir(run)) | {"run_id": "0123456789abcdef"})
     assert main(["evaluate", str(run)]) == 2
 
 

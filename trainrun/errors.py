@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
+FULL = {  # what a place says that takes no more, and what to do about it
+    errno.ENOSPC: "free space", errno.EDQUOT: "free space", errno.EFBIG: "allow larger files there (ulimit -f)",
+}  # fmt: skip
 EXIT_DONE = 0
 EXIT_FAILED = 1  # the training failed
 EXIT_USAGE = 2  # the user's words, files or data

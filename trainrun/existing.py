@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import shlex
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,9 +15,9 @@ from omegaconf import OmegaConf
 
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.rundir import SEED_DRAWN, RunDir, read_identity, was_saved
+from trainrun.rundir import SEED, SEED_DRAWN, RunDir, read_identity, was_saved
 from trainrun.trust import check_files, check_run
-from trainrun.words.compose import load_config, plain_config, with_words
+from trainrun.words.compose import is_as_saved, plain_config, with_words
 
 SHOWN = 8
 ABSENT = object()  # of a key that only the other config has
@@ -30,10 +33,29 @@ class Difference(NamedTuple):
 
 def trusted_config(run: RunDir, overrides: list[str], trust: bool) -> RunConfig:
     """As `load_config`, of a folder that may be anybody's: code that it names must be known to be the user's."""
-    path = run.config_that_holds
-    found = plain_config(path)
+    found = readable_config(run)
     check_run(run, found, overrides, trust)
-    return with_words(found, path, overrides)
+    return with_words(found, run.config_that_holds, overrides)
+
+
+def readable_config(run: RunDir) -> dict[str, Any]:
+    """The plain values of the config; says it where they are not those that the run wrote. Raises ConfigError."""
+    path = run.config_that_holds
+    try:
+        found = plain_config(path)
+    except ConfigError as error:
+        seed = ""
+        with contextlib.suppress(ConfigError, KeyError):  # the second: of an older run
+            seed = f"seed={read_identity(run)[SEED]} "
+        raise ConfigError(
+            f"{error}; go on in another folder with the words of {run.overrides.name} and {seed}ckpt_path={run.root}"
+        ) from error
+    if not is_as_saved(path):
+        print(
+            f"note: {path}: changed since the run wrote it, by hand or by damage; what it says now holds",
+            file=sys.stderr,
+        )
+    return found
 
 
 def check_ours(run: RunDir) -> None:
@@ -51,7 +73,7 @@ def check_ours(run: RunDir) -> None:
     taken = [path.name for path in places if path.exists()]
     if was_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
         taken.append(run.checkpoints.name)
-    if taken and not run.identity.exists():
+    if taken and not any(os.path.lexists(path) for path in (run.identity, run.identity_copy)):
         remedy = "name another folder, or take them away"
         if was_saved(run):
             remedy += f" (ckpt_path={run.root} takes over a checkpoint)"
@@ -78,7 +100,7 @@ def take_up(run: RunDir, config: RunConfig) -> None:
     """
     resume = f"trainrun resume {shlex.quote(str(run.root))}"
     check_files(run.root, trust=False, way=f"{resume} --trust")  # a new run takes no such flag
-    before = load_config(run.config_that_holds, [])
+    before = with_words(readable_config(run), run.config_that_holds, [])
     if config.seed is None and read_identity(run).get(SEED_DRAWN, True):
         config.seed = before.seed
     if changed := differences(before, config):

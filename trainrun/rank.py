@@ -49,7 +49,7 @@ from trainrun.process.signals import StopFlag
 from trainrun.process.streams import guard_streams
 from trainrun.process.watchdog import Hung, Watchdog
 from trainrun.randomness import derive_seed, seed_everything
-from trainrun.rundir import RunDir, read_identity, read_json, write_json
+from trainrun.rundir import RunDir, read_identity, read_json, write_identity
 from trainrun.runlock import take_over
 from trainrun.start.audition import choose_engine
 from trainrun.start.freed_memory import FreedMemory
@@ -210,7 +210,7 @@ def note_choices(run: RunDir, parts: Parts, chosen: Chosen) -> None:
     facts = parts.data_facts
     told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if parts.config.trainer.num_threads == "auto" else {}
-    write_json(run.identity, read_identity(run) | {"data": told} | threads | chosen, durable=True)
+    write_identity(run, read_identity(run) | {"data": told} | threads | chosen)
 
 
 def run_loop(parts: Parts, state: TrainState) -> TrainState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import stat
@@ -17,6 +18,12 @@ from trainrun.errors import ConfigError
 MAX_JSON_BYTES = 4 * 2**20
 SAVED = "saved"  # in RUN.json, once a checkpoint was seen
 SEED_DRAWN = "seed_drawn"  # in RUN.json: whether nobody named one
+SEED = "seed"  # in RUN.json
+DIGEST = "sha256"  # in RUN.json: of the rest
+IDENTITY_KINDS: dict[str, type | tuple[type, ...]] = {
+    "run_id": str, "created": (int, float), SEED_DRAWN: bool, SEED: int, SAVED: bool, "num_threads": int,
+    "precision": str, "attention": str, "seals": list, "data": dict,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,13 @@ class RunDir:
 
     @property
     def identity(self) -> Path:
-        """The run's id, made once."""
+        """The run's id, made once, and what was chosen for it."""
         return self.root / "RUN.json"
+
+    @property
+    def identity_copy(self) -> Path:
+        """The same again: a run goes on where one of the two is damaged."""
+        return self.root / ".RUN.json"
 
     @property
     def lock(self) -> Path:
@@ -146,7 +158,7 @@ def says_saved(run: RunDir) -> bool:
 def note_saved(run: RunDir, saved: bool = True) -> None:
     """Has RUN.json say whether a checkpoint was ever committed; nothing where it does already."""
     if says_saved(run) != saved:
-        write_json(run.identity, read_identity(run) | {SAVED: saved}, durable=True)
+        write_identity(run, read_identity(run) | {SAVED: saved})
 
 
 def named_folder(text: str) -> Path:
@@ -220,13 +232,41 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_identity(run: RunDir) -> dict[str, Any]:
-    """What RUN.json holds. Raises ConfigError where the folder is not whole."""
-    told: Any = None
+    """What RUN.json holds, or its copy where that is damaged. Raises ConfigError where the folder is not whole."""
+    for path in (run.identity, run.identity_copy):
+        if told := sound_identity(path):
+            return told
+    raise ConfigError(
+        f"{run.identity}: {'damaged' if os.path.lexists(run.identity) else 'missing'}, so this is no whole run folder; "
+        f"start the run anew (ckpt_path={run.root} takes over a checkpoint)"
+    )
+
+
+def sound_identity(path: Path) -> dict[str, Any]:
+    """What such a file holds; empty where it is missing, damaged, or holds what no run writes."""
     with contextlib.suppress(OSError, ValueError):
-        told = read_json(run.identity)
-    if not isinstance(told, dict) or not isinstance(told.get("run_id"), str):
-        raise ConfigError(
-            f"{run.identity}: {'damaged' if run.identity.exists() else 'missing'}, so this is no whole run folder; "
-            f"start the run anew (ckpt_path={run.root} takes over a checkpoint)"
-        )
-    return told
+        told = read_json(path)
+        digest = told.pop(DIGEST, None) if isinstance(told, dict) else None
+        if isinstance(told, dict) and (digest is None or digest == _digest(told)) and _is_identity(told):
+            return told
+    return {}
+
+
+def _is_identity(told: dict[str, Any]) -> bool:
+    data = told.get("data", {})
+    return (
+        isinstance(told.get("run_id"), str)
+        and all(isinstance(value, IDENTITY_KINDS.get(name, object)) for name, value in told.items())
+        and all(type(size) is int for size in [*(data.get("shape") or []), data.get("num_classes") or 0])
+    )
+
+
+def write_identity(run: RunDir, told: dict[str, Any]) -> None:
+    """RUN.json and its copy, with a hash that tells damage from what was meant."""
+    sealed = {**told, DIGEST: _digest(told)}
+    write_json(run.identity, sealed, durable=True)
+    write_json(run.identity_copy, sealed)
+
+
+def _digest(told: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode("ascii")).hexdigest()

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from trainrun.config import RunConfig
 from trainrun.environment import describe
@@ -23,7 +24,18 @@ from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
 from trainrun.process.deadline import patience
 from trainrun.process.signals import StopFlag, catch_signals
-from trainrun.rundir import SEED_DRAWN, RunDir, cannot_write, named_folder, was_saved, write_json, write_text
+from trainrun.repair import repair
+from trainrun.rundir import (
+    SEED,
+    SEED_DRAWN,
+    RunDir,
+    cannot_write,
+    named_folder,
+    was_saved,
+    write_identity,
+    write_json,
+    write_text,
+)
 from trainrun.runlock import only_writer
 from trainrun.status import deadline, read_status, run_status
 from trainrun.trust import check_found, foreign_nodes, seal_links, seal_run
@@ -54,9 +66,12 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     with only_writer(run):
         check_ours(run)
         check_reachable(run)
+        repair(run)
         again = run.config.exists() and not forget_failure(run)
         if again:
             take_up(run, composition.config)
+            if not run.overrides.exists():  # damaged, and set aside
+                write_words(run, words)
         else:
             new_run(composition, words, run)
         yield run, again
@@ -68,21 +83,27 @@ def new_run(composition: Composition, words: list[str], run: RunDir | None = Non
     assert not run.config.exists()
     run.create()
     config = composition.config
-    identity = {
+    identity: dict[str, Any] = {
         "run_id": secrets.token_hex(8), "created": time.time(), SEED_DRAWN: config.seed is None,
     }  # fmt: skip
     if config.seed is None:
         config.seed = secrets.randbelow(2**32)
+    identity[SEED] = config.seed
     try:
         # the first: a folder without it is not one that a run made
-        write_json(run.identity, identity, durable=True)
+        write_identity(run, identity)
         seal_links(run)
         write_text(run.config, save_config(config), durable=True)
-        write_text(run.overrides, "".join(f"{word}\n" for word in words))
+        write_words(run, words)
         write_json(run.environment, describe(Path.cwd()))
     except OSError as error:
         raise cannot_write(run.root, error) from error
     return run
+
+
+def write_words(run: RunDir, words: list[str]) -> None:
+    """The words of the command line, one a line."""
+    write_text(run.overrides, "".join(f"{word}\n" for word in words))
 
 
 def forget_failure(run: RunDir) -> bool:
@@ -175,6 +196,7 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
 def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
     config = trusted_config(run, overrides, trust)
     check_reachable(run)
+    repair(run)
     check_found(run, asdict(config))
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")

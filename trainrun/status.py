@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import multiprocessing
 import os
@@ -11,14 +10,17 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
+from types import NoneType
 from typing import Any, NoReturn
 
 from trainrun.config import RunConfig
-from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, SaveError, TrainrunError
+from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, FULL, SaveError, TrainrunError
 from trainrun.output import plain
 from trainrun.process.deadline import stop_deadline
 from trainrun.process.signals import StopFlag
 from trainrun.rundir import RunDir, read_json, write_json, write_text
+
+STATES = ("running", "done", "stopped", "failed")
 
 
 @contextlib.contextmanager
@@ -28,7 +30,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
     A resume that is refused changes nothing: the run is what it was before. What libraries raise because
     an interrupt came at a bad moment for them (in the middle of an import, say) is still an interrupt.
     """
-    earlier = run.status.read_text(encoding="utf-8") if run.status.exists() else None
+    earlier = run.status.read_text(encoding="utf-8") if read_status(run) else None
     try:
         write_status(run, config, state="running", exit_code=None, message="")
         yield
@@ -56,10 +58,10 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
 
 def _disk_full(run: RunDir, error: OSError) -> Exception:
     """What to do about it; other errors as they are."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in FULL:
         return error
     place = error.filename or run.root
-    return SaveError(f"{place}: {error.strerror}; free space, then: trainrun resume {run.root}")
+    return SaveError(f"{place}: {error.strerror}; {FULL[error.errno]}, then: trainrun resume {run.root}")
 
 
 def _note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
@@ -128,9 +130,29 @@ def read_status(run: RunDir) -> dict[str, Any]:
     """The fields of `status.json`; empty where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         status = read_json(run.status)
-        if isinstance(status, dict):
+        if isinstance(status, dict) and "state" in status and not wrong_fields(status):
             return status
     return {}
+
+
+def wrong_fields(status: dict[str, Any]) -> list[str]:
+    """The names of values that no run writes."""
+    number: tuple[type, ...] = (int, float)
+    kinds: dict[str, tuple[type, ...]] = dict.fromkeys(
+        ("value", "best_step", "samples_per_second", "tokens_per_second"), (*number, NoneType)
+    )
+    kinds |= dict.fromkeys(("step", "epoch", "seconds"), number)
+    kinds |= dict.fromkeys(("reason", "message"), (str,)) | {"monitor": (str, NoneType), "overrides": (list,)}
+    wrong = [name for name, kind in kinds.items() if name in status and not _is_a(status[name], kind)]
+    wrong += [] if status.get("state") in STATES else ["state"]
+    words = status.get("overrides")
+    return wrong + (
+        ["overrides"] if isinstance(words, list) and not all(isinstance(w, str) for w in words) else []
+    )
+
+
+def _is_a(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def write_status(
@@ -138,7 +160,9 @@ def write_status(
 ) -> None:
     """Replaces `status.json`; what an earlier status knew (best value, steps) is kept until it is said anew."""
     earlier = read_status(run)
-    overrides = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.exists() else []
+    overrides: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        overrides = run.overrides.read_text(encoding="utf-8").splitlines()
     status: dict[str, Any] = {
         "value": None, "monitor": None, "mode": None, "best_step": None, "step": 0, "epoch": 0.0,
         "seconds": 0.0, "samples_per_second": None, "tokens_per_second": None, "reason": "",

@@ -35,7 +35,7 @@ from typing import Any
 
 from trainrun.errors import ConfigError
 from trainrun.instantiate import TARGET
-from trainrun.rundir import RunDir, read_bytes, read_identity, read_json, write_json
+from trainrun.rundir import RunDir, read_bytes, read_identity, read_json, write_identity
 
 SEALS = "seals"
 CACHE = "data.cache"
@@ -141,13 +141,18 @@ def seal_links(run: RunDir) -> None:
     """The same for the links out of it, through which the run that begins or goes on will write."""
     inside = run.root.resolve()
     links = [path for path, _ in islice(entries_of(run.root), MAX_ENTRIES) if path.is_symlink()]
-    add_seals(run, [link_node(run, path) for path in links if not path.resolve().is_relative_to(inside)])
+    add_seals(run, [link_node(run, path) for path in links if not leads_to(path).is_relative_to(inside)])
 
 
 def link_node(run: RunDir, path: Path) -> Node:
     """The place that a link leads to is sealed, so a run folder that is moved takes no relative link along."""
     place = path.relative_to(run.root)
-    return Node(f"link {place}", str(place), str(path.resolve()))
+    return Node(f"link {place}", str(place), str(leads_to(path)))
+
+
+def leads_to(path: Path) -> Path:
+    """The end of a link; a link that leads to itself has no other end, and `Path.resolve` raises there."""
+    return Path(os.path.realpath(path))
 
 
 def add_seals(run: RunDir, nodes: list[Node]) -> None:
@@ -157,7 +162,7 @@ def add_seals(run: RunDir, nodes: list[Node]) -> None:
     known = seals_of(run)
     new = known | {mark for node in nodes if (mark := seal(run, node))}
     if new != known:
-        write_json(run.identity, read_identity(run) | {SEALS: sorted(new)}, durable=True)
+        write_identity(run, read_identity(run) | {SEALS: sorted(new)})
 
 
 def seals_of(run: RunDir) -> set[str]:
@@ -253,7 +258,7 @@ def check_files(root: Path, trust: bool, way: str = "--trust") -> None:
         if not path.is_symlink():
             if not is_plain:
                 raise ConfigError(f"{path}: neither a plain file nor a folder; take it away")
-        elif not (trust or path.resolve().is_relative_to(inside) or is_known(run, link_node(run, path))):
+        elif not (trust or leads_to(path).is_relative_to(inside) or is_known(run, link_node(run, path))):
             raise ConfigError(
                 f"{path}: leads out of the run folder, to {path.readlink()}; where that is of your own making: {way}"
             )

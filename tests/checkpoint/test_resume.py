@@ -28,8 +28,8 @@ def run(make_run: MakeRun) -> Any:
     return run
 
 
-def damage(run: Any, step: int) -> None:
-    with (run.folder / f"step-{step:08d}" / "shared.safetensors").open("r+b") as file:
+def damage(run: Any, step: int, name: str = "shared.safetensors") -> None:
+    with (run.folder / f"step-{step:08d}" / name).open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
 
@@ -125,6 +125,31 @@ def test_a_useless_best_file_is_told_from_the_manifests(run: Any, content: bytes
     (run.folder / "best.json").write_bytes(content)
     assert resolve(run.folder, "best").name == "step-00000001"
     (run.folder / "best.json").unlink()
+    assert resolve(run.folder, "best").name == "step-00000001"
+
+
+def test_the_best_is_the_best_by_the_manifests(run: Any) -> None:
+    best = {
+        "metric": "val/loss",
+        "mode": "min",
+        "entries": [{"step": 3, "value": 0.0, "folder": "step-00000003"}],
+    }
+    (run.folder / "best.json").write_text(json.dumps(best))
+    assert resolve(run.folder, "best").name == "step-00000001"
+
+
+def test_a_best_whose_manifest_is_damaged_is_no_other(run: Any) -> None:
+    """Also where the file that names it is gone: nobody knows then."""
+    damage(run, 1, "MANIFEST.json")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"best: .*step-00000001.*damaged.*name one, as last"):
+            resolve(run.folder, "best")
+        assert resolve(run.folder, "last").name == "step-00000003"
+        (run.folder / "best.json").unlink(missing_ok=True)
+
+
+def test_a_damaged_manifest_of_another_hides_no_best(run: Any) -> None:
+    damage(run, 2, "MANIFEST.json")
     assert resolve(run.folder, "best").name == "step-00000001"
 
 

@@ -82,6 +82,8 @@ def run_with(name: str, content: str | bytes | None) -> Callable[[Path], None]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
             path.write_bytes(content.encode() if isinstance(content, str) else content)
+        if name == "RUN.json":  # it would be read from its copy
+            shutil.copyfile(path, folder / "run" / ".RUN.json")
 
     return build
 

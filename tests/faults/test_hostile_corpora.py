@@ -10,10 +10,10 @@ import pytest
 
 import trainrun.checkpoint.format as checkpoint_format
 import trainrun.existing as existing
-from faults import corpus_damage, corpus_fuzz, corpus_hostile, corpus_inputs
+from faults import corpus_damage, corpus_folder, corpus_fuzz, corpus_hostile, corpus_inputs
 
 # What the suite has time for; scripts/faults.py checks all.
-FUZZ, DAMAGES, SHARE = 300, 75, 3
+FUZZ, DAMAGES, FOLDERS, SHARE = 300, 75, 24, 3
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(corpus_hostile, "train_base", lambda _: None)
         corpus_fuzz.with_base(folder)
         corpus_hostile.with_base(folder)
+        corpus_folder.with_base(folder)
         yield folder
 
 
@@ -39,6 +40,15 @@ def faults_of(corpus: ModuleType, cases: list[corpus_damage.Case], place: Path) 
 
 def test_a_damaged_checkpoint_is_never_loaded(place: Path) -> None:
     assert faults_of(corpus_damage, corpus_damage.cases(DAMAGES), place) == []
+
+
+def test_a_damaged_run_folder_goes_on_or_says_why_not(place: Path) -> None:
+    assert faults_of(corpus_folder, corpus_folder.cases(FOLDERS), place) == []
+
+
+def test_every_file_of_a_run_folder_is_damaged(place: Path) -> None:
+    names = {path.name for path in (place / corpus_folder.BROKEN).iterdir()}
+    assert names <= {*corpus_folder.FILES, "checkpoints"}
 
 
 def test_parsers_read_or_refuse(place: Path) -> None:

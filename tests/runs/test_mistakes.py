@@ -456,10 +456,12 @@ def test_a_full_disk_is_a_failed_run_that_says_how_it_goes_on(
 
 def no_identity(run: Path) -> None:
     (run / "RUN.json").unlink()
+    (run / ".RUN.json").unlink()
 
 
 def damaged_identity(run: Path) -> None:
     (run / "RUN.json").write_text("{")
+    (run / ".RUN.json").write_text("{")
 
 
 def damaged_config(run: Path) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from trainrun.data.undecided import Undecided, Way
 from trainrun.parts import Parts
 from trainrun.randomness import random_state
+from trainrun.rundir import RunDir, read_identity, write_identity
 from trainrun.start.stage import Stage
 from trainrun.start.threads import choose_threads, numbers_up_to
 
@@ -143,7 +144,8 @@ def test_the_number_is_written_down_and_a_resume_uses_it(trainrun: Any, workdir:
     identity = workdir / "r" / "RUN.json"
     told = json.loads(identity.read_text())
     assert told["num_threads"] == 2
-    identity.write_text(json.dumps(told | {"num_threads": 1}))
+    run = RunDir(workdir / "r")
+    write_identity(run, read_identity(run) | {"num_threads": 1})
     done = trainrun("resume", "r", "trainer.max_steps=6", OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert "trainer.num_threads: 1, as the run began" in done.stdout

@@ -106,17 +106,26 @@ def write_best(folder: Path, metric: str, mode: str, entries: list[Entry], files
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The folder of the best committed step, by `best.json`, else by the manifests."""
-    for name in _names_in_best(folder):
-        if (folder / name).is_dir():
-            return folder / name
+    """The folder of the best committed step by the manifests; None where none of them was measured.
+
+    Raises CheckpointError where a manifest is damaged that could be of a better one: `best.json` alone is not
+    believed, and says only which step was the best while all manifests were sound.
+    """
     metrics = committed_metrics(folder)
-    if not metrics:
-        return None
-    newest = list(metrics.values())[-1]
-    entries = [Entry(step, m.value) for step, m in metrics.items() if m.name == newest.name]
-    ranking = Ranking(newest.mode, 1, entries)
-    return folder / folder_name(ranking.entries[0].step) if ranking.entries else None
+    metric = list(metrics.values())[-1] if metrics else None
+    entries = [Entry(step, m.value) for step, m in metrics.items() if metric and m.name == metric.name]
+    ranked = Ranking(metric.mode, 1, entries).entries if metric else []
+    best = folder / folder_name(ranked[0].step) if ranked else None
+    names = _names_in_best(folder)
+    if (best is not None or names) and best not in [folder / name for name in names[:1]]:
+        try:
+            for step in committed_steps(folder):
+                read_manifest(folder / folder_name(step))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"best: {error}, so which checkpoint is the best is not known; name one, as last"
+            ) from error
+    return best
 
 
 def _names_in_best(folder: Path) -> list[str]:

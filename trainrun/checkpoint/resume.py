@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from trainrun.checkpoint.commit import set_aside
@@ -54,7 +55,9 @@ def _known(folder: Path) -> str:
     names = [folder_name(step) for step in committed_steps(folder)]
     if not names:
         return f"there is none in {folder}"
-    best = ["best"] if best_checkpoint(folder) else []
+    best = []
+    with suppress(CheckpointError):
+        best = ["best"] if best_checkpoint(folder) else []
     return f"there are: {', '.join([*best, 'last', *names[-5:]])}"
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainrun.errors import CheckpointError, SaveError
+from trainrun.errors import FULL, CheckpointError, SaveError
 from trainrun.interfaces import Parallel
 
 Answer = tuple[Any, str, bool]  # a plain result, or a fault's text and whether it is a SaveError
@@ -57,9 +57,11 @@ def file_faults(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason += f" (needs {needed_bytes:,} bytes, {free_bytes(folder):,} are free)"
-            raise SaveError(f"{what}: {reason}; free space, then: trainrun resume {folder.parent}") from error
+        if error.errno in FULL:
+            if error.errno != errno.EFBIG:
+                reason += f" (needs {needed_bytes:,} bytes, {free_bytes(folder):,} are free)"
+            way = f"{FULL[error.errno]}, then: trainrun resume {folder.parent}"
+            raise SaveError(f"{what}: {reason}; {way}") from error
         if error.filename is not None and str(error.filename) not in what:
             reason += f" ({error.filename})"
         raise CheckpointError(f"{what}: {reason}") from error

@@ -17,6 +17,7 @@ from typing import Any
 
 from trainrun.errors import DataError
 from trainrun.interfaces import RunFacts
+from trainrun.monitor.row_kinds import wrong_field
 from trainrun.rundir import sync_path, write_text
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -150,6 +151,31 @@ def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
     write_text(path, "".join(f"{line}\n" for line in kept), durable=True)
 
 
+def sound_rows(path: Path) -> tuple[list[str], int]:
+    """The lines that are sound, as they stand, and the number of those that are damaged."""
+    lines: list[str] = []
+    num_bad = 0
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            lines.append(_text_and_row(line)[0])
+        except ValueError:
+            num_bad += 1
+    return lines, num_bad
+
+
+def _text_and_row(line: bytes) -> tuple[str, Row]:
+    """Raises ValueError where no run writes such a line."""
+    text = line.decode("utf-8")
+    row = _parsed(text)
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    if '"nan"' in text or 'inf"' in text:
+        row = _numbers(row)
+    if wrong := wrong_field(row):
+        raise ValueError(f"no run writes such a value of {wrong[:40]!r}")
+    return text, row
+
+
 def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Each line as it stands, with its row."""
     lines = path.read_bytes().split(b"\n")
@@ -158,17 +184,14 @@ def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
         if cut and not line:
             return
         try:
-            text = line.decode("utf-8")
-            row = _parsed(text)
-            if not isinstance(row, dict):
-                raise ValueError("no JSON object")
+            found = _text_and_row(line)
         except ValueError as error:
             if cut:
                 return
             raise DataError(
                 f"{path}: line {number} is damaged ({error}); delete that line to read the others"
             ) from error
-        yield text, _numbers(row) if '"nan"' in text or 'inf"' in text else row
+        yield found
 
 
 def _parsed(text: str) -> Any:

@@ -78,8 +78,8 @@ def read_config(run: RunDir) -> dict[str, Any]:
 
 
 def read_environment(run: RunDir) -> dict[str, Any]:
-    """`environment.json`; empty where there is none."""
-    with contextlib.suppress(FileNotFoundError):
+    """`environment.json`; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
         environment = read_json(run.environment)
         return environment if isinstance(environment, dict) else {}
     return {}

@@ -5,6 +5,7 @@ Nothing of Hydra or OmegaConf is left afterwards.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -26,6 +27,8 @@ from trainrun.words.overrides import composed, put_into_saved
 from trainrun.words.renamed import in_words_of_today
 from trainrun.words.tuned import stale
 from trainrun.words.yaml_limits import read_yaml_text
+
+SEAL = "# sha256 of the lines above: "
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,14 @@ def _plain(value: Any) -> Any:
 
 def save_config(config: RunConfig) -> str:
     """The config as YAML text, to be read by `load_config`."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    text = OmegaConf.to_yaml(OmegaConf.structured(config))
+    return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def is_as_saved(path: Path) -> bool:
+    """Whether a saved config has the hash that its last line names; one that names none may be by hand."""
+    text, seal, digest = read_yaml_text(path).rpartition(SEAL)
+    return not seal or digest.strip() == hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain_config(path: Path) -> dict[str, Any]:
