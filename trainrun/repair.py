@@ -51,7 +51,7 @@ def _files(run: RunDir) -> list[Path]:
     """The plain files of a run; those of single ranks by their names."""
     known = (
         run.status, run.overrides, run.environment, run.identity, run.identity_copy, run.metrics, run.log, run.samples,
-        run.report, run.job, run.config_before,
+        run.report, run.job, run.config_before, run.best,
     )  # fmt: skip
     patterns = ("rank*.log", "stacks-rank*.txt", ".error-rank*.json")
     return [*known, *(path for pattern in patterns for path in sorted(run.root.glob(pattern)))]

@@ -106,6 +106,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def best(self) -> Path:
+        """The best checkpoints by name, for people and tools."""
+        return self.checkpoints / "best.json"
+
+    @property
     def nonfinite(self) -> Path:
         """The steps whose gradients were not finite, with their batches."""
         return self.root / "nonfinite"

@@ -56,6 +56,7 @@ def test_numbers_that_are_not_finite_are_strict_json_and_come_back(path: Path) -
     assert train["grad_norm"] == math.inf
     assert train["lr"] == -math.inf
     assert math.isnan(end["summary"]["value"])
+    assert end["summary"]["metrics"] == {"val/loss": math.inf}
     assert start["facts"]["name"] == "nan"  # texts stay texts
     assert confusion["class_names"] == ["nan", "inf"]
     assert note["text"] == "nan"

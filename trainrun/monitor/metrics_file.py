@@ -206,10 +206,10 @@ def _refuse(word: str) -> None:
 
 
 def _numbers(row: Row) -> Row:
-    """Non-finite numbers back from their names, in the row itself and in its summary."""
+    """Non-finite numbers back from their names, in the row itself, its summary, and the metrics of that."""
     out: Row = {}
     for name, value in row.items():
-        if name == "summary" and isinstance(value, dict):
+        if name in ("summary", "metrics") and isinstance(value, dict):
             out[name] = _numbers(value)
         elif isinstance(value, str) and name not in TEXTS:
             out[name] = NOT_FINITE.get(value, value)

@@ -155,6 +155,8 @@ def plain_config(path: Path) -> dict[str, Any]:
         found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: not a config of a run ({first_line(error)})") from error
+    except AssertionError:  # OmegaConf's answer to a single number
+        found = None
     if not isinstance(found, dict) or not found.get("model"):
         raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
     for key, value in leaves(found):
