@@ -20,7 +20,7 @@ FLOORS = {
     9: ["lab/", "verify/"],
     8: ["runner", "rank", "restore", "external_run", "sweep/"],
     7: ["ending/"],
-    6: ["build/", "existing"],
+    6: ["build/", "existing", "repair"],
     5: ["loop", "start/", "step/"],
     4: ["parts", "status", "plots/"],
     3: ["cadence", "task_calls", "task_watch", "words/", "mishaps/"],
