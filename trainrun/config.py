@@ -126,6 +126,7 @@ class TrainerConfig:
     check_val_every_n_epoch: int = number(1, at_least=1)
     limit_train_batches: Any = 1.0
     limit_val_batches: Any = 1.0
+    limit_test_batches: Any = 1.0
     out_of_memory: str = one_of("split", "split-batchnorm", "stop", default="split")
     nan_policy: str = one_of("stop", "skip", "rollback", "ignore", default="stop")
     max_rollbacks: int = number(3, at_least=1)

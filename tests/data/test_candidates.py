@@ -61,7 +61,7 @@ THREADS = ["threads=1", "threads=2", "threads=4"]
         (DATA, {"transform": list}, ["workers=0", "threads=1", *WORKERS[1:]]),
         (Samples(), {}, ["workers=3", "threads=1", *WORKERS]),
         (Safe(), {}, ["workers=3", *THREADS, *WORKERS]),
-        (Safe(), {"world_size": 2}, ["workers=0", "threads=1", "threads=2", *WORKERS[1:3]]),
+        (Safe(), {"local_world_size": 2}, ["workers=0", "threads=1", "threads=2", *WORKERS[1:3]]),
         (Safe(), {"transform": list}, ["workers=3", "threads=1", *WORKERS]),
         (Drawing(), {}, ["workers=3", *WORKERS]),
         (Safe(), {"engine": "workers"}, ["workers=3", *WORKERS]),

@@ -92,7 +92,7 @@ def stream_options(
         max_tokens=data.max_tokens,
         pad_multiple=data.pad_multiple,
         may_grow=not training and data.val_batch_size is None,
-        limit=config.trainer.limit_train_batches if training else config.trainer.limit_val_batches,
+        limit=getattr(config.trainer, f"limit_{name}_batches"),
         rank=parallel.rank,
         world_size=parallel.world_size,
         local_world_size=parallel.local_world_size,

@@ -35,13 +35,14 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     It reads the samples of all ranks in order, forms the global micro-batches and collates its own
     share of each, so W ranks see what one rank would see. The global generators are seeded before
     every sample by (seed, epoch, position of the sample).
-    num_samples: of an epoch; None where the data set has no length. max_batches: None is all.
+    num_samples: of an epoch; None where the data set has no length. most: micro-batches, in evaluation
+    samples, that are read; None is all.
     """
 
     dataset: Any
     plan: Plan
     num_samples: int | None
-    max_batches: int | None
+    most: int | None
     recipe: Recipe
     epoch: int = 0
     start: int = 0
@@ -54,7 +55,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
     def _batches(self) -> Iterator[Reading]:
         plan, count, position = self.plan, 0, 0
-        for samples in islice(self._global_batches(), self.max_batches):
+        for samples in islice(self._global_batches(), self.most if plan.training else None):
             count += 1
             first, position = position, position + len(samples)
             if count <= self.start:
@@ -71,7 +72,8 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
     def _global_batches(self) -> Iterator[list[Any]]:
         """The samples of each micro-batch over all ranks, from the beginning of the epoch."""
-        samples, plan = self._samples(), self.plan
+        plan = self.plan
+        samples = islice(self._samples(), None if plan.training else self.most)
         first = True
         while chunk := list(islice(samples, plan.global_size)):
             if len(chunk) < plan.global_size:

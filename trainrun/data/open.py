@@ -40,7 +40,14 @@ from trainrun.data.generators import GlobalDraw
 from trainrun.data.iterable import IterableBatches, StreamReader
 from trainrun.data.mapstyle import thread_safe
 from trainrun.data.memory import too_much
-from trainrun.data.options import StreamOptions, check_options, limit_key, needs_samples, sequence_options
+from trainrun.data.options import (
+    StreamOptions,
+    check_options,
+    limit_key,
+    needs_samples,
+    sequence_options,
+    with_limit_in_samples,
+)
 from trainrun.data.order import Plan, StreamPlan, batch_too_large
 from trainrun.data.reader import Recipe
 from trainrun.data.scale import Scaled, as_bytes
@@ -129,6 +136,7 @@ def _from_memory(prepared: Prepared, options: StreamOptions, columns: Columns) -
 
 def prepared_source(source: Any, options: StreamOptions) -> Prepared:
     """Behind its cache (`options.cache`), with the plan of its batches."""
+    options = with_limit_in_samples(options)
     source, scale = as_bytes(source)
     gather = options.gather if options.world_size > 1 else None
     tell = building(options.key, options.report)
@@ -185,6 +193,7 @@ def _wish(options: StreamOptions) -> Wish:
 
 
 def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
+    options = with_limit_in_samples(options)
     number = 0 if options.num_workers == "auto" else options.num_workers
     _check_iterable(number, options)
     try:
@@ -192,13 +201,13 @@ def _open_iterable(source: Any, options: StreamOptions) -> tuple[Batches, str]:
     except TypeError:  # it has no __len__
         length = None
     plan = _plan(length, options) if length is not None else _new_plan(0, options.batch_size, options)
-    max_batches = _max_batches(plan, length, options)
+    most = _most(plan, length, options)
     found = sequence_plan(source, plan, sequence_options(options))
     collate = options.collate_fn if found is None else found.collate
     preparation = Preparation(options.float_dtype, options.max_sequence_length if found is None else None)
     recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
                     transform_key=options.transform_key)  # fmt: skip
-    reader = StreamReader(source, plan, length, max_batches, recipe)
+    reader = StreamReader(source, plan, length, most, recipe)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
     line = f"{options.key}: {describe_workers(number)} ({reason})"
     on_host = IterableBatches(reader, worker_options(number, options))
@@ -226,12 +235,12 @@ def _check_iterable(number: int, options: StreamOptions) -> None:
         )
 
 
-def _max_batches(plan: Plan, length: int | None, options: StreamOptions) -> int | None:
-    """Where to cut an IterableDataset; None reads to its end."""
+def _most(plan: Plan, length: int | None, options: StreamOptions) -> int | None:
+    """Micro-batches of an IterableDataset that are read, in evaluation samples; None reads to its end."""
     if isinstance(options.limit, float) and options.limit == 1:
         return None
     if length is not None:
-        return plan.num_batches
+        return plan.num_batches if options.training else plan.num_seen
     if isinstance(options.limit, int):
         return options.limit
     raise DataError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -31,9 +31,10 @@ class StreamOptions:
     engine: "auto", "resident", "workers" or "threads". report: takes one line for the people who watch.
     tally: is told of the useful tokens, where lengths differ. sizes: the task's, which counts on the host.
     gather: the value of every rank, on every rank, for what they do once; None: each for itself.
-        limit: a fraction of the micro-batches (float) or their
-        number (int). may_grow: batch_size is a suggestion, and small inputs in memory come in larger
-        batches, for evaluation. max_sequence_length and float_dtype: see `Preparation`.
+    limit: a fraction of the micro-batches (float) or their number (int); in evaluation a fraction of the
+        samples, or as many as so many batches of one rank hold.
+    may_grow: batch_size is a suggestion, and small inputs in memory come in larger batches, for evaluation.
+    max_sequence_length and float_dtype: see `Preparation`.
     """
 
     key: str
@@ -91,7 +92,15 @@ def check_options(options: StreamOptions) -> None:
 
 
 def limit_key(options: StreamOptions) -> str:
-    return f"trainer.limit_{'train' if options.training else 'val'}_batches"
+    split = "train" if options.training else "test" if options.key == "data.test" else "val"
+    return f"trainer.limit_{split}_batches"
+
+
+def with_limit_in_samples(options: StreamOptions) -> StreamOptions:
+    """In evaluation, before batches grow: what is evaluated depends on no number of ranks and no batch of ours."""
+    if options.training or isinstance(options.limit, float):
+        return options
+    return replace(options, limit=options.limit * options.batch_size)
 
 
 def sequence_options(options: StreamOptions) -> SequenceOptions:

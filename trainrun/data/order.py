@@ -94,7 +94,7 @@ def share_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def limited(full: int, limit: float | int) -> int:
-    """How many of `full` micro-batches a limit leaves: a fraction (float, at least one) or a number (int)."""
+    """How many of `full` a limit leaves: a fraction (float, at least one) or a number (int)."""
     if isinstance(limit, int):
         return min(full, limit)
     return min(full, max(1, math.floor(full * limit + 1e-9)))  # 0.29 * 100 is 28.999999999999996
@@ -104,9 +104,10 @@ def limited(full: int, limit: float | int) -> int:
 class Plan:
     """The stream of one rank, without the data.
 
-    batch_size: per rank. limit: see `limited`.
+    batch_size: per rank. limit: see `limited`; of the micro-batches, in evaluation of the samples.
     training: an epoch has its own order, and a rank without a share of the last, short micro-batch gets
-    a filler; in evaluation every epoch is epoch 0, and that rank gets nothing.
+    a filler; in evaluation every epoch is epoch 0, and that rank gets nothing. What a limit leaves of an
+    evaluation is the same random part of the data every time, whatever the ranks and the batches, in its own order.
     """
 
     num_samples: int
@@ -126,12 +127,16 @@ class Plan:
     @property
     def num_batches(self) -> int:
         """Global micro-batches in an epoch: the same on every rank."""
+        if not self.training:
+            return -(-self.num_seen // self.global_size)
         full, rest = divmod(self.num_samples, self.global_size)
         return limited(full + (rest > 0 and not self.drop_last), self.limit)
 
     @property
     def num_seen(self) -> int:
         """Samples in an epoch, over all ranks."""
+        if not self.training:
+            return limited(self.num_samples, self.limit)
         return min(self.num_samples, self.num_batches * self.global_size)
 
     def effective_epoch(self, epoch: int) -> int:
@@ -144,8 +149,7 @@ class Plan:
         return self._shares(epoch, start, device)
 
     def _shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
-        order = order_of(self.num_samples, self.seed, self.effective_epoch(epoch), self.shuffle)
-        whole = min(self.num_batches, self.num_samples // self.global_size)
+        order, whole = self._order(epoch), self.num_seen // self.global_size
         tail = self._tail(order, whole)
         left = whole - start + len(tail)
         mine = torch.arange(self.batch_size) + self.rank * self.batch_size
@@ -158,11 +162,17 @@ class Plan:
         for indices, real in tail:
             yield Share(indices.to(device), real, True)
 
+    def _order(self, epoch: int) -> Lookup:
+        if self.training or self.num_seen == self.num_samples:
+            return order_of(self.num_samples, self.seed, self.effective_epoch(epoch), self.shuffle)
+        part, _ = order_of(self.num_samples, self.seed, 0, True)(torch.arange(self.num_seen)).sort()
+        return lambda positions: part[positions]
+
     def _tail(self, order: Lookup, whole: int) -> list[tuple[Tensor, bool]]:
         """This rank's part of the last, short micro-batch, where there is one."""
         if whole == self.num_batches:
             return []
-        rest = order(torch.arange(whole * self.global_size, self.num_samples))
+        rest = order(torch.arange(whole * self.global_size, self.num_seen))
         begin, end = share_bounds(len(rest), self.rank, self.world_size)
         if begin < end:
             return [(rest[begin:end], True)]

@@ -107,6 +107,7 @@ def check(config: RunConfig) -> list[str]:
         ("checkpoint.train_time_interval", config.checkpoint.train_time_interval, parse_seconds),
         ("trainer.limit_train_batches", trainer.limit_train_batches, _parse_limit),
         ("trainer.limit_val_batches", trainer.limit_val_batches, _parse_limit),
+        ("trainer.limit_test_batches", trainer.limit_test_batches, _parse_limit),
     ):
         try:
             parse(value)
