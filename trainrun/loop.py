@@ -62,6 +62,8 @@ def fit(parts: Parts, state: TrainState) -> TrainState:
         parts.task_calls.before_step(state)
         report = parts.stepper(parts, window, log)  # `train_step`, or one that equals it
         state.advance(window, report)
+        if state.batches == 0:
+            parts.schedule.end_epoch()
         parts.task_calls.after_step(state, log)
         parts.board.on_batch(state, report)  # counts on the host; the device is not waited for
         if log:

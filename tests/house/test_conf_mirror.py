@@ -16,7 +16,15 @@ CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
 PACKAGE_LINE = "# @package _global_"
 RUNTIME_ARGUMENTS = {"scheduler": 1, "optimizer": 1}  # how many the runner gives itself, first of all
-SCHEDULE_WORDS = {"warmup_steps", "warmup_ratio", "warmup_epochs", "lr_scaling", "base_batch_size", "metric"}
+SCHEDULE_WORDS = {
+    "warmup_steps",
+    "warmup_ratio",
+    "warmup_epochs",
+    "lr_scaling",
+    "base_batch_size",
+    "metric",
+    "interval",
+}
 
 
 def name_of(path: Path) -> str:

@@ -16,7 +16,15 @@ from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
 from trainrun.scheduler.scaling import scaled_lr
 from trainrun.scheduler.schedule import Schedule
 
-SCHEDULE_KEYS = ("warmup_steps", "warmup_ratio", "warmup_epochs", "lr_scaling", "base_batch_size", "metric")
+SCHEDULE_KEYS = (
+    "warmup_steps",
+    "warmup_ratio",
+    "warmup_epochs",
+    "lr_scaling",
+    "base_batch_size",
+    "metric",
+    "interval",
+)
 
 
 def build_optimizer_of(
@@ -52,7 +60,16 @@ def build_schedule_of(config: RunConfig, optimizer: torch.optim.Optimizer, rhyth
     own = {name: node.pop(name, None) for name in SCHEDULE_KEYS}
     steps = warmup_steps(config, rhythm)
     target = locate(node.pop("_target_"), "scheduler")
-    return build_schedule(optimizer, target, node, steps, rhythm.total_steps, own["metric"])
+    return build_schedule(
+        optimizer,
+        target,
+        node,
+        steps,
+        rhythm.total_steps,
+        own["metric"],
+        rhythm.steps_per_epoch,
+        own["interval"] == "epoch",
+    )
 
 
 def describe_update(config: RunConfig, schedule: Schedule) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainrun.errors import OF_ARGUMENTS, ConfigError, PluginError, is_of_torch, named
 from trainrun.scheduler.curves import constant
@@ -61,17 +61,31 @@ def build_schedule(
     warmup_steps: int,
     total_steps: int | None,
     metric: str | None = None,
+    steps_per_epoch: int | None = None,
+    by_epoch: bool = False,
 ) -> Schedule:
     """target: None for a constant rate; a torch scheduler class, or any function whose first argument is
     `optimizer` and that returns a torch scheduler; else a curve, called as `target(step, **keywords)`.
 
     total_steps: of the whole run, the warmup included; the target is told what is left after it.
     warmup_steps: from `resolve_warmup`; metric: what ReduceLROnPlateau looks at (`val/loss`).
+    by_epoch: the target counts epochs, of `steps_per_epoch` updates.
     """
+    if by_epoch and (target is None or not makes_scheduler(target) or target is ReduceLROnPlateau):
+        other = (
+            "ReduceLROnPlateau counts validations"
+            if target is ReduceLROnPlateau
+            else "this one is given the step"
+        )
+        raise ConfigError(
+            f"scheduler.interval=epoch: for schedulers of torch.optim.lr_scheduler, and {other}; leave it out"
+        )
     if target is None or target is constant:
         return Schedule(optimizer, None, warmup_steps, metric)
     name = getattr(target, "__name__", type(target).__name__)
     left = None if total_steps is None else max(total_steps - warmup_steps, 1)
+    if by_epoch:
+        left = None if left is None or steps_per_epoch is None else -(-left // steps_per_epoch)
     keywords = _with_length(target, name, keywords, left)
     shape: LRScheduler | Curve
     try:
@@ -83,7 +97,7 @@ def build_schedule(
         if not (isinstance(error, TypeError | ValueError) or is_of_torch(error)):
             raise
         raise PluginError(f"scheduler: {name}: {named(error)}") from error
-    return Schedule(optimizer, shape, warmup_steps, metric)
+    return Schedule(optimizer, shape, warmup_steps, metric, by_epoch)
 
 
 def makes_scheduler(target: Callable[..., Any]) -> bool:

@@ -31,6 +31,8 @@ class Schedule:
 
     shape: a curve, a torch scheduler that was built on this optimizer, or None for a constant rate.
     metric: the validation metric that ReduceLROnPlateau reads; validations during the warmup do not count.
+    by_epoch: torch's scheduler takes a step at the end of each epoch (of the first one behind the warmup on), however
+        many updates it had, and however many of them were skipped.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class Schedule:
         shape: Curve | LRScheduler | None,
         warmup_steps: int = 0,
         metric: str | None = None,
+        by_epoch: bool = False,
     ) -> None:
         self._optimizer = optimizer
+        self._by_epoch = by_epoch
         self._wrapped = shape if isinstance(shape, LRScheduler) else None
         self._curve = None if isinstance(shape, LRScheduler) else shape
         self.warmup_steps = warmup_steps
@@ -69,10 +73,18 @@ class Schedule:
         self._count += 1
         if self._curve is not None or self._count <= self.warmup_steps:
             self._follow()
-        elif self._wrapped is not None and not isinstance(self._wrapped, ReduceLROnPlateau):
-            self._step_wrapped(self._wrapped)
+        elif not self._by_epoch:
+            self._step_wrapped()
 
-    def _step_wrapped(self, wrapped: LRScheduler) -> None:
+    def end_epoch(self) -> None:
+        """Once after the last update of every epoch, skipped or not."""
+        if self._by_epoch and self._count > self.warmup_steps:
+            self._step_wrapped()
+
+    def _step_wrapped(self) -> None:
+        wrapped = self._wrapped
+        if wrapped is None or isinstance(wrapped, ReduceLROnPlateau):
+            return
         try:
             wrapped.step()
         except OF_ARGUMENTS as error:
@@ -108,6 +120,7 @@ class Schedule:
         return {
             "count": self._count,
             "lrs": self.lrs,
+            "interval": "epoch" if self._by_epoch else "step",
             "wrapped": None if self._wrapped is None else plain(self._wrapped.state_dict()),
         }
 
@@ -121,6 +134,12 @@ class Schedule:
             raise CheckpointError(
                 f"scheduler: the checkpoint has learning rates of {len(state['lrs'])} parameter groups, "
                 f"the optimizer has {len(self._base_lrs)}"
+            )
+        before, now = state.get("interval", "step"), "epoch" if self._by_epoch else "step"
+        if self._wrapped is not None and before != now:
+            raise CheckpointError(
+                f"scheduler.interval={now}: the checkpoint's schedule was counted by {before}; use "
+                f"scheduler.interval={before}"
             )
         self._count = state["count"]
         self._follow()

@@ -21,6 +21,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|sec|second|m|min|minute|h|hour|d|d
 VAE, VAE_TASK = "trainrun.model.vae.Vae", "trainrun.task.vae.Vae"
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
 CLASSIFICATION = "trainrun.task.classification.Classification"
+INTERVALS = ("step", "epoch")
 LR_SCALINGS = ("none", "linear", "sqrt")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -206,6 +207,9 @@ def _rate_faults(config: RunConfig) -> Iterator[str]:
     warmup, most = scheduler.get("warmup_steps"), config.trainer.max_steps
     if warmup is not None and is_finite(warmup) and most is not None and warmup > most:
         yield f"scheduler.warmup_steps={warmup}: longer than the run: trainer.max_steps={most}; choose fewer"
+    interval = scheduler.get("interval", "step")
+    if interval not in INTERVALS:
+        yield f"scheduler.interval={interval}: must be step or epoch.{nearest(str(interval), INTERVALS)}"
     rule = scheduler.get("lr_scaling", "none")
     if rule not in LR_SCALINGS:
         yield f"scheduler.lr_scaling={rule}: must be one of {', '.join(LR_SCALINGS)}.{nearest(str(rule), LR_SCALINGS)}"
