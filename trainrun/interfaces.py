@@ -11,6 +11,8 @@ A task of one's own is ten lines:
             distance = (model(left) - model(right)).square().sum(1)
             loss = torch.where(same, distance, (1 - distance).clamp(min=0))
             return StepOutput(loss.sum(), {"acc": lambda: ((distance < 0.5) == same).sum()})
+
+Without `count`, the step says what its loss is over: `StepOutput(loss_mean=loss.mean(), count=len(same))`.
 """
 
 from __future__ import annotations
@@ -20,24 +22,47 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from trainrun.errors import PluginError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-Sums = Mapping[str, "Tensor | Callable[[], Tensor]"]
+Sums = Mapping[str, "float | Tensor | tuple[float | Tensor, float | Tensor] | Callable[[], Any]"]
 
 
-class StepOutput(NamedTuple):
+class StepOutput:
     """What a task makes of one micro-batch.
 
     loss_sum: 0-d, the loss *summed* over the items of the micro-batch; it is divided once, by the
         count over all micro-batches and all ranks of the step.
-    sums: further sums over the same items (`acc`: how many were right), each a 0-d tensor or a
-        function that makes one, which is called only when somebody looks.
+    loss_mean: 0-d, in place of `loss_sum`: the loss averaged over `count` items.
+    sums: further sums over the same items (`acc`: how many were right), each a number, a tensor of a fixed
+        shape, a pair (sum, count) where it is over other items than the loss, or a function that makes one
+        of these, which is called only when somebody looks. Numbers are shown divided by their count; tensors
+        of more than one number are what the task's `summarize` makes metrics of.
+    count: the number of items, of a task that has no method `count`: an int, or a 0-d tensor, for which the
+        host waits once at the end of a step.
     """
 
-    loss_sum: Tensor
-    sums: Sums = {}
+    __slots__ = ("count", "loss_sum", "sums")
+
+    def __init__(
+        self,
+        loss_sum: Tensor | None = None,
+        sums: Sums = {},  # noqa: B006 - only read
+        *,
+        loss_mean: Tensor | None = None,
+        count: int | Tensor | None = None,
+    ) -> None:
+        if loss_sum is None or loss_mean is not None:
+            if loss_sum is not None or loss_mean is None or count is None:
+                raise PluginError(
+                    "task: StepOutput takes loss_sum=, or loss_mean= together with count=, the number of items "
+                    "that the mean is over"
+                )
+            loss_sum = loss_mean * count
+        self.loss_sum, self.sums, self.count = loss_sum, sums, count
 
 
 class Task(Protocol):
@@ -52,7 +77,10 @@ class Task(Protocol):
     """
 
     def count(self, batch: Any) -> int:
-        """How many items (samples, or target tokens) the loss of this batch is summed over."""
+        """How many items (samples, or target tokens) the loss of this batch is summed over.
+
+        A task that knows it only after the forward leaves this method out: each `StepOutput` has `count=`.
+        """
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Forward and loss of one batch that lies on the device already."""
@@ -87,6 +115,15 @@ class KeepsState(Protocol):
 
 
 @runtime_checkable
+class Summarizes(Protocol):
+    """A task with metrics that are no mean over items (F1, perplexity), made once from sums over batches and ranks."""
+
+    def summarize(self, sums: dict[str, Any], count: float) -> Mapping[str, float | Tensor]:
+        """Metrics by name. sums: as the steps gave them (and `loss`), added up in float64 on the host; a pair stays a
+        pair. count: of all items."""
+
+
+@runtime_checkable
 class Predicts(Protocol):
     """A task that can also say what the model predicts; without it, predictions are raw outputs."""
 
@@ -110,6 +147,11 @@ class CountsSamples(Protocol):
         """(B,) int64: the items of each row of a batch on the host; None where `count` reads no values of it."""
 
 
+def counts_before(task: Any) -> bool:
+    """Whether the items of a batch are known before its forward, because the task has a method `count`."""
+    return getattr(task, "count", None) is not None
+
+
 class MicroBatch(NamedTuple):
     """One batch of a stream, on the device.
 
@@ -128,8 +170,10 @@ class MicroBatch(NamedTuple):
     items: int | None = None
 
     def counted_by(self, task: Task) -> int:
-        """The items of it; the task is asked where nobody has counted yet."""
-        return task.count(self.data) if self.items is None else self.items
+        """The items of it; the task is asked where nobody has counted yet. 0 where its outputs will say."""
+        if self.items is not None:
+            return self.items
+        return task.count(self.data) if counts_before(task) else 0
 
 
 class Batches(Protocol):
@@ -252,12 +296,31 @@ class Careful(Protocol):
 
 
 class Gradients(NamedTuple):
-    """What forward and backward of a window give besides the gradients; the fields of `StepReport`."""
+    """What forward and backward of a window give besides the gradients; the fields of `StepReport`.
+
+    items: a tensor until `Counting.settle`, where outputs on a device say them.
+    """
 
     losses: list[Tensor]
     items: int
     agreed: Agreed
     sums: dict[str, Tensor]
+
+
+class Counting(Protocol):
+    """When the items that the gradients are divided by are known: before the forward, or with its output.
+
+    expected: what the loss is divided by in the backward where the count is not known there.
+    """
+
+    @property
+    def expected(self) -> float: ...
+
+    def late(self, out: StepOutput) -> Any:
+        """The items that only the output says, an int or a 0-d tensor; 0 where they are known already."""
+
+    def settle(self, found: Gradients) -> Gradients:
+        """After the last backward of a window: gradients divided by what came late, and the items of the step."""
 
 
 @dataclass(slots=True)

@@ -7,15 +7,15 @@ or path is named here; what a step does differently, it does behind `parts`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import islice
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainrun.interfaces import Gradients, MicroBatch, StepReport, Sums
+from trainrun.interfaces import Gradients, MicroBatch, StepReport
 from trainrun.ledger import (
     BACKWARD,
     CHECKPOINT,
@@ -30,6 +30,7 @@ from trainrun.ledger import (
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 from trainrun.state import TrainState
+from trainrun.sums import add_sums, flat_sums, metrics_of, over_ranks
 
 
 def fit(parts: Parts, state: TrainState) -> TrainState:
@@ -83,6 +84,7 @@ def windows_from(parts: Parts, state: TrainState) -> Iterator[list[MicroBatch]]:
 def train_step(parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
     """One update from one window. `log` asks for the task's sums and the gradient norm too."""
     found = parts.retry.run(window, lambda batches: add_gradients(parts, batches, log))
+    found = parts.counting.settle(found)  # as it is, unless the count came with the outputs
     parts.ledger.open(OPTIMIZER)
     grad = parts.precision.optimizer_step(parts.optimizer, want_norm=log)
     if not grad.skipped:
@@ -100,17 +102,19 @@ def add_gradients(parts: Parts, window: list[MicroBatch], log: bool) -> Gradient
     agreed = parallel.agree(items, parts.cadence.stop_request(), parts.cadence.save_request())
     losses: list[Tensor] = []
     sums: dict[str, Tensor] = {}
+    counting = parts.counting
     for i, batch in enumerate(window):
         with parallel.sync_gradients(last=i == len(window) - 1):
             book(FORWARD)
             with precision.autocast():
                 out = task.step(parts.wrapped, batch.data)
             book(BACKWARD)
-            # ranks average: items is a mean; 0 only where no target counts, and then no loss does
-            precision.backward(out.loss_sum, batch.real / (agreed.items or 1))
+            # ranks average: items is a mean; 0 where no target counts, and then no loss does, or where it comes late
+            precision.backward(out.loss_sum, batch.real / (agreed.items or counting.expected))
         losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
+        items = items + counting.late(out) * batch.real
         if log:  # the same names on every rank, also where nothing counts
-            add_sums(sums, out.sums if batch.real else dict.fromkeys(out.sums, losses[-1]))
+            add_sums(sums, out.sums, task, counts=batch.real)
     return Gradients(losses, items, agreed, sums)
 
 
@@ -131,38 +135,25 @@ def evaluate(parts: Parts, split: str) -> dict[str, float]:
                 if stopped := parts.cadence.interrupted():
                     break
                 parts.task_calls.evaluation_sees(model, batch.data)
-                for found in parts.retry.in_pieces(batch, lambda piece: sums_of(parts, model, piece)):
-                    add_sums(sums, found)
-                items += batch.counted_by(task)
+                for found, late in parts.retry.in_pieces(batch, lambda piece: sums_of(parts, model, piece)):
+                    add_sums(sums, found, task)
+                    items = items + late
+                items = items + batch.counted_by(task)
             else:
                 parts.task_calls.evaluation_ends(model)
     finally:
         model.train(training)
-    answers = parts.parallel.gather((sorted(sums), stopped))
+    answers = parts.parallel.gather(({name: total.shape for name, total in sums.items()}, stopped))
     if any(stopped for _, stopped in answers):
         return {}
-    names = answers[0][0]
-    values = [float(sums[name]) if name in sums else 0.0 for name in names]  # waits for the device
-    *totals, count = parts.parallel.sum_over_ranks([*values, float(items)])
-    metrics = {
-        f"{split}/{name}": total / count if count else math.nan
-        for name, total in zip(names, totals, strict=True)
-    }
+    sums = {name: sums.get(name, torch.zeros(shape)) for name, shape in answers[0][0].items()}
+    totals, (count,) = over_ranks(parts.parallel, sums, [float(items)])  # waits for the device
+    metrics = {f"{split}/{name}": value for name, value in metrics_of(totals, count, task).items()}
     return metrics | {f"{split}/seconds": perf_counter() - started}
 
 
-def sums_of(parts: Parts, model: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
-    """Of one batch of a validation, of which nothing else stays."""
+def sums_of(parts: Parts, model: nn.Module, batch: MicroBatch) -> tuple[dict[str, Tensor], Any]:
+    """The sums of one batch of a validation, and its items as far as only its output says them."""
     with parts.precision.autocast():
         out = parts.task.step(model, batch.data)
-    sums: dict[str, Tensor] = {}
-    add_sums(sums, {"loss": out.loss_sum, **out.sums})
-    return sums
-
-
-def add_sums(sums: dict[str, Tensor], new: Sums) -> None:
-    """Adds in float64; a sum given as a function is made now."""
-    for name, value in new.items():
-        tensor = (value() if callable(value) else value).detach()
-        tensor = tensor.to(torch.float64 if tensor.device.type != "mps" else torch.float32)
-        sums[name] = sums[name] + tensor if name in sums else tensor
+    return flat_sums({"loss": out.loss_sum, **out.sums}, parts.task), parts.counting.late(out)

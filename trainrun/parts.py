@@ -15,7 +15,16 @@ from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.config import RunConfig
 from trainrun.data.order import LISTED, ORDER
 from trainrun.errors import CheckpointError, TrainingError
-from trainrun.interfaces import Batches, DataFacts, MicroBatch, Parallel, Precision, StepReport, Task
+from trainrun.interfaces import (
+    Batches,
+    Counting,
+    DataFacts,
+    MicroBatch,
+    Parallel,
+    Precision,
+    StepReport,
+    Task,
+)
 from trainrun.ledger import Ledger
 from trainrun.mishaps.retry import Retry, no_memory
 from trainrun.monitor.board import Board
@@ -59,6 +68,7 @@ class Parts:
     ledger: Ledger
     stepper: Callable[[Parts, list[MicroBatch], bool], StepReport]
     compile_log: CompileLog
+    counting: Counting
     positions: Mapping[str, float] = field(default_factory=dict)
 
     def splits(self) -> dict[str, Batches]:

@@ -250,10 +250,10 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
             ) from error
         raise
     except AttributeError as error:
-        if error.name != "loss_sum":
+        if error.name not in ("loss_sum", "sums", "count"):
             raise
         raise PluginError(
-            f"task: step() gave a {type(error.obj).__name__}; it must return "
+            f"task: {type(parts.task).__name__}.step() gave a {type(error.obj).__name__}; it must return "
             "trainrun.interfaces.StepOutput(loss_sum, {...})"
         ) from error
 

@@ -25,7 +25,7 @@ FLOORS = {
     4: ["parts", "status", "plots/"],
     3: ["cadence", "task_calls", "task_watch", "words/", "mishaps/"],
     2: ["config", "trust", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
-    1: ["interfaces", "device_times", "rundir", "runlock", "randomness", "state", "instantiate", "environment",
+    1: ["interfaces", "device_times", "rundir", "runlock", "randomness", "state", "sums", "instantiate", "environment",
         "process/", "optimizer/", "scheduler/"],
     0: ["errors", "output", "copies", "ledger", "eager", "fused_adam", "model/", "transform/"],
 }  # fmt: skip

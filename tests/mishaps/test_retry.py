@@ -247,6 +247,7 @@ def test_a_task_that_draws_numbers_is_not_mistaken_for_one_that_couples() -> Non
         def step(self, model: nn.Module, batch: Any) -> StepOutput:
             return StepOutput((model(batch) + 100 * torch.randn(len(batch), 3)).square().sum())
 
+    torch.manual_seed(0)
     retry = Retry("split", nn.Linear(3, 3), Noisy(), SINGLE, lambda text: None)
     assert retry.run(windows(), failing(4, len)) == [4, 4]
 
@@ -390,4 +391,4 @@ def test_nothing_but_sums_stays_of_the_parts_of_a_validation() -> None:
     found = retry.in_pieces(
         MicroBatch(torch.rand(8, FEATURES)), lambda piece: sums_of(given, parts.model, piece)
     )
-    assert [sorted(sums) for sums in found] == [["largest", "loss"]] * 4
+    assert [sorted(sums) for sums, _ in found] == [["largest", "loss"]] * 4

@@ -37,7 +37,7 @@ from trainrun.build.plan import (
     keep_options,
     with_accumulation,
 )
-from trainrun.build.step import build_log, build_stepper, seen_step
+from trainrun.build.step import build_counting, build_log, build_stepper, seen_step
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.weights import load_initial
@@ -49,7 +49,16 @@ from trainrun.data.skips import report_to
 from trainrun.device_times import Copying, DeviceTimes
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build
-from trainrun.interfaces import ChecksModel, CountsSamples, DataFacts, Monitor, Parallel, Precision, RunFacts
+from trainrun.interfaces import (
+    ChecksModel,
+    CountsSamples,
+    DataFacts,
+    Monitor,
+    Parallel,
+    Precision,
+    RunFacts,
+    counts_before,
+)
 from trainrun.ledger import Ledger
 from trainrun.mishaps.nonfinite import BadSteps
 from trainrun.mishaps.retry import Retry
@@ -129,7 +138,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     report = report_to([monitor.on_note for monitor in site.monitors])
     tally, copying = Tally(), Copying(site.ledger, site.device_times)
     task = build_task(config, facts)
-    sizes = task.sizes if isinstance(task, CountsSamples) else None
+    sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
     train, val, test = (
         open_split(config, site.parallel, name, sources[name], notes, report, tally, copying, sizes)
         for name in sources
@@ -176,11 +185,13 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
         precision.failure, checkpoints.time_request, bad_steps,
     )  # fmt: skip
     calls = build_task_calls(config, site, task, model)
+    counting = build_counting(config, model, task, site.parallel, site.ledger)
     stepper = build_stepper(config, guarded, site.parallel.device, compile_log)
     parts = Parts(
         config, model, wrapped, task, calls, optimizer, schedule, precision, site.parallel, ema, retry,
         train, val, test, cadence, checkpoints, board, facts, site.ledger,
-        seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log, tally.planned,
+        seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log, counting,
+        tally.planned,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)
 
@@ -192,7 +203,7 @@ def build_board(
     return Board(
         site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
         rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), Tidy() if between else None, tally,
-        site.ledger,
+        site.ledger, task,
     )  # fmt: skip
 
 
@@ -231,11 +242,10 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
     if takes and node.get("bytes_per_token") is None:
         node["bytes_per_token"] = facts.bytes_per_token
     task = build(node, "task")
-    lacking = [name for name in ("count", "step") if not callable(getattr(task, name, None))]
-    if lacking:
+    if not callable(getattr(task, "step", None)):
         raise PluginError(
-            f"task: {type(task).__name__} has no method {' and no '.join(lacking)}; a task has "
-            "count(batch) -> int and step(model, batch) -> StepOutput"
+            f"task: {type(task).__name__} has no method step; a task has step(model, batch) -> StepOutput and "
+            "count(batch) -> int, or gives count= with each StepOutput"
         )
     return task
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainrun import loop
 from trainrun.config import RunConfig
 from trainrun.device_times import DeviceTimes
 from trainrun.errors import ConfigError
-from trainrun.interfaces import MicroBatch, StepReport
+from trainrun.interfaces import Counting, MicroBatch, Parallel, StepReport, counts_before
 from trainrun.ledger import COMPILE, Ledger
 from trainrun.monitor.board import Board
 from trainrun.parts import Parts
 from trainrun.precision.guarded import Guarded
 from trainrun.process.collector import freeze_more
+from trainrun.step.counting import CountedAfter, CountedBefore
 from trainrun.step.sampled import sampled
 from trainrun.step.watched import Watched
 from trainrun.transform.compile_log import CompileLog
@@ -35,6 +37,27 @@ def build_log(board: Board, ledger: Ledger) -> CompileLog:
             freeze_more()  # or each validation would look at the compiler's 200,000 objects, 0.1 s and more
 
     return CompileLog(board.note, booked)
+
+
+def build_counting(
+    config: RunConfig, model: nn.Module, task: Any, parallel: Parallel, ledger: Ledger
+) -> Counting:
+    """ConfigError: the count comes with the output, and a setting needs it before."""
+    if counts_before(task):
+        return CountedBefore(task)
+    trainer = config.trainer
+    needs = {
+        "trainer.compile.scope=step": trainer.compile.scope == "step",
+        "trainer.cuda_graphs=true": trainer.cuda_graphs,
+        "trainer.optimizer_in_backward=true": trainer.optimizer_in_backward,
+    }
+    if wanted := [word for word, wants in needs.items() if wants]:
+        raise ConfigError(
+            f"{wanted[0]}: needs the count of a batch before its forward, and {type(task).__name__} has no method "
+            "count(batch); add it, or leave this setting out"
+        )
+    size = config.data.batch_size * trainer.accumulate_grad_batches
+    return CountedAfter(task, model, parallel, ledger, size)
 
 
 def build_stepper(config: RunConfig, precision: Guarded, device: torch.device, log: CompileLog) -> Stepper:

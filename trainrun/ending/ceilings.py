@@ -22,7 +22,7 @@ import torch
 
 from trainrun.data.threads import num_ahead
 from trainrun.data.undecided import Undecided
-from trainrun.interfaces import MicroBatch
+from trainrun.interfaces import MicroBatch, counts_before
 from trainrun.ledger import LOOP
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
@@ -128,7 +128,12 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
     needed = (ahead(parts) + 2 * again + 2 * number + 1 + LEAST_STEPS) * usual + start_seconds(parts)
     limit = MOST_SHARE * session.loop_seconds
     compiled = parts.config.trainer.compile.scope != "off" or parts.config.trainer.cuda_graphs
-    if needed > limit or uncopied(parts) or (compiled and parts.parallel.device.type != "cpu"):
+    if (
+        needed > limit
+        or uncopied(parts)
+        or not counts_before(parts.task)
+        or (compiled and parts.parallel.device.type != "cpu")
+    ):
         return None
     began = clock()
     try:

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import (
 
 from trainrun.data.batch import map_leaves
 from trainrun.eager import unloaded_compiler
+from trainrun.interfaces import counts_before
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 
@@ -80,11 +81,11 @@ def flops_per_item(parts: Parts) -> float:
 
     batch = _first_batch(parts)
     model, task = stand_ins(parts.model, parts.task)
-    items = task.count(batch)
     with eagerly(), counter() as counted:
         with parts.precision.autocast():
             out = task.step(model, batch)
         out.loss_sum.backward()
+    items = float(task.count(batch) if counts_before(task) else parts.counting.late(out))
     return float(counted.get_total_flops()) / items if items else math.nan
 
 

@@ -38,7 +38,7 @@ def limits_of(parts: Parts, train: Batches) -> Limits:
     found: dict[str, float] = {}
     reasons: dict[str, str] = {}
     first = map_leaves(batches[0].data, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-    items = max(parts.task.count(first), 1)
+    items = max(batches[0].counted_by(parts.task), 1)
     measures = {"compute": _compute, "memory": _memory, "dispatch": _dispatch}
     if parts.parallel.device.type != "cpu":
         measures["copy"] = _copy

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from trainrun import loop
 from trainrun.build.data import loading_stages
 from trainrun.ending.ceilings import ahead, settle
-from trainrun.interfaces import MicroBatch, StepReport
+from trainrun.errors import PluginError
+from trainrun.interfaces import MicroBatch, StepReport, counts_before
 from trainrun.lab.kept_state import KeptState
 from trainrun.lab.limits import limits_of
 from trainrun.lab.orders import (
@@ -251,6 +252,11 @@ class Subject:
             yield window
 
     def _load(self, order: Load) -> Turn:
+        if not counts_before(self._own.task):
+            raise PluginError(
+                f"task: {type(self._own.task).__name__} says its count with each output, so loading alone cannot be "
+                "measured in items; add a method count(batch)"
+            )
         windows, items = self._windows(), 0
 
         def read(number: int) -> None:

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainrun.data.pieces import cut, num_rows, rows_of, tensors_in
 from trainrun.errors import PluginError
-from trainrun.interfaces import Careful, MicroBatch, Parallel, Task
+from trainrun.interfaces import Careful, MicroBatch, Parallel, Task, counts_before
 from trainrun.mishaps.window_start import WindowStart
 from trainrun.monitor.readable import counted
 from trainrun.randomness import kept_random_state
@@ -231,8 +231,10 @@ class Retry:
     def _coupled(self, batches: list[MicroBatch]) -> str:
         """Why the parts of these batches would not add up to them; "" where they do. ValueError: they have no parts."""
         for batch in batches:
-            whole = self._task.count(batch.data)
-            parts = sum(self._task.count(piece.data) for piece in cut(batch, num_rows(batch.data)))
+            pieces = cut(batch, num_rows(batch.data))
+            if not counts_before(self._task):
+                break  # the outputs of the pieces say their counts
+            whole, parts = (sum(self._task.count(one.data) for one in some) for some in ([batch], pieces))
             if whole != parts:
                 return f"task.count says {whole} for a batch and {parts} for its samples one by one"
         largest = max(batches, key=lambda batch: num_rows(batch.data))

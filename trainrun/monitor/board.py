@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport
+from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport, Summarizes
 from trainrun.ledger import DEVICE, Ledger
 from trainrun.state import TrainState
+from trainrun.sums import metrics_of, over_ranks
 
 
 class CountsTokens(Protocol):
@@ -34,7 +35,7 @@ class Board:
     unit: what an item is, `samples` or `tokens`.
     tokens: counts them for a task whose items are samples.
     tidy: called at the end of each log point (False) and of each validation (True), on every rank.
-    ledger: where the wait for a GPU is booked.
+    ledger: where the wait for a GPU is booked. task: what makes metrics of its sums.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Board:
         tidy: Callable[[bool], None] | None = None,
         tokens: CountsTokens | None = None,
         ledger: Ledger | None = None,
+        task: Any = None,
     ) -> None:
         self._parallel, self._monitors, self._learning_rate = parallel, monitors, learning_rate
+        self._task = task
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
         self._on_position, self._on_log, self._tidy = on_position, on_log, tidy
         # On a CPU nothing is waited for: adding up the losses is logging.
@@ -86,12 +89,12 @@ class Board:
         """A log point: the one place where the host waits for the device."""
         with nullcontext() if self._book is None else self._book(DEVICE):
             losses = torch.stack(state.losses).to("cpu", torch.float64).sum().item()
-        names = sorted(report.sums)
         values = [losses, float(state.logged_items), float(report.items), self._new_tokens()]
-        totals = self._parallel.sum_over_ranks(values + [float(report.sums[name]) for name in names])
-        loss_total, logged_items, step_items, tokens, *sums = totals
-        row = {"train/loss": _ratio(loss_total, logged_items)}
-        row |= {f"train/{name}": _ratio(total, step_items) for name, total in zip(names, sums, strict=True)}
+        sums, numbers = over_ranks(self._parallel, self._sums_of(report), values)
+        loss_total, logged_items, step_items, tokens = numbers
+        metrics = {"loss": math.nan} | metrics_of(sums, step_items, self._task) if sums else {}
+        row = {f"train/{name}": value for name, value in metrics.items()}
+        row["train/loss"] = _ratio(loss_total, logged_items)
         row["lr"] = self._learning_rate()
         if report.grad.norm is not None:
             row["grad_norm"] = float(report.grad.norm)
@@ -106,6 +109,11 @@ class Board:
             self._on_log(state.step)
         if self._tidy is not None:
             self._tidy(False)
+
+    def _sums_of(self, report: StepReport) -> dict[str, Tensor]:
+        """Those of the task, and for one that summarizes them the loss too."""
+        summarizes = isinstance(self._task, Summarizes) and report.sums
+        return report.sums | ({"loss": torch.stack(report.losses).sum()} if summarizes else {})
 
     def _new_tokens(self) -> float:
         return self._tokens.take() if self._tokens is not None else 0.0

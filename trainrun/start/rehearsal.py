@@ -9,6 +9,7 @@ import torch
 from trainrun.errors import ConfigError
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
+from trainrun.sums import flat_sums, metrics_of
 from trainrun.words.checks import nearest
 
 
@@ -52,4 +53,6 @@ def _metrics(parts: Parts) -> list[str]:
         model.train(training)
         with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
             batches.close()  # type: ignore[attr-defined]
-    return sorted(f"val/{name}" for name in ("loss", *out.sums))
+    sums = flat_sums({"loss": out.loss_sum, **out.sums}, parts.task)
+    known = metrics_of({name: total.cpu() for name, total in sums.items()}, 1.0, parts.task)
+    return sorted(f"val/{name}" for name in known)

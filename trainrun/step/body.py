@@ -24,6 +24,7 @@ from trainrun.interfaces import StepOutput
 from trainrun.parts import Parts
 from trainrun.precision.gradients import gradient_groups, is_uniform
 from trainrun.precision.guarded import Guarded
+from trainrun.sums import flat_sums
 
 Flat = list[Tensor]
 # Written out for graphs: tensor arithmetic instead of Python numbers, one kernel list instead of a fused call.
@@ -171,15 +172,14 @@ class Body:
                 out.loss_sum, list(leaves.values()), share.to(out.loss_sum.dtype), allow_unused=True
             )
         grads = dict(zip(leaves, found, strict=True))
-        sums = {name: value() if callable(value) else value for name, value in out.sums.items()}
-        wide = torch.float64 if share.device.type != "mps" else torch.float32
+        sums = flat_sums(out.sums, self._parts.task)
         self.names = list(sums)
         with torch.no_grad():
             for name, total in held["sums"].items():
                 if grads[name] is not None:
                     grads[name] = total.add_(grads[name])
             norm = self._update(held, grads) if self._updates else torch.zeros_like(share)
-        return [out.loss_sum.detach(), norm, *(value.detach().to(wide) for value in sums.values())]
+        return [out.loss_sum.detach(), norm, *sums.values()]
 
     def _forward(self, leaves: dict[str, Tensor], others: dict[str, Tensor], batch: Any) -> StepOutput:
         lent = {f"model.{name}": tensor for name, tensor in (leaves | others).items()}

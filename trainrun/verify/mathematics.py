@@ -11,6 +11,7 @@ import torch
 from trainrun.config import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.errors import TrainrunError
+from trainrun.interfaces import counts_before
 from trainrun.parts import Parts
 from trainrun.verify.certificate import (
     FAIL,
@@ -109,7 +110,7 @@ def sums(parts: Parts, batch: Any) -> Certificate:
         total, items = _step(parts, batch, training)
         found = [_step(parts, half, training) for half in halves]
         if items != sum(count for _, count in found):
-            text = "task.count of a batch is not that of its halves"
+            text = "the task's count of a batch is not that of its halves"
             return Certificate("sum of losses", FAIL, f"{items}", text)
         differences.append(abs(total - sum(loss for loss, _ in found)) / max(abs(total), 1e-12))
     return compared("sum of losses", max(differences), 1e-9, "task.step is a sum over samples, not a mean")
@@ -149,10 +150,12 @@ def padding(parts: Parts, batch: Any) -> Certificate:
     return compared("padding", difference, 1e-10, "the values at padding do not reach the loss")
 
 
-def _step(parts: Parts, batch: Any, training: bool = False) -> tuple[float, int]:
+def _step(parts: Parts, batch: Any, training: bool = False) -> tuple[float, float]:
     parts.wrapped.train(training)
     with torch.no_grad(), parts.precision.autocast():
-        return float(parts.task.step(parts.wrapped, batch).loss_sum), parts.task.count(batch)
+        out = parts.task.step(parts.wrapped, batch)
+    count = parts.task.count(batch) if counts_before(parts.task) else float(parts.counting.late(out))
+    return float(out.loss_sum), count
 
 
 def _size(batch: Any) -> int:

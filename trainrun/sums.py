@@ -1,0 +1,106 @@
+"""What a task sums up besides its loss: added in float64 over batches and ranks, and divided once, at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.errors import PluginError
+from trainrun.interfaces import Parallel, Summarizes, Sums
+
+OWN = "\0"  # before a name: the count of a sum that is over other items than the loss
+
+
+def flat_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
+    """A tensor in float64 for each sum, and one for the count of each pair; functions are called now.
+
+    PluginError: something else than a number, a tensor, or a pair of these.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in sums.items():
+        if callable(value):
+            value = value()
+        if isinstance(value, tuple) and len(value) == 2:
+            found[OWN + name] = _wide(value[1], name, task)
+            value = value[0]
+        found[name] = _wide(value, name, task)
+    return found
+
+
+def _wide(value: Any, name: str, task: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float64 if value.device.type != "mps" else torch.float32)
+    try:
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PluginError(
+            f'task: {type(task).__name__}.step() gave sums["{name}"] as a {type(value).__name__}; it must be a number, '
+            "a tensor, a pair (sum, count), or a function that makes one of these"
+        ) from error
+
+
+def add_sums(sums: dict[str, Tensor], new: Sums, task: Any, counts: bool = True) -> None:
+    """Adds `new` to `sums` in place, or zeros of its names and shapes. PluginError: a shape is another than before."""
+    for name, value in flat_sums(new, task).items():
+        before, value = sums.get(name), value if counts else torch.zeros_like(value)
+        if before is not None and before.shape != value.shape:
+            raise PluginError(
+                f'task: {type(task).__name__}.step() gave sums["{name.removeprefix(OWN)}"] of shape '
+                f"{tuple(value.shape)}, and {tuple(before.shape)} before; a sum has the same shape in every batch"
+            )
+        sums[name] = value if before is None else before + value
+
+
+def over_ranks(
+    parallel: Parallel, sums: Mapping[str, Tensor], numbers: list[float]
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Sums, of the same names and shapes on every rank, and further numbers, added up. The host waits."""
+    names = sorted(sums)
+    rows = [sums[name].reshape(-1).tolist() for name in names]
+    totals = parallel.sum_over_ranks([*chain.from_iterable(rows), *numbers])
+    found, first = {}, 0
+    for name, row in zip(names, rows, strict=True):
+        flat = torch.tensor(totals[first : first + len(row)], dtype=torch.float64)
+        found[name], first = flat.reshape(sums[name].shape), first + len(row)
+    return found, totals[first:]
+
+
+def metrics_of(sums: Mapping[str, Tensor], count: float, task: Any) -> dict[str, float]:
+    """Numbers divided by their count, and what the task's `summarize` makes of all sums.
+
+    PluginError: several numbers, and no `summarize`; or it gives something else than numbers by name.
+    """
+    names = [name for name in sums if not name.startswith(OWN)]
+    found = {
+        name: _ratio(float(sums[name]), float(sums.get(OWN + name, count)))
+        for name in names
+        if sums[name].numel() == 1
+    }
+    if not isinstance(task, Summarizes):
+        if several := [name for name in names if name not in found]:
+            raise PluginError(
+                f'task: {type(task).__name__}.step() gave sums["{several[0]}"] of shape '
+                f"{tuple(sums[several[0]].shape)}; only its method summarize(sums, count) -> {{name: value}} can make "
+                "a metric of several numbers: add one, or give their sum"
+            )
+        return found
+    pairs = {name: (sums[name], sums[OWN + name]) if OWN + name in sums else sums[name] for name in names}
+    return found | _numbers(task.summarize(pairs, count), task)
+
+
+def _numbers(values: Any, task: Any) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in dict(values).items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PluginError(
+            f"task: {type(task).__name__}.summarize() must give {{name: number}}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else math.nan
