@@ -35,6 +35,12 @@ def forget_imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_list(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The runs of tests are not among the user's own."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that is the working directory, and on the import path as for a user."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import trainrun
 from trainrun.cli import main
 from trainrun.errors import ConfigError
 from trainrun.rundir import RunDir, read_identity, write_identity
-from trainrun.trust import check_files, foreign_nodes, is_defined, own_key
+from trainrun.trust import add_to_list, check_files, foreign_nodes, list_file, listed
 
 NET = """
 from torch import nn
@@ -28,6 +27,11 @@ class Net(nn.Module):
 Other = Net
 """
 QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false", "trainer.max_steps=2"]
+
+
+@pytest.fixture(autouse=True)
+def _list_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
 
 
 @pytest.fixture
@@ -90,8 +94,47 @@ def test_the_run_of_another_user_is_shown_and_refused(
     assert main(["evaluate", str(run), "--trust"]) == 0
     assert trainrun.load_model(run, trust=True) is not None
     assert main(["evaluate", str(run), "model._target_=own_net.Net"]) == 0
-    monkeypatch.chdir(run.parent)  # where the file lies that defines it
+
+
+def test_a_folder_unpacked_beside_own_code_is_asked_for(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What lies in the working directory may have come in the same archive."""
+    monkeypatch.chdir(run.parent)
     assert main(["evaluate", str(run)]) == 0
+    monkeypatch.setenv("HOME", str(run.parent / "nobody"))
+    sys.modules.pop("own_net", None)
+    for words in (["evaluate", str(run)], ["resume", str(run), "trainer.max_steps=3"]):
+        assert main(words) == 2
+        assert "Where you trust this folder: --trust, or name it again, as model._target_=" in (
+            capsys.readouterr().err
+        )
+    assert "own_net" not in sys.modules
+    assert main(["resume", str(run), "trainer.max_steps=3", "--trust"]) == 0
+    assert main(["resume", str(run), "trainer.max_steps=4"]) == 0  # it is listed now
+
+
+@pytest.mark.parametrize("setting", ["data.cache=disk:{}", "data.train.cache_dir={}"])
+def test_a_folder_to_write_to_is_asked_for_where_it_is_outside(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    config = RunDir(run).config
+    key, _, value = setting.partition("=")
+    (outside := run.parent / "outside").mkdir()
+    monkeypatch.setenv("HOME", str(run.parent / "nobody"))
+    if key == "data.cache":
+        config.write_text(config.read_text().replace("cache: none", f"cache: {value.format(outside)}"))
+    else:
+        config.write_text(config.read_text().replace("  train:\n", f"  train:\n    cache_dir: {outside}\n"))
+    words = ["evaluate", str(run), "model._target_=own_net.Net"]
+    assert main(words) == 2
+    assert f"{setting.format(outside)}; nothing was imported" in capsys.readouterr().err
+    assert list(outside.iterdir()) == []
+    found = list(foreign_nodes({"data": {"cache": f"disk:{outside}", "train": {"cache_dir": str(outside)}}}))
+    assert [node.place for node in found] == [str(outside)] * 2
+    monkeypatch.chdir(run.parent)  # then it lies here
+    main([*words, "data.train.path=nowhere"])
+    assert "known to be yours" not in capsys.readouterr().err
 
 
 def test_a_node_that_was_changed_is_no_longer_known(run: Path) -> None:
@@ -100,24 +143,35 @@ def test_a_node_that_was_changed_is_no_longer_known(run: Path) -> None:
     assert main(["evaluate", str(run)]) == 2
 
 
-def test_a_seal_holds_for_its_run_only(run: Path) -> None:
+def test_a_line_of_the_list_holds_for_its_run_only(run: Path) -> None:
     write_identity(RunDir(run), read_identity(RunDir(run)) | {"run_id": "0123456789abcdef"})
     assert main(["evaluate", str(run)]) == 2
 
 
-def test_a_run_of_ours_alone_makes_no_key(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_ours_alone_is_not_listed(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(workdir))
     assert main([*QUIET, "output_dir=run"]) == 0
-    assert own_key() == b""
-    assert "seals" not in json.loads((workdir / "run" / "RUN.json").read_text())
+    assert not list_file().exists()
 
 
-def test_the_key_is_for_its_owner_alone(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(workdir))
-    key = own_key(make=True)
-    assert len(key) == 32
-    assert own_key(make=True) == key
-    assert (workdir / ".local/state/trainrun/key").stat().st_mode & 0o777 == 0o600
+def test_the_list_is_a_plain_file_for_its_owner_alone(run: Path) -> None:
+    place = run.parent / "home/.local/state/trainrun/runs"
+    assert list_file() == place
+    assert place.stat().st_mode & 0o777 == 0o600
+    lines = place.read_text().split("\n")[1:]
+    assert [line.split(" ")[1] for line in lines] == [repr(str(run))]
+    assert main(["resume", str(run), "trainer.max_steps=3"]) == 0
+    assert place.read_text().split("\n")[1:] == lines  # once
+
+
+def test_the_name_of_a_folder_adds_no_line_of_its_own(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(workdir / "home"))
+    folder = RunDir(workdir / ("x\n" + "0" * 64))
+    folder.root.mkdir()
+    folder.identity.write_text('{"run_id": "ab"}')
+    add_to_list(folder, list(foreign_nodes({"_target_": "own.Net"})))
+    assert len(listed() - {""}) == 1
+    assert "0" * 64 not in listed()
 
 
 @pytest.mark.parametrize(
@@ -144,27 +198,8 @@ def test_every_target_of_the_package_is_ours() -> None:
     from trainrun.config import conf_dir
 
     for path in conf_dir().rglob("*.yaml"):
-        assert list(foreign_nodes(yaml.safe_load(path.read_text()))) == [], path
-
-
-@pytest.mark.parametrize(
-    ("target", "known"),
-    [("own.Net", True), ("own.torch.load", False), ("own.load", False), ("own.Missing", False), ("own", False),
-     ("pack.Net", True), ("pack.own.Net", True), ("out.Net", False), ("..own.Net", False)],
-)  # fmt: skip
-def test_what_a_file_here_defines(tmp_path: Path, target: str, known: bool) -> None:
-    here = tmp_path / "here"
-    (here / "pack").mkdir(parents=True)
-    text = "import torch\nfrom torch import load\nclass Net: ...\n"
-    for path in (
-        here / "own.py",
-        here / "pack" / "__init__.py",
-        here / "pack" / "own.py",
-        tmp_path / "out.py",
-    ):
-        path.write_text(text)
-    (here / "out.py").symlink_to(tmp_path / "out.py")
-    assert is_defined(target, here) is known
+        nodes = foreign_nodes(yaml.safe_load(path.read_text()))
+        assert [node for node in nodes if not node.place] == [], path
 
 
 def test_links_that_stay_inside_are_fine(tmp_path: Path) -> None:
@@ -184,11 +219,14 @@ def test_a_run_folder_reads_no_references(run: Path, capsys: pytest.CaptureFixtu
     assert "run_name=${oc.env:HOME}" in capsys.readouterr().err
 
 
-def test_without_a_home_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_nothing_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container under a number that has no name."""
 
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert own_key(make=True) == b""
+    folder = RunDir(tmp_path)
+    folder.identity.write_text('{"run_id": "ab"}')
+    add_to_list(folder, list(foreign_nodes({"_target_": "own.Net"})))
+    assert listed() == set()

@@ -38,7 +38,7 @@ from trainrun.rundir import (
 )
 from trainrun.runlock import only_writer
 from trainrun.status import deadline, read_status, run_status
-from trainrun.trust import check_found, foreign_nodes, seal_links, seal_run
+from trainrun.trust import add_links, add_run, check_found, foreign_nodes
 from trainrun.words.compose import Composition, load_config, plain_config, save_config
 
 
@@ -92,7 +92,7 @@ def new_run(composition: Composition, words: list[str], run: RunDir | None = Non
     try:
         # the first: a folder without it is not one that a run made
         write_identity(run, identity)
-        seal_links(run)
+        add_links(run)
         write_text(run.config, save_config(config), durable=True)
         write_words(run, words)
         write_json(run.environment, describe(Path.cwd()))
@@ -142,7 +142,7 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
     write_text(run.config, save_config(config), durable=True)
     if any(foreign_nodes(asdict(config))):
-        seal_run(run, plain_config(run.config))
+        add_run(run, plain_config(run.config))
     if external_ranks():
         from trainrun.external_run import lead_run
 
@@ -201,7 +201,7 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     take_back(run)
-    seal_links(run)  # those that are trusted from now on
+    add_links(run)  # those that are trusted from now on
     if told := finished(run, config):
         return stay_finished(told)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
