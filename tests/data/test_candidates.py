@@ -81,7 +81,7 @@ def test_what_may_be_tried(source, changes, wanted):
 def test_on_few_cores_four_readers_are_tried_all_the_same(monkeypatch):
     monkeypatch.setattr(choice, "usable_cores", lambda: 1)
     assert names(Safe()) == ["workers=0", *THREADS, *WORKERS[1:]]
-    assert names(Safe(), world_size=4) == ["workers=0", "threads=1", "workers=1"]
+    assert names(Safe(), local_world_size=4) == ["workers=0", "threads=1", "workers=1"]
 
 
 def test_the_first_is_what_is_opened_without_a_measurement():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -60,6 +61,7 @@ from trainrun.interfaces import (
     counts_before,
 )
 from trainrun.ledger import Ledger
+from trainrun.mishaps.nan_validation import likely_cause
 from trainrun.mishaps.nonfinite import BadSteps
 from trainrun.mishaps.retry import Retry
 from trainrun.monitor.board import Board
@@ -174,7 +176,8 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     ema = Ema(
         model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps
     )
-    board = build_board(config, site, schedule, rhythm, task, tally)
+    why_nan = None if val is None else partial(likely_cause, ema.module, val)
+    board = build_board(config, site, schedule, rhythm, task, tally, why_nan)
     compile_log = build_log(board, site.ledger)
     default_metric = default_monitor(task, val is not None)
     checkpoints = build_checkpoints(config, site, default_metric, board.note)
@@ -197,13 +200,14 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
 
 
 def build_board(
-    config: RunConfig, site: Site, schedule: Schedule, rhythm: Rhythm, task: Any, tally: Tally
-) -> Board:
+    config: RunConfig, site: Site, schedule: Schedule, rhythm: Rhythm, task: Any, tally: Tally,
+    why_nan: Callable[[], str] | None,
+) -> Board:  # fmt: skip
     between = config.trainer.python_gc == "between_steps"
     return Board(
         site.parallel, site.monitors, lambda: schedule.lr, rhythm.steps_per_epoch, rhythm.accumulate,
         rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), Tidy() if between else None, tally,
-        site.ledger, task,
+        site.ledger, task, why_nan,
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class Board:
     tokens: counts them for a task whose items are samples.
     tidy: called at the end of each log point (False) and of each validation (True), on every rank.
     ledger: where the wait for a GPU is booked. task: what makes metrics of its sums.
+    why_nan: finds the likely cause of a validation loss that is not finite, which is said once.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Board:
         tokens: CountsTokens | None = None,
         ledger: Ledger | None = None,
         task: Any = None,
+        why_nan: Callable[[], str] | None = None,
     ) -> None:
         self._parallel, self._monitors, self._learning_rate = parallel, monitors, learning_rate
         self._task = task
@@ -67,6 +69,7 @@ class Board:
         self._marked_step = 0
         self._marked_items = 0.0
         self._elsewhere = 0.0
+        self._why_nan = why_nan
         self.step = 0
 
     def on_start(self, facts: RunFacts, state: TrainState) -> None:
@@ -140,6 +143,13 @@ class Board:
         self._elsewhere += sum(value for name, value in metrics.items() if name.endswith("/seconds"))
         for monitor in self._monitors:
             monitor.on_eval(state.step, self.epoch_of(state), metrics)
+        loss = metrics.get("val/loss", 0.0)
+        if self._why_nan is not None and self._monitors and not math.isfinite(loss):
+            with self.paused():
+                self.note(
+                    f"step {state.step}: val/loss is {loss}, which is never the best: {self._why_nan()}"
+                )
+            self._why_nan = None
         if self._tidy is not None:
             self._tidy(True)
 
