@@ -218,7 +218,8 @@ class MonitorConfig:
 class RunConfig:
     """The whole run: the only config object that the rest of the code sees.
 
-    ckpt_path: a run or checkpoint whose whole state is taken over. init_from: a safetensors file of weights alone.
+    ckpt_path: a run or checkpoint whose whole state is taken over. init_from: weights alone, of a run, a
+    checkpoint or a safetensors file.
     """
 
     data: DataConfig = field(default_factory=DataConfig)

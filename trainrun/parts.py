@@ -157,7 +157,7 @@ class Parts:
         if shared["train"]["batches"] and then["num_samples"] != now["num_samples"]:
             raise CheckpointError(
                 f"checkpoint {place}: saved in the middle of an epoch of {then['num_samples']} samples, and data.train "
-                f"has {now['num_samples']} now; use the same data"
+                f"has {now['num_samples']} now; use the same data, or its weights alone: init_from=RUN_DIR"
             )
         number = now["num_samples"] or 0  # of a limited epoch: of how many, nobody knows here
         large = number > LISTED or (number and self.config.trainer.limit_train_batches != 1.0)

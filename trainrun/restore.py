@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainrun.build.model import build_model
 from trainrun.build.parts import Site, build_parts
 from trainrun.checkpoint.format import Loaded, read_checkpoint
 from trainrun.checkpoint.match import check_tensors, tensor_kinds
 from trainrun.checkpoint.resume import resolve
+from trainrun.checkpoint.weights import weights_of
 from trainrun.config import RunConfig
-from trainrun.errors import CheckpointError
 from trainrun.existing import trusted_config
 from trainrun.interfaces import DataFacts
 from trainrun.parallel.devices import choose_device
@@ -44,13 +44,7 @@ def load_checkpoint(run: RunDir, which: str) -> Loaded:
 
 def load_weights(model: nn.Module, loaded: Loaded) -> None:
     """The averaged weights where there are any, else the trained ones."""
-    shared, weights = loaded.shared, None
-    if isinstance(shared, dict):
-        ema = shared.get("ema")
-        averaged = ema.get("module") if isinstance(ema, dict) else None
-        weights = averaged if averaged is not None else shared.get("model")
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise CheckpointError(f"checkpoint {loaded.folder.name}: holds no weights")
+    weights, _ = weights_of(loaded)
     check_tensors(loaded.folder.name, "this model", tensor_kinds(model.state_dict()), tensor_kinds(weights))
     model.load_state_dict(weights)
 

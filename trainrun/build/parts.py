@@ -153,7 +153,7 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     warmup_steps(config, rhythm)
     model = build_model(config, facts, site.parallel.device)
     if site.init_from is not None:
-        notes.append(load_initial(model, site.init_from))
+        notes.append(load_initial(model, site.init_from, site.parallel))
     config = with_scope(
         config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, site.parallel.device, notes
     )

@@ -20,21 +20,23 @@ def tensor_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def check_tensors(place: str, owner: str, expected: Mapping[str, Kind], found: Mapping[str, Kind]) -> None:
+def check_tensors(
+    place: str, owner: str, expected: Mapping[str, Kind], found: Mapping[str, Kind], shown: int = SHOWN
+) -> None:
     """Raises CheckpointError with the first differences, in the order of the model.
 
     place: the checkpoint; owner: what the tensors are for, as typed (`model=cnn`).
-    expected: of the model; found: of the checkpoint.
+    expected: of the model; found: of the checkpoint; shown: differences that are named at most.
     """
     names = [*expected, *(name for name in found if name not in expected)]
     faults = [
         fault for name in names if (fault := _difference(name[:200], expected.get(name), found.get(name)))
     ]
     if faults:
-        more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        more = f", and {len(faults) - shown} more" if len(faults) > shown else ""
         raise CheckpointError(
             f"checkpoint {place} does not fit {owner}: {len(faults)} of {len(names)} tensors differ: "
-            f"{', '.join(faults[:SHOWN])}{more}; build it with the same model and model.* as the checkpoint"
+            f"{', '.join(faults[:shown])}{more}; build it with the same model and model.* as the checkpoint"
         )
 
 

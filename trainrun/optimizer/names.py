@@ -108,6 +108,7 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
         raise CheckpointError(
             f"optimizer: the state in the checkpoint belongs to another model: {shown}"
             + (f"; and {more} more" if more > 0 else "")
+            + "; its weights alone can begin a new run: init_from=RUN_DIR"
         )
 
 

@@ -120,7 +120,7 @@ SETTINGS = {
     "loop": "_target_ of a training loop of your own",
     "seed": "of everything random; null: another one each time",
     "run_name": "null: data and model",
-    "init_from": "a safetensors file with weights to begin with",
+    "init_from": "a run, checkpoint or .safetensors file with weights to begin with",
     "ckpt_path": "a checkpoint to start from",
     "user": "whatever you want to keep in config.yaml",
 }
