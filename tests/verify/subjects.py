@@ -139,3 +139,33 @@ class OwnNoise:
     def __call__(self, sample: Any) -> Any:
         OwnNoise.calls += 1
         return sample[0] + OwnNoise.calls, sample[1]
+
+
+class Noisy(Net):
+    """Draws in its forward, in evaluation too, in the type that torch makes where none is named."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + 0.1 * torch.randn(x.shape))
+
+
+class Shifted(Net):
+    """Makes a tensor of its own without a type, and draws nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + torch.ones(FEATURES))
+
+
+class ForEights(Net):
+    """Takes whole batches of 8 alone, and the last of an epoch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in (8, 5):
+            raise ValueError("eight samples, please")
+        return self.layers(x)
+
+
+class Single(Net):
+    """Computes in float32 whatever the weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.float())

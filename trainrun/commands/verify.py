@@ -13,7 +13,8 @@ USAGE = """usage: trainrun verify [group=option ...] [key=value ...]
 
 Takes the words of a run and checks on short trials of it, in a temporary folder: micro-batches, ranks and
 engines change nothing, a resume is bit for bit, evaluation counts every sample once, padding does not
-matter, every parameter changes, mixed precision drifts less than a bound. Exit code 1 on a failure.
+matter, every parameter changes, mixed precision drifts less than a bound. What must only differ in rounding is computed
+in float64 on a CPU, in evaluation mode; its line says so. Exit code 1 on a failure.
 """
 
 

@@ -13,6 +13,7 @@ from trainrun.data.batch import map_leaves
 from trainrun.errors import TrainrunError
 from trainrun.interfaces import counts_before
 from trainrun.parts import Parts
+from trainrun.randomness import random_state
 from trainrun.verify.certificate import (
     FAIL,
     PASS,
@@ -22,11 +23,13 @@ from trainrun.verify.certificate import (
     different_leaves,
     largest_difference,
 )
+from trainrun.verify.doubles import Doubles
 from trainrun.verify.fewer import first_samples
 from trainrun.verify.trials import Outcome, Trials, in_doubles
 
 MICRO = 2  # samples of the smallest micro-batch
 BOUND = 1e-9  # of a weight, in float64
+NO_DOUBLES = "it does not run in float64 on a CPU"
 
 
 def accumulation(trials: Trials) -> Certificate:
@@ -36,7 +39,9 @@ def accumulation(trials: Trials) -> Certificate:
         largest_difference(whole, _weights(trials, f"{k} micro-batches a step", 2, 4 * MICRO // k, k))
         for k in (2, 4)
     )
-    return compared("accumulation", worst, BOUND, "1, 2 and 4 micro-batches a step give the same weights")
+    return compared(
+        "accumulation", worst, BOUND, "1, 2 and 4 micro-batches a step give the same weights, in float64"
+    )
 
 
 def partial_window(trials: Trials) -> Certificate:
@@ -48,7 +53,10 @@ def partial_window(trials: Trials) -> Certificate:
         for k in (2, 4)
     )
     return compared(
-        "partial window", worst, BOUND, "a last window of half the size does not depend on its parts"
+        "partial window",
+        worst,
+        BOUND,
+        "a last window of half the size does not depend on its parts, in float64",
     )
 
 
@@ -71,7 +79,9 @@ def ranks(trials: Trials) -> Certificate:
         raise NotApplicable(f"parallel={trials.config.parallel.mode}")
     one = _weights(trials, "one rank", 2, 2 * MICRO, 1)
     two = _weights(trials, "two ranks", 2, MICRO, 1, num_ranks=2)
-    return compared("ranks", largest_difference(one, two), BOUND, "two ranks give the weights of one")
+    return compared(
+        "ranks", largest_difference(one, two), BOUND, "two ranks give the weights of one, in float64"
+    )
 
 
 def _weights(trials: Trials, about: str, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -93,7 +103,7 @@ def _outcome(
     try:
         return trials.run(about, change)
     except TrainrunError as error:
-        raise NotApplicable(f"it does not run in float64 on a CPU: {error}") from error
+        raise NotApplicable(f"{NO_DOUBLES}: {error}") from error
 
 
 def sums(parts: Parts, batch: Any) -> Certificate:
@@ -113,7 +123,16 @@ def sums(parts: Parts, batch: Any) -> Certificate:
             text = "the task's count of a batch is not that of its halves"
             return Certificate("sum of losses", FAIL, f"{items}", text)
         differences.append(abs(total - sum(loss for loss, _ in found)) / max(abs(total), 1e-12))
-    return compared("sum of losses", max(differences), 1e-9, "task.step is a sum over samples, not a mean")
+    return compared(
+        "sum of losses", max(differences), 1e-9, "task.step is a sum over samples, not a mean, in float64"
+    )
+
+
+def draws(parts: Parts, batch: Any) -> bool:
+    """Whether a step draws random numbers in evaluation mode too, so that its parts draw others than the whole."""
+    before = random_state()
+    _step(parts, batch)
+    return bool(different_leaves(before, random_state()))
 
 
 def _is_additive_in_training(parts: Parts, batch: Any) -> bool:
@@ -147,12 +166,12 @@ def padding(parts: Parts, batch: Any) -> Certificate:
     clean, _ = _step(parts, batch)
     dirty, _ = _step(parts, {name: poisoned(leaf) for name, leaf in batch.items()})
     difference = abs(clean - dirty) / max(abs(clean), 1e-12)
-    return compared("padding", difference, 1e-10, "the values at padding do not reach the loss")
+    return compared("padding", difference, 1e-10, "the values at padding do not reach the loss, in float64")
 
 
 def _step(parts: Parts, batch: Any, training: bool = False) -> tuple[float, float]:
     parts.wrapped.train(training)
-    with torch.no_grad(), parts.precision.autocast():
+    with torch.no_grad(), Doubles(), parts.precision.autocast():
         out = parts.task.step(parts.wrapped, batch)
     count = parts.task.count(batch) if counts_before(parts.task) else float(parts.counting.late(out))
     return float(out.loss_sum), count

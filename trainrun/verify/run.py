@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.process.signals import StopFlag
+from trainrun.process.usercode import line_of
 from trainrun.randomness import derive_seed, kept_random_state, seed_everything
 from trainrun.rundir import RunDir
 from trainrun.state import TrainState
@@ -25,6 +28,7 @@ from trainrun.verify.trials import StopAt, Trials, in_doubles, quiet
 
 CHANGING_STEPS = 10
 FEW_SAMPLES = 50
+OF_TYPES = re.compile(r"\b(dtype|scalar type|Double|double)\b")  # what torch says where types are mixed
 Check = Callable[[], Certificate]
 
 
@@ -47,6 +51,12 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
                 raise
             except TrainrunError as error:
                 yield Certificate(title, FAIL, "-", str(error))
+            except Exception as error:  # of the user's code, mostly: the other checks still say something
+                text = " ".join(str(error).split())[:300] + line_of(error)
+                if OF_TYPES.search(text):
+                    yield Certificate(title, NONE, "-", f"{mathematics.NO_DOUBLES}: {text}")
+                else:
+                    yield Certificate(title, FAIL, "-", f"{type(error).__name__}: {text}")
 
 
 def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
@@ -65,15 +75,30 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         parts = exact()
         return check(parts, first_batch(parts))
 
+    @functools.cache
+    def draws() -> bool:
+        parts = exact()
+        return mathematics.draws(parts, first_batch(parts))
+
+    def cut(check: Check) -> Check:
+        """A check that cuts a batch into parts means nothing where these draw other random numbers than the whole."""
+
+        def checked() -> Certificate:
+            if draws():
+                raise NotApplicable("the model draws random numbers in evaluation mode too")
+            return check()
+
+        return checked
+
     return {
-        "sum of losses": lambda: on_first_batch(mathematics.sums),
-        "accumulation": lambda: mathematics.accumulation(trials),
-        "partial window": lambda: mathematics.partial_window(trials),
+        "sum of losses": cut(lambda: on_first_batch(mathematics.sums)),
+        "accumulation": cut(lambda: mathematics.accumulation(trials)),
+        "partial window": cut(lambda: mathematics.partial_window(trials)),
         "learning rate": lambda: mathematics.learning_rates(trials),
-        "ranks": lambda: mathematics.ranks(trials),
+        "ranks": cut(lambda: mathematics.ranks(trials)),
         "every sample once": lambda: continuity.each_once(config, exact().train.num_samples),
         "engines": lambda: continuity.engines(config),
-        "padding": lambda: on_first_batch(mathematics.padding),
+        "padding": cut(lambda: on_first_batch(mathematics.padding)),
         "evaluation": lambda: continuity.evaluation(exact),
         "parameters": lambda: mathematics.every_parameter(own_parts(config, folder), short_fit),
         "rounding": lambda: continuity.drift(trials),

@@ -30,6 +30,7 @@ from trainrun.runner import Order, execute, new_run, resume_run
 from trainrun.state import TrainState
 from trainrun.verify.attributes import attributes_of
 from trainrun.verify.certificate import NotApplicable
+from trainrun.verify.doubles import Doubles
 from trainrun.words.checks import check
 from trainrun.words.compose import Composition, load_config
 
@@ -51,7 +52,8 @@ Change = Callable[[RunConfig], None]
 def fit_in_evaluation_mode(parts: Parts, state: TrainState) -> TrainState:
     """The loop without what makes one batch differ from its parts: dropout, and BatchNorm's own statistics."""
     parts.wrapped.eval()
-    return loop.fit(parts, state)
+    with Doubles() if parts.config.precision.mode == "64-true" else contextlib.nullcontext():
+        return loop.fit(parts, state)
 
 
 class StopAt:
