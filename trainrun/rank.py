@@ -38,6 +38,7 @@ from trainrun.interfaces import Parallel
 from trainrun.ledger import OTHER, RANKS, Ledger, process_start
 from trainrun.mishaps.nonfinite import RollBack
 from trainrun.mishaps.retry import ONE_SAMPLE, no_memory
+from trainrun.monitor.hardware import forget_peak
 from trainrun.output import complain
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.external import external_ranks
@@ -143,6 +144,7 @@ def train_once(
         parts.checkpoints.start(parts, state)
         parts.board.on_start(facts, state)
         before = state.step, state.items
+        forget_peak(parallel.device)
         watchdog.begin(parts)
         if not config.loop:  # or nobody would say that a step was made
             trainer = parts.config.trainer
@@ -151,7 +153,8 @@ def train_once(
         state = run_loop(parts, state)
         parts.task_calls.unwatch()
         watchdog.rest()
-        session = Session(state.step - before[0], state.items - before[1], parts.ledger.read())
+        on_device = device_times.read() if device_times is not None else {}
+        session = Session(state.step - before[0], state.items - before[1], parts.ledger.read(), on_device)
         return finish(parts, state, run, listeners, facts, session)
 
 

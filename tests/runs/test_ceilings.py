@@ -218,3 +218,10 @@ def test_the_summary_has_both_lines():
     lines = end_lines({"ceilings": facts, "hint": "one line", "ledger": {"forward": 1.0}}, None)
     assert [line.split()[0] for line in lines[1:]] == ["ceiling", "spent", "hint"]
     assert [line for line in end_lines({"hint": ""}, None) if "hint" in line] == []
+
+
+def test_on_a_gpu_the_update_takes_what_its_events_say():
+    seconds = {"forward": 1.0, "optimizer": 0.1, "runner": 0.2}
+    assert Session(100, 800.0, seconds).update_seconds == pytest.approx(0.3)
+    device = {"forward": 0.03, "check": 0.001, "optimizer": 0.02, "runner": 0.5, "steps": 2, "pending": 0}
+    assert Session(100, 800.0, seconds, device).update_seconds == pytest.approx(1.05)

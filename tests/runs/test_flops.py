@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainrun.ending import finish, flops
-from trainrun.ending.flops import Work, counter, flops_per_item, measured_work, peak_flops
+from trainrun.ending.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work, peak_flops
 from trainrun.monitor.console import compute_line
 from trainrun.record import train
 
@@ -118,3 +118,26 @@ def test_the_peak_is_said_with_its_spread_and_compared_with_where_it_is_steady(p
     facts = finish.compute_facts(Work(4e6, peaks), 1e4)
     assert ("mfu" in facts) == ("%" in line)
     assert compute_line(facts) == line
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989e12),
+        ("NVIDIA H100 80GB HBM3", torch.float16, 989e12),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, 0),
+        ("Tesla T4", torch.bfloat16, 0),
+        ("Tesla T4", torch.float16, 65e12),
+        ("NVIDIA L4", torch.bfloat16, 121e12),
+        ("NVIDIA L40", torch.bfloat16, 0),
+        ("NVIDIA H200", torch.float32, 0),
+        ("", torch.bfloat16, 0),
+    ],
+)
+def test_the_data_sheet_of_a_known_gpu_stands_beside_the_measured_peak(name, dtype, peak):
+    assert data_sheet_flops(name, dtype) == peak
+    facts = finish.compute_facts(Work(4e9, (800e12, 810e12), peak), 1e5)
+    line = "400 TFLOP/s, 49.4 % of the best matrix product measured here (800 TFLOP/s to 810 TFLOP/s)"
+    sheet = f", {4e16 / peak:.1f} % of its data sheet ({peak / 1e12:.0f} TFLOP/s)" if peak else ""
+    assert compute_line(facts) == line + sheet

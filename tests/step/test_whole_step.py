@@ -15,7 +15,7 @@ from trainrun.errors import ConfigError, PluginError, TrainingError
 from trainrun.parts import Parts
 from trainrun.state import TrainState
 from trainrun.step.body import Holdings
-from trainrun.step.captured import captured
+from trainrun.step.captured import AHEAD, Queue, captured
 from trainrun.step.readiness import is_ready
 
 STEP = ("trainer.compile=step", "trainer.compile.backend=eager")  # traced like any other, and run as traced
@@ -380,6 +380,23 @@ def test_weights_that_a_validation_moves_are_trained_where_they_lie_now(fixed: b
     losses = [[row["val/loss"] for row in one.eval] for one in (recorder, rows)]
     assert len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+def test_the_host_is_a_few_recorded_steps_ahead_of_the_device_at_most() -> None:
+    class Event:
+        def record(self) -> None:
+            given.append(self)
+
+        def synchronize(self) -> None:
+            done.append(self)
+
+    given: list[Event] = []
+    done: list[Event] = []
+    queue = Queue(Event)
+    for _ in range(20):
+        queue.note()
+        assert len(given) - len(done) <= AHEAD
+    assert done == given[: 20 - AHEAD]
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:

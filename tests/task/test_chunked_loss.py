@@ -13,7 +13,7 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
-from trainrun.task.chunked_loss import num_chunks
+from trainrun.task.chunked_loss import memory_of, num_chunks
 from trainrun.task.language_modeling import LanguageModeling
 
 VOCABULARY = 60
@@ -93,6 +93,10 @@ def test_auto_begins_where_logits_are_large() -> None:
     assert num_chunks("auto", 4096, 50257) == 1
     assert num_chunks("auto", 8192, 50257) == 25
     assert num_chunks(8, 3, 50257) == 3
+    assert num_chunks("auto", 8192, 50257, gpu_bytes=80 * 10**9) == 1
+    assert num_chunks("auto", 64 * 1024, 50257, gpu_bytes=80 * 10**9) == 22  # of 600 MB and 3,000 tokens
+    assert num_chunks("auto", 64 * 1024, 50257, gpu_bytes=141 * 10**9) == 13
+    assert memory_of(torch.device("cpu")) == 0
 
 
 def test_the_logits_are_not_kept() -> None:

@@ -37,18 +37,31 @@ MOST_BATCHES = 256  # of the load-only lap
 KEPT = 4  # of them the train-only lap uses
 LEAST_STEPS = 2  # after one that warms up
 TAKEN = 3  # batches that are taken over, at most
-UPDATE = ("check", "clip", "optimizer", "runner")
+ON_DEVICE = ("check", "clip", "optimizer")
+UPDATE = (*ON_DEVICE, "runner")
 
 Clock = Callable[[], float]
 Wait = Callable[[float], None]
 
 
 class Session(NamedTuple):
-    """What this rank did since it was started: steps, items, and the ledger when the training ended."""
+    """What this rank did since it was started: steps, items, and the ledger when the training ended.
+
+    device: seconds of the phases of sampled steps on a GPU (`DeviceTimes.read`), where the ledger's are those of
+    launching the work.
+    """
 
     steps: int
     items: float
     seconds: Mapping[str, float]
+    device: Mapping[str, float] = {}
+
+    @property
+    def update_seconds(self) -> float:
+        """Of the updates of all steps."""
+        if sampled := self.device.get("steps"):
+            return sum(self.device.get(name, 0.0) for name in ON_DEVICE) * self.steps / sampled
+        return sum(self.seconds.get(name, 0.0) for name in UPDATE)
 
     @property
     def loop_seconds(self) -> float:
@@ -91,7 +104,7 @@ def ceilings(
         load = lap.load * items
         # On a CPU training alone cannot be slower than beside the loading; also where the copy was not compiled.
         train = min(lap.train * items, train) + lap.take * items if on_cpu else lap.train * items
-    train += sum(seconds.get(name, 0.0) for name in UPDATE)
+    train += session.update_seconds
     return Ceilings(items / max(load, 1e-9), items / train, max(load, train) / session.loop_seconds)
 
 

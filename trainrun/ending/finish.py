@@ -90,6 +90,8 @@ def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float
     done, peak = work.flops * items_per_second, max(work.peaks)
     facts = {"flops_per_item": work.flops, "flops_per_second": done}
     facts |= {"peak_flops_per_second": peak, "lowest_peak_flops_per_second": min(work.peaks)}
+    if work.data_sheet:
+        facts |= {"data_sheet_flops_per_second": work.data_sheet}
     return facts | ({"mfu": done / peak} if work.is_steady and done <= peak else {})
 
 

@@ -2,8 +2,8 @@
 
 what: one forward and backward of copies of model and task under torch's FlopCounterMode, after the training;
     and the fastest matrix product of this device in the type of the run, in several rounds. MFU is the first over the
-    second: recomputation would count too, and causal attention counts as the full square. Where the rounds differ,
-    as on a machine that others use, there is no MFU.
+    second; the share of the data sheet stands beside it where the GPU is known. Recomputation would count too, and
+    causal attention counts as the full square. Where the rounds differ, as on a machine that others use, there is no MFU.
 when: at the end of a run that was long enough to pay for it (MIN_SECONDS); nothing of the run is moved.
 when not: models too large to copy, loops and layers of a kind that cannot be repeated: then there is no figure.
 source: https://arxiv.org/abs/2204.02311, appendix B (MFU); torch/utils/flop_counter.py
@@ -12,6 +12,7 @@ source: https://arxiv.org/abs/2204.02311, appendix B (MFU); torch/utils/flop_cou
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,6 +38,12 @@ MIN_STEPS = 50  # counting takes about one
 PEAK_ROUNDS = 4
 PEAK_SECONDS = 0.06  # of matrix products in a round, after one that warms up
 LEAST_PRODUCTS = 2  # in a round; the fastest counts: other processes take turns with this one
+# Products of half precision without sparsity, by NVIDIA's data sheets: what others state MFU against.
+DATA_SHEETS = {
+    "H200": 989e12, "H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
+    "A10": 125e12, "V100-SXM2": 125e12, "T4": 65e12,
+}  # fmt: skip
+FLOAT16_ALONE = ("V100-SXM2", "T4")
 STEADY = 1.25  # the fastest round over the slowest, at most
 PEAK_SIZES = {"cpu": 1024, "cuda": 8192}
 FIRST_SIZE = 256
@@ -47,10 +54,12 @@ Shape = Sequence[int]
 
 class Work(NamedTuple):
     """flops: of forward and backward, for one item (what the loss is averaged over). peaks: a second, on one
-    device, as each round measured it."""
+    device, as each round measured it. data_sheet: a second, by the data sheet of this device; 0 where it is not known.
+    """
 
     flops: float
     peaks: Sequence[float]
+    data_sheet: float = 0.0
 
     @property
     def is_steady(self) -> bool:
@@ -68,11 +77,20 @@ def measured_work(parts: Parts) -> Work | None:
     try:
         with kept_random_state():
             flops = flops_per_item(parts)
-            peaks = peak_rounds(parts.parallel.device, dtype_of(parts))
+            device, dtype = parts.parallel.device, dtype_of(parts)
+            peaks = peak_rounds(device, dtype)
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     # Whatever the user's model does in its copy, a finished run is not lost to a figure.
     except Exception:
         return None
-    return Work(flops, peaks) if flops else None
+    return Work(flops, peaks, data_sheet_flops(name, dtype)) if flops else None
+
+
+def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
+    """Of a GPU by its name; 0 for others, for parts of one (MIG), and for other types."""
+    known = next((key for key in DATA_SHEETS if re.search(rf"\b{key}\b", name)), "")
+    halves = (torch.float16,) if known in FLOAT16_ALONE else (torch.float16, torch.bfloat16)
+    return DATA_SHEETS[known] if known and dtype in halves and "MIG" not in name else 0.0
 
 
 def flops_per_item(parts: Parts) -> float:

@@ -22,6 +22,7 @@ from trainrun.ending.flops import dtype_of, flops_per_item, peak_flops
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.lab.orders import Limits
 from trainrun.parts import Parts
+from trainrun.precision.amp import matmul_note
 from trainrun.randomness import kept_random_state
 from trainrun.start.trial import stand_ins
 
@@ -69,7 +70,12 @@ def _compute(parts: Parts, batch: Any, items: int) -> tuple[float, str]:
     flops, dtype = flops_per_item(parts), dtype_of(parts)
     peak = peak_flops(parts.parallel.device, dtype)
     kind = str(dtype).removeprefix("torch.")
-    return flops / peak, f"{flops:.3g} operations an item, {peak / 1e9:.4g} GFLOP/s in {kind}"
+    told = f"{flops:.3g} operations an item, {peak / 1e9:.4g} GFLOP/s in {kind}"
+    device, precision = parts.parallel.device, parts.config.precision
+    if device.type == "cuda":
+        note = matmul_note(precision.matmul, precision.mode, torch.cuda.get_device_capability(device))
+        told += f"; {note}" if note else ""
+    return flops / peak, told
 
 
 def _memory(parts: Parts, batch: Any, items: int) -> tuple[float, str]:

@@ -46,6 +46,7 @@ from trainrun.lab.readers import cpu_seconds, resting
 from trainrun.lab.ready import ready_of
 from trainrun.lab.removals import CACHED, Ring, removed
 from trainrun.ledger import ACCOUNTS, COMPILE, DATA
+from trainrun.monitor.hardware import forget_peak
 from trainrun.parts import Parts
 from trainrun.state import SAVE_NOW, TrainState
 
@@ -168,6 +169,7 @@ class Subject:
     def _turn(self, order: Train, parts: Parts, state: TrainState, warm: int) -> Turn:
         ranks, loading = parts.parallel.world_size, ACCOUNTS[DATA]
         items_first, first = state.items, parts.ledger.read()
+        forget_peak(parts.parallel.device)
         until = time.monotonic() + order.most_seconds if ranks == 1 else math.inf
         self._run(parts, state, warm, order.variant, until)
         step, items, spent, stream = state.step, state.items, parts.ledger.read(), self._stream
@@ -289,6 +291,7 @@ class Subject:
 
     def _timed(self, work: Callable[[], object]) -> Turn:
         self._wait()
+        forget_peak(self._own.parallel.device)
         began = time.perf_counter()
         work()
         self._wait()

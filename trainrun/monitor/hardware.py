@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import psutil
+    import torch
 
 LOG = logging.getLogger(__name__)
 FAMILY_SECONDS = 5.0  # finding child processes reads all of /proc: not in every sample
@@ -139,3 +140,11 @@ class Sampler:
                 self._gpu_sensors = False
                 LOG.info("GPU utilisation is not sampled: %s", error)
         return row
+
+
+def forget_peak(device: torch.device) -> None:
+    """The peak of memory on a GPU counts from here: what start-up trials took is no part of the training."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)

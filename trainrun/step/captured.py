@@ -11,6 +11,7 @@ gain: not measured, and not yet run on a real GPU; tests/pretended_gpu records a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from operator import is_
 from typing import Any
@@ -24,6 +25,7 @@ from trainrun.randomness import kept_random_state
 from trainrun.step.body import compiling
 from trainrun.step.graphs import Function
 
+AHEAD = 4  # recorded steps that the host may be ahead of the device; beyond, batches would fill its memory
 WARM_UP = 3  # what cuBLAS and others allocate at their first calls must lie outside the graph
 
 Run = Callable[[], list[Tensor]]
@@ -38,6 +40,7 @@ class OnCuda:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._queue = Queue(torch.cuda.Event)
 
     def __call__(self, run: Run) -> tuple[Callable[[], object], list[Tensor]]:
         side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -51,7 +54,26 @@ class OnCuda:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = run()
         self._pool = graph.pool()
-        return graph.replay, outputs
+
+        def replay() -> None:
+            graph.replay()
+            self._queue.note()
+
+        return replay, outputs
+
+
+class Queue:
+    """The steps that the device was given and may not have done. event: makes one as `torch.cuda.Event`."""
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._event, self._waiting = event, deque[Any]()
+
+    def note(self) -> None:
+        """One step more; waits for the one AHEAD steps before it, which a busy device has done by then."""
+        self._waiting.append(self._event())
+        self._waiting[-1].record()
+        if len(self._waiting) > AHEAD:
+            self._waiting.popleft().synchronize()
 
 
 def captured(function: Function, inputs: list[Tensor], num_held: int, record: Recorder) -> Function:

@@ -19,6 +19,9 @@ from torch.nn.functional import cross_entropy, linear
 
 LARGE_BYTES = 1 << 30  # of logits in float32: from here on `auto` takes them in chunks
 CHUNK_BYTES = 1 << 26
+# On a GPU both grow with its memory: of 24 GiB 1.5 GiB and 192 MiB, of 141 GB 8.2 GiB and 1 GiB. All of its memory
+# counts, and not what is free: a run that is resumed must take the same chunks.
+LARGE_SHARE, CHUNK_SHARE, LARGEST_CHUNK = 16, 128, 1 << 30
 IGNORED = -100  # torch's ignore_index
 
 
@@ -47,12 +50,19 @@ def head_of(layer: nn.Linear, states: Tensor) -> Head:
     return Head(layer.weight, layer.bias, dtype)
 
 
-def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int) -> int:
-    """auto: 1 while all logits are small."""
+def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, gpu_bytes: int = 0) -> int:
+    """auto: 1 while all logits are small. gpu_bytes: the memory of the GPU that computes them, 0 without one."""
     if isinstance(wanted, int):
         return min(wanted, max(1, num_tokens))
     size = 4 * num_tokens * vocabulary
-    return 1 if size < LARGE_BYTES else -(-size // CHUNK_BYTES)
+    large = max(LARGE_BYTES, gpu_bytes // LARGE_SHARE)
+    chunk = min(max(CHUNK_BYTES, gpu_bytes // CHUNK_SHARE), LARGEST_CHUNK)
+    return 1 if size < large else -(-size // chunk)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU; 0 of any other device."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def chunked_loss(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:

@@ -19,7 +19,7 @@ from trainrun.task.batches import (
     output_tensor,
     run_model,
 )
-from trainrun.task.chunked_loss import IGNORED, chunked_loss, chunked_right, head_of, num_chunks
+from trainrun.task.chunked_loss import IGNORED, chunked_loss, chunked_right, head_of, memory_of, num_chunks
 
 
 class LanguageModeling:
@@ -65,7 +65,9 @@ class LanguageModeling:
         tokens, target = tokens_and_target(batch)
         layer = None if self.loss_chunks == 1 else last_layer(model)
         if layer is not None:
-            chunks = num_chunks(self.loss_chunks, tokens.numel(), layer.out_features)
+            chunks = num_chunks(
+                self.loss_chunks, tokens.numel(), layer.out_features, memory_of(tokens.device)
+            )
             if chunks > 1:
                 return self.chunked(model, batch, layer, chunks)
         logits = output_tensor(run_model(model, tokens, batch))
