@@ -124,6 +124,35 @@ def test_a_recurrent_network_in_a_graph_is_validated_as_it_was_trained(words: tu
     assert losses[1][-1] < losses[1][0]
 
 
+def test_the_peak_of_memory_is_that_of_the_training() -> None:
+    before = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
+    peak = torch.cuda.max_memory_allocated()
+    del before
+    words = (*HERE, *QUIET[1:], *SHORT, "model=mlp", "monitor.hardware=true")
+    rows = [row for row in package.train(*words).metrics if row["kind"] == "hardware"]
+    assert 0 < rows[-1]["gpu_allocated_peak_bytes"] < peak / 2
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a pretended GPU asserts nothing")
+def test_a_token_out_of_range_is_named_in_a_process_of_its_own(
+    trainrun: Callable[..., Any], workdir: Path
+) -> None:
+    """A device assert is the end of CUDA in its process."""
+    (workdir / "tokens.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.rows, self.calls = torch.nn.Embedding(10, 10), 0\n"
+        "    def forward(self, x):\n"
+        "        self.calls += self.training\n"
+        "        return self.rows((x.flatten(1)[:, 0] > 0).long() + 90 * (self.calls > 5))\n"
+    )
+    done = trainrun("model._target_=tokens.Net", "monitor.plots=false", *HERE)
+    assert done.returncode == 1
+    assert "an index was out of range on the GPU" in done.stderr
+
+
 def test_gradients_add_up_under_cuda_graphs_of_inductor() -> None:
     pytest.importorskip("triton")
     shared = (
