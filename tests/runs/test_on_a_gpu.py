@@ -110,6 +110,7 @@ def test_a_recorded_step_is_the_plain_one_while_threads_pin_batches(
     close(recorded, run(*shared), tolerance)
 
 
+@pytest.mark.skipif(not torch.backends.cudnn.is_available(), reason="no cuDNN")
 @pytest.mark.parametrize("words", [("trainer.cuda_graphs=true",), ("trainer.compile=step",)])
 def test_a_recurrent_network_in_a_graph_is_validated_as_it_was_trained(words: tuple[str, ...]) -> None:
     """cuDNN moves the weights of such layers in the first plain forward, that of a validation."""
