@@ -146,6 +146,7 @@ def train_once(
         before = state.step, state.items
         forget_peak(parallel.device)
         watchdog.begin(parts)
+        parts.task_calls.start(state)
         if not config.loop:  # or nobody would say that a step was made
             trainer = parts.config.trainer
             in_graph = trainer.cuda_graphs or trainer.compile.scope == "step"

@@ -30,6 +30,9 @@ class Place:
         self._seed, self._rank, self.device = seed, rank, device
         self.step = self.epoch = self.batches = self.calls = 0
 
+    def be_at(self, state: TrainState) -> None:
+        self.step, self.epoch, self.batches, self.calls = state.step, state.epoch, state.batches, 0
+
     def info(self, hook: str = "") -> StepInfo:
         """For one more call of `step`, or for a hook."""
         training, call = torch.is_grad_enabled(), self.calls
@@ -86,6 +89,10 @@ class TaskCalls:
             return "takes info, which changes with every step"
         return "keeps state of its own" if saves_itself(self._task) else ""
 
+    def start(self, state: TrainState) -> None:
+        """Ahead of the first step or validation of a session."""
+        self._place.be_at(state)
+
     def watch(self, accumulates: bool, in_graph: bool, note: Callable[[str], None]) -> None:
         """Ahead of the first step of a session; a task of ours needs no watching."""
         if not type(self._task).__module__.startswith("trainrun.task."):
@@ -97,9 +104,8 @@ class TaskCalls:
             self._watch.end()
 
     def before_step(self, state: TrainState) -> None:
-        place = self._place
         self._trains = True
-        place.step, place.epoch, place.batches, place.calls = state.step, state.epoch, state.batches, 0
+        self._place.be_at(state)
         if self._hooks and state.batches == 0:
             self._call("on_epoch_start", self._model)
 
@@ -109,6 +115,7 @@ class TaskCalls:
         if self._hooks and state.batches == 0:
             self._place.step = state.step
             self._call("on_epoch_end", self._model)
+        self._place.be_at(state)
 
     def evaluation_starts(self, model: nn.Module, split: str) -> None:
         self._place.calls = 0

@@ -16,6 +16,7 @@ from torch import nn
 from trainrun.errors import PluginError
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
+from trainrun.task_watch import changed, values_of
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -34,18 +35,23 @@ def rehearse(parts: Parts, batch: Any) -> None:
         try:
             _forward(parts, batch)
             before = (_attributes(parts.model), _python_draws())
+            kept = values_of(parts.task, parts.model)
             _forward(parts, batch)
             after = (_attributes(parts.model), _python_draws())
+            moved = changed(kept, values_of(parts.task, parts.model))
         finally:
-            for module, name, buffer, kept in buffers:  # the pass may also have replaced it
-                module._buffers[name] = buffer.copy_(kept)
+            for module, name, buffer, contents in buffers:  # the pass may also have replaced it
+                module._buffers[name] = buffer.copy_(contents)
+    owner = parts.model
     fault = "draws from Python's or NumPy's random numbers" if before[1] != after[1] else ""
     for name, value in after[0].items():
         if before[0].get(name, value) != value:
             fault = f"changes its Python attribute {name}"
+    if moved:
+        owner, fault = parts.task, f"changes its attribute {moved[0]}"  # type: ignore[assignment]
     if fault:
         raise PluginError(
-            f"trainer.compile.scope=step: {type(parts.model).__name__} {fault} as it runs, which a graph would "
+            f"trainer.compile.scope=step: {type(owner).__name__} {fault} as it runs, which a graph would "
             "freeze; keep it in a tensor (register_buffer), or use trainer.compile.scope=model"
         )
 
