@@ -38,6 +38,15 @@ class Squares:
         return StepOutput(model(batch).square().sum())
 
 
+class Keeps(Squares):
+    """One with state of its own, which a failed attempt may have changed."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
 class Pairs(Squares):
     """One that couples them."""
 
@@ -217,6 +226,7 @@ NORM = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     [
         (NORM, Squares(), 4, r"batch norm \(1\).*trainer\.out_of_memory=split-batchnorm allows it"),
         (nn.Linear(3, 3), Pairs(), 4, "loss of two samples .* is not the sum of their losses"),
+        (nn.Linear(3, 3), Keeps(), 4, "the task keeps state"),
         (nn.Linear(3, 3), Squares(), 0, "one sample at a time does not fit either"),
     ],
 )

@@ -228,3 +228,25 @@ def test_sparse_adam_over_dense_gradients_is_refused_at_the_first_step() -> None
     model["unused"].weight.grad = torch.ones(2, 2)
     with pytest.raises(PluginError, match="from sparse gradients alone, and 1 parameters have dense ones"):
         optimizer.step()
+
+
+class Grouped(torch.optim.SGD):
+    """An optimizer of the user's own that knows which parameters go together."""
+
+    @staticmethod
+    def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+        named = dict(model.named_parameters())
+        return [
+            {"params": [p for name, p in named.items() if name.endswith("weight")]},
+            {
+                "params": [p for name, p in named.items() if name.endswith("bias")],
+                "weight_decay": 0.0,
+                "lr": 1.0,
+            },
+        ]
+
+
+def test_a_class_of_ones_own_makes_its_groups() -> None:
+    optimizer, _ = build_optimizer(Grouped, {"lr": 0.1, "weight_decay": 0.5}, nn.Linear(3, 2))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0]

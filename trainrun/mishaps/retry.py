@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainrun.data.pieces import cut, num_rows, rows_of, tensors_in
 from trainrun.errors import PluginError
-from trainrun.interfaces import Careful, MicroBatch, Parallel, Task, counts_before
+from trainrun.interfaces import Careful, KeepsState, MicroBatch, Parallel, Task, counts_before
 from trainrun.mishaps.window_start import WindowStart
 from trainrun.monitor.readable import counted
 from trainrun.randomness import kept_random_state
@@ -216,6 +216,8 @@ class Retry:
                 f"the model has batch norm ({name}), whose statistics would be those of fewer samples; "
                 "trainer.out_of_memory=split-batchnorm allows it"
             )
+        if isinstance(self._task, KeepsState) and self._task.state_dict():
+            return "the task keeps state, which the attempt that failed may have changed"
         try:
             rows = max(num_rows(batch.data) for batch in window)
             if failed_here and self.pieces >= rows:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.parts import Parts
+from trainrun.task_watch import saves_itself
 
 OF_MODULES = frozenset(vars(nn.Module()))  # torch's own: parameters, buffers, hooks, the mode
 DEEPEST = 4
@@ -30,8 +31,8 @@ def attributes_of(parts: Parts) -> dict[str, str]:
             found.update(_leaves(value, f"{at}.{key}", set(), 0))
     owners = {"task": parts.task, "optimizer": parts.optimizer}
     for name, owner in owners.items():
-        if not _of_torch(owner):
-            hidden = ("state", "param_groups", "defaults") if name == "optimizer" else ()
+        if not _of_torch(owner) and not (name == "task" and saves_itself(owner)):
+            hidden = ("state", "param_groups", "defaults") if name == "optimizer" else ("step",)
             held = {key: value for key, value in vars_of(owner).items() if key not in hidden}
             found.update(_leaves(held, name, set(), 0))
     return found
