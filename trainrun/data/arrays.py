@@ -18,9 +18,12 @@ from trainrun.data.formats.memory import in_memory
 from trainrun.data.formats.parts import held_out
 from trainrun.data.formats.places import plain_file
 from trainrun.data.formats.room import check_memory
-from trainrun.data.formats.rows import Picked
+from trainrun.data.formats.rows import Picked, RandomRows
+from trainrun.data.order import LISTED
+from trainrun.data.permutation import KeyedPermutation
 from trainrun.data.split import check_split
 from trainrun.errors import DataError
+from trainrun.randomness import derive_seed
 
 if TYPE_CHECKING:
     Memmap = np.memmap[Any, Any]
@@ -47,12 +50,14 @@ def open_mapped(file: str) -> Mapped:
 
 
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: float = 0.0,
-         seed: int = 0, mapped: bool = True) -> Any:  # fmt: skip
+         seed: int = 0, mapped: bool = True, stratify: bool | str = True) -> Any:  # fmt: skip
     """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample.
 
     inputs, target: what stands for x and y; without a target, samples are inputs alone.
     val_fraction: above 0, `val` is that part of x_train and y_train, held out by `seed`.
     mapped: .npy files of a folder stay on disk, and what is not read is not loaded.
+    stratify: what is held out has each class in proportion; "auto": up to `LISTED` rows that are mapped. Above,
+        rows are held out by a permutation that is computed, so that no list of them is made and nothing is copied.
     """
     check_split(split, ("train", "val", "test"))
     if path is None:
@@ -66,10 +71,39 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         arrays = _members(path, place, names)
     else:
         raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
+    if stratify not in (True, False, "auto"):
+        raise DataError(f"data.train.stratify={stratify}: must be true, false or auto")
+    if (
+        parted
+        and stratify is not True
+        and (part := _random_part(place, names, arrays, split, val_fraction, seed))
+    ):
+        return part
     if not parted:
         return Arrays(arrays, describe=partial(_row, path, names[-1], None))
     return _part(
-        path, place, names, arrays, held_out_of(path, names, arrays, val_fraction, seed)[split == "val"]
+        path, place, names, arrays,
+        held_out_of(path, names, arrays, val_fraction, seed, bool(stratify))[split == "val"],
+    )  # fmt: skip
+
+
+def _random_part(
+    place: Path, names: Sequence[str], arrays: Sequence[Any], split: str, fraction: float, seed: int
+) -> Picked | None:
+    """Of large mapped files; None for others, and where one of the two parts would be empty."""
+    number = min(len(array) if array.ndim else 0 for array in arrays)
+    held = round(fraction * number)
+    mapped = all(isinstance(array, np.memmap) and len(array) == number for array in arrays)
+    if not mapped or number <= LISTED or not 0 < held < number:
+        return None
+    permutation = KeyedPermutation(number, derive_seed(seed, number))
+    rows = (
+        RandomRows(permutation, 0, held) if split == "val" else RandomRows(permutation, held, number - held)
+    )
+    labels = arrays[-1] if len(arrays) > 1 and arrays[-1].dtype.kind in "iu" else None
+    largest = -1 if labels is None else int(labels.max())
+    return Picked(
+        arrays, rows, [place / f"{name}.npy" for name in names], largest + 1 if largest >= 0 else None
     )
 
 
@@ -77,12 +111,14 @@ def _row(path: str, name: str, rows: Any, index: int) -> str:
     return f"data.path={path}: {name} row {index if rows is None else int(rows[index])}"
 
 
-def held_out_of(path: str, names: Sequence[str], arrays: Sequence[Any], fraction: float, seed: int) -> Any:
+def held_out_of(path: str, names: Sequence[str], arrays: Sequence[Any], fraction: float, seed: int,
+                stratify: bool = True) -> Any:  # fmt: skip
     """Rows for training and for validation, by the last of the arrays: the target where there is one."""
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
         raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
-    labels = np.asarray(arrays[-1]) if len(arrays) > 1 and arrays[-1].dtype.kind in "biu" else None
+    stratify &= len(arrays) > 1 and arrays[-1].dtype.kind in "biu"
+    labels = np.asarray(arrays[-1]) if stratify else None
     return held_out(np.zeros(len(arrays[0])) if labels is None else labels, fraction, seed)
 
 

@@ -143,3 +143,36 @@ def test_arrays_that_cannot_be_divided(tmp_path):
     assert "of 3 samples it leaves none for validation" in fault(val_fraction=0.01)
     (tmp_path / "x_train.npy").write_bytes((tmp_path / "x_train.npy").read_bytes()[:-8])
     assert "x_train.npy cannot be read" in fault()
+
+
+def test_a_part_of_large_mapped_arrays_is_held_out_without_a_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrays, "LISTED", 99)
+    number, folder = 1000, tmp_path / "large"
+    folder.mkdir()
+    np.save(folder / "x_train.npy", np.arange(number, dtype=np.float32)[:, None])
+    np.save(folder / "y_train.npy", np.arange(number) // 100)
+    parts = [
+        arrays.load(str(folder), split, val_fraction=0.25, stratify="auto") for split in ("train", "val")
+    ]
+    read = [[int(part[i][0][0]) for i in range(len(part))] for part in parts]
+    assert [type(part) for part in parts] == [Picked, Picked]
+    assert [len(part) for part in parts] == [750, 250]
+    assert sorted(read[0] + read[1]) == list(range(number))
+    assert read[1] != sorted(read[1])
+    assert {part.num_classes for part in parts} == {10}
+    assert parts[0].fingerprint() != parts[1].fingerprint()
+    assert [int(x[0]) for x, _ in parts[1].__getitems__([9, 0, 9])] == [read[1][i] for i in (9, 0, 9)]
+    assert parts[1].describe(3).endswith(f"row {read[1][3]}")
+    with pytest.raises(IndexError):
+        parts[1][250]
+    again = pickle.loads(pickle.dumps(parts[1]))
+    x, y = again.whole_batch([3, 1])
+    assert x.tolist() == [[read[1][3]], [read[1][1]]]
+    assert y.tolist() == [read[1][3] // 100, read[1][1] // 100]
+    other = arrays.load(str(folder), "val", val_fraction=0.25, stratify="auto", seed=1)
+    assert [int(other[i][0][0]) for i in range(250)] != read[1]
+    assert arrays.load(str(folder), "val", val_fraction=0.25).tensors[1].tolist() == [
+        label for label in range(10) for _ in range(25)
+    ]  # as runs from before, which do not say
+    with pytest.raises(DataError, match="stratify=yes: must be true, false or auto"):
+        arrays.load(str(folder), "val", val_fraction=0.25, stratify="yes")
