@@ -4,6 +4,7 @@
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 pins="$root/scripts/constraints.txt"
+torch_pin="$(sed -n 's/^torch==//p' "$pins")"
 
 say() { printf '%s\n' "trainrun: $*"; }
 fail() {
@@ -54,23 +55,90 @@ pip_install() {
     fail "the installation failed (all of pip's words: $log)"
 }
 
-# What an installation depends on: the pins, our own dependencies, and where the folder lies.
-fingerprint() { { cat "$pins" "$root/pyproject.toml" && echo "$root"; } | cksum; }
+# What pip's own build of the pinned torch, for CUDA 13, asks of a GPU and its driver.
+newest_needs_driver=580
+newest_needs_capability=75
+oldest_driver=525 # of any build for CUDA 12
+
+# Lines `driver capability`, a GPU each: `535.104.05 8.0`; nothing without a GPU. Old drivers do not tell the capability.
+ask_driver() {
+    command -v nvidia-smi >/dev/null || return 0
+    { nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null ||
+        nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || true; } |
+        sed -n 's/^\([0-9][0-9.]*\)[, ]*\([0-9.]*\)$/\1 \2/p'
+}
+
+# Why pip's own build of torch does not run on the GPUs here, and what does; nothing where it runs.
+unfit_build() {
+    local driver capability tenths build
+    ask_driver | while read -r driver capability; do
+        tenths="$(echo "$capability" | tr -d .)"
+        if [ "${driver%%.*}" -lt "$oldest_driver" ]; then
+            echo "the GPU's driver $driver is too old for every build of torch $torch_pin: install driver $oldest_driver or newer"
+        elif [ "${driver%%.*}" -lt "$newest_needs_driver" ] || [ "${tenths:-999}" -lt "$newest_needs_capability" ]; then
+            build=cu126 # has all GPUs up to compute capability 9.0
+            [ "${tenths:-0}" -lt 100 ] || build=cu128
+            echo "pip's own build of torch $torch_pin needs driver $newest_needs_driver and compute capability 7.5; here" \
+                "are driver $driver and ${capability:-an unknown one}: set TORCH_INDEX_URL to PyTorch's own index of" \
+                "wheels for $build"
+        fi
+    done | sed -n 1p
+}
+
+# PyTorch's index that the user named, now or at the last installation; nothing for pip's own.
+torch_index() { echo "${TORCH_INDEX_URL:-$(cat "$venv/torch-index" 2>/dev/null)}"; }
+
+# From another index: only torch itself, whose build names its own CUDA packages.
+install_torch() {
+    local index other="$venv/constraints.txt"
+    index="$(torch_index)"
+    if [ -z "$index" ]; then
+        pip_install torch
+        return
+    fi
+    grep -v '^cuda-' "$pins" >"$other"
+    pins="$other"
+    "$venv/bin/python" -m pip uninstall --quiet --yes torch >/dev/null 2>&1 || true
+    pip_install --no-deps --index-url "$index" torch
+    pip_install --extra-index-url "$index" torch
+    echo "$index" >"$venv/torch-index"
+}
+
+say_what_torch_sees() {
+    say "$("$venv/bin/python" -W ignore -c '
+import torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
+print(f"torch {torch.__version__} sees {count} GPU(s): {names}" if count else f"torch {torch.__version__} sees no GPU")')"
+}
+
+# What an installation depends on: the pins, our own dependencies, the index of torch, and where the folder lies.
+fingerprint() { { cat "$root/scripts/constraints.txt" "$root/pyproject.toml" && echo "$root $(torch_index)"; } | cksum; }
 
 is_installed() { [ -f "$venv/installed-$1" ] && [ "$(cat "$venv/installed-$1")" = "$(fingerprint)" ]; }
 
-# $1: the extra that is wanted besides the dependencies: `gpu`, or `dev`, which holds all of them.
+# $1: the extra that is wanted besides the dependencies: `gpu`, or `dev`, which holds all of them. Others: the user's
+# words, of which parallel.accelerator=cpu says that the GPU is not meant.
 install_trainrun() {
-    local extra="$1"
+    local extra="$1" unfit
+    shift
     make_venv
     if is_installed "$extra" || is_installed dev; then
         return
     fi
+    unfit="$(unfit_build)"
+    if [ -n "$unfit" ] && [ -z "$(torch_index)" ]; then
+        case " $* " in
+        *" parallel.accelerator=cpu "*) ;;
+        *) fail "$unfit, and run this again; or train on the CPU: bash scripts/quickstart.sh parallel.accelerator=cpu" ;;
+        esac
+    fi
     rm -f "$venv/installed-gpu" "$venv/installed-dev"
     say "installing $(grep '^torch==' "$pins") (the largest part: one to ten minutes, as fast as the network is)"
-    pip_install torch
+    install_torch
     say "installing trainrun and the other packages (about a minute)"
     pip_install -e "$root[$extra]"
     fingerprint >"$venv/installed-$extra"
+    say_what_torch_sees
     say "installed in $venv"
 }

@@ -4,6 +4,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 
-install_trainrun gpu
+install_trainrun gpu "$@"
 say "running: $venv/bin/trainrun $*"
 "$venv/bin/trainrun" "$@" # a process of its own: the run's time begins with it, and not with the installation
