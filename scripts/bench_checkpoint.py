@@ -1,6 +1,6 @@
 """What a checkpoint costs a training: stall of the loop, steps while it is written, seconds until it is durable.
 
-    python scripts/bench_checkpoint.py [--rounds 3] [--layers 8] [--width 1024] [--folder DIR]
+    python scripts/bench_checkpoint.py [--rounds 3] [--layers 8] [--width 1024] [--device cuda] [--folder DIR]
 
 A model of about 100 M parameters with AdamW (weights and two averages: 1.2 GB) trains on all cores. Each
 way has a process of its own and takes its turn in every round: what the way before left to be written is waited
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import as_the_command  # noqa: F401  # ahead of torch
 import torch
+from bench_kit import add_device, now
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
@@ -45,6 +46,7 @@ from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.reasons import KeepOptions
 from trainrun.data.memory import host_memory
+from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.process.host_memory import keep_freed_memory
 from trainrun.state import SAVE_NONE, SAVE_NOW, TrainState
@@ -64,23 +66,24 @@ class Turn(NamedTuple):
 class Training:
     """A model and its steps; as much work as a small batch makes of it."""
 
-    def __init__(self, layers: int, width: int, batch: int) -> None:
+    def __init__(self, layers: int, width: int, batch: int, device: str = "cpu") -> None:
         self.model = nn.Sequential(
             *[
                 m
                 for _ in range(layers)
                 for m in (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
             ]
-        )
+        ).to(device)
+        self.device = device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.batch = torch.randn(batch, width)
+        self.batch = torch.randn(batch, width, device=device)
 
     def step(self) -> float:
-        began = time.perf_counter()
+        began = now()
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return time.perf_counter() - began
+        return now() - began
 
     def tree(self) -> dict[str, Any]:
         state = {str(i): value for i, value in enumerate(self.optimizer.state.values())}
@@ -104,7 +107,7 @@ class Trainrun:
         root = folder / f"trainrun-{async_save}"
         self.durable_at, self._root, self._committed = 0.0, root, False
         self.keep = Checkpoints(
-            root, "bench", options, Single(torch.device("cpu")), dict, print,
+            root, "bench", options, Single(choose_device(training.device)), dict, print,
             lambda: host_memory().free, FileLayer(self._heard),
         )  # fmt: skip
         self.keep.start(training, TrainState())
@@ -207,7 +210,7 @@ def serve(connection: Connection, name: str, folder: Path, given: argparse.Names
     torch.set_num_threads(given.threads)
     keep_freed_memory()
     background.LOWER_BY = given.lower_by
-    training = Training(given.layers, given.width, given.batch)
+    training = Training(given.layers, given.width, given.batch, given.device)
     training.step()
     folder.mkdir()
     way = way_of(name, training, folder)
@@ -244,6 +247,7 @@ def main() -> None:
     parser.add_argument(
         "--lower-by", type=int, default=background.LOWER_BY, help="of the hashing threads, as of `nice`"
     )
+    add_device(parser)
     parser.add_argument("--only", nargs="+", default=WAYS, choices=WAYS, metavar="WAY")
     given = parser.parse_args()
     context = multiprocessing.get_context("spawn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import platform
@@ -18,6 +19,7 @@ from trainrun.build.listeners import Listeners
 from trainrun.build.parts import Site, build_parts
 from trainrun.lab.statistics import resampled
 from trainrun.ledger import Ledger
+from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.process.collector import collect_between_steps, kept_collector
@@ -31,6 +33,21 @@ from trainrun.state import TrainState
 from trainrun.words.compose import compose_run
 
 SEED = 42
+
+
+def now() -> float:
+    """Seconds, once all that was asked of a GPU is done."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both sides")
+
+
+def on(device: str) -> str:
+    return f"parallel.accelerator={device}"
 
 
 class Turn(NamedTuple):
@@ -67,19 +84,19 @@ class TakesTurns:
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         if self.at == "eval":
             self._turn(row["val/loss"])
-        self.mark = time.perf_counter()
+        self.mark = now()
 
     def _turn(self, loss: float) -> None:
-        self.ours.append(Turn(time.perf_counter() - self.mark, loss, self.state.items - self.items))
+        self.ours.append(Turn(now() - self.mark, loss, self.state.items - self.items))
         self.items = self.state.items
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads or threads)
         for name, hand in self.hands.items():
-            started = time.perf_counter()
+            started = now()
             found = next(hand)
-            self.theirs[name].append(Turn(time.perf_counter() - started, *found))
+            self.theirs[name].append(Turn(now() - started, *found))
         torch.set_num_threads(threads)
-        self.mark = time.perf_counter()
+        self.mark = now()
 
     def on_note(self, text: str) -> None: ...
 
@@ -95,12 +112,12 @@ class Round(NamedTuple):
 
 
 def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[str, Hand]], at: str = "eval",
-              threads: int | None = None) -> Round:  # fmt: skip
+              threads: int | None = None, device: str = "cpu") -> Round:  # fmt: skip
     """The runner's `loop.fit` with all that its config switches on, and the hand-written loops in its pauses.
 
     threads: of the hand-written loops; None: as many as the runner takes.
     """
-    composition = compose_run([*words, f"seed={SEED}", f"output_dir={folder / 'run'}"])
+    composition = compose_run([*words, on(device), f"seed={SEED}", f"output_dir={folder / 'run'}"])
     config = composition.config
     run = new_run(composition, words)
     ledger = Ledger()
@@ -109,7 +126,7 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[s
     site = Site(
         run,
         "bench",
-        Single(torch.device("cpu")),
+        Single(choose_device(device)),
         StopFlag(),
         monitors,
         listeners.on_position,
@@ -133,12 +150,12 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[s
         parts.cadence.start(state)
         seed_everything(derive_seed(SEED))
         parts.board.on_start(facts, state)
-        turns.mark = time.perf_counter()
+        turns.mark = now()
         loop.fit(parts, state)
         parts.checkpoints.close()  # what is still being written counts
         if at == "eval":  # the best and the last checkpoint
             last = turns.ours.pop()
-            turns.ours.append(last._replace(seconds=last.seconds + time.perf_counter() - turns.mark))
+            turns.ours.append(last._replace(seconds=last.seconds + now() - turns.mark))
         return Round(turns, parts, state)
     finally:
         closing.close()
@@ -146,10 +163,10 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[s
         torch.set_num_threads(before)
 
 
-def built(words: list[str]) -> Parts:
+def built(words: list[str], device: str = "cpu") -> Parts:
     """Parts for their data and model; nothing is trained or written with them."""
-    composition = compose_run([*words, f"seed={SEED}"])
-    site = Site(RunDir(Path("nowhere")), "bench", Single(torch.device("cpu")), StopFlag(), [])
+    composition = compose_run([*words, on(device), f"seed={SEED}"])
+    site = Site(RunDir(Path("nowhere")), "bench", Single(choose_device(device)), StopFlag(), [])
     return build_parts(composition.config, site)[0]
 
 

@@ -1,6 +1,6 @@
 """The runner against the best hand-written loop for the same work, interleaved in one process.
 
-    python scripts/bench_overhead.py [--rounds 7] [--epochs 60] [--skip 0] [--wide] [word ...]
+    python scripts/bench_overhead.py [--rounds 7] [--epochs 60] [--skip 0] [--wide] [--device cuda] [word ...]
 
 Work: scikit-learn's digits, batch 32, AdamW, one validation an epoch, a log line every 50 steps. The
 hand-written loop keeps the data in memory, uses the fused AdamW, never waits for the device inside a
@@ -34,11 +34,11 @@ from trainrun.model.mlp import Mlp
 from trainrun.randomness import derive_seed
 
 
-def hand_written(epochs: int, hidden: list[int], folder: Path) -> bench_kit.Hand:
+def hand_written(epochs: int, hidden: list[int], folder: Path, device: str = "cpu") -> bench_kit.Hand:
     """Validation loss and steps of each epoch, which runs when it is asked for; then writes its files."""
-    model = Mlp([1, 8, 8], 10, hidden)
-    x, y = (tensor for tensor in tensors(digits.load("train")))
-    x_val, y_val = (tensor for tensor in tensors(digits.load("val")))
+    model = Mlp([1, 8, 8], 10, hidden).to(device)
+    x, y = (tensor.to(device) for tensor in tensors(digits.load("train")))
+    x_val, y_val = (tensor.to(device) for tensor in tensors(digits.load("val")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     best, losses, step, before = 0.0, [], 0, 0
     kept: list[torch.Tensor] = []
@@ -46,7 +46,7 @@ def hand_written(epochs: int, hidden: list[int], folder: Path) -> bench_kit.Hand
     with (folder / "log.jsonl").open("a") as log:
         for epoch in range(epochs):
             generator = torch.Generator().manual_seed(derive_seed(SEED, epoch))
-            order = torch.randperm(len(x), generator=generator)
+            order = torch.randperm(len(x), generator=generator).to(device)
             for index in order.split(32):
                 loss = functional.cross_entropy(model(x.index_select(0, index)), y.index_select(0, index))
                 loss.backward()
@@ -87,11 +87,13 @@ def tensors(source: object) -> tuple[torch.Tensor, ...]:
     return tuple(torch.as_tensor(item) for item in found)
 
 
-def one_round(epochs: int, hidden: list[int], folder: Path, words: list[str]) -> TakesTurns:
+def one_round(
+    epochs: int, hidden: list[int], folder: Path, words: list[str], device: str = "cpu"
+) -> TakesTurns:
     """The runner's `loop.fit` with all defaults on, and the hand-written loop in its pauses."""
     words = [f"trainer.max_epochs={epochs}", f"model.hidden={hidden}".replace(" ", ""), *words]
     turns, _, state = bench_kit.one_round(
-        words, folder, lambda _: {"hand": hand_written(epochs, hidden, folder)}
+        words, folder, lambda _: {"hand": hand_written(epochs, hidden, folder, device)}, device=device
     )
     last = turns.theirs["hand"][-1]
     assert sum(turn.items for turn in turns.theirs["hand"]) == state.step
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument(
         "--skip", type=int, default=0, help="epochs of each round that do not count (compiling)"
     )
+    bench_kit.add_device(parser)
     parser.add_argument("words", nargs="*", help="further overrides of the runner's side")
     given = parser.parse_args()
     hidden = [1024, 512] if given.wide else [128]
@@ -129,7 +132,7 @@ def main() -> None:
     theirs: list[float] = []
     for number in range(given.rounds + 1):
         with tempfile.TemporaryDirectory() as temporary, bench_kit.silence():
-            turns = one_round(given.epochs, hidden, Path(temporary), given.words)
+            turns = one_round(given.epochs, hidden, Path(temporary), given.words, given.device)
         one = [turn.seconds for turn in turns.ours[given.skip :]]
         other = [turn.seconds for turn in turns.theirs["hand"][given.skip :]]
         micro = 1e6 / sum(turn.items for turn in turns.theirs["hand"][given.skip :])

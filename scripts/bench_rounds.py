@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from bench_kit import now, on
 
 from trainrun import loop
 from trainrun.build.parts import Site, build_parts
 from trainrun.interfaces import MicroBatch
+from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
 from trainrun.process.signals import StopFlag
@@ -26,9 +26,9 @@ CONFIDENCE = 0.9
 
 
 def timed(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+    started = now()
     work()
-    return time.perf_counter() - started
+    return now() - started
 
 
 def turns(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -39,9 +39,9 @@ def turns(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[fl
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items():
-            began = time.perf_counter()
+            began = now()
             told = work()
-            once = told if isinstance(told, float) else time.perf_counter() - began
+            once = told if isinstance(told, float) else now() - began
             if number:
                 seconds[name].append(once)
     return seconds
@@ -69,11 +69,11 @@ def tail(number: int, pairs: int) -> float:
     return sum(math.comb(pairs, i) for i in range(number)) / 2**pairs
 
 
-def parts_for(words: list[str], folder: Path) -> Parts:
-    composition = compose_run([*words, "monitor=none", f"output_dir={folder}", "seed=1"])
+def parts_for(words: list[str], folder: Path, device: str = "cpu") -> Parts:
+    composition = compose_run([*words, on(device), "monitor=none", f"output_dir={folder}", "seed=1"])
     run = new_run(composition, words)
     seed_everything(derive_seed(1))
-    site = Site(run, "bench", Single(torch.device("cpu")), StopFlag(), [], None, None)
+    site = Site(run, "bench", Single(choose_device(device)), StopFlag(), [], None, None)
     return build_parts(composition.config, site)[0]
 
 

@@ -1,6 +1,7 @@
 """The runner with its speed options against the best hand-written loop for the same work.
 
-    python scripts/bench_speed.py cnn|gpt|gpt_small|lstm|mlp|mlp_step|mlp_busy|memory|waiting [--rounds 3] [WORD ...]
+    python scripts/bench_speed.py cnn|gpt|gpt_small|lstm|mlp|mlp_step|mlp_busy|memory|waiting
+                                  [--rounds 3] [--device cuda] [WORD ...]
 
 The hand-written loop starts from the same weights, finds the batches of the runner ready in memory, uses the
 fused AdamW and all cores (mlp: one), and never waits for a number inside a step. It takes turns with
@@ -108,7 +109,7 @@ def hand_written(model: nn.Module, batches: list[tuple[Tensor, Tensor]], every: 
         for x, y in batches[first : first + every]:
             if x.ndim == 4:
                 x = x.contiguous(memory_format=layout)
-            with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
+            with torch.autocast(x.device.type, torch.bfloat16) if half else nullcontext():
                 logits = model(x)
                 loss = cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
             count = int((y != -100).sum()) if y.ndim > 1 else len(y)
@@ -133,10 +134,10 @@ def hands_for(
             model = build({**parts.config.model, **spec.model, **facts_of(parts)}, "model")
             model.load_state_dict(parts.model.state_dict())
             layout = torch.channels_last if spec.channels_last else torch.contiguous_format
-            kept[name] = model.to(memory_format=layout)
+            kept[name] = model.to(parts.parallel.device, memory_format=layout)
             source = parts
             if spec.batches:
-                source = bench_kit.built([*spec.batches, "model=lstm", *words])
+                source = bench_kit.built([*spec.batches, "model=lstm", *words], parts.parallel.device.type)
             pairs = [pair_of(batch.data) for batch in islice(source.train.epoch(0), workload.steps)]
             made[name] = hand_written(model, pairs, workload.every, spec, options)
         return made
@@ -182,7 +183,12 @@ def compare(name: str, rounds: int, words: list[str], given: argparse.Namespace)
             folder = Path(temporary)
             with bench_kit.silence():
                 turns, parts, _ = bench_kit.one_round(
-                    own, folder, hands_for(workload, words, kept), "step", given.threads or os.cpu_count()
+                    own,
+                    folder,
+                    hands_for(workload, words, kept),
+                    "step",
+                    given.threads or os.cpu_count(),
+                    given.device,
                 )
         print(f"round {number}: {workload.steps} steps, {bench_kit.machine()}")
         print(f"  runner {describe(turns.ours)}  {judged(parts, parts.model)}")
@@ -208,13 +214,13 @@ def speedups(turns: TakesTurns, hand: str, per_item: bool) -> list[float]:
     return [theirs.seconds / ours.seconds for ours, theirs in pairs]
 
 
-def mlp(rounds: int, words: list[str], must: float, epochs: int = 60, skipped: int = 1) -> None:
+def mlp(rounds: int, words: list[str], must: float, device: str, epochs: int = 60, skipped: int = 1) -> None:
     """skipped: epochs at the start of a round that do not count, for compilation."""
     torch.set_num_threads(1)
     ratios: list[float] = []
     for number in range(rounds + 1):
         with tempfile.TemporaryDirectory() as temporary, bench_kit.silence():
-            turns = bench_overhead.one_round(epochs, [128], Path(temporary), words)
+            turns = bench_overhead.one_round(epochs, [128], Path(temporary), words, device)
         if number:  # the first is a warm-up
             pairs = zip(turns.ours[skipped:], turns.theirs["hand"][skipped:], strict=True)
             ratios += [ours.seconds / theirs.seconds for ours, theirs in pairs]
@@ -237,6 +243,7 @@ def main() -> None:
         "--threads", type=int, help="of both sides; else all cores, and what the runner chooses"
     )
     parser.add_argument("--steps", type=int, help="of a round")
+    bench_kit.add_device(parser)
     given, words = parser.parse_known_args()
     try:
         if given.workload in WORKLOADS:
@@ -252,10 +259,11 @@ def main() -> None:
                 given.rounds,
                 ["trainer.compile=step", *words],
                 0.55,
+                given.device,
                 skipped=5,
             )
         else:
-            mlp(given.rounds, words, 1.1)
+            mlp(given.rounds, words, 1.1, given.device)
     except ConfigError as error:
         sys.exit(f"bench_speed.py {given.workload}: {error}")
 

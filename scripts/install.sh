@@ -99,8 +99,8 @@ install_torch() {
     grep -v '^cuda-' "$pins" >"$other"
     pins="$other"
     "$venv/bin/python" -m pip uninstall --quiet --yes torch >/dev/null 2>&1 || true
-    pip_install --no-deps --index-url "$index" torch
-    pip_install --extra-index-url "$index" torch
+    PIP_INDEX_URL="$index" PIP_EXTRA_INDEX_URL="" pip_install --no-deps torch
+    PIP_EXTRA_INDEX_URL="$index ${PIP_EXTRA_INDEX_URL:-}" pip_install torch
     echo "$index" >"$venv/torch-index"
 }
 

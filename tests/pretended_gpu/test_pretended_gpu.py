@@ -21,7 +21,17 @@ import torch
 HERE = Path(__file__).parent
 SOURCES = ("device", "kernels", "layers")
 SUITES = {
-    "data": (24, ["tests/data", "tests/step", "tests/parallel", "tests/transform", "tests/pretended_gpu"]),
+    "data": (
+        26,
+        [
+            "tests/data",
+            "tests/step",
+            "tests/parallel",
+            "tests/scripts",
+            "tests/transform",
+            "tests/pretended_gpu",
+        ],
+    ),
     "runs": (32, ["tests/runs/test_on_a_gpu.py", "tests/runs/test_settle.py"]),
     "equal": (32, ["tests/runs/test_gpu_equals.py"]),
 }

@@ -17,7 +17,9 @@ PYTHON = """#!{python}
 import json, os, sys
 if sys.argv[1:3] == ["-m", "pip"]:
     with open("{log}", "a") as log, open(os.environ.get("PIP_CONSTRAINT", os.devnull)) as pins:
-        log.write(json.dumps([sys.argv[3:], [line for line in pins if line.startswith("cuda-")]]) + "\\n")
+        cuda = [line for line in pins if line.startswith("cuda-")]
+        places = [os.environ.get("PIP_INDEX_URL"), os.environ.get("PIP_EXTRA_INDEX_URL")]
+        log.write(json.dumps([sys.argv[3:], cuda, places]) + "\\n")
 else:
     os.execv("{python}", ["{python}", *sys.argv[1:]])
 """
@@ -26,10 +28,18 @@ INDEX = "https://wheels.invalid/cu126"
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
+class Install(NamedTuple):
+    """pins: those of CUDA 13. places: pip's index and the further one, by the environment."""
+
+    words: list[str]
+    pins: list[str]
+    places: list[str | None]
+
+
 class Done(NamedTuple):
     code: int
     text: str
-    installs: list[tuple[list[str], list[str]]]
+    installs: list[Install]
 
 
 class Machine:
@@ -51,13 +61,13 @@ class Machine:
     def install(self, *words: str, **env: str) -> Done:
         self.log.write_text("")
         program = 'set -euo pipefail; source scripts/install.sh; install_trainrun gpu "$@"'
-        own = {name: value for name, value in os.environ.items() if name != "TORCH_INDEX_URL"}
+        own = {name: value for name, value in os.environ.items() if not name.endswith("INDEX_URL")}
         done = subprocess.run(
             ["bash", "-c", program, "bash", *words], cwd=self.folder, capture_output=True, text=True, check=False,
             env=own | {"PATH": f"{self.tools}:{os.environ['PATH']}"} | env,
         )  # fmt: skip
         rows = [json.loads(line) for line in self.log.read_text().splitlines()]
-        installs = [(words[1:], pins) for words, pins in rows if words[0] == "install"]
+        installs = [Install(row[0][1:], *row[1:]) for row in rows if row[0][0] == "install"]
         return Done(done.returncode, done.stdout + done.stderr, installs)
 
     def _write(self, path: Path, text: str) -> None:
@@ -75,8 +85,8 @@ def test_a_new_driver_takes_pips_own_build(machine: Machine, gpus: tuple[str, ..
     machine.has(*gpus)
     done = machine.install()
     assert done.code == 0, done.text
-    assert [words[-1] for words, _ in done.installs] == ["torch", f"{machine.folder}[gpu]"]
-    assert all(pins for _, pins in done.installs)
+    assert [install.words[-1] for install in done.installs] == ["torch", f"{machine.folder}[gpu]"]
+    assert all(install.pins for install in done.installs)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +127,10 @@ def test_the_index_that_the_user_names_gives_torch_and_is_kept(machine: Machine)
     done = machine.install(TORCH_INDEX_URL=INDEX)
     assert done.code == 0, done.text
     first, second, ours = done.installs
-    assert first[0][-4:] == ["--no-deps", "--index-url", INDEX, "torch"]
-    assert second[0][-3:] == ["--extra-index-url", INDEX, "torch"]
-    assert ours[0][-1] == f"{machine.folder}[gpu]"
-    assert not any(pins for _, pins in done.installs)  # of CUDA 13
+    assert (first.words[-2:], first.places) == (["--no-deps", "torch"], [INDEX, ""])
+    assert (second.words[-1], second.places) == ("torch", [None, f"{INDEX} "])
+    assert (ours.words[-1], ours.places) == (f"{machine.folder}[gpu]", [None, None])
+    assert not any(install.pins for install in done.installs)
     again = machine.install()
     assert (again.code, again.installs) == (0, [])
     assert machine.install(TORCH_INDEX_URL=INDEX.replace("126", "128")).installs
