@@ -142,6 +142,7 @@ class TrainerConfig:
     benchmark: bool = False
     num_threads: Any = number("auto", at_least=1)
     flush_denormal: bool = False
+    check_task: bool = True
     python_gc: str = one_of("between_steps", "automatic", default="between_steps")
     ema: EmaConfig = field(default_factory=EmaConfig)
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)

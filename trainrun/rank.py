@@ -115,9 +115,12 @@ def train_once(
             closing.enter_context(unloaded_compiler())
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         identity = read_identity(run)
-        begin = None if resume and committed_steps(run.checkpoints) else config.init_from
+        goes_on = resume and bool(committed_steps(run.checkpoints))
+        begin = None if goes_on else config.init_from
         site = site_of(run, identity, parallel, flag, listeners, begin)
-        site = replace(site, ledger=ledger, measures=not resume, device_times=device_times)
+        site = replace(
+            site, ledger=ledger, measures=not resume, is_new=not goes_on, device_times=device_times
+        )
         parts, facts = build_parts(config, site)
         closing.push(lambda kind, error, trace: end_save(parts, kind))
         if parts.config.trainer.compile.scope in ("model", "regional"):

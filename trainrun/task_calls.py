@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,10 @@ class TaskCalls:
         """Ahead of the first step of a session; a task of ours needs no watching."""
         if not type(self._task).__module__.startswith("trainrun.task."):
             self._watch = TaskWatch(self._task, self._model, accumulates, in_graph, note)
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Inside, the task can be copied."""
+        return nullcontext() if self._watch is None else self._watch.aside()
 
     def unwatch(self) -> None:
         """The training has ended."""

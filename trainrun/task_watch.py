@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,18 @@ class TaskWatch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, `task.step` is as it was, so that the task can be copied."""
+        stood = self._in_front
+        self.release()
+        try:
+            yield
+        finally:
+            self._in_front = stood
+            if stood:
+                object.__setattr__(self._task, "step", self._step)
 
     def release(self) -> None:
         """Nothing stands in front of `step` any more: a graph of it could be made."""

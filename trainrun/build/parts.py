@@ -38,7 +38,7 @@ from trainrun.build.plan import (
     keep_options,
     with_accumulation,
 )
-from trainrun.build.step import build_counting, build_log, build_stepper, seen_step
+from trainrun.build.step import build_counting, build_log, build_stepper, checked_step, seen_step
 from trainrun.cadence import Cadence, Limits, Rhythm
 from trainrun.checkpoint.keep import Checkpoints
 from trainrun.checkpoint.weights import load_initial
@@ -89,6 +89,7 @@ class Site:
     """Where a run is built: its folder, its ranks, who may stop it, and who listens on rank 0.
 
     chosen: what the run began with, and after the build what was chosen for it. measures: whether by a clock.
+    is_new: nothing of the run has been trained before, so its task is checked.
     """
 
     run: RunDir
@@ -103,6 +104,7 @@ class Site:
     ledger: Ledger = field(default_factory=Ledger)
     chosen: Chosen = field(default_factory=dict)
     measures: bool = False
+    is_new: bool = False
     spent: Spent = field(default_factory=Spent)
     device_times: DeviceTimes | None = None
 
@@ -190,11 +192,11 @@ def build_parts(config: RunConfig, site: Site) -> tuple[Parts, RunFacts]:
     calls = build_task_calls(config, site, task, model)
     counting = build_counting(config, model, task, site.parallel, site.ledger)
     stepper = build_stepper(config, guarded, site.parallel.device, compile_log)
+    stepper = seen_step(config, stepper, site.parallel.device, site.device_times, board.note)
     parts = Parts(
         config, model, wrapped, task, calls, optimizer, schedule, precision, site.parallel, ema, retry,
         train, val, test, cadence, checkpoints, board, facts, site.ledger,
-        seen_step(config, stepper, site.parallel.device, site.device_times, board.note), compile_log, counting,
-        tally.planned,
+        checked_step(stepper, site.is_new and config.trainer.check_task, task), compile_log, counting, tally.planned,
     )  # fmt: skip
     return parts, run_facts(parts, site, rhythm, notes)
 

@@ -19,6 +19,7 @@ from trainrun.monitor.board import Board
 from trainrun.parts import Parts
 from trainrun.precision.guarded import Guarded
 from trainrun.process.collector import freeze_more
+from trainrun.start.contract import Checked
 from trainrun.step.counting import CountedAfter, CountedBefore
 from trainrun.step.sampled import sampled
 from trainrun.step.watched import Watched
@@ -88,6 +89,12 @@ def build_stepper(config: RunConfig, precision: Guarded, device: torch.device, l
         return captured(function, inputs, num_held, record) if records else function
 
     return WholeStep(loop.train_step, precision, config.data.batch_size, engine, log, fixed=records)
+
+
+def checked_step(stepper: Stepper, wanted: bool, task: Any) -> Stepper:
+    """The step, before whose first the task is looked at, if it is the user's own."""
+    own = not type(task).__module__.startswith("trainrun.")
+    return Checked(stepper) if wanted and own else stepper
 
 
 def seen_step(

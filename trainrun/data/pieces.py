@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -29,18 +29,30 @@ def tensors_in(data: Any) -> list[Tensor]:
 
 def rows_of(data: Any, first: int, end: int, count: int) -> Any:
     """Rows `first` to `end` of a batch of `count`. ValueError: a part of it does not go by rows."""
+    return _by_rows(data, count, lambda part: part[first:end])
+
+
+def twice(data: Any, count: int) -> Any:
+    """A batch of `count` rows, and behind them the same rows again. ValueError: a part of it does not go by rows."""
+    return _by_rows(
+        data, count, lambda part: torch.cat([part, part]) if isinstance(part, Tensor) else part + part
+    )
+
+
+def _by_rows(data: Any, count: int, change: Callable[[Any], Any]) -> Any:
+    """The same containers, with what lists `count` rows changed."""
     if isinstance(data, Tensor):
         if data.ndim and data.shape[0] == count:
-            return data[first:end]
+            return change(data)
         raise ValueError(
             f"a tensor of shape {tuple(data.shape)} is in a batch of {count} samples, which it does not list"
         )
     if isinstance(data, Mapping):
-        return {key: rows_of(value, first, end, count) for key, value in data.items()}
+        return {key: _by_rows(value, count, change) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         if len(data) == count and not tensors_in(data):  # names, for instance
-            return data[first:end]
-        parts = [rows_of(value, first, end, count) for value in data]
+            return change(data)
+        parts = [_by_rows(value, count, change) for value in data]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     if data is None:
         return None

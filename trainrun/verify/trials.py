@@ -182,7 +182,7 @@ def quiet(config: RunConfig) -> RunConfig:
     checkpoint.every_n_train_steps = checkpoint.train_time_interval = None
     trainer.max_time, trainer.early_stopping.enabled = None, False
     trainer.limit_val_batches = FEW_VALIDATIONS
-    config.ckpt_path = None
+    config.ckpt_path, trainer.check_task = None, False  # "sum of losses" says it
     if config.loop:
         raise NotApplicable("loop is your own")
     return config

@@ -80,6 +80,7 @@ SETTINGS = {
     "trainer.deterministic": "refuse kernels whose sums have no fixed order",
     "trainer.benchmark": "cuDNN picks kernels by timing (GPU)",
     "trainer.num_threads": "of one operation on a CPU, or auto",
+    "trainer.check_task": "refuse a task of your own that returns a mean where a sum is wanted",
     "trainer.flush_denormal": "numbers below 1e-38 count as 0 (CPU)",
     "trainer.python_gc": "when Python looks for garbage",
     "trainer.ema.enabled": "keep an average of the weights; validation uses it. trainer.ema=true is short for it",
