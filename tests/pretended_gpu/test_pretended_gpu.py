@@ -33,7 +33,7 @@ SUITES = {
         ],
     ),
     "runs": (32, ["tests/runs/test_on_a_gpu.py", "tests/runs/test_settle.py"]),
-    "equal": (32, ["tests/runs/test_gpu_equals.py"]),
+    "equal": (43, ["tests/runs/test_gpu_equals.py"]),
 }
 
 
