@@ -29,6 +29,7 @@ NORMED_CALLS = (
 )
 DEEPEST = 6
 MOST_ENTRIES = 1000  # of one container
+MOST_NUMBERS = 1 << 20  # of one tensor; of a larger one a sample is looked at
 NAMED = 3  # parameters in a message
 PARAMETERS = "parameters of the model"
 OF_MODULES = frozenset(vars(nn.Module()))
@@ -258,13 +259,16 @@ def checksum(tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return None
     tensor = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    shape = tuple(tensor.shape)
+    if tensor.numel() > MOST_NUMBERS:
+        tensor = tensor.flatten()[:: tensor.numel() // MOST_NUMBERS | 1]  # odd: no column of a table alone
     if not tensor.is_floating_point():
-        return f"{tuple(tensor.shape)} {tensor.sum(dtype=torch.int64).item()}"
+        return f"{shape} {tensor.sum(dtype=torch.int64).item()}"
     if not tensor.numel():
-        return f"{tuple(tensor.shape)}"
+        return f"{shape}"
     wide = torch.promote_types(tensor.dtype, torch.float32)
     norm, total = torch.linalg.vector_norm(tensor, dtype=wide), tensor.sum(dtype=wide)
-    return f"{tuple(tensor.shape)} {norm.item()!r} {total.item()!r}"
+    return f"{shape} {norm.item()!r} {total.item()!r}"
 
 
 def digest(data: bytes) -> str:

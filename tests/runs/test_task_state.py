@@ -259,3 +259,6 @@ def test_checksums_tell_contents_apart() -> None:
     assert comparable(one, set(), 6) == comparable({"a": torch.ones(3), "b": [1, 2.0, None]}, set(), 6)
     assert comparable(one, set(), 6) != comparable({"a": torch.ones(3), "b": [1, 2.5, None]}, set(), 6)
     assert comparable(one, set(), 6) != comparable({"a": torch.zeros(3), "b": [1, 2.0, None]}, set(), 6)
+    large = torch.zeros(3, 1 << 20)
+    assert comparable(large, set(), 6) == comparable(large.clone(), set(), 6)
+    assert comparable(large, set(), 6) != comparable(large + 1e-6, set(), 6)

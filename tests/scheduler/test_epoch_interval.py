@@ -99,6 +99,10 @@ def test_a_run_and_its_resume_in_the_middle_of_an_epoch(workdir: Path, accumulat
             [*STEPLR[:-1], "scheduler.interval=epochs"],
             "scheduler.interval=epochs: must be step or epoch. Did you mean",
         ),
+        (
+            [*STEPLR, "loop._target_=math.floor"],
+            "scheduler.interval=epoch: a loop of your own ends its epochs",
+        ),
         (["scheduler=plateau", "scheduler.interval=epoch"], "scheduler.interval"),
         (["scheduler=cosine", "scheduler.interval=epoch"], "scheduler.interval"),
     ],

@@ -214,14 +214,13 @@ def test_a_model_that_mixes_samples(tmp_path):
 
 def test_a_lost_sample(tmp_path, monkeypatch):
     def shorter(real):
-        def epoch_order(num_samples, *rest):
-            indices = real(num_samples, *rest)
-            indices[-1] = indices[0]
-            return indices
+        def order_of(num_samples, *rest):
+            lookup = real(num_samples, *rest)
+            return lambda positions: lookup(positions % (num_samples - 1))
 
-        return epoch_order
+        return order_of
 
-    plant(monkeypatch, order, "epoch_order", shorter)
+    plant(monkeypatch, order, "order_of", shorter)
     assert verdict(tmp_path, "every sample once") == FAIL
 
 

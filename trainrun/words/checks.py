@@ -210,6 +210,9 @@ def _rate_faults(config: RunConfig) -> Iterator[str]:
     interval = scheduler.get("interval", "step")
     if interval not in INTERVALS:
         yield f"scheduler.interval={interval}: must be step or epoch.{nearest(str(interval), INTERVALS)}"
+    own_loop = str((config.loop or {}).get("_target_", "trainrun."))
+    if interval == "epoch" and not own_loop.startswith("trainrun."):
+        yield "scheduler.interval=epoch: a loop of your own ends its epochs itself; use scheduler.interval=step"
     rule = scheduler.get("lr_scaling", "none")
     if rule not in LR_SCALINGS:
         yield f"scheduler.lr_scaling={rule}: must be one of {', '.join(LR_SCALINGS)}.{nearest(str(rule), LR_SCALINGS)}"
