@@ -40,6 +40,35 @@ def everything(*args, **keywords):
     return args, keywords
 """
 
+DOUBTFUL = """
+import functools
+import inspect
+
+def with_labels(init):
+    \"""As `transformers` does: the constructor takes more than the one that it says it wraps.\"""
+    @functools.wraps(init)
+    def wider(self, *args, num_labels=None, **more):
+        if num_labels is not None:
+            self.num_labels = num_labels
+        init(self, *args, **more)
+    return wider
+
+class Config:
+    @with_labels
+    def __init__(self, width=1):
+        self.width = width
+
+class Declared:
+    __signature__ = inspect.Signature([inspect.Parameter("width", inspect.Parameter.KEYWORD_ONLY)])
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+class Narrow:
+    def __init__(self, width):
+        self.width = width
+"""
+
 
 NO_HIDEN = "plug_net.Net takes no such argument; did you mean hidden? It takes: width, hidden, head"
 
@@ -50,6 +79,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import sys
 
     (tmp_path / "plug_net.py").write_text(SOURCE)
+    (tmp_path / "plug_doubtful.py").write_text(DOUBTFUL)
     (tmp_path / "plug_broken.py").write_text("x = 1\ny = undefined_name\n")
     (tmp_path / "plug_syntax.py").write_text("x = 1\ndef (:\n")
     (tmp_path / "plug_needs.py").write_text("import no_such_package_here\n")
@@ -186,7 +216,7 @@ def test_right_nodes_have_no_faults() -> None:
         (
             node("plug_net.Net", width=1, _convert_="all"),
             (),
-            ["model._convert_: not a word of trainrun, which knows _target_, _args_, _partial_"],
+            ["model._convert_: not a word of trainrun, which knows _target_, _args_, _partial_, _check_"],
         ),
         (node("plug_net.everything", _args_=3), (), ["model._args_=3: must be a list"]),
         (node("plug_net.Net", _partial_="yes"), (), ["model._partial_=yes: must be true or false"]),
@@ -245,14 +275,16 @@ def test_an_error_in_the_constructor_is_named_with_call_and_place(tmp_path: Path
     with pytest.raises(PluginError) as caught:
         build({"net": node("plug_net.Net", width=9, head=node("plug_net.Head"))}, "model")
     assert str(caught.value) == (
-        "model.net: plug_net.Net(width=9, head=Head) raised ValueError: nine is too wide "
-        f"({tmp_path}/plug_net.py line 14)"
+        "model.net: plug_net.Net failed: ValueError: nine is too wide "
+        f"({tmp_path}/plug_net.py line 14); its arguments: width=9, head=Head"
     )
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_a_wrong_call_is_a_plugin_error_and_ours_pass_as_they_are() -> None:
-    with pytest.raises(PluginError, match=r"model: plug_net\.Net\(\) raised TypeError: .*'width'"):
+    with pytest.raises(
+        PluginError, match=r"model: plug_net\.Net does not take its arguments: TypeError: .*'width'"
+    ):
         build(node("plug_net.Net"), "model")
     with pytest.raises(ConfigError, match=r"^model\.width=8: from trainrun$"):
         build(node("plug_net.Net", width=8), "model")
@@ -268,3 +300,40 @@ def test_what_a_node_is() -> None:
     assert is_node({"_target_": None})
     assert not is_node({"lr": 1})
     assert not is_node("_target_")
+
+
+@pytest.mark.parametrize(
+    ("target", "given"), [("Config", {"num_labels": 3, "width": 2}), ("Declared", {"height": 3})]
+)
+def test_a_doubtful_signature_is_tried(target: str, given: dict[str, Any]) -> None:
+    """What a wrapper or a signature set by hand hides is for the call to take or to refuse."""
+    one = node(f"plug_doubtful.{target}", **given)
+    assert bind_faults(one, "model") == []
+    made = build(one, "model")
+    assert getattr(made, "fields", None) == given or (made.num_labels, made.width) == (3, 2)
+
+
+def test_what_the_call_refuses_is_told_in_a_sentence() -> None:
+    one = node("plug_doubtful.Config", widht=2)
+    assert bind_faults(one, "model") == []
+    with pytest.raises(PluginError) as caught:
+        build(one, "model")
+    assert str(caught.value).startswith(
+        "model: plug_doubtful.Config failed: TypeError: Config.__init__() got an un"
+    )
+    assert str(caught.value).endswith("its arguments: widht=2")
+
+
+def test_a_plain_signature_is_still_held_against_the_arguments() -> None:
+    assert bind_faults(node("plug_doubtful.Narrow", widht=2), "model") != []
+
+
+def test_the_user_may_know_better() -> None:
+    one = node("plug_doubtful.Narrow", widht=2, _check_=False)
+    assert bind_faults(one, "model") == []
+    with pytest.raises(PluginError, match="does not take its arguments: TypeError"):
+        build(one, "model")
+    assert build(node("plug_doubtful.Narrow", width=2, _check_=False), "model").width == 2
+    assert bind_faults(node("plug_doubtful.Narrow", width=2, _check_="no"), "model") == [
+        "model._check_=no: must be true or false"
+    ]

@@ -3,7 +3,8 @@
     {"_target_": "my_net.Net", "width": 64, "head": {"_target_": "torch.nn.ReLU"}}
 
 `_args_` is a list of positional arguments; `_partial_: true` gives a `functools.partial`. Nested nodes,
-in dicts and lists too, are built first. `bind_faults` finds the mistakes before anything is built.
+in dicts and lists too, are built first. `bind_faults` finds the mistakes before anything is built; with
+`_check_: false` it leaves the arguments to the target.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 
 from trainrun.errors import PluginError, TrainrunError
 
-TARGET, ARGS, PARTIAL = "_target_", "_args_", "_partial_"
-WORDS = (TARGET, ARGS, PARTIAL)
+TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
+WORDS = (TARGET, ARGS, PARTIAL, CHECK)
 REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "posix", "posixpath", "pty",
            "runpy", "shutil", "subprocess", "sys")  # fmt: skip
 
@@ -143,7 +144,8 @@ def bind_faults(node: Any, key: str, extra: Sequence[str] = ()) -> list[str]:
         target = locate(node[TARGET], key)
     except PluginError as error:
         return [str(error), *faults]
-    return word_faults(node, key) + argument_faults(target, node, key, extra) + faults
+    unchecked = node.get(CHECK) is False
+    return word_faults(node, key) + ([] if unchecked else argument_faults(target, node, key, extra)) + faults
 
 
 def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
@@ -165,8 +167,10 @@ def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
     except TrainrunError:
         raise
     except Exception as error:
-        call = f"{node[TARGET]}({shown(args, keywords)})"
-        raise PluginError(f"{key}: {call} raised {place(error)}") from error
+        given = f"its arguments: {shown(args, keywords)}" if args or keywords else "it got no arguments"
+        refused = isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
+        what = "does not take its arguments" if refused else "failed"
+        raise PluginError(f"{key}: {node[TARGET]} {what}: {place(error)}; {given}") from error
 
 
 def rebuilt(value: Any, key: str) -> Any:
@@ -191,18 +195,18 @@ def word_faults(node: dict[str, Any], key: str) -> list[str]:
     faults = []
     if not isinstance(node.get(ARGS, []), list):
         faults.append(f"{key}.{ARGS}={node[ARGS]}: must be a list")
-    if not isinstance(node.get(PARTIAL, False), bool):
-        faults.append(f"{key}.{PARTIAL}={node[PARTIAL]}: must be true or false")
+    for word in (PARTIAL, CHECK):
+        if not isinstance(node.get(word, False), bool):
+            faults.append(f"{key}.{word}={node[word]}: must be true or false")
     return faults
 
 
 def argument_faults(
     target: Callable[..., Any], node: dict[str, Any], key: str, extra: Sequence[str]
 ) -> list[str]:
-    """Binds the node's arguments to the target's signature; nothing to say where it has none (C code)."""
-    try:
-        parameters = list(inspect.signature(target).parameters.values())
-    except (TypeError, ValueError):
+    """Binds the node's arguments to the target's signature; nothing to say where it has none to rely on."""
+    parameters = parameters_of(target)
+    if parameters is None:
         return []
     name_of, given = node[TARGET], [name for name in node if name not in WORDS]
     args = node.get(ARGS, [])
@@ -228,6 +232,21 @@ def argument_faults(
         missing = [p for p in free if p.default is p.empty and p.name not in given]
         faults += [f"{key}.{p.name}: {name_of} needs it; add {key}.{p.name}=..." for p in missing]
     return faults
+
+
+def parameters_of(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """What is really called takes: a wrapper often takes more than the function that it says it wraps.
+
+    None: C code without a signature, or one that somebody set by hand, as `transformers` and pydantic do: only the
+    call can tell.
+    """
+    called = (target, getattr(target, "__init__", None), getattr(target, "__new__", None))
+    if any("__signature__" in getattr(item, "__dict__", ()) for item in called):
+        return None
+    try:
+        return list(inspect.signature(target, follow_wrapped=False).parameters.values())
+    except (TypeError, ValueError):
+        return None
 
 
 def takes_name_twice(by_place: list[inspect.Parameter], name: str) -> bool:

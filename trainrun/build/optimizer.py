@@ -9,7 +9,7 @@ from torch import nn
 
 from trainrun.cadence import Rhythm
 from trainrun.config import RunConfig
-from trainrun.instantiate import locate
+from trainrun.instantiate import CHECK, locate
 from trainrun.monitor.readable import counted
 from trainrun.optimizer.build import build_optimizer
 from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
@@ -39,6 +39,7 @@ def build_optimizer_of(
         notes.append(note)
         if node.get("adamw_lr") is not None:  # the other half of Muon
             node["adamw_lr"], _ = scaled_lr(node["adamw_lr"], rule, batch, base)
+    node.pop(CHECK, None)
     factory = locate(node.pop("_target_"), "optimizer")
     in_one_graph = config.trainer.cuda_graphs or config.trainer.compile.scope == "step"
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
@@ -59,6 +60,7 @@ def build_schedule_of(config: RunConfig, optimizer: torch.optim.Optimizer, rhyth
     node = dict(config.scheduler or {"_target_": "trainrun.scheduler.curves.constant"})
     own = {name: node.pop(name, None) for name in SCHEDULE_KEYS}
     steps = warmup_steps(config, rhythm)
+    node.pop(CHECK, None)
     target = locate(node.pop("_target_"), "scheduler")
     return build_schedule(
         optimizer,
