@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -205,7 +206,7 @@ def told(folder: Path, work: Callable[[], int]) -> int:
     if code not in (EXIT_DONE, EXIT_USAGE) and (folder / "checkpoints").is_dir() and not is_done(folder):
         shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
         with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts
-            say(f"go on with: trainrun resume {shown}", file=sys.stderr, flush=True)
+            say(f"go on with: trainrun resume {shlex.quote(shown)}", file=sys.stderr, flush=True)
     return code
 
 

@@ -18,6 +18,7 @@ from trainrun.errors import ConfigError
 from trainrun.rundir import SEED, SEED_DRAWN, RunDir, read_identity, was_saved
 from trainrun.trust import check_files, check_run
 from trainrun.words.compose import is_as_saved, plain_config, with_words
+from trainrun.words.path_words import is_path
 
 SHOWN = 8
 ABSENT = object()  # of a key that only the other config has
@@ -147,7 +148,8 @@ def with_values(changed: list[Difference], resume: str) -> str:
     """The command that would change them on the way; empty where another part was chosen, which is fixed."""
     if len(changed) > SHOWN or any(ABSENT in (there, here) or key == "seed" for key, there, here in changed):
         return ""
-    words = [shlex.quote(f"{key}={word(here)}") for key, _, here in changed]
+    values = [str(here) if here is not None and is_path(key) else word(here) for key, _, here in changed]
+    words = [shlex.quote(f"{key}={value}") for (key, _, _), value in zip(changed, values, strict=True)]
     return f" (or, where that can change on the way: {resume} {' '.join(words)})"
 
 

@@ -12,11 +12,14 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import reprlib
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +28,8 @@ from trainrun.errors import PluginError, TrainrunError
 
 TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)
+HERE = "trainrun.here."
+KEPT = ("trainrun", "torch")  # which the program itself is made of
 REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "posix", "posixpath", "pty",
            "runpy", "shutil", "subprocess", "sys")  # fmt: skip
 
@@ -78,17 +83,37 @@ def attribute(found: Any, path: str, name: str, fault: str) -> Any:
 
 def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[str]]:
     """The module that the path begins with, its name, and the rest of the path."""
+    prefix = HERE if is_hidden(names[0]) else ""
     for length in range(len(names) - 1, 0, -1):
         path = ".".join(names[:length])
         try:
-            return importlib.import_module(path), path, names[length:]
+            found = importlib.import_module(prefix + path)
+            return found, f"{path} ({found.__file__})" if prefix else path, names[length:]
         except (Exception, SystemExit) as error:
-            if not is_absent(error, path):
+            if not is_absent(error, prefix + path):
                 raise PluginError(f"{fault} importing {path} failed: {place(error)}") from error
     guess = nearest(names[0], top_modules(names[0]))
     raise PluginError(
         f"{fault} no module {names[0]} (looked in {Path.cwd()}, PYTHONPATH and what is installed){guess}"
     )
+
+
+def is_hidden(name: str) -> bool:
+    """Whether the working directory has a module that Python would not find by its name: another one comes first."""
+    with suppress(OSError):  # the working directory may be gone
+        folder = Path.cwd().resolve()
+        if name in KEPT or folder not in {Path(path).resolve() for path in sys.path}:
+            return False
+        own = [place for place in (folder / name / "__init__.py", folder / f"{name}.py") if place.is_file()]
+        if not own:
+            return False
+        if name in sys.stdlib_module_names:
+            return True
+        with suppress(ImportError, ValueError, AttributeError):
+            found = importlib.util.find_spec(name)
+            return found is None or found.origin is None or Path(found.origin).resolve() != own[0].resolve()
+        return True
+    return False
 
 
 def is_absent(error: BaseException, path: str) -> bool:
@@ -113,7 +138,7 @@ def examples(module: ModuleType) -> str:
     """The first classes that a module defines, for a guess."""
     classes = [item for item in vars(module).values() if inspect.isclass(item)]
     own = [item.__name__ for item in classes if item.__module__ == module.__name__]
-    return f", as {module.__name__}.{own[0]}" if own else ""
+    return f", as {module.__name__.removeprefix(HERE)}.{own[0]}" if own else ""
 
 
 def place(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -236,6 +237,7 @@ def finished(run: RunDir, config: RunConfig) -> str:
     if not same or (before != config and not any(reached)):
         return ""
     return (
-        f"{run.root}: finished already ({status.get('reason')}); more epochs or steps: trainrun resume {run.root} "
+        f"{run.root}: finished already ({status.get('reason')}); more epochs or steps: trainrun resume "
+        f"{shlex.quote(str(run.root))} "
         "trainer.max_epochs=... (or trainer.max_steps=...); its plots are drawn again by trainrun report"
     )

@@ -6,6 +6,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import shlex
 import signal
 import time
 import traceback
@@ -61,7 +62,8 @@ def _disk_full(run: RunDir, error: OSError) -> Exception:
     if error.errno not in FULL:
         return error
     place = error.filename or run.root
-    return SaveError(f"{place}: {error.strerror}; {FULL[error.errno]}, then: trainrun resume {run.root}")
+    again = f"trainrun resume {shlex.quote(str(run.root))}"
+    return SaveError(f"{place}: {error.strerror}; {FULL[error.errno]}, then: {again}")
 
 
 def _note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:

@@ -25,7 +25,8 @@ FLOORS = {
     4: ["parts", "status", "plots/"],
     3: ["cadence", "task_calls", "task_watch", "words/", "mishaps/"],
     2: ["config", "trust", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
-    1: ["interfaces", "device_times", "rundir", "runlock", "randomness", "state", "sums", "instantiate", "environment",
+    1: ["interfaces", "device_times", "rundir", "runlock", "randomness", "state", "sums", "instantiate", "here",
+        "environment",
         "process/", "optimizer/", "scheduler/"],
     0: ["errors", "output", "copies", "ledger", "eager", "fused_adam", "model/", "transform/"],
 }  # fmt: skip

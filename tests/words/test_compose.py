@@ -161,7 +161,7 @@ def test_all_faults_are_listed_at_once() -> None:
         ("data.batch_size", "cannot be read as key=value"),
         ("=3", "cannot be read as key=value"),
         ("optimizer.lr = 3", "no spaces around the ="),
-        ("data.path=a(b", "quote it twice"),
+        ("run_name=a(b", "quote it twice"),
         ("+trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
         ("++modle.width=3", "Did you mean model.width?"),
         ("+nothing=3", "nothing=3: no such group or setting."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ def file_faults(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None
         if error.errno in FULL:
             if error.errno != errno.EFBIG:
                 reason += f" (needs {needed_bytes:,} bytes, {free_bytes(folder):,} are free)"
-            way = f"{FULL[error.errno]}, then: trainrun resume {folder.parent}"
+            way = f"{FULL[error.errno]}, then: trainrun resume {shlex.quote(str(folder.parent))}"
             raise SaveError(f"{what}: {reason}; {way}") from error
         if error.filename is not None and str(error.filename) not in what:
             reason += f" ({error.filename})"

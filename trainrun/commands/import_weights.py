@@ -32,13 +32,13 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{words.file}: {'not a plain file' if source.exists() else 'no such file'}")
     if source.suffix == ".safetensors":
         raise ConfigError(
-            f"{source}: is safetensors already; begin a run with it: trainrun init_from={source}"
+            f"{source}: is safetensors already; begin a run with it: trainrun init_from={shlex.quote(str(source))}"
         )
     if not words.untrusted:
         raise ConfigError(
             f"{source}: a torch file is a pickle, which can hold a program; "
-            f"trainrun import {source} {dest} --untrusted reads it in a process without your "
-            "environment, with limited memory and time, and takes tensors only"
+            f"{shlex.join(['trainrun', 'import', str(source), str(dest)])} --untrusted reads it in a process without "
+            "your environment, with limited memory and time, and takes tensors only"
         )
     if dest.suffix != ".safetensors":
         raise ConfigError(f"{dest}: must end in .safetensors")

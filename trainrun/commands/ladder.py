@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def told(typed: list[str], found: Heights, budget: float, folder: Path) -> int:
     from trainrun.rundir import write_json
     from trainrun.words.tuned import machine
 
-    head = f"trainrun ladder {' '.join(typed)}".rstrip()
+    head = f"trainrun ladder {shlex.join(typed)}".rstrip()
     say(f"{head} | {machine()} | {found.seconds:.0f} s of {budget:.0f} s")
     say(ladder_report.table(found))
     for line in ladder_report.summary(found):

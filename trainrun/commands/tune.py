@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ def told(wish: Namespace, typed: list[str], outcome: Outcome, folder: Path, pres
     from trainrun.rundir import write_json
     from trainrun.words.tuned import machine
 
-    head = f"trainrun tune {' '.join(typed)}".rstrip()
+    head = f"trainrun tune {shlex.join(typed)}".rstrip()
     say(f"{head} | {machine()} | {outcome.seconds:.0f} s of {wish.budget:.0f} s")
     say(tune_report.noise_line(outcome))
     say(tune_report.table(outcome))
@@ -140,10 +141,10 @@ def told(wish: Namespace, typed: list[str], outcome: Outcome, folder: Path, pres
     say(f"result: {outcome.verdict}")
     written = write_preset(preset, typed, outcome, Path.cwd()) if outcome.claimed else None
     if written is not None and written.path is not None:
-        say(f"wrote {shown(written.path)}; use it with: trainrun {' '.join(written.use)}")
+        say(f"wrote {shown(written.path)}; use it with: trainrun {shlex.join(written.use)}")
     elif written is not None:
         say(
-            f"no preset: a word of yours, or an experiment, stands above it; say: trainrun {' '.join(written.use)}"
+            f"no preset: a word of yours, or an experiment, stands above it; say: trainrun {shlex.join(written.use)}"
         )
     elif wish.allow == "exact":
         say("not tried: bfloat16 and other number types, which round more (--allow numeric)")

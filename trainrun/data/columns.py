@@ -131,7 +131,7 @@ def rows_in_memory(source: Any) -> Columns | None:
     What wraps or extends one elsewhere has samples of its own.
     """
     kind = type(source)
-    if not (kind.__module__.startswith("trainrun.") and hasattr(kind, "as_rows")):
+    if not (kind.__module__.startswith("trainrun.data.") and hasattr(kind, "as_rows")):
         return None
     found: Columns | None = source.as_rows()
     return found

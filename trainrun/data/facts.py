@@ -143,7 +143,9 @@ def labels_in(source: Any, key: str) -> Any:
     if columns is not None:
         target = columns.target()
     else:  # another's attribute of this name may be anything
-        target = getattr(source, "labels", None) if type(source).__module__.startswith("trainrun.") else None
+        target = (
+            getattr(source, "labels", None) if type(source).__module__.startswith("trainrun.data.") else None
+        )
     return target if target is not None and is_integer(target) else None
 
 

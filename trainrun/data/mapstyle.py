@@ -20,7 +20,7 @@ class WholeBatches(Protocol):
 
 def whole_batches(dataset: Any) -> WholeBatches | None:
     """Only a data set of this package is asked: what is called `whole_batch` elsewhere may be anything."""
-    ours = type(dataset).__module__.startswith("trainrun.")
+    ours = type(dataset).__module__.startswith("trainrun.data.")
     return dataset if ours and isinstance(dataset, WholeBatches) else None
 
 

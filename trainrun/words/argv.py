@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from trainrun.errors import ConfigError
 from trainrun.words.checks import nearest
+from trainrun.words.path_words import as_path, is_path
 
 KEY_ALIASES = {
     "lr": "optimizer.lr",
@@ -96,7 +97,6 @@ OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
 
 _PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
-_SHARDS = re.compile(r"\{\d+\.\.\d+\}")  # shard-{000..009}.tar, where Hydra would see a mapping
 
 
 @dataclass
@@ -161,7 +161,13 @@ def _with_its_rest(word: str, rest: list[str]) -> str:
     whole = word
     if "=" not in whole and rest and rest[0].startswith("="):
         whole += rest.pop(0)
-    if whole.endswith("=") and rest and rest[0] and "=" not in rest[0] and not rest[0].startswith("-"):
+    if (
+        whole.find("=") == len(whole) - 1
+        and rest
+        and rest[0]
+        and "=" not in rest[0]
+        and not rest[0].startswith("-")
+    ):
         whole += rest.pop(0)
     return word if whole == word else whole.replace("=", " = ", 1)
 
@@ -186,6 +192,7 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
     """Replaces other trainers' names, shorthands and numbers in place, and notes what was meant."""
     out: list[str] = []
     typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
+    may_vary = not {"--multirun", "-m"}.isdisjoint(words.flags)
     for word in words.overrides:
         before = len(out)
         prefix = re.match(r"[+~]*", word)
@@ -207,8 +214,12 @@ def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Cal
             words.own[key] = value
             words.typed[f"{key}={value}"] = word
             continue
-        elif key.endswith("path") and _SHARDS.search(value) and value[0] not in "\"'":
-            out.append(f'{sign}{key}="{value}"')
+        elif is_path(key) and equals:
+            out.append(f"{sign}{key}={as_path(value, may_vary)}")
+            if key == word[len(sign) :].partition("=")[0]:  # no other word is meant
+                words.typed[out[-1].lstrip("+")] = word
+                words.twice += _said_twice(f"{key}={value}", word, typed)
+                continue
         else:
             out.append(sign + key + equals + value)
         if out[-1].replace('"', "") != word:
