@@ -31,11 +31,11 @@ def test_one_composition_finds_faults_of_every_kind(monkeypatch: pytest.MonkeyPa
     compose = overrides._hydra_compose
     monkeypatch.setattr(overrides, "_hydra_compose", lambda *given: calls.append(1) or compose(*given))
     faults = faults_of(
-        "data.path=a(b", "trainer.channels_last=maybe", "seed=1,2", "model=cnnn", "optimizer.lrr=1",
+        "run_name=a(b", "trainer.channels_last=maybe", "seed=1,2", "model=cnnn", "optimizer.lrr=1",
         "trainer.max_epochs=abc", "~trainer.max_steps", "data.batch_size=0",
     )  # fmt: skip
     assert [fault.partition(":")[0] for fault in faults] == [
-        "trainer.channels_last=maybe", "data.path=a(b", "seed=1,2", "model=cnnn", "optimizer.lrr=1",
+        "trainer.channels_last=maybe", "run_name=a(b", "seed=1,2", "model=cnnn", "optimizer.lrr=1",
         "trainer.max_epochs=abc", "~trainer.max_steps", "data.batch_size=0",
     ]  # fmt: skip
     assert len(calls) == 1
