@@ -12,7 +12,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from trainrun.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
+from trainrun.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    OF_NAMES,
+    ConfigError,
+    TrainrunError,
+)
 from trainrun.output import say
 from trainrun.process.early_load import load_torch_early
 from trainrun.rundir import RunDir
@@ -38,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line; every fault of the user's is one short message and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        check_surroundings(words)
         return dispatch(words)
     except TrainrunError as error:
         return report_fault(error)
@@ -46,6 +55,19 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         return report_crash(error)
+
+
+def check_surroundings(words: list[str]) -> None:
+    """Raises ConfigError where the working directory is gone, and for words that are no text."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory is gone or closed ({error.strerror}); change to another one first"
+        ) from error
+    for word in words:
+        if word != word.encode("utf-8", "replace").decode("utf-8"):
+            raise ConfigError(f"{word}: not UTF-8; rename what it names, or reach it through a link")
 
 
 def report_fault(error: TrainrunError) -> int:
@@ -58,9 +80,12 @@ def report_fault(error: TrainrunError) -> int:
 
 def report_crash(error: Exception) -> int:
     """An exception of the user's own code: their lines of it. A bug of ours keeps the whole traceback."""
-    from trainrun.process.usercode import user_traceback
+    from trainrun.process.usercode import of_the_system, user_traceback
 
-    shown = user_traceback(error)
+    shown, text = user_traceback(error), of_the_system(error)
+    if text and os.environ.get("TRAINRUN_FULL_ERROR") != "1":
+        say(f"trainrun: {text} (every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
+        return EXIT_FAILED if isinstance(error, OSError) and error.errno not in OF_NAMES else EXIT_USAGE
     if not shown or os.environ.get("TRAINRUN_FULL_ERROR") == "1":
         raise error
     say(f"trainrun: failed in code of yours:\n{shown}", file=sys.stderr)

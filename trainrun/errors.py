@@ -8,6 +8,10 @@ import sys
 FULL = {  # what a place says that takes no more, and what to do about it
     errno.ENOSPC: "free space", errno.EDQUOT: "free space", errno.EFBIG: "allow larger files there (ulimit -f)",
 }  # fmt: skip
+OF_NAMES = (  # of places that were named wrongly, or may not be used
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.EROFS,
+)  # fmt: skip
 EXIT_DONE = 0
 EXIT_FAILED = 1  # the training failed
 EXIT_USAGE = 2  # the user's words, files or data

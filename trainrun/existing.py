@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from omegaconf import OmegaConf
 
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.rundir import SEED, SEED_DRAWN, RunDir, read_identity, was_saved
+from trainrun.rundir import SEED, SEED_DRAWN, RunDir, is_there, read_identity, was_saved
 from trainrun.trust import check_files, check_run
 from trainrun.words.compose import is_as_saved, plain_config, with_words
 from trainrun.words.path_words import is_path
@@ -74,7 +73,7 @@ def check_ours(run: RunDir) -> None:
     taken = [path.name for path in places if path.exists()]
     if was_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
         taken.append(run.checkpoints.name)
-    if taken and not any(os.path.lexists(path) for path in (run.identity, run.identity_copy)):
+    if taken and not is_there(run):
         remedy = "name another folder, or take them away"
         if was_saved(run):
             remedy += f" (ckpt_path={run.root} takes over a checkpoint)"

@@ -38,6 +38,7 @@ def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> 
         raise ConfigError(
             f"parallel={config.parallel.mode}: this was started as several ranks; use parallel=ddp"
         )
+    _note().parent.mkdir(parents=True, exist_ok=True)
     write_text(_note(), str(run.root))
     meeting = lead({"folder": str(run.root), "config": _digest(run), "resume": resume, "paths": paths})
     if faults := meeting.hear_all():
@@ -89,7 +90,10 @@ def _is_shared(run: RunDir, digest: str) -> bool:
 
 def restarted_run() -> RunDir | None:
     """The folder of this same run before torchrun started its ranks anew; None in its first life."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if not count.isascii() or not count.isdigit():
+        raise ConfigError(f"TORCHELASTIC_RESTART_COUNT={count}: must be a whole number; torchrun sets it")
+    if int(count) == 0:
         return None
     with contextlib.suppress(OSError):
         return RunDir(Path(_note().read_text(encoding="utf-8")))

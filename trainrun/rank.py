@@ -50,7 +50,7 @@ from trainrun.process.signals import StopFlag
 from trainrun.process.streams import guard_streams
 from trainrun.process.watchdog import Hung, Watchdog
 from trainrun.randomness import derive_seed, seed_everything
-from trainrun.rundir import RunDir, read_identity, read_json, write_identity
+from trainrun.rundir import RunDir, check_there, read_identity, read_json, write_identity
 from trainrun.runlock import take_over
 from trainrun.start.audition import choose_engine
 from trainrun.start.freed_memory import FreedMemory
@@ -184,6 +184,7 @@ def site_of(
 
     def before_commit() -> None:
         assert listeners is not None
+        check_there(run)
         listeners.flush()
         note_commit(run)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainrun.errors import ConfigError
+from trainrun.errors import ConfigError, SaveError
 
 MAX_JSON_BYTES = 4 * 2**20
 SAVED = "saved"  # in RUN.json, once a checkpoint was seen
@@ -136,6 +136,8 @@ class RunDir:
 
     def create(self) -> None:
         """Makes the folder; refuses a place where nothing can be written."""
+        if ascii(str(self.root)) != ascii(os.fsencode(self.root).decode("utf-8", "replace")):
+            raise ConfigError(f"output_dir={self.root}: not UTF-8; name another folder with output_dir=...")
         try:
             for folder in [*reversed(self.root.parents), self.root]:
                 if not folder.is_dir():
@@ -145,6 +147,20 @@ class RunDir:
                 pass
         except OSError as error:
             raise cannot_write(self.root, error) from error
+
+
+def is_there(run: RunDir) -> bool:
+    """Whether this is still the folder that a run made."""
+    return any(os.path.lexists(path) for path in (run.identity, run.identity_copy))
+
+
+def check_there(run: RunDir) -> None:
+    """Raises SaveError where the folder went away while the run was going on: it is not made again half empty."""
+    if not is_there(run):
+        raise SaveError(
+            f"{run.root}: the folder of this run is gone (removed, moved or unmounted), so nothing is saved any more; "
+            "bring it back, or where it was moved: trainrun resume NEW_PLACE"
+        )
 
 
 def was_saved(run: RunDir) -> bool:
@@ -179,14 +195,13 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:
-    """Replaces a file as a whole: nobody ever sees half of it.
+    """Replaces a file as a whole: nobody ever sees half of it. Its folder is there.
 
     durable: also after a power loss, where else an empty file could have taken its place.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             if durable:
                 file.flush()

@@ -38,7 +38,7 @@ from trainrun.rundir import (
     write_text,
 )
 from trainrun.runlock import only_writer
-from trainrun.status import deadline, read_status, run_status
+from trainrun.status import deadline, early_interrupts, read_status, run_status
 from trainrun.trust import add_links, add_run, check_found, foreign_nodes
 from trainrun.words.compose import Composition, load_config, plain_config, save_config
 
@@ -64,7 +64,7 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     """
     run = RunDir(_folder_of(composition))
     run.create()
-    with only_writer(run):
+    with only_writer(run), early_interrupts(run):
         check_ours(run)
         check_reachable(run)
         repair(run)
@@ -190,7 +190,7 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
 
 def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool = False) -> int:
     """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
-    with only_writer(run):
+    with only_writer(run), early_interrupts(run):
         return _go_on(run, overrides, paths, trust)
 
 

@@ -15,11 +15,21 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from trainrun.config import RunConfig
-from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, FULL, SaveError, TrainrunError
+from trainrun.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    FULL,
+    OF_NAMES,
+    SaveError,
+    TrainingError,
+    TrainrunError,
+)
 from trainrun.output import plain
 from trainrun.process.deadline import stop_deadline
-from trainrun.process.signals import StopFlag
-from trainrun.rundir import RunDir, read_json, write_json, write_text
+from trainrun.process.signals import StopFlag, before_leaving
+from trainrun.process.usercode import of_the_system
+from trainrun.rundir import RunDir, check_there, is_there, read_json, write_json, write_text
 
 STATES = ("running", "done", "stopped", "failed")
 
@@ -45,7 +55,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
         if refused and resumes and earlier is not None:
             write_text(run.status, earlier)
             raise
-        fault = _disk_full(run, error) if isinstance(error, OSError) else error
+        fault = _told(run, error)
         try:
             _note_failure(run, config, fault)
         except OSError:  # no room for a second status beside the first
@@ -57,10 +67,19 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
         raise fault from error
 
 
-def _disk_full(run: RunDir, error: OSError) -> Exception:
-    """What to do about it; other errors as they are."""
-    if error.errno not in FULL:
+def _told(run: RunDir, error: Exception) -> Exception:
+    """What to do about a disk that is full, or a place that cannot be used; other errors as they are."""
+    if isinstance(error, OSError | SaveError):
+        try:
+            check_there(run)
+        except SaveError as gone:
+            return gone
+    if isinstance(error, TrainrunError):
         return error
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        text = of_the_system(error)
+        kind = TrainrunError if isinstance(error, OSError) and error.errno in OF_NAMES else TrainingError
+        return kind(f"{text}; where that is mended: trainrun resume {run.root}") if text else error
     place = error.filename or run.root
     again = f"trainrun resume {shlex.quote(str(run.root))}"
     return SaveError(f"{place}: {error.strerror}; {FULL[error.errno]}, then: {again}")
@@ -68,6 +87,8 @@ def _disk_full(run: RunDir, error: OSError) -> Exception:
 
 def _note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
     """A fault with its message; of anything else the traceback too, in the log."""
+    if not is_there(run):
+        return
     if isinstance(error, TrainrunError):
         state = "stopped" if error.exit_code > 128 else "failed"  # 128 + n: signal n was the reason
         write_status(run, config, state=state, exit_code=error.exit_code, message=str(error))
@@ -94,6 +115,26 @@ def _note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
     return message
 
 
+@contextlib.contextmanager
+def early_interrupts(run: RunDir) -> Iterator[None]:
+    """A Ctrl-C ahead of `run_status` leaves no run at "running" that a kill had left so. For the lock's holder."""
+
+    def note() -> None:
+        status = read_status(run)
+        if status.get("state") == "running":
+            message = "interrupted before it went on; the run is as a kill had left it"
+            write_json(
+                run.status, status | {"state": "stopped", "exit_code": EXIT_INTERRUPTED, "message": message}
+            )
+
+    with before_leaving(note):
+        try:
+            yield
+        except KeyboardInterrupt:
+            note()
+            raise
+
+
 def deadline(run: RunDir, config: RunConfig) -> contextlib.AbstractContextManager[None]:
     """Inside, a stop that takes too long, or is asked for twice, ends the process."""
     return stop_deadline(
@@ -115,7 +156,7 @@ def give_up(run: RunDir, config: RunConfig, number: int, twice: bool) -> None:
 def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
     """Ends this process from any thread, whatever the others do; how an ended run stands is not touched."""
     with contextlib.suppress(OSError):
-        if read_status(run).get("state") in (None, "running"):
+        if is_there(run) and read_status(run).get("state") in (None, "running"):
             write_status(run, config, state=state, exit_code=exit_code, message=message)
         os.write(2, f"\ntrainrun: {plain(message)}\n".encode())
     end_process(exit_code)

@@ -269,3 +269,15 @@ def test_a_state_that_belongs_on_the_host_is_never_put_beside_the_weights(fused:
         for key, value in resumed.state[param].items():
             assert value.device.type == "cpu"
             assert torch.equal(value, tree["state"][name][key])
+
+
+def test_a_state_without_what_the_next_step_reads_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for key in ("step", "exp_avg"):
+        tree = copy.deepcopy(named_optimizer_state(optimizer, model))
+        del tree["state"]["weight"][key]
+        with pytest.raises(CheckpointError, match=f"the state of weight in the checkpoint has no {key}"):
+            load_named_optimizer_state(torch.optim.AdamW(model.parameters()), model, tree)

@@ -17,7 +17,7 @@ from trainrun.monitor.ledger_rows import LedgerRows
 from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, mend_end
 from trainrun.monitor.user_listener import UserListener, all_but
 from trainrun.parts import Parts
-from trainrun.rundir import RunDir
+from trainrun.rundir import RunDir, check_there
 from trainrun.state import TrainState
 
 
@@ -47,7 +47,7 @@ class Listeners:
             self.monitors += self._consoles
         if wanted.metrics_file:
             mend_end(run.metrics)
-            self._file = MetricsFile(run.metrics)
+            self._file = MetricsFile(run.metrics, check=lambda: check_there(run))
             self._rows = LedgerRows(self._file.write, ledger, device_times)
             self.monitors += [self._file, self._rows]
         self.monitors += users

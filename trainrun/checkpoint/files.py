@@ -32,10 +32,10 @@ class FileLayer:
         os.mkdir(path)
 
     def make_root(self, path: Path) -> None:
-        """A folder with its parents, unless it is there already."""
+        """A folder in one that exists, unless it is there already."""
         if not path.is_dir():
             self._before("make_root", path)
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(exist_ok=True)
             self.fsync_dir(path.parent)
 
     def write(self, path: Path, chunks: Iterable[bytes | memoryview], low: bool = False) -> Written:

@@ -65,7 +65,7 @@ def file_faults(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None
             raise SaveError(f"{what}: {reason}; {way}") from error
         if error.filename is not None and str(error.filename) not in what:
             reason += f" ({error.filename})"
-        raise CheckpointError(f"{what}: {reason}") from error
+        raise SaveError(f"{what}: {reason}") from error
 
 
 def free_bytes(folder: Path) -> int:

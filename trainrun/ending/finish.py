@@ -15,7 +15,7 @@ from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
 from trainrun.interfaces import RunFacts
 from trainrun.ledger import CHECKPOINT, MEASURING, PLOTS, RUNNER
 from trainrun.parts import Parts
-from trainrun.rundir import RunDir
+from trainrun.rundir import RunDir, check_there
 from trainrun.state import TrainState
 from trainrun.status import write_status
 from trainrun.step.watched import Watched
@@ -39,6 +39,7 @@ def finish(
     parts.checkpoints.close()
     if listeners is None:
         return code
+    check_there(run)
     note_commit(run)
     parts.ledger.open(MEASURING)
     found = measured(parts, state, run, session) if code == EXIT_DONE else {}

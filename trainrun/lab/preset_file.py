@@ -53,6 +53,7 @@ def write_preset(path: Path, typed: Sequence[str], outcome: Outcome, working_dir
     before = next((word.partition("=")[2] for word in typed if key_of(word) == "preset"), "none").strip('"')
     use = [*kept, f"preset={path.stem}"]
     old = path.read_text(encoding="utf-8") if path.is_file() else None
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, preset_text(typed, outcome, before, fingerprint_line(wanted, working_dir)))
     if composed_anew(use) == wanted:
         return Written(path, use)

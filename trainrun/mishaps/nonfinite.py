@@ -167,7 +167,7 @@ class BadSteps:
         scaler: Mapping[str, Any] | None,
     ) -> None:
         rank, files = self._parallel.rank, FileLayer()
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(exist_ok=True)  # its parent is the run, which is not made again where it is gone
         rows = _facts(bad)
         for row, loss in zip(rows, losses, strict=True):
             row["loss_sum"] = loss if math.isfinite(loss) else str(loss)

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,13 @@ class MetricsFile:
     """Appends rows; a row reaches the disk within `flush_seconds` of the next one, an evaluation at once.
 
     The file is opened anew for each flush: it may be replaced as a whole while a run starts, when rows
-    behind the step of a resume are cut. Other threads may write too.
+    behind the step of a resume are cut. Other threads may write too. check: called ahead of each flush.
     """
 
-    def __init__(self, path: Path, flush_seconds: float = 1.0) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, flush_seconds: float = 1.0, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._path, self._check = path, check
         self._flush_seconds = flush_seconds
         self._lock = threading.Lock()
         self._lines: list[str] = []
@@ -66,6 +68,7 @@ class MetricsFile:
 
     def _flush(self) -> None:
         if self._lines:
+            self._check()
             _append(self._path, "".join(self._lines).encode())
             self._lines.clear()
         self._flushed = time.monotonic()

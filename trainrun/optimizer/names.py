@@ -20,6 +20,8 @@ from trainrun.errors import CheckpointError
 CYCLED = ("momentum", "betas")
 MAX_FAULTS_SHOWN = 5
 LONGEST = 200  # letters of a name that a file may have made up
+UNCOUNTED = ("SGD", "LBFGS", "Muon")  # of torch.optim; the others keep a `step` for every parameter
+AVERAGES = {"Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
 KERNEL_CHOICES = ("fused", "foreach")  # belong to this machine, not to the training
 
 
@@ -58,6 +60,7 @@ def load_named_optimizer_state(
     """
     params = {name: param for param, name in _names(optimizer, model).items()}
     _check_same(params, optimizer, tree)
+    _check_fields(optimizer, tree["state"])
     if tree["own"]:
         optimizer.load_state_dict(optimizer.state_dict() | tree["own"])
     for group, stored in zip(optimizer.param_groups, tree["groups"], strict=True):
@@ -110,6 +113,21 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
             + (f"; and {more} more" if more > 0 else "")
             + "; its weights alone can begin a new run: init_from=RUN_DIR"
         )
+
+
+def _check_fields(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raises CheckpointError where the state lacks what an optimizer of torch reads in its next step."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") or kind.__name__ in UNCOUNTED:
+        return
+    needed = ("step", *AVERAGES.get(kind.__name__, ()))
+    for name, stored in state.items():
+        lacking = [key for key in needed if not isinstance(stored.get(key), Tensor | int | float)]
+        if lacking:
+            raise CheckpointError(
+                f"optimizer: the state of {name[:LONGEST]} in the checkpoint has no {' and no '.join(lacking)}, "
+                f"which torch.optim.{kind.__name__} needs"
+            )
 
 
 def _load_fields(group: dict[str, Any], stored: dict[str, Any], kept: Collection[str]) -> None:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
@@ -86,14 +86,30 @@ def stops_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_actions: list[Callable[[], None]] = []
+
+
 def leave_at_interrupt() -> None:
     """Until a run begins, Ctrl-C ends the process on the spot: an exception could be lost in an import."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
+@contextmanager
+def before_leaving(action: Callable[[], None]) -> Iterator[None]:
+    """Inside, a Ctrl-C that ends the process on the spot does this first."""
+    _actions.append(action)
+    try:
+        yield
+    finally:
+        _actions.remove(action)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
     try:
+        for action in _actions:
+            with suppress(Exception):
+                action()
         os.write(2, INTERRUPTED)  # say() is not safe in a handler
     finally:
         os._exit(EXIT_INTERRUPTED)
