@@ -74,9 +74,7 @@ def test_a_fault_of_one_rank_is_the_fault_of_all(
             os.strerror(number) in str(result) for result in results if isinstance(result, CheckpointError)
         )
         kinds = {type(result) for result in results if isinstance(result, CheckpointError)}
-        assert kinds <= {
-            SaveError if number == errno.ENOSPC else CheckpointError
-        }  # one exit code on all ranks
+        assert kinds <= {SaveError}  # one exit code on all ranks
         assert not list(folder.glob(".tmp-*"))
         loaded = ranks(2, lambda parallel: make_run(folder=folder, parallel=parallel).keep.load_latest())
         assert [type(one) for one in loaded] in ([type(None)] * 2, [type(loaded[0])] * 2)

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and links
 WORDS = [
     "model.hidden=[8]", "trainer.max_steps=6", "checkpoint.every_n_train_steps=2", "checkpoint.keep_last=9",
     "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false", "trainer.num_threads=1",
+    "checkpoint.async_save=false",  # no thread writes while a test removes the folder
 ]  # fmt: skip
 TAKES_AWAY = """
 import os, shutil
