@@ -159,9 +159,9 @@ class TaskWatch:
         other = next((one for one in self._reached if one != first), first)
         if other != first:
             self._note(
-                f"task: {type(self._task).__name__}: micro-batches of one update give gradients to different "
-                f"parameters (one to {few(sorted(first - other))}, another to {few(sorted(other - first))}): if it "
-                "alternates from call to call, accumulation mixes what it alternates between; use "
+                f"task: {type(self._task).__name__}: some micro-batches of one update give gradients to "
+                f"{few(sorted(first ^ other))}, others do not: if it alternates from call to call, accumulation mixes "
+                "what it alternates between; use "
                 "trainer.accumulate_grad_batches=1"
             )
         for handle in self._handles:
@@ -171,7 +171,7 @@ class TaskWatch:
 
 def few(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return (", ".join(names[:NAMED]) or "none besides") + more
+    return ", ".join(names[:NAMED]) + more
 
 
 def watched_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -205,8 +205,10 @@ def test_a_task_that_alternates_is_told_once(own: Path, accumulate: int, task: s
     found = [note for note in notes_of(own / "run") if "alternates" in note]
     assert len(found) == notes
     for note in found:
-        assert "Turns: micro-batches of one update give gradients to different parameters" in note
-        assert "(one to one.bias, one.weight, another to other.bias, other.weight)" in note
+        assert (
+            "Turns: some micro-batches of one update give gradients to one.bias, one.weight, other.bias"
+            in note
+        )
         assert note.endswith("use trainer.accumulate_grad_batches=1")
 
 
