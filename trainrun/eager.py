@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.autograd.graph
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainrun.fused_adam import FusedAdam, suits
@@ -74,6 +74,8 @@ def plain_step(optimizer: Optimizer) -> Callable[[], Any]:
         getattr(optimizer, "_optimizer_step_pre_hooks", None),
         getattr(optimizer, "_optimizer_step_post_hooks", None),
     )
+    if isinstance(optimizer, LBFGS):  # of one iteration: it asks once, and the gradients are there
+        return lambda: optimizer.step(lambda: 0.0)  # type: ignore[no-untyped-call]
     own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
     if not own or any(hooks) or plain is wrapped or optimizer.defaults.get("differentiable", True):
         return optimizer.step

@@ -180,7 +180,16 @@ def test_nothing_to_train(model: nn.Module) -> None:
         (AdamW, {"betas": 0.9}, "optimizer: AdamW: .*not subscriptable"),
         (AdamW, {"betas": [0.9]}, "optimizer: AdamW: IndexError: list index out of range"),
         (AdamW, {"momentum": 0.9}, "optimizer: AdamW: .*unexpected keyword argument 'momentum'"),
-        (LBFGS, {"lr": 1.0}, "optimizer: LBFGS computes the loss several times"),
+        (
+            LBFGS,
+            {"lr": 1.0},
+            "optimizer.max_iter=20: LBFGS computes the loss again for each further iteration",
+        ),
+        (
+            LBFGS,
+            {"max_iter": 1, "line_search_fn": "strong_wolfe"},
+            "use optimizer.max_iter=1 and optimizer.line",
+        ),
         (AdamW, {"fused": True, "foreach": True}, "optimizer: AdamW: .fused. and .foreach. cannot be"),
         (lambda params: list(params), {}, "returned a list; it must return a torch.optim.Optimizer"),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer, SparseAdam
+from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 from trainrun.eager import plain_step
 from trainrun.errors import OF_ARGUMENTS, PluginError, is_of_torch, named
@@ -168,7 +168,15 @@ def _check_contract(optimizer: Any, name: str) -> None:
             f"optimizer: {name} returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if isinstance(optimizer, LBFGS):
+        asked = {name: optimizer.param_groups[0][name] for name in ("max_iter", "line_search_fn")}
+        if asked != {"max_iter": 1, "line_search_fn": None}:
+            raise PluginError(
+                f"optimizer.max_iter={asked['max_iter']}: LBFGS computes the loss again for each further iteration and "
+                "in a line search, which a step over micro-batches cannot offer; use optimizer.max_iter=1 and "
+                "optimizer.line_search_fn=null, which is exact: one iteration a step"
+            )
+    elif closure is not None and closure.default is inspect.Parameter.empty:
         raise PluginError(
             f"optimizer: {name} computes the loss several times in a step (its step() needs a closure), "
             "which a step over micro-batches cannot offer; choose another, for example torch.optim.AdamW"

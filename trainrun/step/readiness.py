@@ -38,7 +38,7 @@ def is_ready(optimizer: Optimizer, again: bool = True) -> bool:
     try:
         with compiling(), Touched() as touched:
             update(other)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # TypeError: its step needs more than the gradients
         first = str(error).partition("\n")[0]
         raise PluginError(f"{SCOPE}: {name} cannot be part of a graph ({first}); {WAY_OUT}") from error
     if not all(touched.reaches(probe) for probe in probes):

@@ -177,9 +177,10 @@ def check_soft(logits: Tensor, target: Tensor) -> None:
             "both must be (B, number of classes)"
         )
     if bool((target < 0).any()) or float((target.sum(1) - 1).abs().max()) > 0.01:
+        way_out = "task=multilabel" if bool(((target >= 0) & (target <= 1)).all()) else "task=regression"
         raise DataError(
             f"data: the targets are {target.dtype}, but no probabilities of classes: task=classification needs "
-            "rows of numbers from 0 that add up to 1; choose another task, or task=regression"
+            f"rows of numbers from 0 that add up to 1; choose {way_out}"
         )
 
 
@@ -187,6 +188,11 @@ def check_shapes(logits: Tensor, target: Tensor) -> None:
     """Logits (B, C, ...) and target (B, ...)."""
     if logits.ndim == target.ndim + 1 and logits.shape[:1] + logits.shape[2:] == target.shape:
         return
+    if logits.shape == target.shape and logits.ndim == 2:
+        raise PluginError(
+            f"data: the targets have one number for each of {target.shape[1]} classes and are {target.dtype}; choose "
+            "task=multilabel for several labels of a sample, or give one class a sample"
+        )
     needed = ", ".join([str(target.shape[0]), "number of classes", *map(str, target.shape[1:])])
     raise PluginError(
         f"model: the output has shape {tuple(logits.shape)}, but task=classification needs ({needed}) "

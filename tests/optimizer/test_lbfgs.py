@@ -1,0 +1,52 @@
+"""LBFGS of one iteration a step: torch's own weights, and a resume goes on with its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import LBFGS
+
+import trainrun as package
+from trainrun.cli import main
+from trainrun.eager import plain_step
+
+WORDS = (
+    "optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=1", "optimizer.lr=0.1", "data.batch_size=64", "seed=3",
+    "trainer.num_threads=1", "monitor.plots=false", "monitor.hardware=false", "optimizer.history_size=4",
+)  # fmt: skip
+
+
+def test_the_weights_are_those_of_a_closure_that_computes_the_loss() -> None:
+    x, y = torch.randn(20, 5), torch.randn(20, 1)
+    weights = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = LBFGS(model.parameters(), lr=0.5, max_iter=1)
+
+        def loss(model: nn.Module = model, optimizer: LBFGS = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            error = (model(x) - y).square().mean()
+            error.backward()
+            return error
+
+        step = plain_step(optimizer)
+        for _ in range(6):
+            if own:
+                loss()
+                step()
+            else:
+                optimizer.step(loss)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_a_run_learns_and_a_resume_is_exact(workdir: Path) -> None:
+    whole = package.train(*WORDS, "trainer.max_epochs=2")
+    assert whole.status["value"] > 0.5
+    half = package.train(*WORDS, "trainer.max_epochs=2", "trainer.max_steps=10")
+    assert main(["resume", str(half.folder), "trainer.max_steps=null"]) == 0
+    ends = [run.load_model("last").state_dict() for run in (whole, half)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

@@ -1,0 +1,88 @@
+"""Several labels of a sample: the loss against torch's own, F1 over all samples, and who is sent there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import trainrun as package
+from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.sums import add_sums, metrics_of
+from trainrun.task.classification import Classification
+from trainrun.task.multilabel import MultiLabel
+
+MODEL = nn.Identity()
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+Y = (torch.rand(12, 4, generator=torch.Generator().manual_seed(1)) > 0.6).float()
+
+
+@pytest.mark.parametrize("weight", [None, 3.0, [1.0, 2.0, 3.0, 4.0]])
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
+def test_the_loss_is_torchs_mean_times_the_samples(weight: Any, kind: torch.dtype) -> None:
+    out = MultiLabel(weight).step(MODEL, (X, Y.to(kind)))
+    own = binary_cross_entropy_with_logits(X, Y, pos_weight=None if weight is None else torch.tensor(weight))
+    assert float(out.loss_sum) == pytest.approx(12 * float(own), rel=1e-6)
+
+
+def test_f1_and_accuracy_are_those_of_all_samples_however_they_are_cut() -> None:
+    found, there = X > 0, Y > 0.5
+    f1 = 2 * (found & there).sum() / (found.sum() + there.sum())
+    for size in (12, 5, 1):
+        task, sums = MultiLabel(), {}
+        for rows in zip(X.split(size), Y.split(size), strict=True):
+            add_sums(sums, task.step(MODEL, rows).sums, task)
+        metrics = metrics_of(sums, 12.0, task)
+        assert metrics["f1"] == pytest.approx(float(f1), rel=1e-6)
+        assert metrics["acc"] == pytest.approx(float((found == there).double().mean()), rel=1e-12)
+        assert sorted(metrics) == ["acc", "f1"]
+
+
+@pytest.mark.parametrize(
+    ("error", "target", "message"),
+    [
+        (DataError, Y + 1, "the targets lie between 1 and 2, but task=multilabel needs 0 or 1"),
+        (PluginError, Y[:, :3], r"the output has shape \(12, 4\), but task=multilabel needs"),
+        (PluginError, Y[:, 0], r"the targets \(12,\) must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(error: type[Exception], target: torch.Tensor, message: str) -> None:
+    with pytest.raises(error, match=message):
+        MultiLabel().step(MODEL, (X, target))
+
+
+def test_wrong_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task\.pos_weight=-1: must be above 0"):
+        MultiLabel(-1)
+    with pytest.raises(ConfigError, match="has 2 numbers for 4 labels"):
+        MultiLabel([1.0, 2.0]).step(MODEL, (X, Y))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
+def test_classification_sends_multi_hot_targets_here(kind: torch.dtype) -> None:
+    with pytest.raises((DataError, PluginError), match="choose task=multilabel"):
+        Classification().step(MODEL, (X, Y.to(kind)))
+
+
+DATA = """
+import torch
+def several(count=160):
+    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(0))
+    return x, (x[:, :3] > 0.3).float()
+"""
+
+
+def test_a_run_learns_the_labels(workdir: Path) -> None:
+    (workdir / "my_data.py").write_text(DATA)
+    run = package.train(
+        "task=multilabel", "data.train._target_=my_data.several", "data.val._target_=my_data.several",
+        "model.num_classes=3", "optimizer.lr=0.01", "data.batch_size=16", "trainer.max_epochs=6",
+        "trainer.num_threads=1", "monitor.plots=false", "monitor.hardware=false",
+    )  # fmt: skip
+    (last,) = [row for row in run.metrics if "val/f1" in row and row["step"] == run.status["step"]]
+    assert last["val/f1"] > 0.9
+    assert run.status["value"] >= last["val/f1"]  # what is best

@@ -1,0 +1,86 @@
+"""Several labels of one sample: each of C labels is there or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.interfaces import StepOutput
+from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
+
+
+class MultiLabel:
+    """Binary cross-entropy of logits (B, C) against 0 or 1 (B, C), averaged over the labels of a sample.
+
+    `acc` is the share of labels that are right, `f1` the F1 score of all labels together (micro). A probability
+    between 0 and 1 may stand for a label; `f1` and `acc` take it for one from 0.5 on.
+
+    pos_weight: what a label that is there weighs, one number or one for each label, as in torch's own loss.
+    ConfigError: it is not above 0.
+    """
+
+    monitor = "f1"
+
+    def __init__(self, pos_weight: float | list[float] | None = None) -> None:
+        weights = torch.tensor([1.0] if pos_weight is None else pos_weight).reshape(-1)
+        if not bool((weights > 0).all()):
+            raise ConfigError(f"task.pos_weight={pos_weight}: must be above 0")
+        self.weights = None if pos_weight is None else weights
+        self.checked = False
+
+    def count(self, batch: Any) -> int:
+        return inputs_and_target(batch)[1].shape[0]
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """PluginError, DataError: outputs and targets do not fit each other, at the first batch."""
+        inputs, target = inputs_and_target(batch)
+        logits = output_tensor(run_model(model, inputs, batch))
+        if not self.checked:
+            check(logits, target, self.weights)
+            self.weights = None if self.weights is None else self.weights.to(logits)
+            self.checked = True
+        target = target.to(logits.dtype)
+        loss = binary_cross_entropy_with_logits(logits, target, pos_weight=self.weights, reduction="sum")
+        labels, found = target >= 0.5, logits > 0
+
+        def right() -> Tensor:
+            """True positives, labels found, labels there."""
+            return torch.stack([(found & labels).sum(), found.sum(), labels.sum()])
+
+        num_labels = logits.shape[1]
+        return StepOutput(
+            loss / num_labels, {"acc": lambda: ((found == labels).sum(), labels.numel()), "right": right}
+        )
+
+    def summarize(self, sums: dict[str, Any], count: float) -> dict[str, Tensor]:
+        both, found, there = sums["right"]
+        return {"f1": 2 * both / (found + there)}
+
+    def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """`prediction` (B, C): the probability of each label; and `target` where the data has one."""
+        inputs, target = inputs_and_maybe_target(batch)
+        columns = {"prediction": output_tensor(run_model(model, inputs, batch)).sigmoid()}
+        return columns if target is None else columns | {"target": target}
+
+
+def check(logits: Tensor, target: Tensor, weights: Tensor | None) -> None:
+    """Of the first batch only: it waits for the device."""
+    if logits.shape != target.shape or logits.ndim != 2:
+        raise PluginError(
+            f"model: the output has shape {tuple(logits.shape)}, but task=multilabel needs (B, number of labels), as "
+            f"the targets {tuple(target.shape)} must be; our models take model.num_classes={target.shape[-1]}"
+        )
+    if bool((target < 0).any()) or bool((target > 1).any()):
+        raise DataError(
+            f"data: the targets lie between {float(target.min()):.3g} and {float(target.max()):.3g}, but "
+            "task=multilabel needs 0 or 1 for each label; for other numbers choose task=regression"
+        )
+    if weights is not None and len(weights) not in (1, logits.shape[1]):
+        raise ConfigError(
+            f"task.pos_weight={weights.tolist()}: has {len(weights)} numbers for {logits.shape[1]} labels; give one, "
+            "or one for each"
+        )
