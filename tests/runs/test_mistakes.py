@@ -358,7 +358,7 @@ def test_checkpoints_on_another_disk(
     Path("r").rename("moved")
     assert main(["evaluate", "moved"]) == 0
     Path("moved").rename("r")
-    monkeypatch.setenv("HOME", str(project / "nobody"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(project / "nobody"))
     assert main(words) == 2
     said = capsys.readouterr().err
     assert f"leads out of the run folder, to {project / 'disk'}" in said
