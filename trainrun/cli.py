@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainrun.errors import (
@@ -186,7 +186,8 @@ def train_one(words: list[str], paths: list[str]) -> int:
     load_torch_early()
     from trainrun.words.compose import compose_run, load_config
 
-    composition = compose_run(words)
+    with others_dismissed():
+        composition = compose_run(words)
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
     from trainrun.runlock import only_writer
@@ -198,8 +199,25 @@ def train_one(words: list[str], paths: list[str]) -> int:
             composition.config.seed = load_config(earlier.config, []).seed
         with only_writer(earlier):
             return execute(earlier, composition.config, Order(True, paths))
-    with begun(composition, words) as (run, again):
+    with contextlib.ExitStack() as held:
+        with others_dismissed():
+            run, again = held.enter_context(begun(composition, words))
         return told(run.root, lambda: start(run, composition.config, Order(again, paths)))
+
+
+@contextlib.contextmanager
+def others_dismissed() -> Iterator[None]:
+    """Ends the other ranks that torchrun or Slurm started, which wait for rank 0, where it finds a mistake."""
+    from trainrun.parallel.external import external_ranks
+
+    try:
+        yield
+    except TrainrunError as error:
+        if external_ranks():
+            from trainrun.external_run import dismiss
+
+            dismiss(error.exit_code)
+        raise
 
 
 def follows_others() -> bool:

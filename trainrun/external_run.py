@@ -15,12 +15,13 @@ import time
 from pathlib import Path
 
 from trainrun.config import RunConfig
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.ledger import Ledger, process_start
 from trainrun.output import say
 from trainrun.parallel.group import contact
 from trainrun.parallel.handshake import Meeting, follow, lead
+from trainrun.parallel.rank import LostContact
 from trainrun.parallel.worker import run_as_rank
 from trainrun.process.signals import StopFlag
 from trainrun.rank import train
@@ -30,14 +31,23 @@ from trainrun.words.compose import load_config
 
 FOLDER_SECONDS = 20.0  # for a network's folder to show what rank 0 wrote
 POLL_SECONDS = 0.1
+DISMISS_SECONDS = 60.0  # for the other ranks to come
 
 
 def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> int:
     """Rank 0, after it has composed. Returns the exit code of this rank."""
-    if config.parallel.mode != "ddp":
-        raise ConfigError(
-            f"parallel={config.parallel.mode}: this was started as several ranks; use parallel=ddp"
+    parallel, number = config.parallel, int(os.environ["WORLD_SIZE"])
+    fault = ""
+    if parallel.mode != "ddp":
+        fault = f"parallel={parallel.mode}: this was started as several ranks; use parallel=ddp"
+    elif parallel.devices != "auto" and int(parallel.devices) != number:
+        fault = (
+            f"parallel.devices={parallel.devices}: {number} rank(s) were started by torchrun or Slurm, which decide "
+            "how many there are; start so many, or leave parallel.devices out"
         )
+    if fault:
+        dismiss(EXIT_USAGE)
+        raise ConfigError(fault)
     _note().parent.mkdir(parents=True, exist_ok=True)
     write_text(_note(), str(run.root))
     meeting = lead({"folder": str(run.root), "config": _digest(run), "resume": resume, "paths": paths})
@@ -46,9 +56,13 @@ def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> 
     return _work(run, config, resume, meeting)
 
 
-def dismiss() -> None:
-    """Rank 0, where the run has come to its end before; the others end as it does."""
-    lead({"folder": None}).hear_all()
+def dismiss(code: int = EXIT_DONE) -> None:
+    """Rank 0, where the run has come to its end before, or cannot begin; the others end as it does.
+
+    They would wait for it for half an hour: Slurm, unlike torchrun, lets the others go on when a rank ends.
+    """
+    with contextlib.suppress(LostContact):
+        lead({"folder": None, "code": code}, DISMISS_SECONDS).hear_all()
 
 
 def follow_run() -> int:
@@ -58,7 +72,7 @@ def follow_run() -> int:
     if told["folder"] is None:
         with contact():
             meeting.say_heard()
-        return EXIT_DONE
+        return int(told["code"])
     sys.path += [path for path in told["paths"] if path not in sys.path]
     run = RunDir(Path(told["folder"]))
     fault = "" if _is_shared(run, told["config"]) else (

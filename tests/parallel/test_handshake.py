@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from trainrun.rundir import RunDir, read_json
 
@@ -79,6 +83,39 @@ def test_a_rank_that_waits_says_where(rank_env: dict[str, str]) -> None:
     )
     assert "rank 1 waits for rank 0 at rank0.invalid:29511; this machine knows no such name." in done.stderr
     assert done.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel=ddp", "modl=mlp"], "modl=mlp: no such"),
+        (
+            ["parallel=ddp", "parallel.devices=4"],
+            "parallel.devices=4: 2 rank(s) were started by torchrun or Slurm",
+        ),
+        (["parallel=ddp", "output_dir=."], ": holds config.yaml and no RUN.json"),
+        (["parallel=single"], "parallel=single: this was started as several ranks"),
+    ],
+)
+def test_a_mistake_that_rank_0_finds_ends_all_ranks(
+    words: list[str], message: str, rank_env: dict[str, str], tmp_path: Path
+) -> None:
+    """As under srun, where nobody ends the others."""
+    (tmp_path / "config.yaml").write_text("a folder that is no run's")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "trainrun", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+            env=rank_env | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    told = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert message in told[0]
+    assert "Traceback" not in told[0] + told[1]
 
 
 def test_torchrun_with_a_restart(
