@@ -6,7 +6,7 @@ import random
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -158,6 +158,40 @@ def test_gradients_of_the_failed_attempt_are_gone() -> None:
     assert "cut in 4, 2 samples at a time" in told[0]
     assert retry.run(windows(1, rows=5), failing(3, len)) == [1, 1, 2, 1]  # and told no more
     assert len(told) == 1
+
+
+@dataclass
+class OneOfTwo:
+    """A rank whose other one has room for everything."""
+
+    device: torch.device = SINGLE.device
+    rank: int = 0
+    world_size: int = 2
+    cannot_wait: str = ""
+    waits: bool = False
+
+    def ask_to_wait(self, wanted: bool) -> None:
+        self.waits = wanted
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value if isinstance(value, bool) else ""]
+
+    def exchange(self) -> None: ...
+
+
+def test_of_several_ranks_only_a_window_larger_than_all_before_runs_again() -> None:
+    retry = Retry("split", nn.Linear(3, 3), Squares(), OneOfTwo(), lambda text: None)  # type: ignore[arg-type]
+    window = [MicroBatch(torch.ones(4, 3), 4)]
+    failing = iter([True, False, True])
+
+    def compute(batches: list[MicroBatch]) -> int:
+        if next(failing):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return len(batches)
+
+    assert retry.run(window, compute) == 2  # the largest so far: cut in two
+    with pytest.raises(torch.OutOfMemoryError, match="only a window larger than all before it can run again"):
+        retry.run(window, compute)
 
 
 @pytest.mark.parametrize(
