@@ -19,7 +19,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,6 +32,7 @@ import psutil
 from trainrun.config import RunConfig
 from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
 from trainrun.lab.orders import Load, Order, Path, Ready, Save, Trace, Train, Turn, Validate
+from trainrun.process.scratch import scratch_folder
 from trainrun.process.signals import QUIET_SECONDS, catch_stops
 from trainrun.runner import Order as RunOrder
 from trainrun.runner import execute, new_run
@@ -64,7 +64,8 @@ class Bench:
         if not hasattr(signal, "SIGSTOP"):
             raise ConfigError("this needs a system that can stop a process: Linux or macOS")
         self._paths = [path for path in (sys.path if paths is None else paths) if path]
-        self.folder = FilePath(tempfile.mkdtemp(prefix="trainrun-lab-"))
+        self._folders = contextlib.ExitStack()
+        self.folder = self._folders.enter_context(scratch_folder("lab-"))
         self._subjects: list[Subject] = []
         self._stops = contextlib.ExitStack()
         self._quiet_until = 0.0
@@ -99,7 +100,7 @@ class Bench:
     def close(self) -> None:
         for subject in self._subjects:
             subject.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folders.close()
 
 
 def tested(config: RunConfig) -> RunConfig:
@@ -122,8 +123,9 @@ class Subject:
 
     def __init__(self, config: RunConfig, folder: FilePath, paths: list[str]) -> None:
         self._folder = folder
-        self._door = FilePath(tempfile.mkdtemp(prefix="trainrun-lab-", dir=SHORT_FOLDER))
-        address, key = str(self._door / "gate"), secrets.token_hex(16)
+        self._folders = contextlib.ExitStack()
+        door = self._folders.enter_context(scratch_folder("lab-", SHORT_FOLDER))
+        address, key = str(door / "gate"), secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(1)
@@ -244,7 +246,7 @@ class Subject:
             self._gate.close()
             self._gate = None
         self._listener.close()
-        shutil.rmtree(self._door, ignore_errors=True)
+        self._folders.close()
         family = list(self._family())
         for process in family:
             with contextlib.suppress(psutil.Error):

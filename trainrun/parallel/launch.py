@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from trainrun.errors import EXIT_DONE, EXIT_USAGE
 from trainrun.output import say
 from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, never_ended, signal_name
 from trainrun.parallel.rank import listening_file
+from trainrun.process.scratch import scratch_folder
 from trainrun.process.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 from trainrun.rundir import RunDir
 from trainrun.runlock import passed_on
@@ -120,9 +120,9 @@ def run_attempt(
     """One life of all ranks: none of them outlives this call."""
     for rank in range(world_size):
         run_dir.rank_error(rank).unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="trainrun-") as folder:  # local: the file is locked, NFS is risky
+    with scratch_folder() as folder:  # local: the file is locked, NFS is risky
         ranks: list[Rank] = []
-        store = Path(folder, "store")
+        store = folder / "store"
         try:
             for rank in range(world_size):
                 own = env | rank_environment(env, rank, world_size, store)

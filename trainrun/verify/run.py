@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from trainrun.errors import ConfigError, TrainrunError
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.parts import Parts
+from trainrun.process.scratch import scratch_folder
 from trainrun.process.signals import StopFlag
 from trainrun.process.usercode import line_of
 from trainrun.randomness import derive_seed, kept_random_state, seed_everything
@@ -38,8 +38,7 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
     Raises what a run of the same words would raise before its first step.
     """
     quiet(config)  # raises where there is nothing to verify
-    with tempfile.TemporaryDirectory(prefix="trainrun-verify-") as name, kept_random_state():
-        folder = Path(name)
+    with scratch_folder("verify-") as folder, kept_random_state():
         trials = Trials(config, folder, progress)
         _ = trials.pilot  # what these words cannot do is said before the first line of a table
         for title, check in checks(config, trials, folder).items():
