@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainrun.masking import masked_word
+
 PACKAGES = (
     "trainrun",
     "torch",
@@ -24,7 +26,7 @@ PACKAGES = (
 def describe(working_dir: Path) -> dict[str, Any]:
     """Plain values for `environment.json`. Imports no torch: devices are named by the ranks."""
     return {
-        "command": sys.argv,
+        "command": [masked_word(word) for word in sys.argv],
         "working_dir": str(working_dir),
         "python": platform.python_version(),
         "platform": platform.platform(),

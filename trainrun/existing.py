@@ -14,10 +14,12 @@ from omegaconf import OmegaConf
 
 from trainrun.config import RunConfig
 from trainrun.errors import ConfigError
+from trainrun.output import say
 from trainrun.rundir import SEED, SEED_DRAWN, RunDir, is_there, read_identity, was_saved
 from trainrun.trust import check_files, check_run
 from trainrun.words.compose import is_as_saved, plain_config, with_words
 from trainrun.words.path_words import is_path
+from trainrun.words.private import resolved
 
 SHOWN = 8
 ABSENT = object()  # of a key that only the other config has
@@ -51,7 +53,7 @@ def readable_config(run: RunDir) -> dict[str, Any]:
             f"{error}; go on in another folder with the words of {run.overrides.name} and {seed}ckpt_path={run.root}"
         ) from error
     if not is_as_saved(path):
-        print(
+        say(
             f"note: {path}: changed since the run wrote it, by hand or by damage; what it says now holds",
             file=sys.stderr,
         )
@@ -132,7 +134,7 @@ def values_of(config: RunConfig) -> dict[str, object]:
         for name, item in value.items():
             yield from flat(item, f"{key}.{name}" if key else str(name))
 
-    return dict(flat(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True), ""))
+    return dict(flat(OmegaConf.to_container(OmegaConf.structured(resolved(config)), enum_to_str=True), ""))
 
 
 def word(value: object) -> str:

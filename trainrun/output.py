@@ -6,13 +6,15 @@ import re
 import sys
 from typing import IO
 
+from trainrun.masking import masked
+
 # Control characters but tab and new line, and what changes the direction of a text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def plain(text: object) -> str:
-    """The text with its control characters spelled out, as `\\x1b`; what cannot be encoded too."""
-    shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    """The text with its control characters spelled out, as `\\x1b`; what cannot be encoded too; secrets masked."""
+    shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], masked(str(text)))
     return shown.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

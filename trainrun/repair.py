@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainrun.errors import ConfigError
 from trainrun.monitor.metrics_file import sound_rows
+from trainrun.output import say
 from trainrun.rundir import (
     RunDir,
     cannot_write,
@@ -24,11 +25,11 @@ from trainrun.status import read_status
 MAX_WORDS_BYTES = 2**22
 
 
-def say(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
+def tell(text: str) -> None:
+    say(f"note: {text}", file=sys.stderr, flush=True)
 
 
-def repair(run: RunDir, note: Callable[[str], None] = say) -> None:
+def repair(run: RunDir, note: Callable[[str], None] = tell) -> None:
     """Makes the folder of a run fit to go on with. Only the process that holds its lock may call it.
 
     Raises ConfigError where nothing can be written.

@@ -16,6 +16,11 @@ from typing import Any
 from trainrun.errors import ConfigError, SaveError
 
 MAX_JSON_BYTES = 4 * 2**20
+# They hold settings: for their owner alone.
+PRIVATE = (
+    "config.yaml", ".config-before.yaml", "overrides.txt", ".secrets.json", "environment.json", "status.json",
+    "report.html", ".job.json",
+)  # fmt: skip
 SAVED = "saved"  # in RUN.json, once a checkpoint was seen
 SEED_DRAWN = "seed_drawn"  # in RUN.json: whether nobody named one
 SEED = "seed"  # in RUN.json
@@ -46,6 +51,11 @@ class RunDir:
     def config_that_holds(self) -> Path:
         """`config_before` where it is there, else `config`."""
         return self.config_before if self.config_before.is_file() else self.config
+
+    @property
+    def secrets(self) -> Path:
+        """Values of settings that are named like a secret, by key."""
+        return self.root / ".secrets.json"
 
     @property
     def overrides(self) -> Path:
@@ -201,7 +211,13 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        mode = 0o600 if path.name in PRIVATE else 0o666
+        with open(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode),
+            "w",
+            encoding="utf-8",
+            errors="backslashreplace",
+        ) as file:
             file.write(text)
             if durable:
                 file.flush()

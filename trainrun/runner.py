@@ -18,6 +18,7 @@ from trainrun.environment import describe
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.existing import check_ours, check_reachable, take_back, take_up, trusted_config
 from trainrun.ledger import command_start
+from trainrun.masking import masked_word
 from trainrun.monitor.readable import counted
 from trainrun.output import say
 from trainrun.parallel.devices import num_devices
@@ -40,7 +41,8 @@ from trainrun.rundir import (
 from trainrun.runlock import only_writer
 from trainrun.status import deadline, early_interrupts, read_status, run_status
 from trainrun.trust import add_links, add_run, check_found, foreign_nodes
-from trainrun.words.compose import Composition, load_config, plain_config, save_config
+from trainrun.words.compose import Composition, load_config, plain_config, write_config
+from trainrun.words.private import public
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def new_run(composition: Composition, words: list[str], run: RunDir | None = Non
         # the first: a folder without it is not one that a run made
         write_identity(run, identity)
         add_links(run)
-        write_text(run.config, save_config(config), durable=True)
+        write_config(run, config)
         write_words(run, words)
         write_json(run.environment, describe(Path.cwd()))
     except OSError as error:
@@ -104,7 +106,7 @@ def new_run(composition: Composition, words: list[str], run: RunDir | None = Non
 
 def write_words(run: RunDir, words: list[str]) -> None:
     """The words of the command line, one a line."""
-    write_text(run.overrides, "".join(f"{word}\n" for word in words))
+    write_text(run.overrides, "".join(f"{masked_word(word)}\n" for word in words))
 
 
 def forget_failure(run: RunDir) -> bool:
@@ -141,8 +143,8 @@ def start(run: RunDir, config: RunConfig, order: Order) -> int:
 
 def execute(run: RunDir, config: RunConfig, order: Order) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
-    write_text(run.config, save_config(config), durable=True)
-    if any(foreign_nodes(asdict(config))):
+    write_config(run, config)
+    if any(foreign_nodes(asdict(public(config)[0]))):
         add_run(run, plain_config(run.config))
     if external_ranks():
         from trainrun.external_run import lead_run

@@ -25,6 +25,7 @@ from trainrun.errors import (
     TrainingError,
     TrainrunError,
 )
+from trainrun.masking import masked
 from trainrun.output import plain
 from trainrun.process.deadline import stop_deadline
 from trainrun.process.signals import StopFlag, before_leaving
@@ -212,7 +213,7 @@ def write_status(
     }  # fmt: skip
     status |= {name: earlier[name] for name in status if name in earlier}
     status |= {
-        "state": state, "exit_code": exit_code, "message": message, "overrides": overrides,
+        "state": state, "exit_code": exit_code, "message": masked(message), "overrides": overrides,
         "run_name": config.run_name, "pid": os.getpid(), "time": time.time(),
     }  # fmt: skip
     write_json(run.status, status | facts)

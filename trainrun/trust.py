@@ -68,8 +68,10 @@ def foreign_nodes(value: Any, key: str = "", named: Collection[str] = ()) -> Ite
     elif isinstance(value, list):
         for number, item in enumerate(value):
             yield from foreign_nodes(item, f"{key}[{number}]", named)
-    elif isinstance(value, str) and key not in named and (place := written_to(key, value)):
-        yield Node(key, f"{key}={value}", value, place)
+    elif isinstance(value, str) and key not in named:
+        place = written_to(key, value)
+        if place or "${oc.env:" in value:  # what the environment holds is not for everybody to look up
+            yield Node(key, f"{key}={value}", value, place)
 
 
 def is_foreign(target: Any) -> bool:

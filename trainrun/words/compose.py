@@ -5,8 +5,8 @@ Nothing of Hydra or OmegaConf is left afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from trainrun.config import RunConfig, conf_dir, groups, options, user_conf_dirs
 from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import ConfigError, DataError
+from trainrun.rundir import RunDir, read_json, write_json, write_text
 from trainrun.words.argument_rules import argument_faults
 from trainrun.words.argv import CUSTOM, Words, split_words, translate, with_one_warmup
 from trainrun.words.checks import check
 from trainrun.words.data_path import follow_path, unread_path
 from trainrun.words.explain import explain_reference, first_line, word_fault
 from trainrun.words.overrides import composed, put_into_saved
+from trainrun.words.private import is_environment, leaves_of, missing_secrets, public, remember, with_secrets
 from trainrun.words.renamed import in_words_of_today
 from trainrun.words.tuned import stale
 from trainrun.words.yaml_limits import read_yaml_text
@@ -126,7 +128,8 @@ def faults_of(config: RunConfig) -> list[str]:
 def to_run_config(cfg: DictConfig) -> RunConfig:
     """Plain dataclasses with every reference resolved. Hydra composed into the schema, so all types are checked."""
     try:
-        return RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)})
+        found = RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)})
+        return remember(cfg, found)
     except MissingMandatoryValue as error:
         missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
         raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
@@ -137,9 +140,16 @@ def _plain(value: Any) -> Any:
 
 
 def save_config(config: RunConfig) -> str:
-    """The config as YAML text, to be read by `load_config`."""
-    text = OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The config as YAML text, to be read by `load_config`; without secrets."""
+    text = OmegaConf.to_yaml(OmegaConf.structured(public(config)[0]))
     return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def write_config(run: RunDir, config: RunConfig) -> None:
+    """The config of a run, and its secrets apart from it."""
+    if secrets := public(config)[1]:
+        write_json(run.secrets, secrets, durable=True)
+    write_text(run.config, save_config(config), durable=True)
 
 
 def is_as_saved(path: Path) -> bool:
@@ -159,24 +169,12 @@ def plain_config(path: Path) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict) or not found.get("model"):
         raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
-    for key, value in leaves(found):
-        if isinstance(value, str) and "${" in value:
+    for key, value in leaves_of(found):
+        if isinstance(value, str) and "${" in value and not is_environment(value):
             raise ConfigError(
                 f"{path}: {key}={value[:80]}: a reference; a run saves its config with all of them resolved"
             )
     return {str(name): value for name, value in found.items()}
-
-
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The values that hold no others, with their keys."""
-    items = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    )
-    if items is None:
-        yield key, value
-        return
-    for name, item in items:
-        yield from leaves(item, f"{key}.{name}" if key else str(name))
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
@@ -187,7 +185,10 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
 def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunConfig:
     """The config that `path` holds as plain values, with the words of a command line."""
     try:
-        saved = in_words_of_today(OmegaConf.create(found), path)
+        kept: Any = None
+        with contextlib.suppress(OSError, ValueError):
+            kept = read_json(RunDir(path.parent).secrets)
+        saved = in_words_of_today(OmegaConf.create(with_secrets(found, kept)), path)
         cfg = OmegaConf.merge(OmegaConf.structured(RunConfig), saved)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
@@ -199,11 +200,13 @@ def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunCo
     wrong = {word: fault for word in words.overrides if (fault := word_fault(word))}
     faults += wrong.values()
     put_into_saved(cfg, [word for word in words.overrides if word not in wrong], faults)
+    faults += missing_secrets(cfg)
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_reference(error)) from error
     assert isinstance(config, RunConfig)
+    config = remember(cfg, config)
     follow_path(config.data, OmegaConf.select(saved, "data.path"))
     faults += faults_of(config)
     # With its other values it has trained.

@@ -6,6 +6,8 @@ composed, says for itself what is wrong with it: one composition finds all fault
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import sys
 from functools import cache
@@ -28,6 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config import OPEN_NODES, RunConfig, conf_dir, groups, options
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.masking import masked_lines
+from trainrun.output import say
 from trainrun.words.argv import CUSTOM, Words
 from trainrun.words.explain import (
     NO_SWEEP,
@@ -257,5 +261,7 @@ def hydra_question(words: Words, folders: list[Path]) -> int:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])
     logging.getLogger("hydra").setLevel(logging.NOTSET)  # --info is told by its log
     sys.argv = ["trainrun", *_opened(words.overrides, folders), *words.flags]
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
+    with contextlib.redirect_stdout(io.StringIO()) as answer:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
+    say(masked_lines(answer.getvalue()), end="")
     return EXIT_DONE
