@@ -100,7 +100,7 @@ def test_a_run_with_secrets(
     assert main([*more, "output_dir=run"]) == 0
     assert trainrun.load_model("run") is not None
     assert main(["--cfg", "job", *WORDS]) == 0
-    assert main([*WORDS, "model.api_key=typed-1234"]) == 2  # twice
+    assert main([*WORDS, "model.api_key=typed-56"]) == 2  # two values
     shown = capfd.readouterr()
     assert "api_key: ***" in shown.out
     assert "1234" not in shown.out
