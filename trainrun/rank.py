@@ -63,6 +63,8 @@ from trainrun.status import end_process, leave_now
 from trainrun.transform.compile import broken_library
 from trainrun.words.compose import load_config
 
+# of a loss with another shape than its gradient
+OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]")
 # of torch's linear and convolution layers
 WHOLE_INPUTS = re.compile(
     r"got (Byte|Char|Short|Int|Long) and |Input type \((unsigned char|torch.*ByteTensor)\)"
@@ -245,6 +247,11 @@ def run_loop(parts: Parts, state: TrainState) -> TrainState:
                 f"at step {state.step + 1} or just before: an index was out of range on the GPU, as a label or a "
                 "token that the model has no class or row for; the same command with parallel.accelerator=cpu "
                 "names its value, and with CUDA_LAUNCH_BLOCKING=1 in the environment the error has the right line"
+            ) from error
+        if OF_LOSS.search(str(error)):  # whose first shape was right
+            raise PluginError(
+                f"task: at step {state.step + 1} {type(parts.task).__name__}.step() gave a loss that is not 0-d; it "
+                f"must be the sum over the batch ({str(error).partition('.')[0]})"
             ) from error
         if FRACTIONS.search(str(error)):
             raise DataError(

@@ -130,6 +130,14 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
     """What an option cannot do without."""
     if (group, option) == ("task", "regression"):
         return ["data=synthetic", "data.num_classes=null", "data.shape=[8]", "model.num_classes=1"]
+    if option == "multilabel":
+        random = numpy.random.default_rng(0)
+        arrays = {f"x_{split}": random.random((64, 8)) for split in ("train", "val")}
+        arrays |= {
+            f"y_{split}": (random.random((64, 3)) > 0.5).astype("float32") for split in ("train", "val")
+        }
+        numpy.savez(workdir / "labels.npz", **arrays)
+        return ["data=arrays", "data.path=labels.npz", "model.num_classes=3"]
     if option == "vae":
         return ["task=vae" if group == "model" else "model=vae", "model.hidden=[16]"]
     if option in ("gpt", "lstm", "language_modeling"):

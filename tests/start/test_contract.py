@@ -312,3 +312,13 @@ def test_a_run_has_the_same_bits_with_and_without_the_check(workdir: Path) -> No
     assert not any("could not be checked" in row.get("text", "") for row in runs[0].metrics)
     models = [run.load_model("last").state_dict() for run in runs]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
+
+
+def test_a_loss_that_later_loses_its_shape_names_the_task(workdir: Path) -> None:
+    text = MEAN_TASK.replace("{more}", "").replace("batch[1]))", "batch[1], reduction=self.reduction()))")
+    text = text.replace("len(batch[1], reduction=self.reduction())", "len(batch[1])")
+    text += "    calls = 0\n    def reduction(self):\n        self.calls += 1\n"
+    text += "        return 'sum' if self.calls < 2 else 'none'\n"
+    (workdir / "my_task.py").write_text(text)
+    with pytest.raises(PluginError, match=r"task: at step 2 Mine\.step\(\) gave a loss that is not 0-d"):
+        package.train("task=my_task.Mine", "trainer.check_task=false", *QUIET)
