@@ -56,9 +56,13 @@ class Sums:
 
 
 class Told(Sums):  # learns from inputs with noise of the run's generator
+    def __init__(self):
+        self.itself = id(self)
+
     def step(self, model, batch, info):
         noise = torch.randn(batch[0].shape, generator=info.generator)
-        write("step", info.step, info.epoch, info.first, info.training, f"{float(noise.sum()):.4f}")
+        if self.itself == id(self):  # copies of it are tried before the run
+            write("step", info.step, info.epoch, info.first, info.training, f"{float(noise.sum()):.4f}")
         return super().step(model, (batch[0] + 0.1 * noise, batch[1]))
 
     def on_epoch_start(self, model, info):
@@ -128,7 +132,6 @@ def notes_of(run: Path) -> list[str]:
 def test_a_task_is_told_where_it_is_asked(own: Path) -> None:
     assert main([*WORDS, "task=own.Told", "output_dir=run"]) == 0
     lines = said(own)
-    lines = lines[[line[0] for line in lines].index("epoch_start") :]  # copies of the task are tried before
     kinds = [line[0] for line in lines]
     epoch = ["epoch_start", *["step"] * 23, "epoch_end", "validation_start", "step", "validation_end"]
     assert kinds == epoch * 2
