@@ -16,8 +16,7 @@ from torch.utils.data import default_collate
 
 from trainrun.data.batch import Preparation
 from trainrun.data.formats.image_folder import READ_BYTES, content_of, load
-from trainrun.data.formats.pictures import Form, least_size, pixels_of
-from trainrun.data.formats.plain_pictures import plain
+from trainrun.data.formats.pictures import Form, least_size
 from trainrun.data.reader import BatchReader, Key, Recipe
 from trainrun.errors import DataError
 
@@ -147,70 +146,6 @@ def noise(width, height, mode="RGB", seed=0) -> Image.Image:
     draws = np.random.default_rng(seed)
     channels = () if mode == "L" else (len(mode),)
     return Image.fromarray(draws.integers(0, 256, (height, width, *channels), dtype=np.uint8), mode)
-
-
-PLAIN = [
-    ("PNG", {}), ("PNG", {"optimize": True}), ("PNG", {"dpi": (72, 72)}), ("PNG", {"compress_level": 0}),
-    ("JPEG", {}), ("JPEG", {"quality": 20}), ("JPEG", {"progressive": True}), ("JPEG", {"subsampling": 0}),
-    ("JPEG", {"comment": b"hello", "icc_profile": b"colours"}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-@pytest.mark.parametrize(("kind", "options"), PLAIN)
-def test_plain_files_have_the_pixels_that_pillow_reads(kind, options, mode):
-    for size in ((1, 1), (33, 17), (48, 48)):
-        content = bytes_of(noise(*size, mode), kind, **options)
-        assert plain(content).size == size
-        for form in (
-            Form(),
-            Form((3, 16, 16), draft=False),
-            Form((1, 16, 16), draft=False),
-            Form((3, *size[::-1])),
-        ):
-            assert torch.equal(pixels_of(form._plain(content)), pixels_of(form._any(content)))
-            assert torch.equal(form.decode(content), pixels_of(form._any(content)))
-
-
-def test_what_is_not_plain_is_left_to_pillow():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    wide = Image.fromarray(np.zeros((8, 8), np.uint16))
-    others = [
-        bytes_of(noise(8, 8, "RGBA")), bytes_of(gradient(8, 8).quantize(4)), bytes_of(wide),
-        bytes_of(noise(8, 8, "L"), transparency=3), bytes_of(gradient(8, 8), exif=exif.tobytes()),
-        bytes_of(gradient(8, 8), "JPEG", exif=exif.tobytes()), bytes_of(Image.new("CMYK", (8, 8)), "JPEG"),
-        bytes_of(gradient(1025, 1024), "JPEG"), bytes_of(gradient(8, 8), "GIF"), b"", b"hello",
-    ]  # fmt: skip
-    assert [plain(content) for content in others] == [None] * len(others)
-    whole = bytes_of(gradient(8, 8))
-    assert plain(whole) is not None
-    assert plain(whole[:20] + b"\7" + whole[21:]) is None, "the checksum of the header"
-
-
-@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_damaged_files_are_read_as_pillow_reads_them(kind):
-    """Cut anywhere, or with bytes changed anywhere: the same pixels, or a fault in both."""
-    draws = np.random.default_rng(1)
-    form, read, refused = Form((3, 16, 16), draft=False), 0, 0
-    for number in range(300):
-        content = bytearray(bytes_of(noise(20, 12, "RGB", number % 5), kind))
-        if number % 2:
-            del content[draws.integers(0, len(content)) :]
-        else:
-            for place in draws.integers(0, len(content), draws.integers(1, 4)):
-                content[place] = draws.integers(0, 256)
-        try:
-            expected = pixels_of(form._any(bytes(content)))
-        except Exception as error:
-            refused += 1
-            with pytest.raises(type(error)):
-                form.decode(bytes(content))
-        else:
-            read += 1
-            assert torch.equal(form.decode(bytes(content)), expected)
-    assert read
-    assert refused > 10
 
 
 @pytest.mark.parametrize("arguments", [{"shape": (3, 8, 8)}, {"shape": (3, 8, 8), "dtype": "float32"}, {}])

@@ -15,8 +15,7 @@ from PIL import Image
 
 from trainrun.data.formats.record import Facts, encode_facts, encode_sample
 from trainrun.data.formats.shards import expanded
-from trainrun.data.formats.tar_index import members
-from trainrun.data.formats.webdataset import load
+from trainrun.data.formats.webdataset import load, members
 from trainrun.errors import DataError
 
 
@@ -52,36 +51,37 @@ def whole(path, **options):
     return load(str(path), "train", val_fraction=0.0, **options)
 
 
-def found_in(content: bytes, **options):
-    return list(members(lambda place, size: content[place : place + size], len(content), **options))
+def found_in(tmp_path, content: bytes, begin: int = 0):
+    (tmp_path / "x.tar").write_bytes(content)
+    return list(members(tmp_path / "x.tar", begin))
 
 
 # --- headers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_members_are_those_that_pythons_own_reader_finds(form):
+def test_members_of_every_form_and_one_from_its_place_on(tmp_path, form):
     long = "l" * 60 + "/" + "m" * 90 + ".txt"
     names = ["a.txt", "é.txt", long] + ([] if form == tarfile.USTAR_FORMAT else ["x" * 300 + "/y.txt"])
     content = tar_of([(name, name.encode() * 7) for name in names], form)
-    found = found_in(content)
+    found = found_in(tmp_path, content)
     assert [member.name for member in found] == names
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        assert [(m.offset_data, m.size) for m in archive] == [(m.place, m.size) for m in found]
-    assert [found_in(content, start=member.begin)[0] for member in found] == found
+    for member in found:
+        assert content[member.offset_data :][: member.size] == member.name.encode() * 7
+        assert found_in(tmp_path, content, member.offset)[0].name == member.name
 
 
-def test_links_and_folders_are_passed_over():
+def test_links_and_folders_are_passed_over(tmp_path):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for name, kind in (("d", tarfile.DIRTYPE), ("l", tarfile.SYMTYPE), ("h", tarfile.LNKTYPE)):
             info = tarfile.TarInfo(name)
-            info.type, info.linkname, info.size = kind, "/etc/passwd", 700
+            info.type, info.linkname = kind, "/etc/passwd"
             archive.addfile(info)
         info = tarfile.TarInfo("a.cls")
         info.size = 1
         archive.addfile(info, io.BytesIO(b"1"))
-    assert [member.name for member in found_in(out.getvalue())] == ["a.cls"]
+    assert [member.name for member in found_in(tmp_path, out.getvalue())] == ["a.cls"]
 
 
 def with_size(field: bytes) -> bytes:
@@ -93,50 +93,43 @@ def with_size(field: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("field", "words"),
-    [
-        (b"\xff" * 12, "negative or impossible size"),
-        (b"\x80" + b"\x7f" * 11, "negative or impossible size"),
-        (b"\x80" + b"\0" * 5 + b"\x01" + b"\0" * 5, "cut short: the member at byte 0"),
-        (b"-0000000010\0", "impossible size"),
-        (b"00000000019\0", "impossible size"),
-        (b"77777777777\0", "cut short: the member at byte 0"),
-    ],
+    "field",
+    [b"\xff" * 12, b"\x80" + b"\x7f" * 11, b"\x80" + b"\0" * 5 + b"\x01" + b"\0" * 5, b"-0000000010\0",
+     b"00000000019\0", b"77777777777\0"],
     ids=range(6),
-)
-def test_sizes_that_lie_are_refused(field, words):
-    with pytest.raises(ValueError, match=words):
-        found_in(with_size(field))
+)  # fmt: skip
+def test_sizes_that_lie_are_refused(tmp_path, field):
+    with pytest.raises(DataError, match=r"x\.tar: not a tar file, damaged or cut short"):
+        found_in(tmp_path, with_size(field))
 
 
 @pytest.mark.parametrize(
-    "record",
-    [
-        b"18 size=-512\n",
-        b"11 size=-9\n",
-        b"0 path=a\n",
-        b"99 path=a\n",
-        b"x",
-        b"30 size=99999999999999999999\n",
-    ],
+    "record", [b"18 size=-512\n", b"11 size=-9\n", b"0 path=a\n", b"30 size=99999999999999999999\n"]
 )
-def test_pax_records_that_lie_are_refused(record):
-    content = bytearray(tar_of([("x", record)], tarfile.USTAR_FORMAT))
+def test_pax_records_that_lie_are_refused(tmp_path, record):
+    content = bytearray(tar_of([("x", record), ("a.cls", b"1")], tarfile.USTAR_FORMAT))
     content[156:157] = b"x"
     content[148:156] = b" " * 8
     content[148:156] = b"%06o\0 " % sum(content[:512])
-    with pytest.raises(ValueError, match="pax"):
-        found_in(bytes(content))
+    with pytest.raises(DataError, match="damaged or cut short"):
+        found_in(tmp_path, bytes(content))
+
+
+def test_a_damaged_header_in_the_middle_is_not_the_end(tmp_path):
+    content = bytearray(tar_of([("a.cls", b"1"), ("b.cls", b"2")], tarfile.USTAR_FORMAT))
+    content[1024 + 5] ^= 1
+    with pytest.raises(DataError, match="a damaged header at byte 1024"):
+        found_in(tmp_path, bytes(content))
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.data())
-def test_damage_is_a_value_error_or_another_archive(data):
+def test_damage_is_a_fault_or_another_archive(tmp_path_factory, data):
     content = bytearray(tar_of([("a" * 120 + ".txt", b"x" * 600), ("b.cls", b"1")], tarfile.PAX_FORMAT))
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, 3000))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(ValueError):
-        found_in(bytes(content[: data.draw(st.integers(0, len(content)))]))
+    with contextlib.suppress(DataError):
+        found_in(tmp_path_factory.getbasetemp(), bytes(content[: data.draw(st.integers(0, len(content)))]))
 
 
 # --- samples -------------------------------------------------------------------------------------
@@ -217,10 +210,10 @@ def test_names_that_climb_are_only_names(tmp_path):
     [
         (
             gzip.compress(tar_of(pairs([1])) + b"\0" * 9000, mtime=0),
-            "packed with gzip.*gunzip|packed with gzip, not",
+            "packed with gzip.*gunzip",
         ),
         (b"", "empty"),
-        (b"text" * 300, "not a tar file, or damaged"),
+        (b"text" * 300, "not a tar file, damaged"),
         (tar_of(pairs([1]))[:700], "cut short"),
         (tar_of([("a.cls", b"1"), ("a.cls", b"2")]), "sample 'a' has two members cls"),
         (tar_of([(f"a.{i}", b"") for i in range(1001)]), "more than 1000 ways"),

@@ -18,7 +18,6 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from trainrun.data.formats.plain_pictures import plain
 from trainrun.errors import DataError
 
 ORIENTATION = 0x0112  # the EXIF tag
@@ -60,31 +59,14 @@ class Form:
 
     def pixels(self, content: bytes, into: Array | None = None) -> Tensor:
         """As `decode`, but uint8 for now; written to `into`, an array of the wanted shape, where there is one."""
-        return pixels_of(self._plain(content) or self._any(content), into)
+        with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
+            turn = TURNS.get(orientation_of(opened))
+            picture = self._sized(opened, turned=turn in TURNS_ASIDE)
+        return pixels_of(picture if turn is None else picture.transpose(turn), into)
 
     def scaled(self, pixels: Tensor) -> Tensor:
         """Pixels of one picture, or of many, in the type that is wanted."""
         return pixels if self.dtype == "uint8" else pixels.to(torch.float32).div_(255)
-
-    def _plain(self, content: bytes) -> Image.Image | None:
-        """The quick way, of pictures that need no draft; None where it is not one for them."""
-        found = plain(content)
-        if found is None:
-            return None
-        if self.shape is None:
-            picture = found.decode()
-            return None if picture is None else in_mode(picture, "RGB")
-        channels, height, width = self.shape
-        if found.size != (width, height) and found.decoder == "jpeg" and self.draft:
-            return None
-        picture = found.decode()
-        return None if picture is None else self._fitted(in_mode(picture, MODES[channels]), (width, height))
-
-    def _any(self, content: bytes) -> Image.Image:
-        with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
-            turn = TURNS.get(orientation_of(opened))
-            picture = self._sized(opened, turned=turn in TURNS_ASIDE)
-        return picture if turn is None else picture.transpose(turn)
 
     def _sized(self, opened: Image.Image, turned: bool) -> Image.Image:
         """In the wanted mode and size, but not turned yet."""
@@ -94,9 +76,7 @@ class Form:
         size = (height, width) if turned else (width, height)
         if self.draft:
             opened.draft(None, least_size(opened.size, size, self.fit))
-        return self._fitted(in_mode(opened, MODES[channels]), size)
-
-    def _fitted(self, picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+        picture = in_mode(opened, MODES[channels])
         if picture.size == size:
             return picture
         box = middle(picture.size, size) if self.fit == "crop" else None

@@ -1,10 +1,9 @@
 """A sample as bytes that describe themselves, without pickle: what LMDB, TFRecord and tar shards hold.
 
-The bytes are a safetensors file (https://github.com/huggingface/safetensors: 8 bytes length of the
-header, the header as JSON, the arrays), which any reader of that format opens. Its metadata say how the
-arrays form the sample: `container` ("one", "tuple", "list", "dict", or "nested" with a `tree` of those)
-and `kinds`, a JSON object from the name of each part, in order, to what it was: an array, a tensor, a
-number, text or bytes.
+The bytes are a safetensors file (https://github.com/huggingface/safetensors), which any reader of that format
+opens. Its metadata say how the arrays form the sample: `container` ("one", "tuple", "list", "dict", or "nested"
+with a `tree` of those) and `kinds`, a JSON object from the name of each part, in order, to what it was: an array,
+a tensor, a number, text or bytes.
 
 Beside the samples stands what is known of all of them (`Facts`): in LMDB under the key `__meta__`, for
 files in `meta.json` of their folder.
@@ -13,29 +12,28 @@ files in `meta.json` of their folder.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import save as save_arrays
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 META_KEY, META_NAME = b"__meta__", "meta.json"
 METADATA = "__metadata__"
-DTYPES = {
-    "BOOL": "?", "U8": "<u1", "I8": "<i1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4",
-    "I64": "<i8", "U64": "<u8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
-}  # fmt: skip
-CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
-TORCH_ONLY = {"BF16": torch.bfloat16}
+DTYPES = tuple(map(np.dtype, ("?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8")))
+NUMBERS = {"int": int, "float": float, "bool": bool}
 ALLOWED = "allowed: an array, tensor, number, text or bytes, or a tuple, list or dict of those"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a whole data set. length: None where it was not written down."""
+    """What is known of a whole data set; length is None if it was not written down."""
 
     length: int | None = None
     class_names: tuple[str, ...] = ()
@@ -43,30 +41,18 @@ class Facts:
 
 
 def encode_sample(sample: Any) -> bytes:
-    """TypeError: a part of another type."""
+    """The bytes of a sample. TypeError: a part of another type."""
     container, parts = _parts(sample)
-    kinds, arrays = {}, {}
+    kinds: dict[str, str] = {}
+    arrays: dict[str, Any] = {}
     for name, part in parts.items():
-        kinds[name], code, shape, content = _encoded(part)
-        arrays[name] = (code, shape, content)
+        kinds[name], arrays[name] = _encoded(part)
     metadata = {"container": container, "kinds": json.dumps(kinds)}
     if container == "nested":
         metadata["tree"] = json.dumps(_tree(sample, "", []))
-    header: dict[str, Any] = {METADATA: metadata}
-    position, contents = 0, []
-    # Wide types first: so each array begins at a multiple of its width.
-    for name in sorted(arrays, key=lambda name: -_width(arrays[name][0])):
-        code, shape, content = arrays[name]
-        header[name] = {
-            "dtype": code,
-            "shape": shape,
-            "data_offsets": [position, position + len(content)],
-        }
-        contents.append(content)
-        position += len(content)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *contents])
+    if any(isinstance(array, Tensor) for array in arrays.values()):  # NumPy has no bfloat16
+        return bytes(save_tensors({name: torch.as_tensor(array) for name, array in arrays.items()}, metadata))
+    return bytes(save_arrays(arrays, metadata))
 
 
 def decode_sample(content: bytes | memoryview) -> Any:
@@ -74,27 +60,34 @@ def decode_sample(content: bytes | memoryview) -> Any:
 
     A safetensors file from elsewhere becomes a dict of arrays. ValueError: damaged, or not one.
     """
-    header, body = _header(content)
+    content = bytes(content)
+    if not is_sample(content):
+        raise ValueError("not a sample written by trainrun (a safetensors file)")
+    try:
+        tensors = load_tensors(content)
+    except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"cut short or damaged: {error}") from error
+    header = _object(content[8 : 8 + int.from_bytes(content[:8], "little")])
     metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict):
-        raise ValueError("its metadata are no JSON object")
-    container = metadata.get("container", "dict")
     kinds = _object(metadata["kinds"]) if "kinds" in metadata else dict.fromkeys(header, "array")
-    if kinds.keys() != header.keys():
+    if kinds.keys() != tensors.keys():
         raise ValueError("its metadata and its arrays name different parts")
-    values = [_decoded(kind, header[name], body) for name, kind in kinds.items()]
+    values = {name: _decoded(kind, tensors[name]) for name, kind in kinds.items()}
+    container, names = metadata.get("container", "dict"), list(values)
     if container == "one" and len(values) == 1:
-        return values[0]
-    if container in ("tuple", "list"):
-        return tuple(values) if container == "tuple" else values
-    if container == "nested":
-        try:
-            return _grown(_object(metadata.get("tree")), dict(zip(kinds, values, strict=True)))
-        except RecursionError as error:
-            raise ValueError("its parts are nested too deeply") from error
-    if container != "dict":
+        return values[names[0]]
+    trees = {
+        "tuple": {"tuple": names},
+        "list": {"list": names},
+        "dict": {"dict": dict(zip(names, names, strict=True))},
+    }
+    tree = _object(metadata.get("tree")) if container == "nested" else trees.get(container)
+    if tree is None:
         raise ValueError(f"unknown container {container!r} of {len(values)} parts")
-    return dict(zip(kinds, values, strict=True))
+    try:
+        return _grown(tree, values)
+    except RecursionError as error:
+        raise ValueError("its parts are nested too deeply") from error
 
 
 def is_sample(content: bytes | memoryview) -> bool:
@@ -169,44 +162,27 @@ def _grown(tree: Any, values: dict[str, Any]) -> Any:
     raise ValueError("its metadata have a damaged tree of parts")
 
 
-def _encoded(part: Any) -> tuple[str, str, Sequence[int], bytes]:
-    """Kind, dtype code, shape, and the bytes."""
+def _encoded(part: Any) -> tuple[str, Any]:
+    """Kind and array; a tensor that NumPy has no type for stays one."""
     if isinstance(part, Tensor):
         tensor = part.detach().cpu().contiguous()
-        code = next((code for code, dtype in TORCH_ONLY.items() if dtype == tensor.dtype), None)
-        if code is not None:
-            return "tensor", code, list(tensor.shape), tensor.view(torch.int16).numpy().tobytes()
-        return "tensor", *_array(tensor.numpy())
+        return "tensor", tensor if tensor.dtype == torch.bfloat16 else _array(tensor.numpy())
     if isinstance(part, str | bytes):
         content = part.encode() if isinstance(part, str) else part
-        return "text" if isinstance(part, str) else "bytes", "U8", [len(content)], content
+        return "text" if isinstance(part, str) else "bytes", np.frombuffer(bytearray(content), np.uint8)
     if isinstance(part, bool | int | float):
-        kind = type(part).__name__ if type(part) in (bool, int, float) else "array"
-        return kind, *_array(np.asarray(part))
+        kind = type(part).__name__
+        return kind if kind in NUMBERS else "array", _array(np.asarray(part))
     if isinstance(part, np.ndarray | np.generic):
-        return "array", *_array(np.asarray(part))
+        return "array", _array(np.asarray(part))
     raise TypeError(f"a part of type {type(part).__name__}; {ALLOWED}")
 
 
-def _array(array: np.ndarray[Any, Any]) -> tuple[str, Sequence[int], bytes]:
-    code = CODES.get(array.dtype.newbyteorder("<"))
-    if code is None:
+def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    dtype = array.dtype.newbyteorder("=")
+    if dtype not in DTYPES:
         raise TypeError(f"an array of {array.dtype}; allowed: bools, integers and floats up to 64 bits")
-    return code, list(array.shape), np.asarray(array, DTYPES[code]).tobytes()
-
-
-def _width(code: str) -> int:
-    return 2 if code in TORCH_ONLY else np.dtype(DTYPES[code]).itemsize
-
-
-def _header(content: bytes | memoryview) -> tuple[dict[str, Any], memoryview]:
-    if not is_sample(content):
-        raise ValueError("not a sample written by trainrun (a safetensors file)")
-    length = int.from_bytes(content[:8], "little")
-    if length > len(content) - 8:
-        raise ValueError(f"cut short: a header of {length} bytes in {len(content)} bytes")
-    header = _object(bytes(content[8 : 8 + length]))
-    return header, memoryview(bytearray(content[8 + length :]))  # a copy that arrays may write to
+    return np.array(array, dtype, order="C")
 
 
 def _object(content: Any) -> dict[str, Any]:
@@ -220,43 +196,19 @@ def _object(content: Any) -> dict[str, Any]:
     return found
 
 
-def _decoded(kind: Any, slot: Any, body: memoryview) -> Any:
-    code, shape, begin, end = _slot(slot, len(body))
-    if kind not in ("array", "tensor", "int", "float", "bool", "text", "bytes"):
-        raise ValueError(f"unknown kind of part {kind!r}")
-    content = body[begin:end]
-    if kind in ("text", "bytes"):
-        return str(content, "utf-8") if kind == "text" else bytes(content)
-    if code in TORCH_ONLY:
-        if not content:
-            return torch.empty(shape, dtype=TORCH_ONLY[code])
-        return torch.frombuffer(content, dtype=TORCH_ONLY[code]).reshape(shape)
-    array = np.frombuffer(content, DTYPES[code]).astype(DTYPES[code][-2:], copy=False).reshape(shape)
+def _decoded(kind: Any, tensor: Tensor) -> Any:
+    if kind == "tensor" or tensor.dtype == torch.bfloat16:
+        return tensor
+    try:
+        array = tensor.numpy()
+    except TypeError as error:
+        raise ValueError(f"unknown type {tensor.dtype}") from error
     if kind == "array":
         return array
-    if kind == "tensor":
-        return torch.from_numpy(array)
+    if kind in ("text", "bytes"):
+        return str(array.tobytes(), "utf-8") if kind == "text" else array.tobytes()
+    if kind not in NUMBERS:
+        raise ValueError(f"unknown kind of part {kind!r}")
     if array.size != 1:
-        raise ValueError(f"a number of shape {tuple(shape)}")
-    return {"int": int, "float": float, "bool": bool}[kind](array.item())
-
-
-def _slot(slot: Any, size: int) -> tuple[str, list[int], int, int]:
-    """Type, shape and place of an array, checked against the bytes that are there."""
-    if not isinstance(slot, dict):
-        raise ValueError("its header has an entry that is no JSON object")
-    code, shape, offsets = slot.get("dtype"), slot.get("shape"), slot.get("data_offsets")
-    if code not in DTYPES and code not in TORCH_ONLY:
-        raise ValueError(f"unknown type {code!r}")
-    if not isinstance(shape, list) or len(shape) > 32 or not all(_is_count(item) for item in shape):
-        raise ValueError(f"impossible shape {str(shape)[:80]}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(item) for item in offsets):
-        raise ValueError(f"impossible place {str(offsets)[:80]}")
-    begin, end = offsets
-    if not begin <= end <= size or math.prod(shape) * _width(code) != end - begin:
-        raise ValueError(f"cut short or damaged: {code} {shape} at {begin} to {end} of {size} bytes")
-    return code, shape, begin, end
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**48
+        raise ValueError(f"a number of shape {array.shape}")
+    return NUMBERS[kind](array.item())

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.formats.crc32c import masked_crc32c
 from trainrun.data.formats.example import Feature, parse_example
+from trainrun.data.formats.extras import extra
 from trainrun.data.formats.parts import Part
 from trainrun.data.formats.pictures import Form, form_of
 from trainrun.data.formats.record import decode_sample, is_sample
@@ -31,6 +31,7 @@ INDEX_ENDINGS = (".idx", ".index")
 SAMPLE = "sample"  # the feature that holds a whole sample
 HEADER, FOOTER = 12, 4
 GZIP_MAGIC, ZLIB_MAGICS = b"\x1f\x8b", (b"\x78\x01", b"\x78\x9c", b"\x78\xda")
+MASK_DELTA = 0xA282EAD8
 Places = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -58,6 +59,12 @@ def framed(content: bytes) -> bytes:
     length = struct.pack("<Q", len(content))
     sums = (struct.pack("<I", masked_crc32c(part)) for part in (length, content))
     return b"".join([length, next(sums), content, next(sums)])
+
+
+def masked_crc32c(content: bytes) -> int:
+    """CRC-32C (Castagnoli) as TFRecord stores it."""
+    crc: int = extra("google_crc32c", "tfrecord", "tfrecord").value(content)
+    return ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF
 
 
 class TfrecordStore:
@@ -99,10 +106,10 @@ class TfrecordStore:
         file = int(np.searchsorted(self._ends, number, side="right"))
         return file, number - (int(self._ends[file - 1]) if file else 0)
 
-    def _content(self, number: int) -> memoryview:
+    def _content(self, number: int) -> bytes:
         file, record = self._at(number)
         begin, size = self._places[file][record].tolist()
-        content = memoryview(self._shards.read(file, begin, HEADER + size + FOOTER))
+        content = self._shards.read(file, begin, HEADER + size + FOOTER)
         if int.from_bytes(content[:8], "little") != size:
             raise ValueError(
                 "its length is not what the index says: the record is damaged, or the index file is of other data"

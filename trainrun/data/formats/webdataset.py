@@ -9,9 +9,10 @@ true one. Shards must be plain tar files: inside a compressed one nothing can be
 
 from __future__ import annotations
 
+import os
+import tarfile
 from array import array
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +23,24 @@ from trainrun.data.formats.pictures import Form, form_of
 from trainrun.data.formats.record import decode_sample
 from trainrun.data.formats.records import Records, records_of
 from trainrun.data.formats.shards import Shards, facts_beside, shards_of
-from trainrun.data.formats.tar_index import COMPRESSED, Member, members
 from trainrun.data.formats.values import NUMBERS, PICTURES, decode_value
 from trainrun.errors import DataError
 
 ENDINGS = (".tar",)
 WHOLE = "safetensors"
+COMPRESSED = {
+    b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd",
+}  # fmt: skip
+FAULTS = (
+    tarfile.TarError,
+    OSError,
+    EOFError,
+    ValueError,
+    IndexError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+)
 MAX_EXTENSIONS = 1000  # more show that the dots of the names mean something else
 
 
@@ -98,9 +111,8 @@ class TarStore:
         """File and name; the name is read again from the header."""
         first = int(self._index.start[number])
         shard = int(self._index.file[first])
-        read = partial(self._shards.read, shard)
-        member = next(members(read, self._shards.size(shard), int(self._index.begin[first])))
-        return f"{self.files[shard]}, sample {_key_of(member)[0]!r}"
+        member = next(members(self.files[shard], int(self._index.begin[first])))
+        return f"{self.files[shard]}, sample {_key_of(member.name)[0]!r}"
 
     def _extensions_of(self, number: int) -> dict[str, int]:
         """The sample's members by extension."""
@@ -153,8 +165,8 @@ def indexed(shards: Shards) -> Index:
     starts = array("q")
     for number, file in enumerate(shards.files):
         key, seen = None, set[str]()
-        for member in _members(shards, number):
-            name, extension = _key_of(member)
+        for member in members(file):
+            name, extension = _key_of(member.name)
             if not extension:
                 continue
             if name != key:
@@ -168,29 +180,59 @@ def indexed(shards: Shards) -> Index:
                 raise DataError(
                     f"{file}: names end in more than {MAX_EXTENSIONS} ways, as {member.name[:80]!r}"
                 )
-            row = (kind, member.begin, member.place, member.size, number)
+            row = (kind, member.offset, member.offset_data, member.size, number)
             for table, value in zip(tables, row, strict=True):
                 table.append(value)
     starts.append(len(tables[0]))
     return Index(tuple(extensions), *(np.array(table, dtype=np.int64) for table in [*tables, starts]))
 
 
-def _members(shards: Shards, number: int) -> list[Member]:
-    file, size = shards.files[number], shards.size(number)
+def members(file: Path, begin: int = 0) -> Iterator[tarfile.TarInfo]:
+    """The regular files of a tar file from byte `begin` on; a name is only ever a name.
+
+    DataError: damaged, cut short or compressed. tarfile stops without a word at a damaged header and in front of a
+    missing end; here both are faults.
+    """
+    try:
+        with file.open("rb") as opened:
+            _check_plain(file, opened.read(8), os.fstat(opened.fileno()).st_size)
+            opened.seek(begin)
+            archive = tarfile.TarFile(fileobj=opened, encoding="utf-8", errors="surrogateescape")
+            member, last = archive.next(), begin
+            while member is not None:
+                if member.sparse is not None:
+                    raise ValueError(
+                        f"a sparse member at byte {member.offset}; pack the files anew without --sparse"
+                    )
+                if member.size < 0 or archive.offset <= last:
+                    raise ValueError(f"a negative or impossible size at byte {member.offset}")
+                if member.isreg():
+                    yield member
+                archive.members = []  # type: ignore[attr-defined]  # it would keep every member
+                last = archive.offset
+                member = archive.next()
+            opened.seek(archive.offset)
+            end = opened.read(tarfile.BLOCKSIZE)
+            if len(end) < tarfile.BLOCKSIZE or any(end):
+                fault = "a damaged header" if any(end) else "cut short: no block of zeros"
+                raise ValueError(f"{fault} at byte {archive.offset}")
+    except FAULTS as error:
+        raise DataError(f"{file}: not a tar file, damaged or cut short ({error})") from error
+
+
+def _check_plain(file: Path, start: bytes, size: int) -> None:
     if size == 0:
         raise DataError(f"{file}: empty, not even the end of a tar file")
-    start = shards.read(number, 0, min(size, 8))
-    try:
-        packed = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
-        if packed is not None and size < 512:
-            raise ValueError(f"packed with {packed}, not a plain tar file")
-        return list(members(partial(shards.read, number), size))
-    except ValueError as error:
-        raise DataError(f"{file}: {error}") from error
+    packed = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
+    if packed is not None:
+        raise DataError(
+            f"{file}: packed with {packed}, so its members cannot be found one by one; unpack it once, as with "
+            "`gunzip shard.tar.gz`, and name the .tar file"
+        )
 
 
-def _key_of(member: Member) -> tuple[str, str]:
+def _key_of(path: str) -> tuple[str, str]:
     """The name up to the first dot of its last part, and what follows, in small letters; "" for none."""
-    folder, slash, name = member.name.rpartition("/")
+    folder, slash, name = path.rpartition("/")
     stem, _, extension = name.partition(".")
-    return (folder + slash + stem, extension.lower()) if stem else (member.name, "")
+    return (folder + slash + stem, extension.lower()) if stem else (path, "")
