@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trainrun.data import fashion_mnist
+from trainrun.data.readers.builtin import fashion_mnist
 from trainrun.errors import DataError
 
 PICTURES, SIDE, BATCH = 20_000, 48, 64

@@ -29,7 +29,7 @@ from bench_kit import SEED, TakesTurns
 from torch import nn
 from torch.nn import functional
 
-from trainrun.data import digits
+from trainrun.data.readers.builtin import digits
 from trainrun.model.mlp import Mlp
 from trainrun.randomness import derive_seed
 

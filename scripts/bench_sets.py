@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from trainrun.data import fashion_mnist
+from trainrun.data.readers.builtin import fashion_mnist
 
 SAMPLES = 4096
 

@@ -31,13 +31,14 @@ from typing import Any
 
 from trainrun.errors import ConfigError
 from trainrun.instantiate import TARGET
+from trainrun.moved import target_of_today
 from trainrun.rundir import RunDir, read_identity, read_json
 
 MAX_ENTRIES = 100_000  # of a run folder
 SHOWN = 5
 OURS = re.compile(
     r"trainrun\.(?:(?:model|task|optimizer|scheduler)\.\w+|data\.augment\.\w+)\.[A-Z]\w*"
-    r"|trainrun\.data\.(?:formats\.\w+|arrays|digits|fashion_mnist|synthetic)\.load"
+    r"|trainrun\.data\.readers\.\w+\.\w+\.load"
     r"|trainrun\.scheduler\.curves\.[a-z]\w*"
     r"|torch\.(?:nn|optim|optim\.lr_scheduler)\.[A-Z]\w*",
     re.ASCII,
@@ -75,7 +76,7 @@ def foreign_nodes(value: Any, key: str = "", named: Collection[str] = ()) -> Ite
 
 
 def is_foreign(target: Any) -> bool:
-    return target is not None and not (isinstance(target, str) and OURS.fullmatch(target))
+    return target is not None and not (isinstance(target, str) and OURS.fullmatch(target_of_today(target)))
 
 
 def written_to(key: str, value: str) -> str:

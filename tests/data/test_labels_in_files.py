@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from trainrun.build.data import check_classes, check_numbers
-from trainrun.data import arrays
 from trainrun.data.facts import facts_of
-from trainrun.data.formats import csv_files, hdf5, image_folder, parquet
+from trainrun.data.readers.arrays import hdf5
+from trainrun.data.readers.arrays import numpy_files as arrays
+from trainrun.data.readers.pictures import image_folder
+from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.errors import DataError
 from trainrun.words.compose import compose_run
 

@@ -5,10 +5,11 @@ import psutil
 import pytest
 import torch
 
-from trainrun.data import arrays, choice
+from trainrun.data import choice
 from trainrun.data.columns import is_mapped, tensor_view
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
+from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.resident import ResidentBatches
 
 N = 31

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from trainrun.data.arrays import open_mapped
 from trainrun.data.batch import Preparation
 from trainrun.data.cache.cached import cached
 from trainrun.data.columns import columns_of
 from trainrun.data.loader import KeySource
 from trainrun.data.reader import BatchReader, Key, Recipe
+from trainrun.data.readers.arrays.numpy_files import open_mapped
 
 N = 5000
 SMALL = 2500  # bytes of a pickle

@@ -10,9 +10,9 @@ from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.cache.cached import Cached
 from trainrun.data.columns import Arrays, columns_of
 from trainrun.data.facts import facts_of
-from trainrun.data.formats import image_folder
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
+from trainrun.data.readers.pictures import image_folder
 from trainrun.data.scale import Scale, Scaled, as_bytes
 
 N = 22

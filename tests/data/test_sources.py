@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainrun.data import arrays, digits, fashion_mnist, synthetic
 from trainrun.data.columns import columns_of
-from trainrun.data.idx import read_idx
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
+from trainrun.data.readers.arrays import numpy_files as arrays
+from trainrun.data.readers.arrays.idx import read_idx
+from trainrun.data.readers.builtin import digits, fashion_mnist, synthetic
 from trainrun.data.split import hold_out
 from trainrun.errors import DataError
 
@@ -71,9 +72,9 @@ def test_a_damaged_file_of_digits_is_one_line(tmp_path, monkeypatch):
 
 
 def digits_file() -> Path:
-    import trainrun.data
+    import trainrun.data.readers.builtin
 
-    return Path(trainrun.data.__path__[0], "digits.npz")
+    return Path(trainrun.data.readers.builtin.__path__[0], "digits.npz")
 
 
 def test_no_such_part():

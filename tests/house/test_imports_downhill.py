@@ -26,7 +26,7 @@ FLOORS = {
     3: ["cadence", "task_calls", "task_watch", "words/", "mishaps/"],
     2: ["config", "trust", "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/"],
     1: ["interfaces", "device_times", "rundir", "runlock", "randomness", "state", "sums", "instantiate", "here",
-        "environment",
+        "environment", "moved",
         "process/", "optimizer/", "scheduler/"],
     0: ["errors", "output", "masking", "copies", "ledger", "eager", "fused_adam", "model/", "transform/"],
 }  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 import trainrun
 from trainrun.cli import main
 from trainrun.data.facts import bytes_per_token
-from trainrun.data.formats.text import load
+from trainrun.data.readers.text.text import load
 from trainrun.errors import ConfigError
 
 VERSES = "In the beginning God created the heaven and the earth.\n" * 60

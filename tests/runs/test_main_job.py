@@ -11,7 +11,7 @@ import torch
 
 import trainrun as package
 from trainrun.config import PRECISIONS
-from trainrun.data import digits
+from trainrun.data.readers.builtin import digits
 from trainrun.errors import ConfigError
 
 QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from trainrun.config import RunConfig, conf_dir, groups, options, user_conf_dirs
 from trainrun.data.cache.spec import parse_cache
 from trainrun.errors import ConfigError, DataError
+from trainrun.moved import with_targets_of_today
 from trainrun.rundir import RunDir, read_json, write_json, write_text
 from trainrun.words.argument_rules import argument_faults
 from trainrun.words.argv import CUSTOM, Words, split_words, translate, with_one_warmup
@@ -128,11 +129,17 @@ def faults_of(config: RunConfig) -> list[str]:
 def to_run_config(cfg: DictConfig) -> RunConfig:
     """Plain dataclasses with every reference resolved. Hydra composed into the schema, so all types are checked."""
     try:
-        found = RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)})
+        found = _of_today(RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)}))
         return remember(cfg, found)
     except MissingMandatoryValue as error:
         missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
         raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
+
+
+def _of_today(config: RunConfig) -> RunConfig:
+    """The config with sources of data that have moved named by their new paths."""
+    parts = {name: with_targets_of_today(getattr(config.data, name)) for name in ("train", "val", "test")}
+    return replace(config, data=replace(config.data, **parts))
 
 
 def _plain(value: Any) -> Any:
@@ -206,7 +213,7 @@ def with_words(found: dict[str, Any], path: Path, overrides: list[str]) -> RunCo
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_reference(error)) from error
     assert isinstance(config, RunConfig)
-    config = remember(cfg, config)
+    config = remember(cfg, _of_today(config))
     follow_path(config.data, OmegaConf.select(saved, "data.path"))
     faults += faults_of(config)
     # With its other values it has trained.

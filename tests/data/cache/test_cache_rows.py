@@ -13,9 +13,9 @@ from torch.utils.data import default_collate
 
 from trainrun.data.cache.cached import Cached, cached
 from trainrun.data.cache.rows import gathered, has_rows, keep_rows, leaves_of
-from trainrun.data.formats.image_folder import ImageFolder, load
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
+from trainrun.data.readers.pictures.image_folder import ImageFolder, load
 from trainrun.errors import DataError
 
 NUMBER, BATCH, BAD = 45, 8, 17

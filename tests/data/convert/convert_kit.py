@@ -94,7 +94,7 @@ def npz(folder: Path) -> list[str]:
              x_test=VALUES[5:9], y_test=LABELS[5:9])  # fmt: skip
     return [
         "a.npz",
-        "data.test._target_=trainrun.data.arrays.load",
+        "data.test._target_=trainrun.data.readers.arrays.numpy_files.load",
         "data.test.path=a.npz",
         "data.test.split=test",
     ]

@@ -17,7 +17,7 @@ from trainrun.data.convert.files import whole_file
 from trainrun.data.convert.layout import Layout, Leaf, fitting, layout_of
 from trainrun.data.convert.samples import Samples, array_of
 from trainrun.data.convert.target import Tick, Unit
-from trainrun.data.formats.parquet_columns import pyarrow
+from trainrun.data.readers.tables.parquet_columns import pyarrow
 from trainrun.errors import DataError
 
 GROUP_BYTES = 2**20  # of a row group, which is decoded as a whole for each sample that is not in memory

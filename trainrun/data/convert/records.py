@@ -9,11 +9,11 @@ from trainrun.data.convert.files import publish, settle, temporary_of, whole_fil
 from trainrun.data.convert.samples import Samples
 from trainrun.data.convert.shards import facts_of
 from trainrun.data.convert.target import Tick, Unit, cut
-from trainrun.data.formats.example import encode_example
-from trainrun.data.formats.extras import extra
-from trainrun.data.formats.lmdb_file import key_of
-from trainrun.data.formats.record import META_KEY, encode_facts, encode_sample
-from trainrun.data.formats.tfrecord import SAMPLE, framed
+from trainrun.data.readers.extras import extra
+from trainrun.data.readers.records.example import encode_example
+from trainrun.data.readers.records.lmdb_file import key_of
+from trainrun.data.readers.records.record import META_KEY, encode_facts, encode_sample
+from trainrun.data.readers.records.tfrecord import SAMPLE, framed
 from trainrun.errors import DataError
 
 UNIT_BYTES = 4 * 2**20

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.columns import Columns, columns_of
 from trainrun.data.facts import facts_of
-from trainrun.data.formats.image_folder import ImageFolder
+from trainrun.data.readers.pictures.image_folder import ImageFolder
 from trainrun.errors import DataError, TrainrunError
 from trainrun.process.usercode import line_of
 

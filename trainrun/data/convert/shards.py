@@ -9,7 +9,7 @@ from typing import Any
 from trainrun.data.convert.files import write_whole
 from trainrun.data.convert.samples import Samples
 from trainrun.data.convert.target import Tick, Unit, cut
-from trainrun.data.formats.record import META_NAME, Facts, encode_facts
+from trainrun.data.readers.records.record import META_NAME, Facts, encode_facts
 
 SHARD_BYTES = 128 * 2**20
 Write = Callable[[Path, Samples, Unit, Tick], None]

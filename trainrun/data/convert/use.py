@@ -14,7 +14,7 @@ from trainrun.data.convert.samples import Samples
 from trainrun.data.convert.shards import ShardTarget
 from trainrun.data.convert.target import Target
 from trainrun.data.convert.webdataset import Form, form_of
-from trainrun.data.formats.targets import TARGET_NAMES
+from trainrun.data.readers.targets import TARGET_NAMES
 
 GROUPS = {
     "npy": "arrays", "parquet": "parquet", "lmdb": "lmdb", "tfrecord": "tfrecord", "webdataset": "webdataset",

@@ -19,7 +19,7 @@ from trainrun.data.convert.files import whole_file
 from trainrun.data.convert.records import encoded
 from trainrun.data.convert.samples import Samples, array_of
 from trainrun.data.convert.target import Tick, Unit
-from trainrun.data.formats.webdataset import WHOLE
+from trainrun.data.readers.records.webdataset import WHOLE
 from trainrun.errors import DataError
 
 KINDS = "biuf"

@@ -1,0 +1,152 @@
+import io
+import json
+import pickle
+import sys
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainrun.data.readers.tables.huggingface import load
+from trainrun.errors import DataError
+
+pytestmark = pytest.mark.usefixtures("quiet_cache")
+
+
+@pytest.fixture
+def quiet_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def rows_of(number: int, start: int = 0) -> datasets.Dataset:
+    features = datasets.Features(
+        {
+            "tokens": datasets.List(datasets.Value("int64")),
+            "label": datasets.ClassLabel(names=["even", "odd"]),
+            "text": datasets.Value("string"),
+        }
+    )
+    numbers = range(start, start + number)
+    columns = {
+        "tokens": [list(range(i % 4)) for i in numbers], "label": [i % 2 for i in numbers],
+        "text": [f"row {i}" for i in numbers],
+    }  # fmt: skip
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def whole(path, **options):
+    return load(str(path), "train", val_fraction=0.0, **options)
+
+
+def test_a_folder_of_save_to_disk(tmp_path):
+    rows_of(10).save_to_disk(tmp_path / "set")
+    data = whole(tmp_path / "set", columns=["tokens", "label"])
+    tokens, label = data[3]
+    assert (tokens.dtype, tokens.tolist(), label) == (np.int64, [0, 1, 2], 1)
+    assert data[4][0].dtype == np.int64
+    assert data.lengths.tolist() == [i % 4 for i in range(10)]
+    assert (data.class_names, data.num_classes) == (("even", "odd"), 2)
+    assert [sample[1] for sample in data.__getitems__([5, 2])] == [1, 0]
+    assert data.describe(3).endswith(".arrow, row 3")
+    assert pickle.loads(pickle.dumps(data))[3][0].tolist() == [0, 1, 2]
+    assert whole(tmp_path / "set")[9] == {"tokens": pytest.approx([0]), "label": 1, "text": "row 9"}
+    with pytest.raises(IndexError):
+        data[10]
+
+
+def test_classes_are_held_out_in_proportion(tmp_path):
+    rows_of(40).save_to_disk(tmp_path / "set")
+    train, val = (
+        load(str(tmp_path / "set"), split, columns=["tokens", "text", "label"], val_fraction=0.25)
+        for split in ("train", "val")
+    )
+    texts = [[part[i][1] for i in range(len(part))] for part in (train, val)]
+    assert sorted(texts[0] + texts[1]) == sorted(f"row {i}" for i in range(40))
+    assert sum(val[i][2] for i in range(len(val))) == 5
+    assert val.lengths.tolist() == [len(val[i][0]) for i in range(10)]
+    assert train.fingerprint() != val.fingerprint()
+
+
+def test_a_folder_with_parts_has_them_by_itself(tmp_path):
+    parts = {"train": rows_of(4), "validation": rows_of(3, 50), "test": rows_of(2, 70)}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "sets")
+    found = [load(str(tmp_path / "sets"), split, columns=["text"]) for split in ("train", "val", "test")]
+    assert [(len(part), part[0]) for part in found] == [(4, "row 0"), (3, "row 50"), (2, "row 70")]
+    datasets.DatasetDict({"odd": rows_of(4)}).save_to_disk(tmp_path / "odd")
+    with pytest.raises(DataError, match="without a part train"):
+        load(str(tmp_path / "odd"), "train")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "arrow"])
+def test_files(tmp_path, kind):
+    rows = rows_of(6).remove_columns("label")
+    for number in range(2):
+        if kind == "arrow":
+            rows.save_to_disk(tmp_path / "set")
+            (tmp_path / f"{number}.arrow").write_bytes(next((tmp_path / "set").glob("*.arrow")).read_bytes())
+        else:
+            getattr(rows, f"to_{kind}")(str(tmp_path / f"{number}.{kind}"))
+    data = whole(tmp_path / f"{{0,1}}.{kind}", columns=["tokens", "text"])
+    assert len(data) == 12
+    assert [data[9][0].tolist(), data[9][1]] == [[0, 1, 2], "row 3"]
+    assert data.lengths.tolist() == [0, 1, 2, 3, 0, 1] * 2
+
+
+def test_pictures_are_decoded_from_their_bytes_alone(tmp_path):
+    png = io.BytesIO()
+    Image.new("RGB", (4, 2), (9, 0, 0)).save(png, "PNG")
+    Image.new("RGB", (4, 2)).save(tmp_path / "secret.png")
+    pictures = [
+        {"bytes": png.getvalue(), "path": None},
+        {"bytes": None, "path": str(tmp_path / "secret.png")},
+    ]
+    pictures.append({"bytes": b"no picture", "path": None})
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    rows = datasets.Dataset.from_dict({"image": pictures, "label": [1, 2, 3]}, features=features)
+    rows.cast_column("image", datasets.Image(decode=False)).to_parquet(str(tmp_path / "a.parquet"))
+    data = whole(tmp_path / "a.parquet", columns=["image", "label"], dtype="float32", shape=[1, 2, 2])
+    assert data[0][0].shape == (1, 2, 2)
+    with pytest.raises(DataError, match=r"a\.parquet, row 1, column image: only the path of a picture"):
+        data[1]
+    with pytest.raises(DataError, match=r"row 2, column image: not a JPEG or PNG"):
+        data.__getitems__([0, 2])
+
+
+def test_floats_are_narrow_and_ragged_or_missing_values_are_named(tmp_path):
+    lines = [{"x": [0.5, 1], "y": 1}, {"x": [2.5], "y": None}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = whole(tmp_path / "a.jsonl", columns=["x"])
+    assert (data[0].dtype, data[1].tolist()) == (np.float32, [2.5])
+    with pytest.raises(DataError, match=r"a\.jsonl, row 1, column y: it is missing"):
+        whole(tmp_path / "a.jsonl")[1]
+    (tmp_path / "b.jsonl").write_text('{"x": [[1], [1, 2]]}')
+    with pytest.raises(DataError, match="row 0, column x: lists of unequal lengths"):
+        whole(tmp_path / "b.jsonl")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.arrow", b"no"), ("a.parquet", b"PAR1"), ("a.json", b"{bad")]
+)
+def test_damaged_files_are_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}: cannot be read, or damaged"):
+        whole(tmp_path / name)
+
+
+def test_mistakes(tmp_path, monkeypatch):
+    rows_of(3).save_to_disk(tmp_path / "set")
+    with pytest.raises(DataError, match=r"has no column lable; it has tokens, label, text"):
+        whole(tmp_path / "set", columns=["lable"])
+    (tmp_path / "a.parquet").write_bytes(b"")
+    (tmp_path / "b.json").write_bytes(b"")
+    with pytest.raises(DataError, match="files of one kind are needed"):
+        whole(tmp_path / "[ab].*")
+    with pytest.raises(DataError, match="data.path: name the data"):
+        load(None, "train")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'trainrun\[datasets\]'"):
+        whole(tmp_path / "set")

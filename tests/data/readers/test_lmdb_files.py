@@ -1,0 +1,148 @@
+import os
+import pickle
+import threading
+
+import lmdb
+import numpy as np
+import pytest
+
+from trainrun.data.readers.records.lmdb_file import key_of, load
+from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
+from trainrun.errors import DataError
+
+
+def write(path, values, subdir=False) -> None:
+    with (
+        lmdb.open(str(path), subdir=subdir, map_size=2**24, lock=False) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        for key, value in values.items():
+            transaction.put(key, value)
+
+
+def samples(number: int, facts: bool = True, start: int = 0) -> dict[bytes, bytes]:
+    found = {key_of(i): encode_sample((np.full(3, i + start, np.uint8), i + start)) for i in range(number)}
+    return found | ({META_KEY: encode_facts(Facts(number, ("a", "b")))} if facts else {})
+
+
+def whole(path):
+    return load(str(path), "train", val_fraction=0.0)
+
+
+@pytest.mark.parametrize("subdir", [True, False], ids=["folder", "file"])
+def test_samples_by_number(tmp_path, subdir):
+    write(tmp_path / "a.lmdb", samples(12), subdir)
+    data = whole(tmp_path / "a.lmdb")
+    assert [data[i][1] for i in range(len(data))] == list(range(12))
+    assert data[11][0].tolist() == [11, 11, 11]
+    assert (data.class_names, data.num_classes) == (("a", "b"), 2)
+    assert data.describe(3).endswith("key b'00000003'")
+    with pytest.raises(IndexError):
+        data[12]
+
+
+def test_any_keys_count_in_their_order_where_nothing_is_said(tmp_path):
+    import io
+
+    from PIL import Image
+
+    npy, png = io.BytesIO(), io.BytesIO()
+    np.save(npy, np.arange(3.0))
+    Image.new("RGB", (5, 4), (1, 2, 3)).save(png, "PNG")
+    write(tmp_path / "a.lmdb", {b"zebra": npy.getvalue(), b"ape": png.getvalue(), b"bad": b"\x80\x04pickle"})
+    data = whole(tmp_path / "a.lmdb")
+    assert data[0].shape == (3, 4, 5)
+    assert data[2].tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match=r"key b'bad': neither a sample .*pickled objects"):
+        data[1]
+
+
+def test_parts_of_one_file_or_a_file_each(tmp_path):
+    write(tmp_path / "all.lmdb", samples(20))
+    train, val = (load(str(tmp_path / "all.lmdb"), split, val_fraction=0.2) for split in ("train", "val"))
+    labels = [[part[i][1] for i in range(len(part))] for part in (train, val)]
+    assert sorted(labels[0] + labels[1]) == list(range(20))
+    assert len(labels[1]) == 4
+    write(tmp_path / "train.lmdb", samples(3))
+    write(tmp_path / "val.lmdb", samples(2, start=50))
+    train, val = (load(str(tmp_path), split) for split in ("train", "val"))
+    assert [len(train), len(val), val[0][1]] == [3, 2, 50]
+    with pytest.raises(DataError, match=r"data.test.test_path"):
+        load(str(tmp_path), "test")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:This process:DeprecationWarning"
+)  # Python 3.12+, of a fork beside threads
+def test_forks_copies_and_threads_read_the_same(tmp_path):
+    write(tmp_path / "a.lmdb", samples(40))
+    data = whole(tmp_path / "a.lmdb")
+    assert data[7][1] == 7
+    copy = pickle.loads(pickle.dumps(data))
+    assert copy[9][1] == 9
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        os._exit(0 if data[8][1] == 8 and copy[1][1] == 1 else 1)
+    wrong = []
+
+    def read(start: int) -> None:
+        wrong.extend(i for i in range(start, 40) if data[i][1] != i)
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_file_written_anew_is_opened_anew(tmp_path):
+    write(tmp_path / "a.lmdb", samples(3))
+    assert whole(tmp_path / "a.lmdb")[0][1] == 0
+    os.unlink(tmp_path / "a.lmdb")
+    write(tmp_path / "b.lmdb", samples(2, start=70))
+    os.rename(tmp_path / "b.lmdb", tmp_path / "a.lmdb")
+    data = whole(tmp_path / "a.lmdb")
+    assert (len(data), data[0][1]) == (2, 70)
+
+
+def test_damage_is_named(tmp_path):
+    write(tmp_path / "a.lmdb", samples(200))
+    content = (tmp_path / "a.lmdb").read_bytes()
+    (tmp_path / "cut.lmdb").write_bytes(content[: 3 * 4096])
+    with pytest.raises(DataError, match=r"cut\.lmdb: cut short: 12288 bytes, but its pages need"):
+        whole(tmp_path / "cut.lmdb")
+    (tmp_path / "text.lmdb").write_bytes(b"no pages here" * 1000)
+    with pytest.raises(DataError, match=r"text\.lmdb: not an LMDB environment"):
+        whole(tmp_path / "text.lmdb")
+    write(tmp_path / "short.lmdb", samples(3) | {META_KEY: encode_facts(Facts(4))})
+    with pytest.raises(DataError, match=r"short\.lmdb: holds 3 records, but its entry __meta__ says 4"):
+        whole(tmp_path / "short.lmdb")
+    write(tmp_path / "meta.lmdb", {META_KEY: b"[]"})
+    with pytest.raises(DataError, match=r"meta\.lmdb: its entry __meta__ is damaged"):
+        whole(tmp_path / "meta.lmdb")
+    write(tmp_path / "one.lmdb", {b"0": encode_sample(np.ones(9))[:-8]})
+    with pytest.raises(DataError, match=r"one\.lmdb, key b'0': cut short or damaged"):
+        whole(tmp_path / "one.lmdb")[0]
+
+
+def test_places_that_are_none(tmp_path):
+    with pytest.raises(DataError, match="data.path: name an LMDB environment"):
+        load(None, "train")
+    with pytest.raises(DataError, match="no such place"):
+        whole(tmp_path / "none.lmdb")
+    with pytest.raises(DataError, match="no data.mdb in this folder"):
+        whole(tmp_path)
+    write(tmp_path / "empty.lmdb", {})
+    with pytest.raises(DataError, match="there is no record in it"):
+        whole(tmp_path / "empty.lmdb")
+
+
+def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
+    import sys
+
+    (tmp_path / "a.lmdb").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+    with pytest.raises(DataError, match=r"data=lmdb needs lmdb: pip install 'trainrun\[lmdb\]'"):
+        whole(tmp_path / "a.lmdb")

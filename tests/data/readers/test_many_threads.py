@@ -1,0 +1,189 @@
+"""Readers that say `thread_safe = True`: eight threads at once, from the first read on, give what one gives."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import h5py
+import lmdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from trainrun.data.cache.cached import cached
+from trainrun.data.mapstyle import thread_safe
+from trainrun.data.open import open_batches
+from trainrun.data.options import StreamOptions
+from trainrun.data.readers.arrays import hdf5
+from trainrun.data.readers.arrays.numpy_files import open_mapped
+from trainrun.data.readers.arrays.rows import Picked
+from trainrun.data.readers.pictures import image_folder
+from trainrun.data.readers.records import lmdb_file, tfrecord, webdataset
+from trainrun.data.readers.records.example import encode_example
+from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
+from trainrun.data.readers.tables import parquet
+from trainrun.data.readers.text import text
+from trainrun.data.sequences.fields import Pieces
+from trainrun.data.undecided import Undecided
+
+N, THREADS = 60, 8
+ROWS = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
+ENCODED = [encode_sample((ROWS[i], i)) for i in range(N)]
+
+
+def parquet_file(folder):
+    table = pa.table({"x": [row.tolist() for row in ROWS], "y": np.arange(N) % 2})
+    pq.write_table(table, folder / "a.parquet", row_group_size=5)
+    return parquet.load(f"{folder}/a.parquet", "train", val_fraction=0.0, row_groups=2)
+
+
+def hdf5_file(folder):
+    with h5py.File(folder / "a.h5", "w") as file:
+        file.create_dataset("x", data=ROWS, chunks=(4, 3), compression="gzip")
+        file["y"] = np.arange(N) % 2
+    return hdf5.load(f"{folder}/a.h5", "train", in_memory=False, val_fraction=0.0)
+
+
+def pictures(folder):
+    for i in range(N):
+        (folder / str(i % 2)).mkdir(exist_ok=True)
+        Image.new("RGB", (40, 30), (i, 2 * i, 255 - i)).save(folder / str(i % 2) / f"{i:02}.jpg")
+    return image_folder.load(str(folder), "train", val_fraction=0.0, shape=[3, 16, 16])
+
+
+def tfrecord_files(folder):
+    for shard in range(6):
+        part = ENCODED[shard * 10 : shard * 10 + 10]
+        content = [tfrecord.framed(encode_example({tfrecord.SAMPLE: sample})) for sample in part]
+        (folder / f"{shard}.tfrecord").write_bytes(b"".join(content))
+    return tfrecord.load(str(folder), "train", val_fraction=0.0)
+
+
+def tar_files(folder):
+    for shard in range(6):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for i in range(shard * 10, shard * 10 + 10):
+                member = tarfile.TarInfo(f"{i:03}.safetensors")
+                member.size = len(ENCODED[i])
+                tar.addfile(member, io.BytesIO(ENCODED[i]))
+    return webdataset.load(str(folder), "train", val_fraction=0.0)
+
+
+def lmdb_environment(folder):
+    with (
+        lmdb.open(str(folder / "a"), map_size=2**24, lock=False) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        for i, content in enumerate(ENCODED):
+            transaction.put(lmdb_file.key_of(i), content)
+        transaction.put(META_KEY, encode_facts(Facts(N, ())))
+    return lmdb_file.load(str(folder / "a"), "train", val_fraction=0.0)
+
+
+def text_lines(folder):
+    (folder / "a.txt").write_text("".join("x" * (i % 13 + 2) + f"{i}\n" for i in range(N)))
+    return text.load(str(folder / "a.txt"), "train", kind="lines", val_fraction=0.0)
+
+
+def text_blocks(folder):
+    (folder / "a.txt").write_text("".join(chr(65 + i % 26) for i in range(N * 8 + 1)))
+    return text.load(str(folder / "a.txt"), "train", block_size=8, val_fraction=0.0)
+
+
+def picked_rows(folder):
+    np.save(folder / "x.npy", np.concatenate([ROWS, ROWS]))
+    return Picked([open_mapped(str(folder / "x.npy"))], np.arange(0, 2 * N, 2), [folder / "x.npy"])
+
+
+def pieces(folder):
+    lines = text_lines(folder)
+    return Pieces(lines, lines.lengths, 8, ("0", "1"))
+
+
+MADE = {
+    "parquet": parquet_file, "hdf5": hdf5_file, "image_folder": pictures, "tfrecord": tfrecord_files,
+    "webdataset": tar_files, "lmdb": lmdb_environment, "text lines": text_lines, "text blocks": text_blocks,
+    "arrays": picked_rows, "pieces": pieces,
+    "memory cache": lambda folder: cached(pictures(folder), "memory", "data.train"),
+    "pool": lambda folder: cached(text_lines(folder), "pool:6kB", "data.train"),
+    "disk cache": lambda folder: cached(text_lines(folder), f"disk:{folder}/kept", "data.train"),
+}  # fmt: skip
+
+
+def plain(sample):
+    return [np.asarray(part).tolist() for part in (sample if isinstance(sample, tuple) else (sample,))]
+
+
+@pytest.fixture(params=MADE)
+def make(request, tmp_path):
+    """Two equal sources: one to be read alone, one whose first reads are those of the threads."""
+    return lambda number: MADE[request.param](_fresh(tmp_path / str(number)))
+
+
+def _fresh(folder):
+    folder.mkdir()
+    return folder
+
+
+def test_many_threads_read_what_one_reads(make):
+    alone, shared = make(0), make(1)
+    assert thread_safe(shared)
+    number = len(alone)
+    expected = [plain(alone[i]) for i in range(number)]
+    together = threading.Barrier(THREADS)
+
+    def read(thread: int) -> bool:
+        rng = np.random.default_rng(thread)
+        together.wait()
+        at_once = getattr(shared, "__getitems__", None)
+        for _ in range(6):
+            order = rng.permutation(number).tolist()
+            for begin in range(0, number, 7):
+                chosen = order[begin : begin + 7]
+                one_by_one = at_once is None or begin % 2
+                samples = [shared[i] for i in chosen] if one_by_one else at_once(chosen)
+                if [plain(sample) for sample in samples] != [expected[i] for i in chosen]:
+                    return False
+        return True
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        assert all(pool.map(read, range(THREADS)))
+
+
+def test_the_engine_uses_as_many(make):
+    options = {"training": True, "batch_size": 5, "seed": 0}
+    alone, _ = open_batches(make(0), StreamOptions("data.train", engine="workers", num_workers=0, **options))
+    several, _ = open_batches(
+        make(1), StreamOptions("data.train", engine="threads", num_threads=THREADS, **options)
+    )
+    for one, other in zip(alone.epoch(1), several.epoch(1), strict=True):
+        assert torch.equal(one.indices, other.indices)
+        assert str(one.data) == str(other.data)
+    several.close()
+
+
+def test_auto_tries_several_threads_where_the_source_allows_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainrun.data.choice.usable_cores", lambda: 4)
+    stream, _ = open_batches(
+        tar_files(tmp_path), StreamOptions("data.train", training=True, batch_size=5, seed=0)
+    )
+    assert isinstance(stream, Undecided)
+    assert {"threads=1", "threads=2", "threads=4"} <= {candidate.name for candidate in stream.candidates}
+
+
+def test_a_cache_over_a_source_that_says_nothing_says_no():
+    class Silent:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.ones(3), index
+
+    assert not thread_safe(cached(Silent(), "memory", "data.train"))
+    assert thread_safe(cached([(torch.ones(3), i) for i in range(4)], "memory", "data.train"))

@@ -1,0 +1,273 @@
+"""Parquet tables: numbers in memory, everything else on demand, and the same samples both ways."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from trainrun.data.columns import Arrays
+from trainrun.data.readers.pictures.pictures import Form
+from trainrun.data.readers.tables import parquet, parquet_columns
+from trainrun.data.readers.tables.parquet import load
+from trainrun.data.readers.tables.parquet_columns import block_of, kind_of
+from trainrun.errors import DataError
+
+N = 60
+TOKENS = [list(range(i % 7)) for i in range(N)]
+
+
+def png(i: int) -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (6, 4), (i, 2 * i, 255 - i)).save(content, "PNG")
+    return content.getvalue()
+
+
+def table() -> pa.Table:
+    return pa.table(
+        {
+            "a": pa.array(np.arange(N) / 4, pa.float64()),
+            "b": pa.array(np.arange(N), pa.int16()),
+            "flag": pa.array([i % 2 == 0 for i in range(N)]),
+            "kind": pa.array(["cat" if i % 3 else "dog" for i in range(N)]).dictionary_encode(),
+            "tokens": pa.array(TOKENS, pa.list_(pa.int32())),
+            "waves": pa.array([[i / 2] * (i % 3) for i in range(N)], pa.large_list(pa.float64())),
+            "vector": pa.array([[i, i + 1, i + 2] for i in range(N)], pa.list_(pa.float32(), 3)),
+            "picture": pa.array([{"bytes": png(i), "path": f"{i}.png"} for i in range(N)]),
+            "raw": pa.array([png(i) for i in range(N)]),
+        }
+    )
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    pq.write_table(table(), tmp_path / "t.parquet", row_group_size=16)
+    return str(tmp_path / "t.parquet")
+
+
+def whole(path: str, **arguments):
+    """All rows: with validation data of its own nothing is held out."""
+    return load(path, "train", val_path=path, **arguments)
+
+
+def read(source) -> list:
+    return source.__getitems__(range(len(source)))
+
+
+def fault(path: str, split: str = "train", **arguments) -> str:
+    with pytest.raises(DataError) as caught:
+        read(load(path, split, **arguments))
+    return str(caught.value)
+
+
+def test_numbers_are_columns_in_memory(path):
+    source = whole(path, inputs=["a", "b", "flag"], target="kind")
+    assert isinstance(source, Arrays)
+    inputs, target = source.tensors
+    assert inputs.dtype == torch.float32
+    assert torch.equal(inputs, torch.tensor([[i / 4, i, i % 2 == 0] for i in range(N)]))
+    assert target.tolist() == [0 if i % 3 else 1 for i in range(N)]
+    assert (source.class_names, source.num_classes) == (("cat", "dog"), 2)
+    reordered = whole(path, inputs=["b", "a"], target="kind").tensors[0]
+    assert torch.equal(reordered, inputs[:, [1, 0]])
+
+
+@pytest.mark.parametrize("inputs", [["a", "b"], ["vector"]])
+@pytest.mark.parametrize("val_fraction", [0.3, None])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_on_demand_gives_the_samples_of_memory(path, inputs, val_fraction, split):
+    arguments = {"inputs": inputs, "target": "kind"}
+    arguments |= {"val_path": path} if val_fraction is None else {"val_fraction": val_fraction}
+    memory = load(path, split, **arguments).tensors
+    stored = load(path, split, **arguments, in_memory=False)
+    order = [*np.random.default_rng(0).permutation(len(stored)).tolist(), 0, 0]
+    for i, (x, y) in zip(order, stored.__getitems__(order), strict=True):
+        np.testing.assert_array_equal(x, memory[0][i].numpy())
+        assert x.dtype == np.float32
+        assert torch.equal(y, memory[1][i])
+        np.testing.assert_array_equal(stored[i][0], x)
+    shaped = load(path, split, **arguments, in_memory=False, shape=[len(memory[0][0]), 1])
+    assert shaped[0][0].shape == (len(memory[0][0]), 1)
+
+
+def test_the_two_parts_make_the_whole_with_every_class_in_proportion(path):
+    train, val = (load(path, s, inputs="tokens", target="kind", val_fraction=0.25) for s in ("train", "val"))
+    rows = [int(source.describe(i).rpartition(" ")[2]) for source in (train, val) for i in range(len(source))]
+    assert sorted(rows) == [*range(N)]
+    assert sorted(int(val[i][1]) for i in range(len(val))) == [0] * 10 + [1] * 5
+
+
+def test_lists_are_arrays_of_their_own_length(path):
+    source = whole(path, inputs="tokens", target="kind")
+    for i in range(N):
+        tokens, label = source[i]
+        assert tokens.tolist() == TOKENS[i]
+        assert tokens.dtype == np.int64
+        assert int(label) == (0 if i % 3 else 1)
+    assert source.lengths.tolist() == [len(tokens) for tokens in TOKENS]
+    assert source.lengths.dtype == np.int64
+    val = load(path, "val", inputs="tokens", target="kind")
+    assert val.lengths.tolist() == [len(val[i][0]) for i in range(len(val))]
+    waves = whole(path, inputs="waves", target="none")
+    assert [w.tolist() for w in waves.__getitems__([5, 1])] == [[2.5, 2.5], [0.5]]
+    assert waves[5].dtype == np.float32
+    assert not hasattr(whole(path, inputs="picture", target="kind"), "lengths")
+
+
+@pytest.mark.parametrize("inputs", ["tokens", "vector", "waves"])
+def test_a_sample_that_is_written_to_changes_no_other(path, inputs):
+    source = whole(path, inputs=inputs, target="kind", in_memory=False)
+    before = source[5][0].tolist()
+    source[5][0][:] = 99
+    assert source[5][0].tolist() == before
+
+
+def test_a_part_of_a_table_begins_where_it_begins():
+    column = table()["tokens"].slice(9, 4)
+    block = block_of(kind_of(table().schema.field("tokens")), column, "float32", None, Form(), str)
+    assert [block.cell(row, str).tolist() for row in range(4)] == TOKENS[9:13]
+    assert parquet_columns._ends(pa.array(TOKENS).slice(3, 2)).tolist() == [0, 3, 7]
+
+
+def test_a_list_as_target_and_several_inputs(path):
+    inputs, target = whole(path, inputs=["tokens", "b"], target="waves")[5]
+    assert inputs["tokens"].tolist() == TOKENS[5]
+    assert inputs["b"] == 5
+    assert target.tolist() == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("column", ["picture", "raw"])
+def test_pictures_are_decoded(path, column):
+    image, label = whole(path, inputs=column, target="kind", dtype="uint8")[7]
+    assert (image.dtype, image.shape) == (torch.uint8, (3, 4, 6))
+    assert image[:, 0, 0].tolist() == [7, 14, 248]
+    assert int(label) == 0
+    image = whole(path, inputs=column, target="kind", shape=[1, 2, 2])[7][0]
+    assert image.shape == (1, 2, 2)
+    assert 0 < image.max() < 1
+
+
+def test_class_names_that_hugging_face_noted(tmp_path):
+    features = {"label": {"names": ["no", "yes", "maybe"], "_type": "ClassLabel"}}
+    schema = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    data = pa.table({"x": np.arange(10.0), "label": np.arange(10) % 2}).replace_schema_metadata(schema)
+    pq.write_table(data, tmp_path / "hf.parquet")
+    source = whole(str(tmp_path / "hf.parquet"))
+    assert (source.class_names, source.num_classes) == (("no", "yes", "maybe"), 3)
+    assert source.tensors[1].tolist() == [0, 1] * 5
+
+
+def test_several_files_and_a_row_in_an_error(tmp_path):
+    for i, name in enumerate(["b", "a"]):
+        part = pa.table({"x": pa.array([i, None if i == 0 else 9, i], pa.int64()), "y": [0, 1, 0]})
+        pq.write_table(part, tmp_path / f"{name}.parquet", row_group_size=1)
+    assert fault(str(tmp_path)).startswith(f"{tmp_path}/b.parquet row 1: column 'x' is missing; correct it")
+    assert "or say what stands for it, as data.train.fill=0" in fault(
+        str(tmp_path), in_memory=False, val_path=str(tmp_path)
+    )
+    for memory in (True, False):
+        source = whole(str(tmp_path), fill=-1, in_memory=memory)
+        inputs = source.tensors[0] if memory else np.stack([source[i][0] for i in range(6)])
+        assert inputs.flatten().tolist() == [1, 9, 1, 0, -1, 0]
+    (tmp_path / "c.parquet").write_bytes((tmp_path / "b.parquet").read_bytes())
+    pq.write_table(pa.table({"x": [1.5], "y": [0]}), tmp_path / "c.parquet")
+    assert "c.parquet: column 'x' is double, but int64 in" in fault(str(tmp_path))
+    pq.write_table(pa.table({"x": [1], "z": [0]}), tmp_path / "c.parquet")
+    assert "c.parquet: has no column 'y', which" in fault(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array([[1], None, [2]], pa.list_(pa.int64())), "row 1: column 'x' is missing"),
+        (
+            pa.array([[1], [2], [3, None]], pa.list_(pa.int64())),
+            "row 2: column 'x', a number of the list is missing",
+        ),
+        (pa.array([1.0, 2.0, float("nan")]), "row 2: column 'x' is missing"),
+        (
+            pa.array([1.0, 1e300, 2.0]),
+            "row 1: column 'x' is 1e+300, which data.train.dtype=float32 cannot hold",
+        ),
+        (pa.array([{"bytes": png(1)}, None, {"bytes": png(1)}]), "row 1: column 'x' is missing"),
+        (pa.array([png(1), png(2), png(1)[:45]]), "row 2: column 'x': damaged or cut short"),
+        (pa.array(["a", "b", "c"]), "data.train.inputs: column 'x' is string, which no model can take"),
+        (pa.array([[[1]], [[2]], [[3]]]), "column 'x' is list<"),
+    ],
+)
+@pytest.mark.parametrize("memory", ["auto", False])
+def test_cells_that_cannot_be_used(tmp_path, column, message, memory):
+    path = str(tmp_path / "t.parquet")
+    pq.write_table(pa.table({"x": column, "y": [0, 1, 0]}), path)
+    assert message in fault(path, val_path=path, in_memory=memory)
+
+
+def test_missing_and_unfit_targets(path, tmp_path):
+    other = str(tmp_path / "other.parquet")
+    pq.write_table(pa.table({"x": [1, 2], "y": ["a", None]}), other)
+    assert f"{other} row 1: column 'y' is missing" in fault(other)
+    assert "data.train.target=picture: is struct" in fault(path, inputs="a", target="picture")
+    pq.write_table(pa.table({"a": [1.0], "kind": ["cow"]}), other)
+    message = fault(path, "val", inputs="a", target="kind", val_path=other)
+    assert f"{other} row 0: column 'kind' is 'cow', which is no class of the training data" in message
+    pq.write_table(pa.table({"a": ["1"], "kind": ["cat"]}), other)
+    assert "column 'a' is string, but double" in fault(path, "val", inputs="a", target="kind", val_path=other)
+
+
+def test_wrong_words(path):
+    assert "data.train.target: name the column to predict" in fault(path)
+    assert "data.train.target=kin: no such column; did you mean kind?" in fault(path, target="kin")
+    assert "data.train.row_groups=0: must be at least 1" in fault(path, target="kind", row_groups=0)
+    assert "data.train.in_memory=maybe: must be" in fault(path, inputs="a", target="kind", in_memory="maybe")
+    assert "data.shape=[3]: needs 3 numbers a row" in fault(path, inputs=["a", "b"], target="kind", shape=[3])
+    assert "data.train.dtype=int8" in fault(path, inputs="a", target="kind", dtype="int8")
+
+
+def test_damaged_files(path, tmp_path):
+    content = Path(path).read_bytes()
+    for damaged in (content[: len(content) // 2], b"", b"PAR1 and nothing else", content[:-6] + b"\0" * 6):
+        (tmp_path / "cut.parquet").write_bytes(damaged)
+        message = fault(str(tmp_path / "cut.parquet"))
+        assert message.startswith(
+            f"{tmp_path}/cut.parquet: it cannot be read as Parquet: is it damaged or cut"
+        )
+    wrong = bytearray(content)
+    wrong[4:2000] = bytes(1996)
+    (tmp_path / "cut.parquet").write_bytes(wrong)
+    assert "row group 0 cannot be read as Parquet" in fault(
+        f"{tmp_path}/cut.parquet", inputs="a", target="none"
+    )
+    pq.write_table(table()[:0], tmp_path / "empty.parquet")
+    assert "empty.parquet: no rows" in fault(str(tmp_path / "empty.parquet"))
+
+
+def test_a_row_group_is_decoded_once_for_a_batch_and_few_are_kept(path, monkeypatch):
+    read: list[int] = []
+    original = parquet._decoded
+
+    def counted(table, kinds, settings, files, group):
+        read.append(group)
+        return original(table, kinds, settings, files, group)
+
+    monkeypatch.setattr(parquet, "_decoded", counted)
+    source = whole(path, inputs="tokens", target="kind", row_groups=1)
+    source.__getitems__([0, 17, 1, 18, 2, 40])
+    assert read == [0, 1, 2]
+    source.__getitems__([41, 0])
+    assert read == [0, 1, 2, 0, 2]
+    with pytest.raises(IndexError):
+        source[N]
+
+
+def test_two_columns_of_one_name_are_named(tmp_path):
+    path = tmp_path / "twice.parquet"
+    pq.write_table(pa.table([[1, 2], [3, 4], [0, 1]], names=["a", "a", "y"]), path)
+    with pytest.raises(DataError, match="two columns are called 'a'; names must differ"):
+        load(str(path), "train", val_fraction=0.5)

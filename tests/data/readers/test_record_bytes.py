@@ -1,0 +1,174 @@
+import contextlib
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainrun.data.readers.records.record import (
+    Facts,
+    decode_facts,
+    decode_sample,
+    encode_facts,
+    encode_sample,
+    is_sample,
+)
+
+
+def same(a, b) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, tuple | list):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+SAMPLES = [
+    np.arange(6, dtype=np.uint8).reshape(2, 3),
+    torch.rand(2, 2),
+    torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+    torch.empty(0, 3, dtype=torch.bfloat16),
+    torch.tensor(3),
+    torch.arange(6).view(2, 3).T,
+    (np.zeros((0, 4), np.float32), 7),
+    [True, 2.5, "grün", b"\0\xff"],
+    {"y": np.array([True, False]), "image": np.zeros((1, 2, 2), np.float16), "x": np.array(4)},
+    {},
+    "",
+]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=range(len(SAMPLES)))
+def test_a_sample_comes_back_as_it_was(sample):
+    content = encode_sample(sample)
+    assert is_sample(content)
+    assert same(decode_sample(content), sample)
+    assert same(decode_sample(memoryview(content)), sample)
+
+
+def test_arrays_may_be_written_to_and_lie_at_multiples_of_their_width():
+    content = encode_sample((np.ones(3, np.uint8), np.arange(4.0), "abc"))
+    few, wide, _ = decode_sample(content)
+    few[0], wide[0] = 9, 9
+    assert wide.flags.aligned
+    assert decode_sample(content)[0][0] == 1
+
+
+def test_other_readers_of_safetensors_open_it_and_their_files_are_samples():
+    found = safetensors.numpy.load(encode_sample({"x": np.arange(3), "s": np.ones(1, np.uint8)}))
+    assert found["x"].tolist() == [0, 1, 2]
+    foreign = safetensors.numpy.save({"a": np.ones(2, np.float32), "b": np.zeros(1, np.int32)})
+    assert same(decode_sample(foreign), {"a": np.ones(2, np.float32), "b": np.zeros(1, np.int32)})
+
+
+def test_numpy_scalars_and_big_endian_arrays_become_plain_arrays():
+    number, big = decode_sample(encode_sample((np.float32(2), np.arange(3, dtype=">i4"))))
+    assert same(number, np.array(2, np.float32))
+    assert same(big, np.arange(3, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    "part", [{1, 2}, object(), None, (1, (2, object())), {"a": {"b": None}}, np.array(["a"])]
+)
+def test_other_parts_are_refused(part):
+    with pytest.raises(TypeError, match="allowed"):
+        encode_sample((1, part))
+
+
+@pytest.mark.parametrize("name", [1, "__metadata__"])
+def test_names_of_parts_are_text(name):
+    with pytest.raises(TypeError, match="names must be text"):
+        encode_sample({name: 1})
+
+
+def forged(**entry) -> bytes:
+    header = {"__metadata__": {"container": "one", "kinds": '{"0": "array"}'}}
+    header["0"] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | entry
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"\0" * 8
+
+
+def test_the_forged_record_is_whole():
+    assert decode_sample(forged()).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F99"}, {"dtype": None}, {"shape": [-2, -1]}, {"shape": [2**60]}, {"shape": [True, 2]},
+        {"shape": [0, 2**47]}, {"shape": [1] * 40}, {"shape": 2}, {"shape": [3]}, {"data_offsets": [8, 0]},
+        {"data_offsets": [-8, 0]}, {"data_offsets": [0, 80]}, {"data_offsets": [0]}, {"data_offsets": [0, 1e9]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_impossible_entries_are_refused(entry):
+    with pytest.raises(ValueError):
+        decode_sample(forged(**entry))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\x80\x04pickle of some kind", b"\0" * 8 + b"{}", (2**40).to_bytes(8, "little") + b"{}",
+        (100_000).to_bytes(8, "little") + b'{"a":' * 20_000,
+        (2).to_bytes(8, "little") + b"[]", (4).to_bytes(8, "little") + b"{bad",
+        (13).to_bytes(8, "little") + b'{"0":[1,2,3]}',
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_what_is_no_sample_is_refused(content):
+    with pytest.raises(ValueError):
+        decode_sample(content)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.data())
+def test_damage_is_a_value_error_or_another_sample(data):
+    content = bytearray(encode_sample((np.arange(3, dtype=np.int16), torch.ones(2), "text", 3)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    with contextlib.suppress(ValueError, OverflowError):
+        decode_sample(bytes(content))
+
+
+def test_facts_come_back_and_are_checked():
+    facts = Facts(3, ("cat", "dog"), 2)
+    assert decode_facts(encode_facts(facts)) == facts
+    assert decode_facts(b'{"class_names": ["a"]}') == Facts(None, ("a",), 1)
+    for wrong in (
+        b"[]",
+        b'{"length": -1}',
+        b'{"length": 2.5}',
+        b'{"class_names": [1]}',
+        b'{"class_names": "ab"}',
+    ):
+        with pytest.raises(ValueError):
+            decode_facts(wrong)
+
+
+@pytest.mark.parametrize(
+    "sample", [(1, (2, 3)), {"a": {"b": 1}, "a.b": [2, {"c": "d"}]}, ({"x": 1, "y": (2,)}, 3), [[], ()]]
+)
+def test_containers_in_containers(sample):
+    assert decode_sample(encode_sample(sample)) == sample
+
+
+@pytest.mark.parametrize(
+    "tree", ["0.0", [], {}, {"set": []}, {"dict": ["0.0"]}, {"tuple": ["no such part"]}, {"tuple": 1}]
+)
+def test_a_damaged_tree_is_a_fault(tree):
+    content = encode_sample(((1,),))
+    old = json.dumps({"tuple": [{"tuple": ["0.0.0"]}]})
+    header = content.replace(json.dumps(old)[1:-1].encode(), json.dumps(json.dumps(tree))[1:-1].encode())
+    assert header != content
+    size = int.from_bytes(content[:8], "little") + len(header) - len(content)
+    with pytest.raises(ValueError):
+        decode_sample(size.to_bytes(8, "little") + header[8:])

@@ -1,0 +1,201 @@
+import contextlib
+import pickle
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainrun.data.readers.records.example import encode_example, parse_example
+from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
+from trainrun.data.readers.records.tfrecord import framed, load, masked_crc32c
+from trainrun.errors import DataError
+
+
+def write(path, contents) -> None:
+    path.write_bytes(b"".join(framed(content) for content in contents))
+
+
+def samples(number: int, start: int = 0) -> list[bytes]:
+    return [
+        encode_example({"sample": encode_sample((np.full((2,), i, np.float32), i))})
+        for i in range(start, start + number)
+    ]
+
+
+def whole(path, **options):
+    return load(str(path), "train", val_fraction=0.0, **options)
+
+
+# --- checksums and protobuf ---------------------------------------------------------------------
+
+
+def test_a_record_is_framed_as_tensorflow_does():
+    assert framed(b"") == bytes.fromhex("000000000000000029039807d8ea82a2")
+
+
+def test_examples_are_parsed():
+    content = encode_example({"a": np.array([1, -1]), "b": [b"xy"], "c": np.array([0.5])})
+    found = parse_example(content)
+    assert list(found) == ["a", "b", "c"]
+    assert found["a"].tolist() == [1, -1]
+    assert found["b"] == [b"xy"]
+    assert (found["c"].dtype, found["c"].tolist()) == (np.float32, [0.5])
+
+
+def test_numbers_that_are_not_packed_are_read_too():
+    values = bytes.fromhex("080508ac02")  # 5 and 300, each with a tag
+    entry = b"\x0a\x01a\x12" + bytes([len(values) + 2]) + b"\x1a" + bytes([len(values)]) + values
+    found = parse_example(b"\x0a" + bytes([len(entry) + 2]) + b"\x0a" + bytes([len(entry)]) + entry)
+    assert found["a"].tolist() == [5, 300]
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40))
+def test_integers_come_back(numbers):
+    found = parse_example(encode_example({"n": np.array(numbers, np.int64)}))["n"]
+    assert list(found) == numbers
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.data())
+def test_a_damaged_example_is_a_value_error_or_another_example(data):
+    content = bytearray(encode_example({"a": np.array([1, -300]), "b": [b"xy", b""], "c": np.ones(3)}))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ValueError):
+        parse_example(bytes(content[: data.draw(st.integers(0, len(content)))]))
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\xff" * 20, b"\x0b", b"\x0a\x05ab"]
+)
+def test_lengths_that_lie_are_refused(content):
+    with pytest.raises(ValueError, match="not an Example"):
+        parse_example(content)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_samples_of_several_files_in_order(tmp_path):
+    write(tmp_path / "a-0.tfrecord", samples(3))
+    write(tmp_path / "a-1.tfrecord", samples(2, start=3))
+    (tmp_path / "meta.json").write_bytes(encode_facts(Facts(5, ("x", "y"))))
+    data = whole(tmp_path / "a-{0..1}.tfrecord")
+    assert [label for _, label in (data[i] for i in range(len(data)))] == [0, 1, 2, 3, 4]
+    assert data[4][0].tolist() == [4, 4]
+    assert data.class_names == ("x", "y")
+    assert data.num_classes == 2
+    assert data.describe(4).startswith(f"{tmp_path / 'a-1.tfrecord'}, record 1 at byte ")
+    with pytest.raises(IndexError):
+        data[5]
+    again = pickle.loads(pickle.dumps(data))
+    assert again[3][1] == 3
+
+
+def test_parts_share_no_record(tmp_path):
+    write(tmp_path / "a.tfrecord", samples(20))
+    train, val = (load(str(tmp_path), split, val_fraction=0.25) for split in ("train", "val"))
+    labels = [sorted(part[i][1] for i in range(len(part))) for part in (train, val)]
+    assert sorted(labels[0] + labels[1]) == list(range(20))
+    assert len(labels[1]) == 5
+    assert train.fingerprint() != val.fingerprint()
+
+
+def test_an_index_file_is_used(tmp_path):
+    path, contents = tmp_path / "a.tfrecord", samples(3)
+    write(path, contents)
+    sizes = [len(framed(content)) for content in contents]
+    rows = [f"{sum(sizes[:i])} {size}" for i, size in enumerate(sizes)]
+    broken = bytearray(path.read_bytes())
+    broken[sizes[0] + 8] ^= 1  # a checksum that only a scan would read
+    path.write_bytes(broken)
+    with pytest.raises(
+        DataError, match=r"a\.tfrecord, record 1 at byte \d+: not a TFRecord file, or damaged"
+    ):
+        whole(path)
+    (tmp_path / "a.tfrecord.idx").write_text("\n".join(rows))
+    data = whole(path)
+    assert [data[i][1] for i in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("text", ["", "0 5\n", "1 2 3\n", "x y\n", "0 -1\n", "0 99999999999999999999\n"])
+def test_an_index_that_does_not_fit_is_refused(tmp_path, text):
+    write(tmp_path / "a.tfrecord", samples(2))
+    (tmp_path / "a.tfrecord.idx").write_text(text)
+    with pytest.raises(DataError, match=r"a\.tfrecord\.idx: .*delete"):
+        whole(tmp_path / "a.tfrecord")
+
+
+def test_named_features_become_tuples_or_dicts(tmp_path):
+    features = {
+        "x": np.array([0.5, 1.5]),
+        "label": np.array([3]),
+        "tokens": np.array([7]),
+        "raw": b"\x01\x02",
+    }
+    write(tmp_path / "a.tfrecord", [encode_example(features)])
+    x, label = whole(tmp_path / "a.tfrecord", columns=["x", "label"])[0]
+    assert (x.tolist(), label.shape, int(label)) == ([0.5, 1.5], (), 3)
+    found = whole(tmp_path / "a.tfrecord", sequences=["tokens"])[0]
+    assert list(found) == ["label", "raw", "tokens", "x"]
+    assert found["tokens"].tolist() == [7]
+    assert found["raw"].tolist() == [1, 2]
+    with pytest.raises(DataError, match=r"record 0 at byte 0: has no feature y; it has label, raw"):
+        whole(tmp_path / "a.tfrecord", columns=["y"])[0]
+
+
+@pytest.mark.parametrize("cut", [1, 4, 20, -10])
+def test_a_file_that_is_cut_short_is_refused(tmp_path, cut):
+    write(tmp_path / "a.tfrecord", samples(2))
+    content = (tmp_path / "a.tfrecord").read_bytes()
+    (tmp_path / "a.tfrecord").write_bytes(content[:cut])
+    with pytest.raises(DataError, match=r"a\.tfrecord, record \d at byte \d+: cut short"):
+        whole(tmp_path / "a.tfrecord")
+
+
+def test_a_huge_length_with_a_right_checksum_is_refused(tmp_path):
+    length = struct.pack("<Q", 2**63)
+    content = length + struct.pack("<I", masked_crc32c(length)) + b"\0" * 8
+    (tmp_path / "a.tfrecord").write_bytes(content)
+    with pytest.raises(DataError, match="cut short: it ends at byte"):
+        whole(tmp_path / "a.tfrecord")
+
+
+def test_checksums_are_verified_on_demand(tmp_path):
+    write(tmp_path / "a.tfrecord", samples(2))
+    content = bytearray(framed(encode_example({"x": np.ones(2)})))
+    content[-6] ^= 1
+    (tmp_path / "b.tfrecord").write_bytes(content)
+    whole(tmp_path / "b.tfrecord")[0]
+    with pytest.raises(DataError, match=r"b\.tfrecord, record 0 at byte 0: damaged: its checksum is wrong"):
+        whole(tmp_path / "b.tfrecord", check_crc=True)[0]
+    assert whole(tmp_path / "a.tfrecord", check_crc=True)[1][1] == 1
+
+
+def test_compressed_and_empty_and_missing_files(tmp_path):
+    import gzip
+
+    (tmp_path / "a.tfrecord").write_bytes(gzip.compress(framed(b"x")))
+    with pytest.raises(DataError, match=r"compressed.*gunzip"):
+        whole(tmp_path / "a.tfrecord")
+    (tmp_path / "b.tfrecord").write_bytes(b"")
+    with pytest.raises(DataError, match="no record in it"):
+        whole(tmp_path / "b.tfrecord")
+    (tmp_path / "a-1.tfrecord").write_bytes(b"")
+    with pytest.raises(DataError, match=r"2 of 3 files are missing, first .*a-0\.tfrecord"):
+        whole(tmp_path / "a-{0..2}.tfrecord")
+    with pytest.raises(DataError, match="more than 100000 files"):
+        whole(tmp_path / "a-{0..9999999}.tfrecord")
+    with pytest.raises(DataError, match=r"data.path: name the data"):
+        load(None, "train")
+
+
+def test_a_file_that_shrinks_is_named(tmp_path):
+    write(tmp_path / "a.tfrecord", samples(2))
+    data = whole(tmp_path / "a.tfrecord")
+    (tmp_path / "a.tfrecord").write_bytes(b"")
+    with pytest.raises(DataError, match=r"a\.tfrecord: cut short: 0 of the \d+ bytes"):
+        data[1]

@@ -1,0 +1,262 @@
+"""`data=hdf5`: data sets in an HDF5 file (h5py), one row per sample, chunked or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainrun.data.columns import Arrays
+from trainrun.data.readers.extras import extra
+from trainrun.data.readers.files import files_of, fingerprint_of
+from trainrun.data.readers.handles import Kept
+from trainrun.data.readers.memory import in_memory as stays_in_memory
+from trainrun.data.readers.parts import Part, Rows
+from trainrun.data.readers.room import check_memory
+from trainrun.data.readers.targets import Coding, coding_of, listed
+from trainrun.errors import DataError
+from trainrun.instantiate import nearest
+
+ENDINGS = (".h5", ".hdf5")
+CHUNK_CACHE_BYTES = 32 * 2**20  # for each data set of an open file; HDF5's own default is 1 MiB
+
+
+class Layout(NamedTuple):
+    """A data set of the file. chunk: rows that are stored, and decompressed, together; 1 where it has none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunk: int
+    ragged: bool
+    words: bool
+
+
+def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_path: str | None = None,
+         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0, target_dtype: str = "auto",
+         in_memory: bool | str = "auto") -> Any:  # fmt: skip
+    """`train`, `val` or `test`: `Arrays` in memory, or `Stored` data read on demand.
+
+    inputs, target: names of data sets. For x, the first that is there of train/x, x_train and x; where
+        the file has val/x or x_val, those are the validation data, and nothing is held out.
+    target: rows of one number or word are classes or numbers (see `targets`), all others are as stored.
+    """
+    h5py = extra("h5py", "hdf5", "hdf5")
+    training = _one_file(path, "data.path")
+    paths = [str(training), val_path, test_path]
+    with opened(h5py, training) as file:
+        for number, other in ((1, "val"), (2, "test")):
+            if paths[number] is None and _candidate(file, inputs, other) is not None:
+                paths[number] = str(training)
+        known = _cells(file, training, layout_of(h5py, file, target, "train", "target")) if target else None
+    part = Part(split, paths[0], paths[1], paths[2], val_fraction, seed)
+    place = _one_file(*part.place)
+    which = split if part.own else "train"
+    with opened(h5py, place) as file:
+        layouts = [layout_of(h5py, file, inputs, which, "inputs")]
+        layouts += [layout_of(h5py, file, target, which, "target")] if target else []
+        if len({layout.shape[0] for layout in layouts}) > 1:
+            raise DataError(f"{place}: {_sizes(layouts)}; there must be a target for each input")
+        cells = _cells(file, place, layouts[1]) if target else None
+        coding = Coding("float32") if known is None else coding_of(known, target_dtype)
+        encoded = None if cells is None else coding.encode(cells, partial(_where, place, layouts[1].name))
+        rows = part.rows(np.zeros(layouts[0].shape[0]) if encoded is None else encoded)
+        if encoded is not None and rows is not None:
+            encoded = encoded[rows]
+        stored = Stored(place, layouts, rows, encoded, coding)
+        if any(layout.ragged for layout in layouts) or not stays_in_memory(stored.num_bytes, in_memory):
+            return stored
+        return Arrays(
+            stored.whole(file), coding.names, coding.num_classes, describe=stored.describe if target else None
+        )
+
+
+class Stored:
+    """Samples read on demand: the inputs, or `(inputs, target)`.
+
+    Every thread of every process opens the file for itself. `__getitems__` reads a chunk once for all
+    of its rows that are asked for.
+    """
+
+    thread_safe = True
+
+    def __init__(self, path: Path, layouts: Sequence[Layout], rows: Rows | None, encoded: Any,
+                 coding: Coding) -> None:  # fmt: skip
+        self._path = path
+        self._layouts = tuple(layouts[:1] if encoded is not None else layouts)
+        self._rows = rows
+        self._encoded = encoded
+        self._files = Kept(_open, 1, per_thread=True, close=_close)
+        self.class_names = coding.names
+        self.num_classes = coding.num_classes
+
+    def __len__(self) -> int:
+        return self._layouts[0].shape[0] if self._rows is None else len(self._rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory, without the target where that is there already."""
+        rows = [layout.dtype.itemsize * int(np.prod(layout.shape[1:])) for layout in self._layouts]
+        return len(self) * sum(rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        numbers = np.asarray(indices)
+        rows = numbers if self._rows is None else self._rows[numbers]
+        parts = [
+            read_rows(self._files[str(self._path)], self._path, layout, rows) for layout in self._layouts
+        ]
+        if self._encoded is not None:
+            parts.append([self._encoded[index] for index in indices])
+        return list(zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+
+    def whole(self, file: Any) -> tuple[Any, ...]:
+        """All rows of all parts."""
+        rows = slice(None) if self._rows is None else self._rows
+        with reading(self._path, "its data"):
+            parts = tuple(file[layout.name][:][rows] for layout in self._layouts)
+        return parts if self._encoded is None else (*parts, self._encoded)
+
+    @property
+    def labels(self) -> Any:
+        """The target of each sample, where it is in memory."""
+        return self._encoded
+
+    @property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(N,) int64: first dimension of each input; of ragged data, found by reading it."""
+        if not self._layouts[0].ragged:
+            raise AttributeError("lengths: all samples have one shape")
+        samples = (read_rows(self._files[str(self._path)], self._path, self._layouts[0], np.array([row]))[0]
+                   for row in (range(len(self)) if self._rows is None else self._rows))  # fmt: skip
+        return np.fromiter(map(len, samples), np.int64, len(self))
+
+    def describe(self, index: int) -> str:
+        row = index if self._rows is None else int(self._rows[index])
+        return _where(self._path, self._layouts[0].name, row)
+
+    def fingerprint(self) -> str:
+        rows = None if self._rows is None else self._rows.tobytes()
+        encoded = None if self._encoded is None else self._encoded.tolist()
+        return fingerprint_of([self._path], self._layouts, rows, encoded)
+
+
+def read_rows(file: Any, path: Path, layout: Layout, rows: Any) -> list[np.ndarray[Any, Any]]:
+    """One array for each row; rows in any order, also twice. Rows of one chunk are read with one call."""
+    data = file[layout.name]
+    found: dict[int, np.ndarray[Any, Any]] = {}
+    wanted = np.unique(rows)
+    edges = np.flatnonzero(np.diff(wanted // layout.chunk)) + 1
+    for block in np.split(wanted, edges):
+        first, last = int(block[0]), int(block[-1])
+        with reading(path, f"{layout.name!r} rows {first} to {last}"):
+            values = data[first : last + 1]
+        found.update((row, np.array(values[row - first])) for row in block.tolist())
+    return [found[row] for row in np.asarray(rows).tolist()]
+
+
+def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> Layout:
+    """DataError: no such data set, or it cannot be rows of numbers (or words, for a target)."""
+    full = f"data.train.{key}"
+    found = (
+        None if name is None else _candidate(file, name, split) or (name if _is_data(file, name) else None)
+    )
+    if found is None or name is None:
+        names: list[str] = []
+        file.visititems(lambda item, value: names.append(item) if _is_set(value) else None)
+        raise DataError(
+            f"{full}={name}: no data set {split}/{name}, {name}_{split} or {name} in {file.filename}"
+            f"{nearest(str(name), names) or ';'} it has {listed(names) or 'none'}"
+        )
+    data = file[found]
+    ragged = h5py.check_vlen_dtype(data.dtype)
+    words = h5py.check_string_dtype(data.dtype) is not None
+    kind = np.dtype(ragged).kind if ragged is not None and not words else data.dtype.kind
+    if data.ndim == 0 or not (kind in "biufc" or (words and key == "target" and data.ndim == 1)):
+        raise DataError(
+            f"{full}={name}: {found!r} in {file.filename} holds {data.dtype} of shape {data.shape}; it must hold "
+            "rows of numbers"
+        )
+    chunk = data.chunks[0] if data.chunks else 1
+    row_bytes = data.dtype.itemsize * math.prod(data.shape[1:])
+    check_memory(
+        min(chunk, len(data)) * row_bytes, f"{file.filename}: unpacked, one chunk of {found!r}",
+        "write it with fewer rows a chunk",
+    )  # fmt: skip
+    return Layout(found, data.shape, data.dtype, chunk, ragged is not None and not words, words)
+
+
+def _candidate(file: Any, name: str, split: str) -> str | None:
+    return next((item for item in (f"{split}/{name}", f"{name}_{split}") if _is_data(file, item)), None)
+
+
+def _is_data(file: Any, name: str) -> bool:
+    return name in file and _is_set(file[name])
+
+
+def _is_set(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "chunks")  # a group has neither; h5py is imported late
+
+
+def _cells(file: Any, path: Path, layout: Layout) -> Any:
+    """The target of all rows where it is one number or word each; None for others."""
+    if layout.ragged or len(layout.shape) != 1:
+        return None
+    num_bytes = layout.shape[0] * layout.dtype.itemsize
+    check_memory(num_bytes, f"{path}: unpacked, {layout.name!r}", "name a file with fewer rows")
+    with reading(path, repr(layout.name)):
+        return list(file[layout.name].asstr()[:]) if layout.words else file[layout.name][:]
+
+
+def _sizes(layouts: Sequence[Layout]) -> str:
+    return " and ".join(f"{layout.name!r} has {layout.shape[0]} rows" for layout in layouts)
+
+
+def _where(path: Path, name: str, row: int) -> str:
+    return f"{path}: {name!r} row {row}"
+
+
+def _one_file(path: str | None, key: str) -> Path:
+    files = files_of(path, key, ENDINGS)
+    if len(files) > 1:
+        raise DataError(f"{key}={path}: {len(files)} files; name one of them, as {files[0]}")
+    return files[0]
+
+
+@contextmanager
+def opened(h5py: Any, path: Path) -> Iterator[Any]:
+    file = _open(str(path), h5py)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def _open(path: str, h5py: Any = None) -> Any:
+    h5py = h5py or extra("h5py", "hdf5", "hdf5")
+    with reading(Path(path), "it"):
+        return h5py.File(path, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
+
+
+def _close(file: Any) -> None:
+    file.close()
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Around every access to the file: HDF5 raises OSError, and KeyError or RuntimeError at damaged groups."""
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        raise DataError(
+            f"{path}: {what} cannot be read as HDF5: is it damaged or cut short? ({error})"
+        ) from error

@@ -1,0 +1,205 @@
+"""NumPy arrays of the user's: one .npz file, or a folder of .npy files."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainrun.data.columns import Arrays
+from trainrun.data.order import LISTED
+from trainrun.data.permutation import KeyedPermutation
+from trainrun.data.readers.arrays.rows import Picked, RandomRows
+from trainrun.data.readers.files import plain_file
+from trainrun.data.readers.memory import in_memory
+from trainrun.data.readers.parts import held_out
+from trainrun.data.readers.room import check_memory
+from trainrun.data.split import check_split
+from trainrun.errors import DataError
+from trainrun.randomness import derive_seed
+
+if TYPE_CHECKING:
+    Memmap = np.memmap[Any, Any]
+else:
+    Memmap = np.memmap
+
+
+class Mapped(Memmap):
+    """A mapped .npy file that is opened again where it is unpickled.
+
+    A subclass, because NumPy sends the whole content of a memmap: every loader worker would get a copy.
+    """
+
+    def __reduce__(self) -> Any:
+        if type(self.base) is np.memmap:  # the whole array, not a part of it
+            return open_mapped, (str(self.filename),)
+        return np.asarray(self).__reduce__()
+
+
+def open_mapped(file: str) -> Mapped:
+    """Its memory can be written to, which changes no file: torch takes it without a copy."""
+    array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
+    return array
+
+
+def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: float = 0.0,
+         seed: int = 0, mapped: bool = True, stratify: bool | str = True) -> Any:  # fmt: skip
+    """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample.
+
+    inputs, target: what stands for x and y; without a target, samples are inputs alone.
+    val_fraction: above 0, `val` is that part of x_train and y_train, held out by `seed`.
+    mapped: .npy files of a folder stay on disk, and what is not read is not loaded.
+    stratify: what is held out has each class in proportion; "auto": up to `LISTED` rows that are mapped. Above,
+        rows are held out by a permutation that is computed, so that no list of them is made and nothing is copied.
+    """
+    check_split(split, ("train", "val", "test"))
+    if path is None:
+        raise DataError("data.path: name an .npz file, or a folder of .npy files, as data.path=my_arrays.npz")
+    parted = split != "test" and val_fraction > 0
+    place = Path(path).expanduser()
+    names = [f"{name}_{'train' if parted else split}" for name in (inputs, target) if name]
+    if place.is_dir():
+        arrays = _files(path, place, names, mapped)
+    elif plain_file(place, f"data.path={path}"):
+        arrays = _members(path, place, names)
+    else:
+        raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
+    if stratify not in (True, False, "auto"):
+        raise DataError(f"data.train.stratify={stratify}: must be true, false or auto")
+    if (
+        parted
+        and stratify is not True
+        and (part := _random_part(place, names, arrays, split, val_fraction, seed))
+    ):
+        return part
+    if not parted:
+        return Arrays(arrays, describe=partial(_row, path, names[-1], None))
+    return _part(
+        path, place, names, arrays,
+        held_out_of(path, names, arrays, val_fraction, seed, bool(stratify))[split == "val"],
+    )  # fmt: skip
+
+
+def _random_part(
+    place: Path, names: Sequence[str], arrays: Sequence[Any], split: str, fraction: float, seed: int
+) -> Picked | None:
+    """Of large mapped files; None for others, and where one of the two parts would be empty."""
+    number = min(len(array) if array.ndim else 0 for array in arrays)
+    held = round(fraction * number)
+    mapped = all(isinstance(array, np.memmap) and len(array) == number for array in arrays)
+    if not mapped or number <= LISTED or not 0 < held < number:
+        return None
+    permutation = KeyedPermutation(number, derive_seed(seed, number))
+    rows = (
+        RandomRows(permutation, 0, held) if split == "val" else RandomRows(permutation, held, number - held)
+    )
+    labels = arrays[-1] if len(arrays) > 1 and arrays[-1].dtype.kind in "iu" else None
+    largest = -1 if labels is None else int(labels.max())
+    return Picked(
+        arrays, rows, [place / f"{name}.npy" for name in names], largest + 1 if largest >= 0 else None
+    )
+
+
+def _row(path: str, name: str, rows: Any, index: int) -> str:
+    return f"data.path={path}: {name} row {index if rows is None else int(rows[index])}"
+
+
+def held_out_of(path: str, names: Sequence[str], arrays: Sequence[Any], fraction: float, seed: int,
+                stratify: bool = True) -> Any:  # fmt: skip
+    """Rows for training and for validation, by the last of the arrays: the target where there is one."""
+    if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
+        raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
+    stratify &= len(arrays) > 1 and arrays[-1].dtype.kind in "biu"
+    labels = np.asarray(arrays[-1]) if stratify else None
+    return held_out(np.zeros(len(arrays[0])) if labels is None else labels, fraction, seed)
+
+
+def _part(path: str, place: Path, names: Sequence[str], arrays: Sequence[Any], rows: Any) -> Any:
+    """Copied where it is small; of large mapped files, read row by row."""
+    num_bytes = sum(array.nbytes // len(array) * len(rows) for array in arrays)
+    if in_memory(num_bytes, "auto") or not isinstance(arrays[0], np.memmap):
+        describe = partial(_row, path, names[-1], rows)
+        return Arrays(tuple(np.asarray(array)[rows] for array in arrays), describe=describe)
+    return Picked(arrays, rows, [place / f"{name}.npy" for name in names])
+
+
+def _files(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[Any, ...]:
+    _check_names(path, names, {file.stem for file in place.glob("*.npy")})
+    arrays = []
+    for name in names:
+        file = place / f"{name}.npy"
+        plain_file(file, f"data.path={path}")
+        with _faults_of(path, file.name):  # a pickle could run anything
+            array = open_mapped(str(file))
+        if not mapped:
+            check_memory(
+                array.nbytes, f"{file}: it", "leave data.train.mapped=false out: then it stays on disk"
+            )
+        arrays.append(array if mapped else np.array(array))
+    return tuple(arrays)
+
+
+def _members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
+    with _faults_of(path, file.name), file.open("rb") as opened:
+        archive = np.load(opened, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise DataError(f"data.path={path}: a single array; save {' and '.join(names)} with numpy.savez")
+        _check_names(path, names, set(archive.files))
+        assert archive.zip is not None  # while the file is open
+        sizes = [_unpacked_bytes(archive.zip, name) for name in names]
+        check_memory(
+            sum(sizes), f"data.path={path}: unpacked, {' and '.join(names)}",
+            "save them with numpy.save as .npy files in a folder and name that: they stay on disk",
+        )  # fmt: skip
+        return tuple(archive[name] for name in names)
+
+
+def _unpacked_bytes(archive: zipfile.ZipFile, name: str) -> int:
+    """What an array takes in memory. ValueError: its header asks for more than the archive holds of it."""
+    member = archive.getinfo(name if name in archive.namelist() else f"{name}.npy")
+    with archive.open(member) as opened:
+        asked = array_bytes(opened)
+    if asked > member.file_size:
+        raise ValueError(f"{name} needs {asked} bytes, but {member.file_size} are there")
+    return member.file_size
+
+
+def array_bytes(opened: IO[bytes]) -> int:
+    """By the header of a .npy file; 0 where it has none that NumPy reads, which is for NumPy to say."""
+    with suppress(ValueError):
+        version = np.lib.format.read_magic(opened)
+        headers = {
+            (1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0
+        }  # fmt: skip
+        if version in headers:
+            shape, _, dtype = headers[version](opened)
+            return int(math.prod(shape) * dtype.itemsize)
+    return 0
+
+
+@contextmanager
+def _faults_of(path: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        # NumPy takes whatever does not begin as its own files do for a pickle, and recommends to run it
+        why = "not a file of NumPy's, or pickled objects" if "pickle" in str(error) else str(error)
+        raise DataError(
+            f"data.path={path}: {name} cannot be read: is it damaged or cut short? ({why}); allowed: arrays of "
+            "numbers written by NumPy, not pickled objects"
+        ) from error
+
+
+def _check_names(path: str, wanted: Sequence[str], found: set[str]) -> None:
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        there = ", ".join(sorted(found)) or "no array"
+        raise DataError(f"data.path={path}: {' and '.join(missing)} missing; found {there}")

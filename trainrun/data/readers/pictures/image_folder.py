@@ -1,0 +1,213 @@
+"""`data=image_folder`: JPEG and PNG files, a folder for each class; or all in one, with a table of labels.
+
+pictures/cat/1.jpg  pictures/dog/2.png                     a part of it is held out (val_fraction)
+pictures/train/cat/1.jpg  pictures/val/cat/9.jpg           the folders train, val and test
+pictures/1.jpg  pictures/2.png  pictures/labels.csv        data.train.labels=labels.csv
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainrun.data.readers.files import existing_folder, fingerprint_of
+from trainrun.data.readers.parts import Part
+from trainrun.data.readers.pictures.pictures import Form, form_of, pixels_in
+from trainrun.data.readers.tables.csv_text import Dialect, columns_in, line_of, read_cells
+from trainrun.data.readers.targets import Coding, coding_of
+from trainrun.data.scale import Scale
+from trainrun.errors import DataError
+
+READ_BYTES = 2**17
+READ_FLAGS = (
+    os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+)  # nobody waits for a pipe
+ENDINGS = (".jpg", ".jpeg", ".png")
+EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: data.train.labels=labels.csv"
+
+
+class ImageFolder:
+    """Samples `(picture, class)`: (C, H, W) uint8 or float32, and a 0-d int64 (or (1,) float32) tensor.
+
+    names: of the files below `root`. Files are opened when they are read, so it can go to any process and
+    be read by any number of threads.
+    """
+
+    thread_safe = True
+
+    def __init__(self, root: Path, names: Sequence[str], targets: Tensor, coding: Coding, form: Form) -> None:
+        encoded = [os.fsencode(name) for name in names]
+        self._root = str(root)
+        # One block instead of a million strings, which workers would copy page by page as they count references.
+        self._names = b"".join(encoded)
+        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self._targets = targets
+        self.form = form
+        self.class_names = coding.names
+        self.num_classes = coding.num_classes
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.form.scaled(self._pixels(index)), self._targets[index]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        """The same, scaled all at once where all have one shape."""
+        pictures = [self._pixels(index) for index in indices]
+        if self.form.shape is not None:
+            pictures = list(self.form.scaled(torch.stack(pictures)))
+        else:
+            pictures = [self.form.scaled(picture) for picture in pictures]
+        return list(zip(pictures, self._targets[indices], strict=True))
+
+    def whole_batch(self, indices: list[int]) -> tuple[Tensor, Tensor] | None:
+        """Pictures (B, C, H, W) and targets (B,), each picture written to its place once."""
+        if self.form.shape is None:
+            return None
+        pictures = np.empty((len(indices), *self.form.shape), np.uint8)
+        for place, index in zip(pictures, indices, strict=True):
+            self._read(index, place)
+        return self.form.scaled(torch.from_numpy(pictures)), self._targets[indices]
+
+    def _pixels(self, index: int) -> Tensor:
+        return self._read(index, None)
+
+    def _read(self, index: int, into: np.ndarray[Any, Any] | None) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        path = self.describe(index)
+        try:
+            content = content_of(path)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        return pixels_in(content, self.form, lambda: path, into)
+
+    def as_bytes(self) -> tuple[ImageFolder, Scale] | None:
+        """The same pictures from 0 to 255, where they are scaled to 0 to 1."""
+        if self.form.dtype == "uint8":
+            return None
+        twin = copy.copy(self)
+        twin.form = replace(self.form, dtype="uint8")
+        return twin, Scale()
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of each sample."""
+        return self._targets
+
+    def target(self, index: int) -> Tensor:
+        """The class of a sample, without its picture."""
+        return self._targets[index]
+
+    def describe(self, index: int) -> str:
+        """The file of a sample."""
+        start = int(self._ends[index - 1]) if index else 0
+        return os.path.join(self._root, os.fsdecode(self._names[start : int(self._ends[index])]))
+
+    def fingerprint(self) -> str:
+        files = (self.describe(index) for index in range(len(self)))
+        return fingerprint_of(files, self.form, self._targets.tolist())
+
+
+def content_of(path: str) -> bytes:
+    """The bytes of a file, in three calls of the system instead of seven: pictures are small and many."""
+    file = os.open(path, READ_FLAGS)
+    try:
+        pieces = [os.read(file, READ_BYTES)]
+        while len(pieces[-1]) == READ_BYTES:
+            pieces.append(os.read(file, READ_BYTES))
+    finally:
+        os.close(file)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def load(path: str | None, split: str, labels: str | None = None, val_path: str | None = None,
+         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
+         shape: Sequence[int] | None = None, fit: str = "crop", dtype: str = "uint8",
+         draft: bool = True) -> ImageFolder:  # fmt: skip
+    """`train`, `val` or `test`; classes are those of the training data, in the order of their names.
+
+    labels: a CSV file in the folder, whose first two columns are file and label. The others: see `Form`
+        and `Part`; val_path and test_path are not needed where `path` has the folders val and test.
+    """
+    form = form_of(shape, fit, dtype, draft)
+    root = existing_folder(path, "data.path")
+    has = {name for name in ("train", "val", "test") if (root / name).is_dir()}
+    if "train" in has:
+        val_path = val_path or (str(root / "val") if "val" in has else None)
+        test_path = test_path or (str(root / "test") if "test" in has else None)
+        path = str(root / "train")
+    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    place, key = part.place
+    names, words, where = _listed(existing_folder(place, key), key, labels)
+    known = words if not part.own else _listed(existing_folder(path, "data.path"), "data.path", labels)[1]
+    classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
+    coding = coding_of(known, "auto") if labels else Coding("class", classes, len(classes))
+    targets = coding.encode(words, where)
+    rows = part.rows(targets)
+    if rows is not None:
+        names, targets = [names[row] for row in rows], targets[torch.from_numpy(rows)]
+    return ImageFolder(Path(str(place)).expanduser(), names, targets, coding, form)
+
+
+def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list[str], Any]:
+    """Names of files below the folder, the label of each, and how to name a label in messages."""
+    if labels is not None:
+        return _from_table(folder, folder / labels)
+    names: list[str] = []
+    words: list[str] = []
+    for child in sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()):
+        if child.startswith("."):
+            continue
+        found = sorted(_below(folder / child, child))
+        if not found:
+            raise DataError(
+                f"{key}: the folder {folder / child} has no picture ({', '.join(ENDINGS)}); {EXAMPLE}"
+            )
+        names += found
+        words += [child] * len(found)
+    if not names:
+        raise DataError(f"{key}={folder}: no folders with pictures in it; {EXAMPLE}")
+    return names, words, lambda row: f"{folder / names[row]}: its class"
+
+
+def _below(folder: Path, name: str) -> list[str]:
+    """Pictures in a folder and its folders, as paths that begin with `name`."""
+    found: list[str] = []
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        inner = f"{name}/{entry.name}"
+        if entry.is_dir():
+            found += _below(folder / entry.name, inner)
+        elif entry.name.lower().endswith(ENDINGS) and (entry.is_file() or not os.path.exists(entry.path)):
+            found.append(inner)  # also a link that leads nowhere, which is told when it is read
+    return found
+
+
+def _from_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:
+    if not table.is_file():
+        raise DataError(f"data.train.labels={table.name}: no such file in {folder}")
+    dialect = Dialect()
+    columns = columns_in(table, dialect)
+    if len(columns) < 2:
+        raise DataError(f"{table}: needs two columns, the file and its label")
+    if (folder / columns[0]).is_file():
+        raise DataError(f"{table}: its first line must name the columns, as file,label")
+    cells = read_cells([table], dialect, (), columns[:2], np.dtype(np.float32), None)
+    names, words = (cells.words[name] for name in columns[:2])
+    for row, (name, word) in enumerate(zip(names, words, strict=True)):
+        if not word.strip():
+            raise DataError(f"{table} line {line_of(table, dialect, row)}: the label is missing")
+        if not (folder / name).is_file():
+            raise DataError(f"{table} line {line_of(table, dialect, row)}: there is no file {folder / name}")
+    return names, words, lambda row: f"{table} line {line_of(table, dialect, row)}: the label"

@@ -1,0 +1,196 @@
+"""`data=lmdb`: records of an LMDB environment (https://www.symas.com/lmdb), a folder or one file.
+
+Keys: the number of the sample, eight digits or more (`00000042`), and `__meta__` for what is known of
+all samples (`Facts`); `trainrun convert` writes this. Without `__meta__`, or where it has no length,
+all keys count, in their order. A value is a sample as `record` writes it, or the bytes of a picture or
+of a .npy array; pickled objects are never read.
+The environment is opened read-only and without its lock file: nothing may write to it meanwhile. LMDB
+itself trusts the pages of a file; what is held against the file here is its length.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainrun.data.readers.extras import extra
+from trainrun.data.readers.files import plain_file
+from trainrun.data.readers.parts import Part
+from trainrun.data.readers.pictures.pictures import Form, form_of
+from trainrun.data.readers.reader import Records, records_of
+from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
+from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value
+from trainrun.errors import DataError
+
+DATA_FILE = "data.mdb"  # in an environment that is a folder
+
+
+def load(path: str | None, split: str, val_path: str | None = None, test_path: str | None = None,
+         val_fraction: float = 0.1, seed: int = 0, shape: Sequence[int] | None = None, fit: str = "crop",
+         dtype: str = "uint8", draft: bool = True) -> Records:  # fmt: skip
+    """`train`, `val` or `test`. shape, fit, dtype, draft: of pictures, see `Form`; the others: see `Part`.
+
+    A folder with train or train.lmdb in it (and val, test) names all parts by itself.
+    """
+    if path is not None:
+        path, val_path, test_path = _inside(path, val_path, test_path)
+    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    form = form_of(shape, fit, dtype, draft)
+    place, key = part.place
+    store = LmdbStore(_data_file(place, key), form)
+    return records_of(store, part, store.facts, form)
+
+
+def key_of(number: int) -> bytes:
+    """The key of a sample."""
+    return f"{number:08d}".encode()
+
+
+class LmdbStore:
+    """The values in the order of their keys."""
+
+    def __init__(self, file: Path, form: Form) -> None:
+        self.files = (file,)
+        self._name = str(file)
+        self._form = form
+        self._keys: tuple[bytes, ...] | None = None
+        with _opening(file):
+            environment = _ENVIRONMENTS.opened(self._name)
+        with environment.begin() as transaction:
+            meta = transaction.get(META_KEY)
+            try:
+                self.facts = Facts() if meta is None else decode_facts(meta)
+            except ValueError as error:
+                raise DataError(f"{file}: its entry {META_KEY.decode()} is damaged ({error})") from error
+            count = transaction.stat()["entries"] - (meta is not None)
+            if self.facts.length is None:
+                self._keys = tuple(
+                    key for key in transaction.cursor().iternext(values=False) if key != META_KEY
+                )
+            elif self.facts.length != count:
+                raise DataError(
+                    f"{file}: holds {count} records, but its entry __meta__ says {self.facts.length}"
+                )
+        self._length = int(count)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, number: int) -> Any:
+        with _opening(self.files[0]), _ENVIRONMENTS[self._name].begin() as transaction:
+            content = transaction.get(self._key(number))
+        if content is None:
+            raise ValueError("there is no such record")
+        if is_sample(content):
+            return decode_sample(content)
+        if content.startswith((*PICTURE_MAGICS, NPY_MAGIC)):
+            return guessed_value(content, self._form)
+        raise ValueError(
+            "neither a sample written by `trainrun convert` nor a picture nor a .npy array (pickled objects "
+            "are not read: they could run anything); write the data again with trainrun convert"
+        )
+
+    def place(self, number: int) -> str:
+        return f"{self.files[0]}, key {self._key(number)!r}"
+
+    def _key(self, number: int) -> bytes:
+        return key_of(number) if self._keys is None else self._keys[number]
+
+
+class _Environments:
+    """The open environments of this process: LMDB allows each to be opened only once in a process."""
+
+    def __init__(self) -> None:
+        self._watches_forks = False
+        self._renew()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Any] = {}
+        self._by_path: dict[str, tuple[tuple[int, int], Any]] = {}
+
+    def _leave_parent(self) -> None:
+        """In a forked child: LMDB forbids to go on with an environment from before the fork."""
+        inherited = list(self._by_path.values())
+        self._renew()
+        for _, environment in inherited:
+            environment.close()
+
+    def __getitem__(self, file: str) -> Any:
+        found = self._by_name.get(file)
+        return self.opened(file) if found is None else found
+
+    def opened(self, file: str) -> Any:
+        """Opened anew where another file now has the name."""
+        path, state = os.path.realpath(file), os.stat(file)
+        identity = (state.st_ino, state.st_mtime_ns)
+        with self._lock:
+            if not self._watches_forks:
+                os.register_at_fork(after_in_child=self._leave_parent)
+                self._watches_forks = True
+            known, environment = self._by_path.pop(path, (None, None))
+            if known != identity:
+                self._by_name.clear()
+                if environment is not None:
+                    environment.close()
+                environment = _opened(path, state.st_size)
+            self._by_path[path] = (identity, environment)
+            self._by_name[file] = environment
+        return environment
+
+
+_ENVIRONMENTS = _Environments()
+
+
+@contextmanager
+def _opening(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _opened(path: str, size: int) -> Any:
+    lmdb = extra("lmdb", "lmdb", "lmdb")
+    in_folder = os.path.basename(path) == DATA_FILE
+    try:
+        environment = lmdb.open(
+            os.path.dirname(path) if in_folder else path, subdir=in_folder, readonly=True, lock=False,
+            readahead=False, create=False, max_spare_txns=16,
+        )  # fmt: skip
+    except lmdb.Error as error:
+        raise DataError(f"{path}: not an LMDB environment, or damaged ({error})") from error
+    needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    if needed > size:  # reading a page behind the end of the file would end the process
+        environment.close()
+        raise DataError(f"{path}: cut short: {size} bytes, but its pages need {needed}")
+    return environment
+
+
+def _data_file(path: str | None, key: str) -> Path:
+    if path is None:
+        raise DataError(f"{key}: name an LMDB environment, as {key}=train.lmdb (a folder or a file)")
+    place = Path(path).expanduser()
+    plain_file(place, f"{key}={path}")
+    if not place.exists():
+        raise DataError(f"{key}={path}: no such place; allowed: an LMDB environment, a folder or a file")
+    if place.is_dir() and not (place / DATA_FILE).is_file():
+        raise DataError(f"{key}={path}: no {DATA_FILE} in this folder, so it is not an LMDB environment")
+    return place / DATA_FILE if place.is_dir() else place
+
+
+def _inside(path: str, val_path: str | None, test_path: str | None) -> tuple[str, str | None, str | None]:
+    """The parts inside a folder that has an environment for each."""
+    found = {}
+    for name in ("train", "val", "test"):
+        places = [
+            place for place in (Path(path, name), Path(path, f"{name}.lmdb")) if place.expanduser().exists()
+        ]
+        found[name] = str(places[0]) if places else None
+    if found["train"] is None or Path(path, DATA_FILE).expanduser().exists():
+        return path, val_path, test_path
+    return found["train"], val_path or found["val"], test_path or found["test"]

@@ -1,0 +1,124 @@
+"""Data in several files: which they are, their bytes from any thread, and what is written beside them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainrun.data.readers.files import files_of
+from trainrun.data.readers.handles import Kept
+from trainrun.data.readers.records.record import META_NAME, Facts, decode_facts
+from trainrun.errors import DataError
+
+MAX_SHARDS = 100_000
+MAX_OPEN_FILES = 64
+BRACES = re.compile(r"\{([^{}]*)\}")
+RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+def shards_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
+    """As `files_of`, and with braces as in a shell: `shard-{000..009}.tar`, `{a,b}.tar`.
+
+    Files that braces name must all exist.
+    """
+    if path is None or not BRACES.search(path) or Path(path).expanduser().exists():
+        return files_of(path, key, endings)
+    names = list(itertools.islice(expanded(path), MAX_SHARDS + 1))
+    if len(names) > MAX_SHARDS:
+        raise DataError(f"{key}={path}: names more than {MAX_SHARDS} files")
+    missing = [name for name in names if not any(mark in name for mark in "*?[") and not _exists(name)]
+    if missing:
+        raise DataError(f"{key}={path}: {len(missing)} of {len(names)} files are missing, first {missing[0]}")
+    return tuple(file for name in names for file in files_of(name, key, endings))
+
+
+def expanded(path: str) -> Iterator[str]:
+    """Every name that the braces stand for, the last ones changing fastest."""
+    found = BRACES.search(path)
+    if found is None:
+        yield path
+        return
+    for word in _words(found[1]):
+        for rest in expanded(path[found.end() :]):
+            yield path[: found.start()] + word + rest
+
+
+def _words(inner: str) -> Iterator[str]:
+    bounds = RANGE.fullmatch(inner)
+    if bounds is None:
+        yield from inner.split(",")
+        return
+    first, last = int(bounds[1]), int(bounds[2])
+    width = (
+        max(map(len, bounds.groups()))
+        if any(len(word) > 1 and word[0] == "0" for word in bounds.groups())
+        else 0
+    )
+    for number in range(first, last + 1) if first <= last else range(first, last - 1, -1):
+        yield f"{number:0{width}d}"
+
+
+def _exists(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def facts_beside(files: Sequence[Path]) -> Facts:
+    """What `meta.json` in the folder of the files says; nothing where there is none.
+
+    Its length is that of all shards of the folder, so it is no length of these files.
+    """
+    place = files[0].parent / META_NAME
+    if not place.is_file():
+        return Facts()
+    try:
+        return decode_facts(place.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{place}: cannot be read ({error}); correct or delete it") from error
+
+
+class ReadFile:
+    """A file that is open as long as somebody holds this."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):  # not where opening failed
+            os.close(self.descriptor)
+
+
+class Shards:
+    """Bytes of files at a given place: no position is kept, so any thread may read, and any process."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+        self._open = Kept(ReadFile, MAX_OPEN_FILES)
+
+    def read(self, number: int, place: int, size: int) -> bytes:
+        """`size` bytes of file `number` from `place` on. DataError: they are not there (any more)."""
+        path = str(self.files[number])
+        try:
+            file = self._open[path]  # held while it is read: another thread may drop it from those kept open
+            content = self._read(file.descriptor, place, size)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        if len(content) != size:
+            raise DataError(
+                f"{path}: cut short: {len(content)} of the {size} bytes at byte {place} are there"
+            )
+        return content
+
+    def size(self, number: int) -> int:
+        return os.stat(self.files[number]).st_size
+
+    def _read(self, descriptor: int, place: int, size: int) -> bytes:
+        content = os.pread(descriptor, size, place)
+        while len(content) < size:  # the system gives at most 2 GiB at once
+            more = os.pread(descriptor, size - len(content), place + len(content))
+            if not more:
+                break
+            content += more
+        return content

@@ -1,0 +1,91 @@
+"""From bytes of a known or guessed kind to a value: pictures, .npy arrays, text, JSON, class numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import tokenize
+from typing import Any
+
+import numpy as np
+
+from trainrun.data.readers.pictures.pictures import FAULTS, Form, fault_of
+
+PICTURES = ("jpg", "jpeg", "png")
+NUMBERS = ("cls", "cls2", "index", "id")
+TEXTS = ("txt", "text", "transcript")
+KNOWN = (*PICTURES, *NUMBERS, *TEXTS, "json", "npy")
+PICTURE_MAGICS, NPY_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"), b"\x93NUMPY"
+HEADER_FAULTS = (
+    ValueError,
+    SyntaxError,
+    TypeError,
+    KeyError,
+    RecursionError,
+    MemoryError,
+    tokenize.TokenError,
+)
+
+
+def decode_value(extension: str, content: bytes, form: Form) -> Any:
+    """The value of bytes with a file's extension; ValueError where they are damaged.
+
+    Pictures are tensors (C, H, W), numbers are ints, .npy arrays. An unknown extension is decoded as
+    `guessed_value` does.
+    """
+    kind = extension.rpartition(".")[2]
+    if kind in PICTURES:
+        return picture(content, form)
+    if kind in NUMBERS:
+        return int(content.decode("ascii"))
+    if kind in TEXTS:
+        return content.decode()
+    if kind == "json":
+        return json_value(content)
+    return npy(content) if kind == "npy" else guessed_value(content, form)
+
+
+def guessed_value(content: bytes, form: Form) -> Any:
+    """By the first bytes: a JPEG or PNG picture, a .npy array; all else as an array (L,) of uint8."""
+    if content.startswith(PICTURE_MAGICS):
+        return picture(content, form)
+    if content.startswith(NPY_MAGIC):
+        return npy(content)
+    return np.frombuffer(bytearray(content), np.uint8)
+
+
+def picture(content: bytes, form: Form) -> Any:
+    try:
+        return form.decode(content)
+    except FAULTS as error:
+        raise ValueError(f"a picture that is {fault_of(error)}") from error
+
+
+def npy(content: bytes) -> np.ndarray[Any, Any]:
+    """The array of a .npy file. Its header cannot ask for more memory than there are bytes."""
+    opened = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(opened)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"unknown version {version}")
+        read = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
+        shape, by_column, dtype = read(opened)
+    except HEADER_FAULTS as error:
+        raise ValueError(f"not a .npy array, or its header is damaged ({error})") from error
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise ValueError(f"a .npy array of {dtype}; allowed: numbers, not pickled objects")
+    size = len(content) - opened.tell()
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
+        raise ValueError(f"a .npy array cut short or damaged: {shape} of {dtype} in {size} bytes")
+    array = np.frombuffer(bytearray(content[opened.tell() :]), dtype)
+    return array.reshape(shape, order="F" if by_column else "C")
+
+
+def json_value(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error

@@ -1,0 +1,260 @@
+"""`data=datasets`: data in the forms of Hugging Face datasets, from this machine alone.
+
+A folder that save_to_disk wrote (one set, or one with a part each for train, validation and test), or
+files: .arrow, .parquet, .json and .jsonl (.gz too). Their script loaders are not used and nothing is
+downloaded. Arrow files are mapped; JSON and Parquet files are turned into one, once, in the package's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainrun.data.readers.extras import extra
+from trainrun.data.readers.files import fingerprint_of, plain_file
+from trainrun.data.readers.parts import Part, Rows
+from trainrun.data.readers.pictures.pictures import Form, decoded, form_of
+from trainrun.data.readers.records.shards import shards_of
+from trainrun.data.readers.room import check_disk, unpacked_bytes
+from trainrun.errors import DataError
+
+ENDINGS = (".arrow", ".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
+SET_FILE, SETS_FILE = "state.json", "dataset_dict.json"
+MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")  # the package would open files and hosts for them
+PARTS = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
+
+
+class HuggingfaceRows:
+    """Rows of a data set. columns: two or more form a tuple; None: a dict of all.
+
+    Pictures are tensors (C, H, W); lists of numbers arrays of int64 or float32; text stays text.
+    lengths: (N,) of the first column that holds lists; None where there is none.
+    """
+
+    def __init__(self, dataset: Any, rows: Rows | None, columns: tuple[str, ...] | None, form: Form,
+                 files: Sequence[Path], facts: tuple[tuple[str, ...], int | None]) -> None:  # fmt: skip
+        self._dataset = dataset
+        self._rows = rows
+        self._columns = columns
+        self._form = form
+        self._files = tuple(files)
+        self.class_names, self.num_classes = facts
+        lengths = _lengths(dataset, columns or tuple(dataset.column_names))
+        self.lengths = lengths if lengths is None or rows is None else lengths[rows]
+
+    def __len__(self) -> int:
+        return len(self._dataset) if self._rows is None else len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        row = self._dataset[self._number(index)]
+        return self._sample(row, index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        table = self._dataset[[self._number(index) for index in indices]]
+        return [
+            self._sample({name: column[place] for name, column in table.items()}, index)
+            for place, index in enumerate(indices)
+        ]
+
+    def describe(self, index: int) -> str:
+        names = str(self._files[0]) if len(self._files) == 1 else f"{self._files[0]} and others"
+        return f"{names}, row {self._number(index)}"
+
+    def fingerprint(self) -> str:
+        rows = None if self._rows is None else self._rows.tobytes()
+        return fingerprint_of(self._files, rows, self._columns, self._form)
+
+    def _number(self, index: int) -> int:
+        return int(index) if self._rows is None else int(self._rows[index])
+
+    def _sample(self, row: dict[str, Any], index: int) -> Any:
+        names = self._columns or tuple(row)
+        values = [self._value(row[name], name, index) for name in names]
+        if self._columns is None:
+            return dict(zip(names, values, strict=True))
+        return tuple(values) if len(values) > 1 else values[0]
+
+    def _value(self, value: Any, name: str, index: int) -> Any:
+        def where() -> str:
+            return f"{self.describe(index)}, column {name}"
+
+        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+            return self._picture(value, where)
+        if isinstance(value, list):
+            try:
+                array = np.asarray(value)
+            except ValueError as error:
+                raise DataError(f"{where()}: lists of unequal lengths inside a list") from error
+            if len(value) == 0:
+                return np.empty(0, np.int64)
+            return array.astype(np.float32) if array.dtype == np.float64 else array
+        if value is None:
+            raise DataError(f"{where()}: it is missing (null)")
+        return value
+
+    def _picture(self, value: dict[str, Any], where: Callable[[], str]) -> torch.Tensor:
+        """Decoded here: the package itself would open a path that a data set names, even on the network."""
+        if value["bytes"] is None:
+            raise DataError(f"{where()}: only the path of a picture; save the data set with its content")
+        return decoded(value["bytes"], self._form, where)
+
+
+def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
+         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
+         shape: Sequence[int] | None = None, fit: str = "crop", dtype: str = "uint8",
+         draft: bool = True) -> HuggingfaceRows:  # fmt: skip
+    """`train`, `val` or `test`; a folder with parts has them by itself. The last column is the target.
+
+    shape, fit, dtype, draft: of pictures, see `Form`; the others: see `HuggingfaceRows` and `Part`.
+    """
+    path, val_path, test_path = _parts_inside(path, val_path, test_path)
+    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    form = form_of(shape, fit, dtype, draft)
+    place, key = part.place
+    dataset, files = _opened(place, key)
+    names = None if columns is None else tuple(columns)
+    if missing := [name for name in names or () if name not in dataset.column_names]:
+        raise DataError(
+            f"data.train.columns: {place} has no column {missing[0]}; it has {', '.join(dataset.column_names)}"
+        )
+    if len(dataset) == 0:
+        raise DataError(f"{key}={place}: there is no row in it")
+    facts = _facts(dataset, names)
+    dataset = _with_plain_columns(dataset, names)
+    rows = part.rows(_labels(dataset, names))
+    return HuggingfaceRows(dataset, rows, names, form, files, facts)
+
+
+def _parts_inside(
+    path: str | None, val_path: str | None, test_path: str | None
+) -> tuple[str | None, str | None, str | None]:
+    if path is None or not Path(path, SETS_FILE).expanduser().is_file():
+        return path, val_path, test_path
+    found: dict[str, str | None] = {}
+    for part, names in PARTS.items():
+        places = [Path(path, name) for name in names]
+        found[part] = next((str(place) for place in places if place.expanduser().is_dir()), None)
+    if found["train"] is None:
+        raise DataError(
+            f"data.path={path}: a set of data sets without a part train; name one, as data.path={path}/..."
+        )
+    return found["train"], val_path or found["val"], test_path or found["test"]
+
+
+def _opened(path: str | None, key: str) -> tuple[Any, tuple[Path, ...]]:
+    datasets = extra("datasets", "datasets", "datasets")
+    if path is not None and Path(path, SET_FILE).expanduser().is_file():
+        folder = Path(path).expanduser()
+        for file in sorted(folder.iterdir()):
+            plain_file(file, f"{key}={path}")
+        with _faults_of(folder):
+            return datasets.load_from_disk(str(folder)), tuple(sorted(folder.glob("*.arrow")))
+    files = shards_of(path, key, ENDINGS)
+    kinds = {_kind(file) for file in files}
+    if len(kinds) > 1 or None in kinds:
+        raise DataError(
+            f"{key}={path}: files of one kind are needed, {' or '.join(ENDINGS)}; choose with a pattern, as "
+            f"{key}=folder/*.parquet"
+        )
+    names = [str(file) for file in files]
+    if kinds == {"json"}:
+        cache = Path(str(datasets.config.HF_DATASETS_CACHE))
+        check_disk(
+            unpacked_bytes(files),
+            cache,
+            f"{key}={path}: unpacked, it",
+            "name another disk by HF_DATASETS_CACHE",
+        )
+    with _faults_of(files[0]), _quiet(datasets):
+        if kinds == {"arrow"}:
+            sets = [datasets.Dataset.from_file(name) for name in names]
+            return datasets.concatenate_datasets(sets), files
+        read = datasets.Dataset.from_parquet if kinds == {"parquet"} else datasets.Dataset.from_json
+        return read(names), files
+
+
+def _kind(file: Path) -> str | None:
+    name = file.name.lower().removesuffix(".gz")
+    return next((kind.strip(".").removesuffix("l") for kind in (".arrow", ".parquet", ".jsonl", ".json")
+                 if name.endswith(kind)), None)  # fmt: skip
+
+
+@contextmanager
+def _faults_of(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except _faults() as error:
+        text = str(error.__cause__ or error).strip().split("\n")[0]
+        raise DataError(f"{place}: cannot be read, or damaged ({type(error).__name__}: {text})") from error
+
+
+def _faults() -> tuple[type[Exception], ...]:
+    """What Arrow, JSON and the file system raise, and the package itself."""
+    arrow = extra("pyarrow", "datasets", "datasets")
+    own = extra("datasets", "datasets", "datasets").exceptions.DatasetsError
+    return (OSError, EOFError, ValueError, KeyError, TypeError, arrow.ArrowException, own)
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Without the package's own progress bars."""
+    was_on = not datasets.utils.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if was_on:
+            datasets.enable_progress_bars()
+
+
+def _with_plain_columns(dataset: Any, names: tuple[str, ...] | None) -> Any:
+    """Only the columns that are wanted, pictures as bytes."""
+    datasets = extra("datasets", "datasets", "datasets")
+    if names is not None:
+        dataset = dataset.select_columns(list(names))
+    for name, feature in dataset.features.items():
+        if isinstance(feature, datasets.Image):
+            dataset = dataset.cast_column(name, datasets.Image(decode=False))
+        elif media := [kind for kind in MEDIA if f"{kind}(" in str(feature)]:
+            raise DataError(
+                f"data.train.columns: column {name} holds {media[0]}, which is not read; choose others"
+            )
+    return dataset
+
+
+def _facts(dataset: Any, names: tuple[str, ...] | None) -> tuple[tuple[str, ...], int | None]:
+    """Names and number of classes, from the last column that has names for its numbers."""
+    found: tuple[tuple[str, ...], int | None] = ((), None)
+    for name in names or dataset.column_names:
+        labels = getattr(dataset.features[name], "names", None)
+        if labels:
+            found = tuple(str(label) for label in labels), len(labels)
+    return found
+
+
+def _labels(dataset: Any, names: tuple[str, ...] | None) -> np.ndarray[Any, Any]:
+    """What is held out in proportion: the last column where it is one of classes."""
+    last = (names or tuple(dataset.column_names))[-1]
+    if getattr(dataset.features[last], "names", None):
+        return np.asarray(dataset.with_format("numpy")[last][:], dtype=np.int64)
+    return np.zeros(len(dataset), np.int64)
+
+
+def _lengths(dataset: Any, names: tuple[str, ...]) -> np.ndarray[Any, Any] | None:
+    """Of the lists in the first column of lists, without decoding them."""
+    if dataset._indices is not None:  # rows were chosen in it, which the table does not show
+        return None
+    compute = extra("pyarrow.compute", "datasets", "datasets")
+    for name in names:
+        column = dataset.data.column(name)
+        if "list" in str(column.type).split("<")[0]:
+            lengths = compute.fill_null(compute.list_value_length(column), 0)
+            return np.asarray(lengths.to_numpy(), dtype=np.int64)
+    return None

@@ -1,0 +1,267 @@
+"""`data=parquet`: tables in Parquet files (pyarrow). Numbers that fit are held in memory, all else read on demand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainrun.data.columns import Arrays
+from trainrun.data.readers.files import files_of, fingerprint_of
+from trainrun.data.readers.handles import Kept
+from trainrun.data.readers.memory import in_memory as stays_in_memory
+from trainrun.data.readers.parts import Part, Rows
+from trainrun.data.readers.pictures.pictures import Form, form_of
+from trainrun.data.readers.tables.parquet_columns import (
+    Block,
+    Kind,
+    block_of,
+    class_names_in,
+    list_dtype,
+    where_in,
+)
+from trainrun.data.readers.tables.parquet_tables import Table, close_file, open_file, table_of
+from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
+from trainrun.errors import DataError
+
+ENDINGS = (".parquet", ".pq")
+DTYPES = ("float32", "float64", "int64", "uint8")
+OPEN_FILES = 16  # of one thread
+
+
+def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
+         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
+         shape: Sequence[int] | None = None, dtype: str = "float32", target_dtype: str = "auto",
+         fill: float | None = None, in_memory: bool | str = "auto", row_groups: int = 4,
+         fit: str = "crop", draft: bool = True) -> Any:  # fmt: skip
+    """`train`, `val` or `test`: `Arrays`, or `OnDemand` for lists, pictures and what does not fit.
+
+    inputs, target: names of columns, as for CSV files. Inputs that are all numbers become one vector (K,);
+        one list (int64 where it holds integers) or picture is taken as it is; several inputs with lists
+        or pictures among them become a dict by name. A list as target is taken as it is too.
+    dtype: of numbers and of lists of floats; pictures are float32 from 0 to 1, or with "uint8" as stored.
+    row_groups: how many decoded ones each process keeps, of data that is read on demand.
+    """
+    part = Part(split, path, val_path, test_path, val_fraction, seed)
+    if dtype not in DTYPES:
+        raise DataError(f"data.train.dtype={dtype}: must be one of {', '.join(DTYPES)}")
+    if row_groups < 1:
+        raise DataError(f"data.train.row_groups={row_groups}: must be at least 1")
+    training = table_of(files_of(path, "data.path", ENDINGS))
+    goal = chosen_target(target, training.columns)
+    names = chosen_inputs(inputs, goal, training.columns)
+    table = (
+        _like(table_of(files_of(*part.place, ENDINGS)), training, (*names, *goal)) if part.own else training
+    )
+    kinds = [_input_kind(table.kind(name)) for name in names]
+    cells, coding = _target(table, training, goal, target_dtype)
+    rows = part.rows(np.zeros(len(table)) if cells is None else cells)
+    if cells is not None and rows is not None:
+        cells = cells[torch.from_numpy(rows)]
+    own_target = [] if cells is not None else [table.kind(name) for name in goal]
+    pictures = (
+        form_of(shape, fit, "uint8" if dtype == "uint8" else "float32", draft) if _pictures(kinds) else Form()
+    )
+    stored = OnDemand(table, kinds + own_target, len(kinds), rows, cells, coding, dtype, fill, pictures,
+                      _shape_of(shape, kinds), row_groups)  # fmt: skip
+    fits = stays_in_memory(len(stored) * 8 * sum(kind.size for kind in kinds), in_memory)
+    plain = all(kind.name == "number" for kind in kinds) or (len(kinds) == 1 and kinds[0].name == "fixed")
+    return stored.whole() if plain and not own_target and fits else stored
+
+
+class OnDemand:
+    """Samples `(inputs, target)`, or inputs alone, from row groups that are decoded when they are needed.
+
+    Each process keeps a few of them, for all of its threads; `__getitems__` decodes each one once.
+    kinds: of the inputs, and of a target of lists. cells: another target, encoded and in memory.
+    """
+
+    thread_safe = True
+
+    def __init__(self, table: Table, kinds: Sequence[Kind], num_inputs: int, rows: Rows | None, cells: Any,
+                 coding: Coding, dtype: str, fill: float | None, form: Form, shape: Sequence[int] | None,
+                 row_groups: int) -> None:  # fmt: skip
+        self._table = table
+        self._kinds = tuple(kinds)
+        self._num_inputs = num_inputs
+        self._rows = rows
+        self._cells = cells
+        self._settings = (dtype, fill, form)
+        self._shape = shape
+        files = Kept(open_file, OPEN_FILES, per_thread=True, close=close_file)
+        self._groups = Kept(partial(_decoded, table, self._kinds, self._settings, files), row_groups)
+        self.class_names = coding.names
+        self.num_classes = coding.num_classes
+
+    def __len__(self) -> int:
+        return len(self._table) if self._rows is None else len(self._rows)
+
+    def _row(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return index if self._rows is None else int(self._rows[index])
+
+    def __getitem__(self, index: int) -> Any:
+        group, place = self._table.find(self._row(index))
+        return self._sample(index, self._groups[group], place)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Row group by row group, in the order that was asked for."""
+        found = [self._table.find(self._row(index)) for index in indices]
+        samples: list[Any] = [None] * len(found)
+        for number in sorted(range(len(found)), key=lambda i: found[i]):
+            group, place = found[number]
+            samples[number] = self._sample(indices[number], self._groups[group], place)
+        return samples
+
+    def _sample(self, index: int, blocks: Sequence[Block], place: int) -> Any:
+        cells = [block.cell(place, partial(self._where, block.kind.column, index)) for block in blocks]
+        inputs: Any = cells[: self._num_inputs]
+        if all(kind.name == "number" for kind in self._kinds[: self._num_inputs]):
+            inputs = np.stack(inputs)
+        elif len(inputs) == 1:
+            inputs = inputs[0]
+        else:
+            names = [kind.column for kind in self._kinds[: self._num_inputs]]
+            inputs = dict(zip(names, map(_array, inputs), strict=True))
+        if self._shape is not None:
+            inputs = inputs.reshape(tuple(self._shape))
+        if self._cells is not None:
+            return inputs, self._cells[index]
+        return (inputs, cells[-1]) if len(cells) > self._num_inputs else inputs
+
+    def whole(self) -> Arrays:
+        """Everything in memory."""
+        sizes = [kind.size for kind in self._kinds]
+        dtype: Any = self._settings[0]
+        if self._kinds[0].name == "fixed":
+            dtype = list_dtype(self._kinds[0], dtype)
+        inputs = np.empty((len(self), sum(sizes)), dtype)
+        rows = np.arange(len(self)) if self._rows is None else self._rows
+        for group, read in self._table.blocks([kind.path for kind in self._kinds]):
+            begin, end = self._table.begin(group), int(self._table.ends[group])
+            low, high = np.searchsorted(rows, (begin, end))
+            blocks = _blocks(self._table, self._kinds, self._settings, group, read)
+            for block, right in zip(blocks, np.cumsum(sizes), strict=True):
+                values = block.values[rows[low:high] - begin]
+                inputs[low:high, right - block.kind.size : right] = values.reshape(high - low, -1)
+        tensor = torch.from_numpy(inputs)
+        if self._shape is not None:
+            tensor = tensor.view(-1, *self._shape)
+        tensors = (tensor,) if self._cells is None else (tensor, self._cells)
+        describe = partial(_described, self._table, self._rows)
+        return Arrays(tensors, self.class_names, self.num_classes, describe=describe)
+
+    @property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(N,) int64: of the first input that is a list; reads that column, once for each call."""
+        kind = next((kind for kind in self._kinds[: self._num_inputs] if kind.name == "list"), None)
+        if kind is None:
+            raise AttributeError("lengths: no input is a list")
+        parts = [np.diff(_blocks(self._table, [kind], self._settings, group, read)[0].ends)
+                 for group, read in self._table.blocks([kind.path])]  # fmt: skip
+        lengths = np.concatenate(parts).astype(np.int64)
+        return lengths if self._rows is None else lengths[self._rows]
+
+    def _where(self, column: str, index: int) -> str:
+        return self._table.where(column, self._row(index))
+
+    def describe(self, index: int) -> str:
+        """The file and row of a sample, counted from 0."""
+        return _described(self._table, self._rows, index)
+
+    @property
+    def labels(self) -> Any:
+        """The target of each sample, where it is in memory."""
+        return self._cells
+
+    def fingerprint(self) -> str:
+        rows = None if self._rows is None else self._rows.tobytes()
+        cells = None if self._cells is None else self._cells.tolist()
+        return fingerprint_of(self._table.files, self._kinds, self._settings, self._shape, rows, cells)
+
+
+def _decoded(table: Table, kinds: Sequence[Kind], settings: Any, files: Kept, group: int) -> list[Block]:
+    file = files[str(table.files[table.groups[group][0]])]
+    return _blocks(table, kinds, settings, group, table.read(group, [kind.path for kind in kinds], file))
+
+
+def _blocks(table: Table, kinds: Sequence[Kind], settings: Any, group: int, read: Any) -> list[Block]:
+    dtype, fill, form = settings
+    path = table.files[table.groups[group][0]]
+    return [block_of(kind, read[kind.column], dtype, fill, form, where_in(path, kind.column, table.starts[group]))
+            for kind in kinds]  # fmt: skip
+
+
+def _described(table: Table, rows: Rows | None, index: int) -> str:
+    row = index if rows is None else int(rows[index])
+    return table.where("", row).rpartition(": column")[0]
+
+
+def _array(value: Any) -> Any:
+    return np.asarray(value) if isinstance(value, np.generic) else value
+
+
+def _like(table: Table, training: Table, names: Sequence[str]) -> Table:
+    """DataError: the columns that are read are not those of the training data."""
+    known = set(table.columns)
+    for name in names:
+        if name not in known:
+            raise DataError(f"{table.files[0]}: has no column {name!r}, which the training data has")
+        if table.kind(name).name != training.kind(name).name:
+            raise DataError(
+                f"{table.files[0]}: column {name!r} is {table.kind(name).text}, but {training.kind(name).text} in "
+                "the training data"
+            )
+    return table
+
+
+def _target(table: Table, training: Table, goal: Sequence[str], dtype: str) -> tuple[Any, Coding]:
+    """The encoded target of all rows; None where there is none, or it is a list that is read on demand."""
+    if not goal:
+        return None, Coding("float32")
+    kinds = [training.kind(name) for name in goal]
+    if len(kinds) == 1 and kinds[0].name in ("list", "fixed"):
+        return None, Coding("float32")
+    for kind in kinds:
+        if kind.name not in ("number", "word") or (len(kinds) > 1 and kind.name == "word"):
+            raise DataError(
+                f"data.train.target={kind.column}: is {kind.text}, not numbers, words or one list"
+            )
+    if len(kinds) > 1:
+        coding = Coding("float64" if dtype == "float64" else "float32")
+        return torch.cat([coding.encode(table.target(n), partial(table.where, n)) for n in goal], 1), coding
+    (name,) = goal
+    cells = table.target(name)
+    known = cells if table is training else training.target(name)
+    coding = coding_of(known, dtype, class_names_in(training.schema, name))
+    return coding.encode(cells, partial(table.where, name)), coding
+
+
+def _input_kind(kind: Kind) -> Kind:
+    if kind.name in ("word", "other"):
+        raise DataError(
+            f"data.train.inputs: column {kind.column!r} is {kind.text}, which no model can take; name the others, "
+            "as data.train.inputs=[a,b]"
+        )
+    return kind
+
+
+def _pictures(kinds: Sequence[Kind]) -> bool:
+    return any(kind.name == "picture" for kind in kinds)
+
+
+def _shape_of(shape: Sequence[int] | None, kinds: Sequence[Kind]) -> Sequence[int] | None:
+    """What inputs are reshaped to; pictures and lists are not."""
+    if shape is None or any(kind.name in ("picture", "list") for kind in kinds):
+        return None
+    found = sum(kind.size for kind in kinds)
+    if math.prod(shape) != found or (len(kinds) > 1 and any(kind.name == "fixed" for kind in kinds)):
+        raise DataError(
+            f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs have {found}"
+        )
+    return tuple(shape)

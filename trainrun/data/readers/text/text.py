@@ -1,0 +1,186 @@
+"""`data=text`: a text as bytes, or as the tokens of a tokenizer, for models that predict the next one.
+
+blocks: windows of block_size + 1 tokens without gaps, from one end of the text to the other; neighbours
+    share one token, so that each is predicted once. What does not fill a window at the end is left out.
+lines, documents: each line or file is a sample of its own length. A line keeps its newline, which says
+    that it ends; what is shorter than two tokens has nothing to predict and is passed over.
+A sample is (inputs, target), both int64 (L,): target[i] is the token that follows inputs[i].
+The validation part is the end of the text, so that no neighbour of it is trained on.
+
+Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`, which is a mean over all of the text, its end too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainrun.data.columns import Columns
+from trainrun.data.readers.files import fingerprint_of
+from trainrun.data.readers.parts import Part
+from trainrun.data.readers.text.text_files import text_files
+from trainrun.data.readers.text.token_file import Text, TokenFile, token_file
+from trainrun.errors import DataError
+
+KINDS = ("blocks", "lines", "documents")
+
+
+class TextSamples:
+    """Samples of a mapped file of tokens.
+
+    begins, ends: (N,) int64, the tokens of each sample, the last target among them.
+    lengths: (N,) int64, of inputs and target. num_classes: how many different tokens there are.
+    num_tokens: that are predicted. bytes_per_token: over the whole text.
+    """
+
+    thread_safe = True
+
+    def __init__(self, tokens: TokenFile, text: Text, begins: np.ndarray[Any, Any],
+                 ends: np.ndarray[Any, Any]) -> None:  # fmt: skip
+        self._tokens = tokens
+        self._text = text
+        self._begins = begins
+        self._ends = ends
+        self._map: np.ndarray[Any, Any] | None = None
+        self.lengths = ends - begins - 1
+        self.num_classes = tokens.vocabulary
+        self.num_tokens = int(self.lengths.sum())
+        self.bytes_per_token = tokens.num_bytes / max(tokens.num_tokens, 1)
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        found = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
+        window = torch.from_numpy(found.astype(np.int64))
+        return window[:-1], window[1:]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Blocks in one gather."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        sizes = self._ends[chosen] - self._begins[chosen]
+        if len(chosen) == 0 or (sizes != sizes[0]).any():
+            return [self[int(index)] for index in chosen]
+        places = self._begins[chosen, None] + np.arange(sizes[0])
+        windows = torch.from_numpy(self._mapped()[places].astype(np.int64))
+        return [(window[:-1], window[1:]) for window in windows.unbind()]
+
+    def as_rows(self) -> Columns | None:
+        """Blocks: they follow each other in the file, inputs and, one further on, targets."""
+        if self._text.kind != "blocks":
+            return None
+        content = self._mapped()[int(self._begins[0]) : int(self._ends[-1])]
+        unsigned = content.dtype == np.uint16
+        content = content.view(np.int16) if unsigned else content
+        rows = (len(self), int(self.lengths[0]))
+        values = (content[:-1].reshape(rows), content[1:].reshape(rows))
+        again = partial(_rows_again, self)
+        return Columns(values, (), tuple, again=again, int_dtype=torch.int64, unsigned=unsigned)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the map, of which pickle would copy the content."""
+        return {**self.__dict__, "_map": None}
+
+    def describe(self, index: int) -> str:
+        """File and line, or for a block the place of its first token in the file."""
+        begin, tokens = int(self._begins[index]), self._tokens
+        file = int(np.searchsorted(tokens.file_ends, begin, side="right"))
+        name, start = self._text.files[file], int(tokens.file_ends[file - 1]) if file else 0
+        if self._text.kind == "documents":
+            return str(name)
+        if self._text.kind == "lines":
+            number, first = np.searchsorted(tokens.sample_ends, [begin, start], side="right")
+            return f"{name}, line {number - first + 1}"
+        return f"{name}, {'byte' if self._text.tokenizer is None else 'token'} {begin - start}"
+
+    def fingerprint(self) -> str:
+        text = self._text
+        files = (*text.files, Path(text.tokenizer).expanduser()) if text.tokenizer else text.files
+        return fingerprint_of(files, text.kind, text.max_bytes, self._begins.tobytes(), self._ends.tobytes())
+
+    def _mapped(self) -> np.ndarray[Any, Any]:
+        if self._map is None:
+            tokens = self._tokens
+            try:
+                # Of the length it had when it was opened: a text that has grown meanwhile stays as it was.
+                self._map = np.memmap(tokens.path, tokens.dtype, "r", shape=(tokens.num_tokens,))
+            except (OSError, ValueError) as error:
+                raise DataError(f"{tokens.path}: cannot be read, or shorter than it was ({error})") from error
+        return self._map
+
+
+def _rows_again(samples: TextSamples) -> Columns:
+    rows = samples.as_rows()
+    assert rows is not None
+    return rows
+
+
+def load(path: str | None, split: str, kind: str = "blocks", block_size: int = 256,
+         tokenizer: str | None = None, val_path: str | None = None, test_path: str | None = None,
+         val_fraction: float = 0.1, max_bytes: int | None = None,
+         cache_dir: str | None = None) -> TextSamples:  # fmt: skip
+    """`train`, `val` or `test`.
+
+    path: a file, a pattern or a folder; plain or gzip. None: Python's own sources.
+    block_size: tokens in a sample, for blocks. max_bytes: only so much of the text is read.
+    cache_dir: see `token_file`; None: ~/.cache/trainrun/text.
+    """
+    _check(kind, block_size, val_fraction, max_bytes)
+    part = Part(split, path, val_path, test_path, val_fraction, 0)
+    place, key = part.place
+    text = Text(text_files(place, key), kind, tokenizer, max_bytes)
+    tokens = token_file(text, cache_dir)
+    if kind == "blocks":
+        begins, ends = _blocks(tokens.num_tokens, part, block_size)
+    else:
+        begins, ends = _spans(tokens.sample_ends, part)
+    if len(begins) == 0:
+        source = "Python's sources" if place is None else f"{key}={place}"
+        needed = f"block_size + 1 = {block_size + 1}" if kind == "blocks" else f"2 in one of its {kind}"
+        smaller = "a smaller data.train.block_size or " if kind == "blocks" else ""
+        raise DataError(
+            f"{source}: {tokens.num_tokens} tokens are too few for the {split} part "
+            f"(val_fraction={val_fraction:g}): it needs at least {needed}; choose {smaller}another "
+            "data.train.val_fraction"
+        )
+    return TextSamples(tokens, text, begins, ends)
+
+
+def _check(kind: str, block_size: int, val_fraction: float, max_bytes: int | None) -> None:
+    if kind not in KINDS:
+        raise DataError(f"data.train.kind={kind}: must be one of {', '.join(KINDS)}")
+    if block_size < 1:
+        raise DataError(f"data.train.block_size={block_size}: must be 1 or more")
+    if not 0 <= val_fraction < 1:
+        raise DataError(f"data.train.val_fraction={val_fraction}: must be at least 0 and below 1")
+    if max_bytes is not None and max_bytes < 1:
+        raise DataError(f"data.train.max_bytes={max_bytes}: must be 1 or more, or null for no limit")
+
+
+def _cut(number: int, part: Part) -> tuple[int, int]:
+    """Begin and end of the part among `number` tokens or samples in their order."""
+    if part.own:
+        return 0, number
+    middle = number - round(number * part.val_fraction)
+    return (0, middle) if part.split == "train" else (middle, number)
+
+
+def _blocks(num_tokens: int, part: Part, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    begin, end = _cut(num_tokens, part)
+    begins = begin + size * np.arange(max(end - begin - 1, 0) // size, dtype=np.int64)
+    return begins, begins + size + 1
+
+
+def _spans(ends: np.ndarray[Any, Any], part: Part) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+    long = ends - begins >= 2
+    begin, end = _cut(int(long.sum()), part)
+    return begins[long][begin:end], ends[long][begin:end]

@@ -1,0 +1,75 @@
+"""Which files a text consists of, and their bytes in whole lines."""
+
+from __future__ import annotations
+
+import gzip
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, cast
+
+from trainrun.data.readers.files import files_of
+from trainrun.errors import DataError
+
+ENDINGS = (".txt", ".text", ".md", ".rst", ".py", ".txt.gz")
+GZIP_MAGIC = b"\x1f\x8b"
+CHUNK_BYTES, MAX_LINE_BYTES = 2**20, 2**26
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # of the library
+
+
+def text_files(path: str | None, key: str) -> tuple[Path, ...]:
+    """The files of a text; without a path, the sources of Python's standard library, without its tests."""
+    if path is not None:
+        return files_of(path, key, ENDINGS)
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = [
+        file for file in library.rglob("*.py") if not LEFT_OUT & set(file.relative_to(library).parts[:-1])
+    ]
+    if not found:
+        raise DataError(f"{key}: Python's sources are not in {library}; name a text, as {key}=book.txt")
+    return tuple(sorted(found, key=lambda file: file.relative_to(library).as_posix()))
+
+
+def is_packed(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(2) == GZIP_MAGIC
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def chunks_of(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[int, bytes]]:
+    """Number of the file, and bytes that end with a line or with the file; after `max_bytes` no more.
+
+    At least one chunk for each file that is reached. Files that begin as gzip does are unpacked.
+    """
+    left = max_bytes
+    for number, file in enumerate(files):
+        if left == 0:
+            return
+        try:
+            with _opened(file) as opened:
+                content = _lines(opened)
+                while True:
+                    content = content if left is None else content[:left]
+                    yield number, content
+                    left = None if left is None else left - len(content)
+                    if left == 0 or not content:
+                        break
+                    content = _lines(opened)
+        except (OSError, EOFError, zlib.error) as error:
+            raise unreadable(file, error) from error
+
+
+def unreadable(file: Path, error: Exception) -> DataError:
+    return DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _lines(opened: IO[bytes]) -> bytes:
+    """About a chunk of whole lines; a line beyond all measure is cut, so that no file can fill the memory."""
+    return opened.read(CHUNK_BYTES) + opened.readline(MAX_LINE_BYTES)
+
+
+def _opened(file: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(file, "rb")) if is_packed(file) else file.open("rb")

@@ -1,0 +1,191 @@
+"""One long file of tokens, mapped into memory: made once from a text and kept, or the text itself.
+
+Bytes of one plain file need nothing made: the file is its tokens. Of several files, of packed ones and
+with a tokenizer, the tokens are written into a folder of the cache, named by a hash of what they
+come from: names, sizes and times of the files, the tokenizer's content, the arguments. Whoever comes
+first makes it, under another name until it is whole; several processes may do so at the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from trainrun.data.readers.files import fingerprint_of
+from trainrun.data.readers.room import check_disk, check_memory, unpacked_bytes
+from trainrun.data.readers.text.text_files import chunks_of, is_packed, unreadable
+from trainrun.data.readers.text.tokenizer import BYTES, Tokens, encoded_chunk, open_tokenizer
+from trainrun.errors import DataError
+
+VERSION = 1  # of the files in the cache
+SEARCH_BYTES = 2**24
+LESS_TEXT = "name another disk by data.train.cache_dir, or read less by data.train.max_bytes"
+Ends = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Which text, and how it becomes samples.
+
+    kind: "blocks", "lines" or "documents". tokenizer: a file of Hugging Face tokenizers; None: bytes.
+    """
+
+    files: tuple[Path, ...]
+    kind: str
+    tokenizer: str | None
+    max_bytes: int | None
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Tokens in a file. vocabulary: how many different ones there may be.
+
+    num_bytes: of the text. file_ends: (files reached,) the token behind each file's last.
+    sample_ends: (N,) the same for lines or documents; empty for blocks.
+    """
+
+    path: Path
+    dtype: str
+    num_tokens: int
+    num_bytes: int
+    vocabulary: int
+    file_ends: Ends
+    sample_ends: Ends
+
+
+def token_file(text: Text, cache_dir: str | None) -> TokenFile:
+    """DataError: a file or the tokenizer cannot be read, or the cache cannot be written."""
+    if text.tokenizer is None and len(text.files) == 1 and not is_packed(text.files[0]):
+        return _file_itself(text)
+    tokens, name = BYTES, hashlib.sha256(f"{VERSION} {text.kind} {text.max_bytes}".encode())
+    name.update(fingerprint_of(text.files).encode())
+    if text.tokenizer is not None:
+        tokens, content = open_tokenizer(text.tokenizer)
+        name.update(content)
+    place = _cache(cache_dir) / name.hexdigest()[:32]
+    if not place.is_dir():
+        _build(place, text, tokens)
+    return _kept(place, tokens)
+
+
+def _file_itself(text: Text) -> TokenFile:
+    (file,) = text.files
+    try:
+        size = file.stat().st_size
+        size = size if text.max_bytes is None else min(size, text.max_bytes)
+        ends = _line_ends(file, size) if text.kind == "lines" else np.array([size], np.int64)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    samples = np.empty(0, np.int64) if text.kind == "blocks" else ends
+    return TokenFile(file, "uint8", size, size, BYTES.vocabulary, np.array([size], np.int64), samples)
+
+
+def _line_ends(file: Path, size: int) -> Ends:
+    """Behind each newline among the first `size` bytes, and behind a last line without one."""
+    found, place = [], 0
+    with file.open("rb") as opened:
+        while place < size and (content := opened.read(min(SEARCH_BYTES, size - place))):
+            found.append(np.flatnonzero(np.frombuffer(content, np.uint8) == 10) + (place + 1))
+            check_memory(
+                8 * sum(map(len, found)), f"{file}: where its lines end", "use data.train.kind=blocks"
+            )
+            place += len(content)
+    ends = np.concatenate(found) if found else np.empty(0, np.int64)
+    return ends if place == 0 or (len(ends) and ends[-1] == place) else np.append(ends, place)
+
+
+def _cache(cache_dir: str | None) -> Path:
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainrun" / "text"
+
+
+def _build(place: Path, text: Text, tokens: Tokens) -> None:
+    try:
+        if tokens.encode is None and text.max_bytes is None:
+            check_disk(
+                unpacked_bytes(text.files), place.parent, f"{text.files[0]}: unpacked, the text", LESS_TEXT
+            )
+        place.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
+    except OSError as error:
+        raise _unwritable(place, error) from error
+    try:
+        with (making / "tokens").open("wb") as out:
+            index = _written(text, tokens, out, place.parent)
+            out.flush()
+            os.fsync(out.fileno())
+        np.savez(making / "index.npz", **index)
+        _moved(making, place)
+    except OSError as error:
+        raise _unwritable(place, error) from error
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _written(text: Text, tokens: Tokens, out: IO[bytes], folder: Path) -> dict[str, Any]:
+    """Writes all tokens; the index of what was written. DataError: the disk or the memory will not hold them."""
+    num_tokens, num_bytes, num_lines, current = 0, 0, 0, -1
+    file_ends: list[int] = []
+    sample_ends: list[Ends] = []
+    for number, content in chunks_of(text.files, text.max_bytes):
+        is_cut = text.max_bytes is not None and num_bytes + len(content) == text.max_bytes
+        values, lines = encoded_chunk(tokens, content, text.kind == "lines", is_cut, text.files[number])
+        check_disk(
+            values.nbytes, folder, f"{text.files[number]}: after {num_bytes} bytes the text", LESS_TEXT
+        )
+        out.write(values.tobytes())
+        sample_ends.append(lines + num_tokens)
+        num_lines += len(lines)
+        check_memory(
+            8 * num_lines, f"{text.files[number]}: where its lines end", "use data.train.kind=blocks"
+        )
+        num_tokens, num_bytes = num_tokens + len(values), num_bytes + len(content)
+        if number != current:
+            file_ends.append(num_tokens)
+            current = number
+        file_ends[-1] = num_tokens
+    ends = np.array(file_ends, np.int64)
+    lines = np.concatenate(sample_ends) if sample_ends else np.empty(0, np.int64)
+    samples = {"blocks": ends[:0], "lines": lines, "documents": ends}[text.kind]
+    return {"file_ends": ends, "sample_ends": samples, "num_bytes": np.array(num_bytes)}
+
+
+def _moved(making: Path, place: Path) -> None:
+    try:
+        os.rename(making, place)
+    except OSError:
+        if not place.is_dir():  # else another process was faster, and made the same
+            raise
+
+
+def _kept(place: Path, tokens: Tokens) -> TokenFile:
+    try:
+        with np.load(place / "index.npz", allow_pickle=False) as index:
+            file_ends, sample_ends = index["file_ends"], index["sample_ends"]
+            num_bytes = int(index["num_bytes"])
+        size = (place / "tokens").stat().st_size
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise DataError(f"{place}: cannot be read ({error}); delete this folder, it is made anew") from error
+    num_tokens = int(file_ends[-1]) if len(file_ends) else 0
+    if size != num_tokens * np.dtype(tokens.dtype).itemsize:
+        raise DataError(
+            f"{place}: tokens of {size} bytes do not fit its index; delete this folder, it is made anew"
+        )
+    return TokenFile(
+        place / "tokens", tokens.dtype, num_tokens, num_bytes, tokens.vocabulary, file_ends, sample_ends
+    )
+
+
+def _unwritable(place: Path, error: OSError) -> DataError:
+    return DataError(
+        f"data.train.cache_dir: cannot write {place.parent} ({error.strerror}); name a folder with space as "
+        "data.train.cache_dir=..."
+    )

@@ -1,0 +1,108 @@
+"""From text to numbers: its bytes, or the tokens of a Hugging Face tokenizer (a tokenizer.json)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainrun.data.readers.extras import extra
+from trainrun.data.readers.files import plain_file
+from trainrun.errors import DataError
+
+LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines would also cut at form feeds and others
+PIECE_CHARACTERS = 2**14  # of lines that are tokenized together; pieces are spread over the cores
+Values = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """vocabulary: one more than the largest token. encode: the tokens of each text; None: bytes."""
+
+    vocabulary: int
+    encode: Callable[[list[str]], list[list[int]]] | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The smallest type that holds every token."""
+        return "uint8" if self.vocabulary <= 2**8 else "uint16" if self.vocabulary <= 2**16 else "int32"
+
+
+BYTES = Tokens(256)
+
+
+def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
+    """The tokenizer, and the content of its file. Special tokens are not added by it."""
+    package, key = (
+        extra("tokenizers", "text data.train.tokenizer=...", "text"),
+        f"data.train.tokenizer={path}",
+    )
+    plain_file(Path(path).expanduser(), key)
+    try:
+        content = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise DataError(f"{key}: cannot be read: {error.strerror}; allowed: a tokenizer.json") from error
+    try:
+        tokenizer = package.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the package raises plain Exception
+        raise DataError(f"{key}: not a file of Hugging Face tokenizers ({error})") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    return Tokens(max(tokenizer.get_vocab().values(), default=0) + 1, encode), content
+
+
+def encoded_chunk(
+    tokens: Tokens, content: bytes, by_line: bool, is_cut: bool, file: Path
+) -> tuple[Values, Values]:
+    """The tokens of some whole lines, and with `by_line` the place behind each line's last token.
+
+    is_cut: the content may end inside a character, which is then left out.
+    """
+    if tokens.encode is None:
+        values = np.frombuffer(content, np.uint8)
+        ends = np.flatnonzero(values == 10) + 1
+        if len(values) and not (len(ends) and ends[-1] == len(values)):
+            ends = np.append(ends, len(values))
+        return values, ends if by_line else ends[:0]
+    lines = LINE.findall(_decoded(content, is_cut, file))
+    pieces = tokens.encode(lines if by_line else _pieces(lines))
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    values = np.array([token for piece in pieces for token in piece], dtype=tokens.dtype)
+    return values, ends if by_line else ends[:0]
+
+
+def _decoded(content: bytes, is_cut: bool, file: Path) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        if is_cut and error.end == len(content) and len(content) - error.start < 4:
+            return content[: error.start].decode()
+        byte = f"0x{content[error.start]:02x} in the line that begins {_line_at(content, error.start)!r}"
+        raise DataError(
+            f"{file}: not UTF-8 ({byte}), which data.train.tokenizer needs; convert it, as with iconv, or "
+            "use bytes (data.train.tokenizer=null)"
+        ) from error
+
+
+def _line_at(content: bytes, place: int) -> str:
+    return content[content.rfind(b"\n", 0, place) + 1 : place][:40].decode()
+
+
+def _pieces(lines: list[str]) -> list[str]:
+    """The lines joined to pieces that the cores can share."""
+    pieces, current, size = [], [], 0
+    for line in lines:
+        current.append(line)
+        size += len(line)
+        if size >= PIECE_CHARACTERS:
+            pieces.append("".join(current))
+            current, size = [], 0
+    return [*pieces, "".join(current)] if current else pieces
