@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from trainrun.transform.blocks import Block, blocks_of, wrap_blocks
-from trainrun.transform.products import keep_products
-from trainrun.transform.recompute import Contexts, Recompute
+from trainrun.transform.recompute import Recompute
 
 Around = Callable[[Callable[..., Any], list[nn.Module]], Callable[..., Any]]
 
@@ -35,19 +34,19 @@ def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
     blocks = list(blocks_of(model))
     if not isinstance(mode, str):
         blocks = blocks[: len(blocks) - int(mode * len(blocks))]
-    recompute_blocks(model, blocks, keep_products if mode == "selective" else None)
+    recompute_blocks(model, blocks, selective=mode == "selective")
     return len(blocks)
 
 
 def recompute_blocks(
-    model: nn.Module, blocks: list[Block], contexts: Contexts | None = None, around: Around | None = None
+    model: nn.Module, blocks: list[Block], selective: bool = False, around: Around | None = None
 ) -> None:
     """Has the blocks computed again, in place. around: makes of a forward the one that is called both times."""
     calls: list[Recompute] = []
 
     def wrap(forward: Callable[..., Any], modules: list[nn.Module]) -> Recompute:
         inner = forward if around is None else around(forward, modules)
-        calls.append(Recompute(inner, modules, contexts))
+        calls.append(Recompute(inner, modules, selective))
         return calls[-1]
 
     wrap_blocks(blocks, wrap)

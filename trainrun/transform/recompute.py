@@ -1,25 +1,29 @@
-"""A call whose activations are forgotten after the forward and computed again in the backward.
+"""A call whose activations are computed again in the backward: `torch.utils.checkpoint`, with two things added.
 
-The mechanism is that of `torch.utils.checkpoint` with use_reentrant=False: hooks on what autograd saves.
-That function is not used because it loads torch's compiler (1 s and 80 MB in torch 2.13, on a CPU more
-than it saves in a small network), and because it lets a block change its buffers twice, as batch norm its
-running statistics.
+What torch leaves out: a block may write into its buffers (batch norm its running statistics), which must happen
+once; and an input or a weight that was changed in place before the backward would give wrong gradients in silence.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+# Attention is made of products; one that draws is not kept, see `is_kept`. What a version of torch lacks is left out.
+NAMES = (
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+PRODUCTS = frozenset(
+    packet.default for name in NAMES if (packet := getattr(torch.ops.aten, name, None)) is not None
+)
 
 
 class Recompute:
@@ -27,95 +31,90 @@ class Recompute:
 
     Exact: random numbers, autocast and buffers are in the second run as they were in the first, and what
     the second run does to buffers is undone. RuntimeError: what it needs was changed in place.
-    modules: whose parameters and buffers the forward uses. contexts: two for every call, entered around
-    the first and the second run.
+    modules: whose parameters and buffers the forward uses. selective: results of matrix products are kept.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], modules: list[nn.Module], contexts: Contexts | None = None
+        self, forward: Callable[..., Any], modules: list[nn.Module], selective: bool = False
     ) -> None:
         self._forward = forward
         self._modules = modules
-        self._contexts = contexts or _no_contexts
+        self._selective = selective
         self.used = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.used = True
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        first, second = self._contexts()
-        call = _Call(lambda: self._forward(*args, **kwargs), second)
-        return call.run(first, [*tensors_in([args, kwargs])], self._modules)
+        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        call = _Call([*tensors_in([args, kwargs]), *parameters], self._modules, self._selective)
+
+        def forward(args: Any, kwargs: Any, _device: Any) -> Any:
+            return self._forward(*args, **kwargs)
+
+        # one parameter more: torch keeps the random states of the devices of what it is given
+        return checkpoint(
+            forward, args, kwargs, parameters[:1], use_reentrant=False, context_fn=call.contexts
+        )
 
 
 class _Call:
-    """One call of a block: what it was called with, and after the second run what autograd asks for."""
+    """One call of a block: what must be in its second run as in the first."""
 
-    def __init__(self, forward: Callable[[], Any], second: AbstractContextManager[Any]) -> None:
-        self._forward = forward
-        self._second = second
-        self._needed: list[tuple[Tensor, int]] = []
-        self._as_before: list[Callable[[], AbstractContextManager[Any]]] = []
-        self._num_saved = 0
-        self._found: dict[int, tuple[Tensor, int]] = {}
-
-    def run(self, first: AbstractContextManager[Any], inputs: list[Tensor], modules: list[nn.Module]) -> Any:
-        needed = [*inputs, *(parameter for module in modules for parameter in module.parameters())]
+    def __init__(self, needed: list[Tensor], modules: list[nn.Module], selective: bool) -> None:
         self._needed = [(tensor, tensor._version) for tensor in needed]
-        # some may lie on the host: lengths, weights that wait there
-        devices = {tensor.device for tensor in needed}
-        kinds = {device.type for device in devices}
-        self._as_before = [kept_random(devices), *(kept_autocast(kind) for kind in sorted(kinds))]
-        snapshot = Buffers(modules)
-        with saved_tensors_hooks(self._number, self._unpack), first:
-            output = self._forward()
+        self._products: list[tuple[Tensor, int]] = []
+        self._selective = selective
+        self._buffers = [
+            (module, name, buffer, buffer._version, buffer.detach().clone())
+            for outer in modules
+            for module in outer.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Around the first and the second run."""
+        if not self._selective:
+            return self._first_run(), _Entered(self._second_run)
+        first, second = create_selective_checkpoint_contexts(self._policy)
+        return _Entered(self._first_run, lambda: first), _Entered(self._second_run, lambda: second)
+
+    @contextlib.contextmanager
+    def _first_run(self) -> Iterator[None]:
+        yield
         self._check_unchanged()
-        snapshot.drop_unchanged()
-        self._as_before.append(snapshot.put_back)
-        return output
-
-    def _number(self, _tensor: Tensor) -> int:
-        self._num_saved += 1
-        return self._num_saved - 1
-
-    def _unpack(self, number: int) -> Tensor:
-        if number not in self._found:
-            self._run_again()
-        tensor, version = self._found.pop(number)
-        if tensor._version != version:
+        if any(tensor._version != version for tensor, version in self._products):
             raise RuntimeError(
-                "trainer.gradient_checkpointing: a block changes a tensor in place that its backward needs"
+                "trainer.gradient_checkpointing=selective: a block writes into the result of a matrix product (as "
+                "nn.ReLU(inplace=True) does), which was to be kept; change it out of place, or use "
+                "trainer.gradient_checkpointing=full"
             )
-        return tensor
+        self._products.clear()
+        # Those that are still the same need no copy: a mask may be large. Batch norm's kernels count no version.
+        self._buffers = [
+            row for row in self._buffers
+            if hasattr(row[0], "running_mean") or getattr(row[0], row[1]) is not row[2] or row[2]._version != row[3]
+        ]  # fmt: skip
 
-    def _run_again(self) -> None:
+    @contextlib.contextmanager
+    def _second_run(self) -> Iterator[None]:
+        """Inside, copies of the old buffers take their places."""
         self._check_unchanged()
-        self._found.clear()
-        count = 0
+        now = [getattr(module, name) for module, name, *_ in self._buffers]
+        try:
+            for module, name, _, _, old in self._buffers:
+                setattr(module, name, old.clone())
+            yield
+        finally:
+            for (module, name, *_), buffer in zip(self._buffers, now, strict=True):
+                setattr(module, name, buffer)
 
-        def keep(tensor: Tensor) -> Tensor:
-            nonlocal count
-            kept = tensor.detach()
-            self._found[count] = kept, kept._version
-            count += 1
-            if count == self._num_saved:
-                raise _Enough
-            return kept
-
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.suppress(_Enough))
-            for as_before in self._as_before:
-                stack.enter_context(as_before())
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(keep, _itself))
-            stack.enter_context(self._second)
-            self._forward()
-        if count != self._num_saved:
-            raise RuntimeError(
-                f"trainer.gradient_checkpointing: a block saved {self._num_saved} tensors for its backward, and "
-                f"{count} when it ran again; it must do the same both times, or be left as it is "
-                "(trainer.gradient_checkpointing=none)"
-            )
+    def _policy(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not is_kept(function, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        result = getattr(context, "op_output", None)  # of later versions of torch
+        self._products += [(tensor, tensor._version) for tensor in tensors_in([result])]
+        return CheckpointPolicy.MUST_SAVE
 
     def _check_unchanged(self) -> None:
         if any(tensor._version != version for tensor, version in self._needed):
@@ -126,79 +125,36 @@ class _Call:
             )
 
 
-class _Enough(BaseException):
-    """The second run has what it is for. No Exception, so that a block does not catch it."""
+class _Entered:
+    """Contexts that are made and entered each time: a graph that is retained has several backwards."""
+
+    def __init__(self, *builders: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._builders = builders
+        self._open: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for build in self._builders:
+                stack.enter_context(build())
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.pop().__exit__(*error)
 
 
-class Buffers:
-    """The buffers of some modules as they are now."""
+def is_kept(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is a product whose result is kept.
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._rows = [
-            (module, name, buffer, buffer._version, buffer.detach().clone())
-            for outer in modules
-            for module in outer.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def drop_unchanged(self) -> None:
-        """Forgets those that are still the same: a mask may be large. Batch norm's kernels count no version."""
-        self._rows = [
-            row
-            for row in self._rows
-            if isinstance(row[0], _NormBase)
-            or row[0]._buffers[row[1]] is not row[2]
-            or row[2]._version != row[3]
-        ]
-
-    @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Inside, copies of the old buffers take their places."""
-        now = [module._buffers[name] for module, name, *_ in self._rows]
-        try:
-            for module, name, _, _, old in self._rows:
-                module._buffers[name] = old.clone()
-            yield
-        finally:
-            for (module, name, *_), buffer in zip(self._rows, now, strict=True):
-                module._buffers[name] = buffer
-
-
-def kept_random(devices: Iterable[torch.device]) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which torch's random numbers are those that come next now, and go on as if unused after it."""
-    states: list[tuple[Callable[[], Tensor], Callable[[Tensor], None], Tensor]] = [
-        (torch.get_rng_state, torch.set_rng_state, torch.get_rng_state())
-    ]
-    for device in devices:
-        if device.type == "cuda":
-            get, put = (
-                partial(torch.cuda.get_rng_state, device),
-                partial(torch.cuda.set_rng_state, device=device),
-            )
-            states.append((get, put, get()))
-
-    @contextlib.contextmanager
-    def as_before() -> Iterator[None]:
-        now = [get() for get, _, _ in states]
-        try:
-            for _, put, then in states:
-                put(then)
-            yield
-        finally:
-            for (_, put, _), state in zip(states, now, strict=True):
-                put(state)
-
-    return as_before
-
-
-def kept_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """A context that autocasts as is done now."""
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    cache = torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device_type, dtype, enabled, cache)
+    Attention that drops draws inside of its kernel. Handing its result out would leave the random generator where it
+    was, and every later draw of the block would be another one than in the first run: it is computed again.
+    """
+    if function not in PRODUCTS:
+        return False
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return True
+    names = [argument.name for argument in function._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" in names and not given.get("dropout_p", 0.0)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -211,11 +167,3 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for value in tree.values():
             yield from tensors_in(value)
-
-
-def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), nullcontext()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
