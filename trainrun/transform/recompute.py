@@ -76,7 +76,7 @@ class _Call:
         """Around the first and the second run."""
         if not self._selective:
             return self._first_run(), _Entered(self._second_run)
-        first, second = create_selective_checkpoint_contexts(self._policy)
+        first, second = create_selective_checkpoint_contexts(self._policy)  # type: ignore[no-untyped-call]
         return _Entered(self._first_run, lambda: first), _Entered(self._second_run, lambda: second)
 
     @contextlib.contextmanager
