@@ -4,10 +4,8 @@ import os
 import sys
 
 import trainrun.ledger  # noqa: F401  (it looks at the clock)
-from trainrun.errors import EXIT_USAGE
 from trainrun.output import complain
 from trainrun.process.collector import nothing_to_collect, rest_while_starting
-from trainrun.process.early_load import leave_without_it
 from trainrun.process.signals import leave_at_interrupt
 from trainrun.process.streams import guard_streams
 
@@ -27,8 +25,6 @@ def entry() -> None:
     code = main()
     if "torch" not in sys.modules:  # no run was built, and no code of the user's was called
         nothing_to_collect()
-        if code == EXIT_USAGE:
-            leave_without_it(code)
     sys.exit(code)
 
 

@@ -22,7 +22,6 @@ from trainrun.errors import (
     TrainrunError,
 )
 from trainrun.output import say
-from trainrun.process.early_load import load_torch_early
 from trainrun.rundir import RunDir
 from trainrun.words.argv import Words
 
@@ -183,7 +182,6 @@ def sweep_words(prepared: Words) -> int:
 
 
 def train_one(words: list[str], paths: list[str]) -> int:
-    load_torch_early()
     from trainrun.words.compose import compose_run, load_config
 
     with others_dismissed():

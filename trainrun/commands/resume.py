@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from trainrun.cli import add_import_paths, follows_others, told
 from trainrun.commands.arguments import parse, run_parser
-from trainrun.process.early_load import load_torch_early
 from trainrun.runner import open_run, resume_run
 
 
@@ -19,5 +18,4 @@ def main(argv: list[str]) -> int:
 
         return follow_run()
     run = open_run(words.run_dir)
-    load_torch_early()
     return told(run.root, lambda: resume_run(run, words.overrides, add_import_paths([]), words.trust))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from trainrun.errors import ConfigError
 from trainrun.ledger import Ledger
 from trainrun.precision.guarded import Guarded
-from trainrun.precision.half_lstm import round_inputs
 
 TRUE_TYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 AUTOCAST_TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
@@ -55,6 +54,8 @@ def build_precision(
         raise ConfigError(
             "precision=16-mixed: torch scales no gradients of complex parameters; use precision=bf16-mixed or 32-true"
         )
+    if device.type == "cpu" and (fault := _lstm_fault(options.mode, model)):
+        raise ConfigError(fault)
     precision = Guarded(
         model,
         device,
@@ -69,6 +70,32 @@ def build_precision(
     return precision, type_notes(options.mode, device, options.master_weights)
 
 
+def _lstm_fault(mode: str, model: nn.Module) -> str:
+    """Why this CPU cannot train the LSTMs of a model so; "" where it can, or where there are none."""
+    short = AUTOCAST_TYPES.get(mode)
+    has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
+    if short is None or not has_lstm or computes_lstm(short):
+        return ""
+    others = [name for name, dtype in AUTOCAST_TYPES.items() if dtype is not short and computes_lstm(dtype)]
+    return (
+        f"precision={mode}: torch has no kernel that trains torch.nn.LSTM in {short} on this CPU; "
+        f"use precision={' or '.join([*others, '32-true'])}"
+    )
+
+
+@cache
+def computes_lstm(dtype: torch.dtype) -> bool:
+    """Whether torch trains an LSTM under the autocast to `dtype` on this CPU: oneDNN needs AVX512-FP16 or AMX for
+    float16, and AVX-512 for bfloat16 (torch 2.13: "could not create a primitive descriptor")."""
+    lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")  # draws no random numbers
+    try:
+        with torch.enable_grad(), torch.autocast("cpu", dtype):
+            lstm(torch.zeros(1, 1, 1, dtype=torch.float32))
+    except RuntimeError:
+        return False
+    return True
+
+
 def data_float_dtype(mode: str) -> torch.dtype:
     """The type in which floating-point data is stored and moved; the model casts further if it must."""
     return torch.float64 if mode == "64-true" else torch.float32
@@ -76,7 +103,6 @@ def data_float_dtype(mode: str) -> torch.dtype:
 
 def prepare_model(model: nn.Module, mode: str) -> nn.Module:
     """Converts the weights for the `true` modes, in place; to be called before the optimizer is built.
-    For mixed types it mends what a CPU cannot train as it is; `auto` may become `bf16-mixed`.
 
     Whatever floating-point tensors the model is called with are cast to the type of its weights, so
     data and tasks need not know it.
@@ -86,9 +112,6 @@ def prepare_model(model: nn.Module, mode: str) -> nn.Module:
         cast = partial(cast_weight, dtype)  # Module.to would make complex numbers real: half of them lost
         model._apply(cast)  # type: ignore[no-untyped-call]
         model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
-    mixed = AUTOCAST_TYPES.get("bf16-mixed" if mode == "auto" else mode)
-    if mixed is not None:
-        round_inputs(model, mixed)
     return model
 
 

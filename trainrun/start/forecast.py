@@ -74,7 +74,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
         numbers * param.nbytes
         for group in optimizer.param_groups
         for param in group["params"]
-        if group.get("momentum", 1) and not optimizer.state.get(param)
+        if not optimizer.state.get(param) and (numbers > 1 or group["momentum"])
     )
     return gradients, max(peak - gradients, 0), state
 
