@@ -1,8 +1,13 @@
-"""Samples of a store of records that belong to one part of the data: what the engines read."""
+"""One protocol for every format, and the data set that is made around a reader.
+
+A format is a `Reader`: how many samples there are, how they are read, what is known of them. Which of them are train,
+val and test, where a damaged one lies and what a cache depends on is answered here, once for all formats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,62 +15,111 @@ import numpy as np
 
 from trainrun.data.readers.files import fingerprint_of
 from trainrun.data.readers.parts import Part, Rows
-from trainrun.data.readers.records.record import Facts
 from trainrun.errors import DataError
 
 
-class Store(Protocol):
-    """Records by number. read: from any thread; raises ValueError or DataError. files: what the content depends on."""
+@dataclass(frozen=True)
+class Info:
+    """What is known of the samples of a reader.
+
+    files: what their content depends on; settings: what else it depends on, for the fingerprint.
+    labels: (N, ...) the targets of all samples, if they are in memory: classes are held out in proportion.
+    where: names a sample in messages; default: the first file and the number.
+    lengths: computes (N,) int64, how long each sequence is. thread_safe: several threads may read at once.
+    """
+
+    files: tuple[Path, ...]
+    settings: Any = ()
+    labels: Any = None
+    class_names: tuple[str, ...] = ()
+    num_classes: int | None = None
+    where: Callable[[int], str] | None = None
+    lengths: Callable[[], np.ndarray[Any, Any]] | None = None
+    thread_safe: bool = True
+
+
+class Reader(Protocol):
+    """Samples of one format by number, from 0; it can be pickled and used in another process.
+
+    read: samples in the order of the numbers, each of which may come twice; ValueError or DataError: one is damaged.
+    """
 
     @property
-    def files(self) -> Sequence[Path]: ...
+    def info(self) -> Info: ...
 
     def __len__(self) -> int: ...
 
-    def read(self, number: int) -> Any: ...
-
-    def place(self, number: int) -> str: ...
+    def read(self, indices: Sequence[int]) -> list[Any]: ...
 
 
-class Records:
-    """Map-style. arguments: what else the decoded content depends on, for the fingerprint."""
+class ReaderDataset:
+    """Map-style: those samples of a reader that belong to one part of the data."""
 
-    thread_safe = True
-
-    def __init__(self, store: Store, rows: Rows | None, facts: Facts, arguments: tuple[Any, ...]) -> None:
-        self._store = store
-        self._rows = rows
-        self._arguments = arguments
-        self.class_names = facts.class_names
-        self.num_classes = facts.num_classes
+    def __init__(self, reader: Reader, rows: Rows | None = None) -> None:
+        """rows: numbers of the samples; None is all."""
+        self.reader = reader
+        self.rows = rows
+        self._info = reader.info
+        self.thread_safe = self._info.thread_safe
+        self.class_names = self._info.class_names
+        self.num_classes = self._info.num_classes
 
     def __len__(self) -> int:
-        return len(self._store) if self._rows is None else len(self._rows)
+        return len(self.reader) if self.rows is None else len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        number = self._number(index)
-        try:
-            return self._store.read(number)
-        except (ValueError, OverflowError) as error:
-            raise DataError(f"{self._store.place(number)}: {error}") from error
+        return self._read([self._number(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return self._read([self._number(index) for index in indices])
+
+    @property
+    def labels(self) -> Any:
+        """The target of each sample, if all are in memory."""
+        labels = self._info.labels
+        return labels if labels is None or self.rows is None else labels[self.rows]
+
+    @property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(N,) int64: of each sequence; computed at each call."""
+        if self._info.lengths is None:
+            raise AttributeError("lengths: the samples are no sequences")
+        lengths = self._info.lengths()
+        return lengths if self.rows is None else lengths[self.rows]
 
     def describe(self, index: int) -> str:
-        """The file and the record in it."""
-        return self._store.place(self._number(index))
+        """The file of a sample and its place in it."""
+        return self._where(self._number(index))
 
     def fingerprint(self) -> str:
-        rows = None if self._rows is None else self._rows.tobytes()
-        return fingerprint_of(self._store.files, type(self._store).__name__, rows, self._arguments)
+        rows, labels = (None if values is None else np.asarray(values).tobytes()
+                        for values in (self.rows, self._info.labels))  # fmt: skip
+        return fingerprint_of(self._info.files, type(self.reader).__name__, self._info.settings, rows, labels)
 
     def _number(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return int(index) if self._rows is None else int(self._rows[index])
+        return int(index) if self.rows is None else int(self.rows[index])
+
+    def _read(self, numbers: list[int]) -> list[Any]:
+        try:
+            return self.reader.read(numbers)
+        except (ValueError, OverflowError) as error:
+            if len(numbers) == 1:
+                raise DataError(f"{self._where(numbers[0])}: {error}") from error
+        return [sample for number in numbers for sample in self._read([number])]
+
+    def _where(self, number: int) -> str:
+        return (
+            f"{self._info.files[0]}, sample {number}"
+            if self._info.where is None
+            else self._info.where(number)
+        )
 
 
-def records_of(store: Store, part: Part, facts: Facts, *arguments: Any) -> Records:
-    """The part's records. DataError: there is none, or nothing is left for one side."""
-    if len(store) == 0:
+def dataset_of(reader: Reader, part: Part) -> ReaderDataset:
+    """The samples that belong to the part. DataError: there is none, or nothing is left for one side."""
+    if len(reader) == 0:
         raise DataError(f"{part.place[1]}={part.place[0]}: there is no record in it")
-    rows = part.rows(np.zeros(len(store), np.int64))
-    return Records(store, rows, facts, arguments)
+    labels = reader.info.labels
+    return ReaderDataset(reader, part.rows(np.zeros(len(reader), np.int64) if labels is None else labels))

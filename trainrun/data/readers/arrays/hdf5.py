@@ -13,10 +13,11 @@ import numpy as np
 
 from trainrun.data.columns import Arrays
 from trainrun.data.readers.extras import extra
-from trainrun.data.readers.files import files_of, fingerprint_of
+from trainrun.data.readers.files import files_of
 from trainrun.data.readers.handles import Kept
 from trainrun.data.readers.memory import in_memory as stays_in_memory
-from trainrun.data.readers.parts import Part, Rows
+from trainrun.data.readers.parts import Part
+from trainrun.data.readers.reader import Info, dataset_of
 from trainrun.data.readers.room import check_memory
 from trainrun.data.readers.targets import Coding, coding_of, listed
 from trainrun.errors import DataError
@@ -40,7 +41,7 @@ class Layout(NamedTuple):
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_path: str | None = None,
          test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0, target_dtype: str = "auto",
          in_memory: bool | str = "auto") -> Any:  # fmt: skip
-    """`train`, `val` or `test`: `Arrays` in memory, or `Stored` data read on demand.
+    """`train`, `val` or `test`: `Arrays` in memory, or samples read on demand.
 
     inputs, target: names of data sets. For x, the first that is there of train/x, x_train and x; where
         the file has val/x or x_val, those are the validation data, and nothing is held out.
@@ -65,89 +66,63 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         cells = _cells(file, place, layouts[1]) if target else None
         coding = Coding("float32") if known is None else coding_of(known, target_dtype)
         encoded = None if cells is None else coding.encode(cells, partial(_where, place, layouts[1].name))
-        rows = part.rows(np.zeros(layouts[0].shape[0]) if encoded is None else encoded)
-        if encoded is not None and rows is not None:
-            encoded = encoded[rows]
-        stored = Stored(place, layouts, rows, encoded, coding)
-        if any(layout.ragged for layout in layouts) or not stays_in_memory(stored.num_bytes, in_memory):
-            return stored
-        return Arrays(
-            stored.whole(file), coding.names, coding.num_classes, describe=stored.describe if target else None
-        )
+        reader = Hdf5Reader(place, layouts, encoded, coding)
+        dataset = dataset_of(reader, part)
+        if any(layout.ragged for layout in layouts) or not stays_in_memory(
+            len(dataset) * reader.sample_bytes, in_memory
+        ):
+            return dataset
+        tensors = reader.whole(file, dataset.rows)
+        describe = dataset.describe if target else None
+        return Arrays(tensors, coding.names, coding.num_classes, describe=describe)
 
 
-class Stored:
-    """Samples read on demand: the inputs, or `(inputs, target)`.
+class Hdf5Reader:
+    """Samples read on demand: the inputs, or `(inputs, target)`; encoded: the targets, if they are in memory.
 
-    Every thread of every process opens the file for itself. `__getitems__` reads a chunk once for all
-    of its rows that are asked for.
+    Every thread of every process opens the file for itself. A chunk is read once for all rows that are asked for.
     """
 
-    thread_safe = True
-
-    def __init__(self, path: Path, layouts: Sequence[Layout], rows: Rows | None, encoded: Any,
-                 coding: Coding) -> None:  # fmt: skip
+    def __init__(self, path: Path, layouts: Sequence[Layout], encoded: Any, coding: Coding) -> None:
         self._path = path
         self._layouts = tuple(layouts[:1] if encoded is not None else layouts)
-        self._rows = rows
         self._encoded = encoded
+        self._coding = coding
         self._files = Kept(_open, 1, per_thread=True, close=_close)
-        self.class_names = coding.names
-        self.num_classes = coding.num_classes
+
+    @property
+    def info(self) -> Info:
+        names, ragged = self._coding.names, self._layouts[0].ragged
+        return Info((self._path,), self._layouts, self._encoded, names, self._coding.num_classes,
+                    partial(_where, self._path, self._layouts[0].name), self._lengths if ragged else None)  # fmt: skip
+
+    @property
+    def sample_bytes(self) -> int:
+        """The size of a sample in memory, without a target that is there already."""
+        return sum(layout.dtype.itemsize * math.prod(layout.shape[1:]) for layout in self._layouts)
 
     def __len__(self) -> int:
-        return self._layouts[0].shape[0] if self._rows is None else len(self._rows)
+        return self._layouts[0].shape[0]
 
-    @property
-    def num_bytes(self) -> int:
-        """In memory, without the target where that is there already."""
-        rows = [layout.dtype.itemsize * int(np.prod(layout.shape[1:])) for layout in self._layouts]
-        return len(self) * sum(rows)
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        numbers = np.asarray(indices)
-        rows = numbers if self._rows is None else self._rows[numbers]
-        parts = [
-            read_rows(self._files[str(self._path)], self._path, layout, rows) for layout in self._layouts
-        ]
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        file, rows = self._files[str(self._path)], np.asarray(indices)
+        parts = [read_rows(file, self._path, layout, rows) for layout in self._layouts]
         if self._encoded is not None:
-            parts.append([self._encoded[index] for index in indices])
+            parts.append([self._encoded[row] for row in indices])
         return list(zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
 
-    def whole(self, file: Any) -> tuple[Any, ...]:
-        """All rows of all parts."""
-        rows = slice(None) if self._rows is None else self._rows
+    def whole(self, file: Any, rows: Any) -> tuple[Any, ...]:
+        """The rows of all parts; None is all."""
+        chosen = slice(None) if rows is None else rows
         with reading(self._path, "its data"):
-            parts = tuple(file[layout.name][:][rows] for layout in self._layouts)
-        return parts if self._encoded is None else (*parts, self._encoded)
+            parts = tuple(file[layout.name][:][chosen] for layout in self._layouts)
+        return parts if self._encoded is None else (*parts, self._encoded[chosen])
 
-    @property
-    def labels(self) -> Any:
-        """The target of each sample, where it is in memory."""
-        return self._encoded
-
-    @property
-    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """(N,) int64: first dimension of each input; of ragged data, found by reading it."""
-        if not self._layouts[0].ragged:
-            raise AttributeError("lengths: all samples have one shape")
-        samples = (read_rows(self._files[str(self._path)], self._path, self._layouts[0], np.array([row]))[0]
-                   for row in (range(len(self)) if self._rows is None else self._rows))  # fmt: skip
-        return np.fromiter(map(len, samples), np.int64, len(self))
-
-    def describe(self, index: int) -> str:
-        row = index if self._rows is None else int(self._rows[index])
-        return _where(self._path, self._layouts[0].name, row)
-
-    def fingerprint(self) -> str:
-        rows = None if self._rows is None else self._rows.tobytes()
-        encoded = None if self._encoded is None else self._encoded.tolist()
-        return fingerprint_of([self._path], self._layouts, rows, encoded)
+    def _lengths(self) -> np.ndarray[Any, Any]:
+        """Of ragged data, by reading it."""
+        file, layout = self._files[str(self._path)], self._layouts[0]
+        rows = (read_rows(file, self._path, layout, np.array([row]))[0] for row in range(len(self)))
+        return np.fromiter(map(len, rows), np.int64, len(self))
 
 
 def read_rows(file: Any, path: Path, layout: Layout, rows: Any) -> list[np.ndarray[Any, Any]]:

@@ -21,7 +21,7 @@ from trainrun.data.readers.extras import extra
 from trainrun.data.readers.files import plain_file
 from trainrun.data.readers.parts import Part
 from trainrun.data.readers.pictures.pictures import Form, form_of
-from trainrun.data.readers.reader import Records, records_of
+from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value
 from trainrun.errors import DataError
@@ -31,7 +31,7 @@ DATA_FILE = "data.mdb"  # in an environment that is a folder
 
 def load(path: str | None, split: str, val_path: str | None = None, test_path: str | None = None,
          val_fraction: float = 0.1, seed: int = 0, shape: Sequence[int] | None = None, fit: str = "crop",
-         dtype: str = "uint8", draft: bool = True) -> Records:  # fmt: skip
+         dtype: str = "uint8", draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`. shape, fit, dtype, draft: of pictures, see `Form`; the others: see `Part`.
 
     A folder with train or train.lmdb in it (and val, test) names all parts by itself.
@@ -41,8 +41,7 @@ def load(path: str | None, split: str, val_path: str | None = None, test_path: s
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
     place, key = part.place
-    store = LmdbStore(_data_file(place, key), form)
-    return records_of(store, part, store.facts, form)
+    return dataset_of(LmdbReader(_data_file(place, key), form), part)
 
 
 def key_of(number: int) -> bytes:
@@ -50,11 +49,11 @@ def key_of(number: int) -> bytes:
     return f"{number:08d}".encode()
 
 
-class LmdbStore:
+class LmdbReader:
     """The values in the order of their keys."""
 
     def __init__(self, file: Path, form: Form) -> None:
-        self.files = (file,)
+        self._file = file
         self._name = str(file)
         self._form = form
         self._keys: tuple[bytes, ...] | None = None
@@ -80,8 +79,18 @@ class LmdbStore:
     def __len__(self) -> int:
         return self._length
 
-    def read(self, number: int) -> Any:
-        with _opening(self.files[0]), _ENVIRONMENTS[self._name].begin() as transaction:
+    @property
+    def info(self) -> Info:
+        return Info(
+            (self._file,), self._form, class_names=self.facts.class_names, num_classes=self.facts.num_classes,
+            where=self._where,
+        )  # fmt: skip
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        return [self._one(number) for number in indices]
+
+    def _one(self, number: int) -> Any:
+        with _opening(self._file), _ENVIRONMENTS[self._name].begin() as transaction:
             content = transaction.get(self._key(number))
         if content is None:
             raise ValueError("there is no such record")
@@ -94,8 +103,8 @@ class LmdbStore:
             "are not read: they could run anything); write the data again with trainrun convert"
         )
 
-    def place(self, number: int) -> str:
-        return f"{self.files[0]}, key {self._key(number)!r}"
+    def _where(self, number: int) -> str:
+        return f"{self._file}, key {self._key(number)!r}"
 
     def _key(self, number: int) -> bytes:
         return key_of(number) if self._keys is None else self._keys[number]

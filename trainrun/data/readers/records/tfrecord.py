@@ -19,7 +19,7 @@ import numpy as np
 from trainrun.data.readers.extras import extra
 from trainrun.data.readers.parts import Part
 from trainrun.data.readers.pictures.pictures import Form, form_of
-from trainrun.data.readers.reader import Records, records_of
+from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.example import Feature, parse_example
 from trainrun.data.readers.records.record import decode_sample, is_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside, shards_of
@@ -39,7 +39,7 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None,
          sequences: Sequence[str] = (), check_crc: bool = False, val_path: str | None = None,
          test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
          shape: Sequence[int] | None = None, fit: str = "crop", dtype: str = "uint8",
-         draft: bool = True) -> Records:  # fmt: skip
+         draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`.
 
     columns: features by name; two or more form a tuple in this order. None: a dict of all of them.
@@ -50,8 +50,7 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None,
     form = form_of(shape, fit, dtype, draft)
     files = shards_of(*part.place, ENDINGS)
     names = None if columns is None else tuple(columns)
-    store = TfrecordStore(files, names, frozenset(sequences), check_crc, form)
-    return records_of(store, part, facts_beside(files), names, sorted(sequences), form)
+    return dataset_of(TfrecordReader(files, names, frozenset(sequences), check_crc, form), part)
 
 
 def framed(content: bytes) -> bytes:
@@ -67,12 +66,12 @@ def masked_crc32c(content: bytes) -> int:
     return ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF
 
 
-class TfrecordStore:
+class TfrecordReader:
     """The records of all files, one file after the other."""
 
     def __init__(self, files: Sequence[Path], columns: tuple[str, ...] | None, sequences: frozenset[str],
                  check_crc: bool, form: Form) -> None:  # fmt: skip
-        self.files = tuple(files)
+        self._facts = facts_beside(files)
         self._columns = columns
         self._sequences = sequences
         self._check_crc = check_crc
@@ -84,7 +83,18 @@ class TfrecordStore:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, number: int) -> Any:
+    @property
+    def info(self) -> Info:
+        settings = (self._columns, sorted(self._sequences), self._form)
+        return Info(
+            self._shards.files, settings, class_names=self._facts.class_names, num_classes=self._facts.num_classes,
+            where=self._where,
+        )  # fmt: skip
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        return [self._one(number) for number in indices]
+
+    def _one(self, number: int) -> Any:
         features = parse_example(self._content(number))
         if self._columns is None and (whole := _whole(features)) is not None:
             return decode_sample(whole)
@@ -97,9 +107,9 @@ class TfrecordStore:
         parts = tuple(values.values())
         return parts if len(parts) > 1 else parts[0]
 
-    def place(self, number: int) -> str:
+    def _where(self, number: int) -> str:
         file, record = self._at(number)
-        return f"{self.files[file]}, record {record} at byte {self._places[file][record][0]}"
+        return f"{self._shards.files[file]}, record {record} at byte {self._places[file][record][0]}"
 
     def _at(self, number: int) -> tuple[int, int]:
         """Number of the file, and of the record in it."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from trainrun.data.readers.parts import Part
 from trainrun.data.readers.pictures.pictures import Form, form_of
-from trainrun.data.readers.reader import Records, records_of
+from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.record import decode_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside, shards_of
 from trainrun.data.readers.records.values import NUMBERS, PICTURES, decode_value
@@ -47,7 +47,7 @@ MAX_EXTENSIONS = 1000  # more show that the dots of the names mean something els
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
          shape: Sequence[int] | None = None, fit: str = "crop", dtype: str = "uint8",
-         draft: bool = True) -> Records:  # fmt: skip
+         draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`.
 
     columns: what a sample consists of, as `[jpg;png, cls]`, where `;` separates alternatives; two or more
@@ -57,8 +57,7 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None, val
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
     files = shards_of(*part.place, ENDINGS)
-    store = TarStore(files, None if columns is None else tuple(columns), form)
-    return records_of(store, part, facts_beside(files), columns and tuple(columns), form)
+    return dataset_of(TarReader(files, None if columns is None else tuple(columns), form), part)
 
 
 class Index(NamedTuple):
@@ -77,11 +76,11 @@ class Index(NamedTuple):
     start: np.ndarray[Any, Any]
 
 
-class TarStore:
+class TarReader:
     """The samples of all shards, one shard after the other."""
 
     def __init__(self, files: Sequence[Path], columns: tuple[str, ...] | None, form: Form) -> None:
-        self.files = tuple(files)
+        self._facts = facts_beside(files)
         self._shards = Shards(files)
         self._form = form
         self._index = indexed(self._shards)
@@ -94,7 +93,17 @@ class TarStore:
     def __len__(self) -> int:
         return len(self._index.start) - 1
 
-    def read(self, number: int) -> Any:
+    @property
+    def info(self) -> Info:
+        return Info(
+            self._shards.files, (self._columns, self._tuple, self._form), class_names=self._facts.class_names,
+            num_classes=self._facts.num_classes, where=self._where,
+        )  # fmt: skip
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        return [self._one(number) for number in indices]
+
+    def _one(self, number: int) -> Any:
         there = self._extensions_of(number)
         values = {}
         for column in self._columns:
@@ -107,12 +116,12 @@ class TarStore:
         parts = tuple(values.values())
         return parts if len(parts) > 1 else parts[0]
 
-    def place(self, number: int) -> str:
+    def _where(self, number: int) -> str:
         """File and name; the name is read again from the header."""
         first = int(self._index.start[number])
         shard = int(self._index.file[first])
-        member = next(members(self.files[shard], int(self._index.begin[first])))
-        return f"{self.files[shard]}, sample {_key_of(member.name)[0]!r}"
+        member = next(members(self._shards.files[shard], int(self._index.begin[first])))
+        return f"{self._shards.files[shard]}, sample {_key_of(member.name)[0]!r}"
 
     def _extensions_of(self, number: int) -> dict[str, int]:
         """The sample's members by extension."""
@@ -152,7 +161,7 @@ class TarStore:
             if not has.all():
                 first = int(np.flatnonzero(~has)[0])
                 raise DataError(
-                    f"{self.place(first)}: has no {' or '.join(column)}, only "
+                    f"{self._where(first)}: has no {' or '.join(column)}, only "
                     f"{', '.join(self._extensions_of(first))}; {int((~has).sum())} of {len(self)} samples lack "
                     "it (see data.train.columns)"
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 
 from trainrun.data.readers.extras import extra
-from trainrun.data.readers.files import fingerprint_of, plain_file
-from trainrun.data.readers.parts import Part, Rows
+from trainrun.data.readers.files import plain_file
+from trainrun.data.readers.parts import Part
 from trainrun.data.readers.pictures.pictures import Form, decoded, form_of
+from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.shards import shards_of
 from trainrun.data.readers.room import check_disk, unpacked_bytes
 from trainrun.errors import DataError
@@ -29,50 +31,39 @@ MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")  # the package would
 PARTS = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
 
-class HuggingfaceRows:
+class HuggingfaceReader:
     """Rows of a data set. columns: two or more form a tuple; None: a dict of all.
 
     Pictures are tensors (C, H, W); lists of numbers arrays of int64 or float32; text stays text.
-    lengths: (N,) of the first column that holds lists; None where there is none.
+    facts: names and number of the classes.
     """
 
-    def __init__(self, dataset: Any, rows: Rows | None, columns: tuple[str, ...] | None, form: Form,
-                 files: Sequence[Path], facts: tuple[tuple[str, ...], int | None]) -> None:  # fmt: skip
+    def __init__(self, dataset: Any, columns: tuple[str, ...] | None, form: Form, files: Sequence[Path],
+                 facts: tuple[tuple[str, ...], int | None]) -> None:  # fmt: skip
         self._dataset = dataset
-        self._rows = rows
         self._columns = columns
         self._form = form
         self._files = tuple(files)
-        self.class_names, self.num_classes = facts
-        lengths = _lengths(dataset, columns or tuple(dataset.column_names))
-        self.lengths = lengths if lengths is None or rows is None else lengths[rows]
+        self._facts = facts
+
+    @property
+    def info(self) -> Info:
+        lengths = _lengths(self._dataset, self._columns or tuple(self._dataset.column_names))
+        return Info(
+            self._files, (self._columns, self._form), _labels(self._dataset, self._columns), *self._facts, self._where,
+            None if lengths is None else partial(np.asarray, lengths), thread_safe=False,
+        )  # fmt: skip
 
     def __len__(self) -> int:
-        return len(self._dataset) if self._rows is None else len(self._rows)
+        return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        row = self._dataset[self._number(index)]
-        return self._sample(row, index)
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        table = self._dataset[list(indices)]
+        return [self._sample({name: column[place] for name, column in table.items()}, index)
+                for place, index in enumerate(indices)]  # fmt: skip
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        table = self._dataset[[self._number(index) for index in indices]]
-        return [
-            self._sample({name: column[place] for name, column in table.items()}, index)
-            for place, index in enumerate(indices)
-        ]
-
-    def describe(self, index: int) -> str:
-        names = str(self._files[0]) if len(self._files) == 1 else f"{self._files[0]} and others"
-        return f"{names}, row {self._number(index)}"
-
-    def fingerprint(self) -> str:
-        rows = None if self._rows is None else self._rows.tobytes()
-        return fingerprint_of(self._files, rows, self._columns, self._form)
-
-    def _number(self, index: int) -> int:
-        return int(index) if self._rows is None else int(self._rows[index])
+    def _where(self, index: int) -> str:
+        return f"{self._files[0]}{'' if len(self._files) == 1 else ' and others'}, row {index}"
 
     def _sample(self, row: dict[str, Any], index: int) -> Any:
         names = self._columns or tuple(row)
@@ -83,7 +74,7 @@ class HuggingfaceRows:
 
     def _value(self, value: Any, name: str, index: int) -> Any:
         def where() -> str:
-            return f"{self.describe(index)}, column {name}"
+            return f"{self._where(index)}, column {name}"
 
         if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
             return self._picture(value, where)
@@ -109,10 +100,10 @@ class HuggingfaceRows:
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
          shape: Sequence[int] | None = None, fit: str = "crop", dtype: str = "uint8",
-         draft: bool = True) -> HuggingfaceRows:  # fmt: skip
+         draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`; a folder with parts has them by itself. The last column is the target.
 
-    shape, fit, dtype, draft: of pictures, see `Form`; the others: see `HuggingfaceRows` and `Part`.
+    shape, fit, dtype, draft: of pictures, see `Form`; the others: see `HuggingfaceReader` and `Part`.
     """
     path, val_path, test_path = _parts_inside(path, val_path, test_path)
     part = Part(split, path, val_path, test_path, val_fraction, seed)
@@ -124,12 +115,9 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None, val
         raise DataError(
             f"data.train.columns: {place} has no column {missing[0]}; it has {', '.join(dataset.column_names)}"
         )
-    if len(dataset) == 0:
-        raise DataError(f"{key}={place}: there is no row in it")
     facts = _facts(dataset, names)
     dataset = _with_plain_columns(dataset, names)
-    rows = part.rows(_labels(dataset, names))
-    return HuggingfaceRows(dataset, rows, names, form, files, facts)
+    return dataset_of(HuggingfaceReader(dataset, names, form, files, facts), part)
 
 
 def _parts_inside(
@@ -239,12 +227,12 @@ def _facts(dataset: Any, names: tuple[str, ...] | None) -> tuple[tuple[str, ...]
     return found
 
 
-def _labels(dataset: Any, names: tuple[str, ...] | None) -> np.ndarray[Any, Any]:
+def _labels(dataset: Any, names: tuple[str, ...] | None) -> np.ndarray[Any, Any] | None:
     """What is held out in proportion: the last column where it is one of classes."""
     last = (names or tuple(dataset.column_names))[-1]
     if getattr(dataset.features[last], "names", None):
         return np.asarray(dataset.with_format("numpy")[last][:], dtype=np.int64)
-    return np.zeros(len(dataset), np.int64)
+    return None
 
 
 def _lengths(dataset: Any, names: tuple[str, ...]) -> np.ndarray[Any, Any] | None:

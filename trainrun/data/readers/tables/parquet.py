@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from trainrun.data.columns import Arrays
-from trainrun.data.readers.files import files_of, fingerprint_of
+from trainrun.data.readers.files import files_of
 from trainrun.data.readers.handles import Kept
 from trainrun.data.readers.memory import in_memory as stays_in_memory
-from trainrun.data.readers.parts import Part, Rows
+from trainrun.data.readers.parts import Part
 from trainrun.data.readers.pictures.pictures import Form, form_of
+from trainrun.data.readers.reader import Info, dataset_of
 from trainrun.data.readers.tables.parquet_columns import (
     Block,
     Kind,
@@ -38,7 +39,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
          shape: Sequence[int] | None = None, dtype: str = "float32", target_dtype: str = "auto",
          fill: float | None = None, in_memory: bool | str = "auto", row_groups: int = 4,
          fit: str = "crop", draft: bool = True) -> Any:  # fmt: skip
-    """`train`, `val` or `test`: `Arrays`, or `OnDemand` for lists, pictures and what does not fit.
+    """`train`, `val` or `test`: `Arrays`, or samples read on demand for lists, pictures and what does not fit.
 
     inputs, target: names of columns, as for CSV files. Inputs that are all numbers become one vector (K,);
         one list (int64 where it holds integers) or picture is taken as it is; several inputs with lists
@@ -59,59 +60,51 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     )
     kinds = [_input_kind(table.kind(name)) for name in names]
     cells, coding = _target(table, training, goal, target_dtype)
-    rows = part.rows(np.zeros(len(table)) if cells is None else cells)
-    if cells is not None and rows is not None:
-        cells = cells[torch.from_numpy(rows)]
     own_target = [] if cells is not None else [table.kind(name) for name in goal]
     pictures = (
         form_of(shape, fit, "uint8" if dtype == "uint8" else "float32", draft) if _pictures(kinds) else Form()
     )
-    stored = OnDemand(table, kinds + own_target, len(kinds), rows, cells, coding, dtype, fill, pictures,
-                      _shape_of(shape, kinds), row_groups)  # fmt: skip
-    fits = stays_in_memory(len(stored) * 8 * sum(kind.size for kind in kinds), in_memory)
+    reader = ParquetReader(table, kinds + own_target, len(kinds), cells, coding, dtype, fill, pictures,
+                           _shape_of(shape, kinds), row_groups)  # fmt: skip
+    dataset = dataset_of(reader, part)
+    fits = stays_in_memory(len(dataset) * 8 * sum(kind.size for kind in kinds), in_memory)
     plain = all(kind.name == "number" for kind in kinds) or (len(kinds) == 1 and kinds[0].name == "fixed")
-    return stored.whole() if plain and not own_target and fits else stored
+    if not (plain and not own_target and fits):
+        return dataset
+    return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe)
 
 
-class OnDemand:
+class ParquetReader:
     """Samples `(inputs, target)`, or inputs alone, from row groups that are decoded when they are needed.
 
-    Each process keeps a few of them, for all of its threads; `__getitems__` decodes each one once.
+    Each process keeps a few of them, for all of its threads; `read` decodes each one once.
     kinds: of the inputs, and of a target of lists. cells: another target, encoded and in memory.
     """
 
-    thread_safe = True
-
-    def __init__(self, table: Table, kinds: Sequence[Kind], num_inputs: int, rows: Rows | None, cells: Any,
-                 coding: Coding, dtype: str, fill: float | None, form: Form, shape: Sequence[int] | None,
-                 row_groups: int) -> None:  # fmt: skip
+    def __init__(self, table: Table, kinds: Sequence[Kind], num_inputs: int, cells: Any, coding: Coding, dtype: str,
+                 fill: float | None, form: Form, shape: Sequence[int] | None, row_groups: int) -> None:  # fmt: skip
         self._table = table
         self._kinds = tuple(kinds)
         self._num_inputs = num_inputs
-        self._rows = rows
         self._cells = cells
+        self._coding = coding
         self._settings = (dtype, fill, form)
         self._shape = shape
         files = Kept(open_file, OPEN_FILES, per_thread=True, close=close_file)
         self._groups = Kept(partial(_decoded, table, self._kinds, self._settings, files), row_groups)
-        self.class_names = coding.names
-        self.num_classes = coding.num_classes
+
+    @property
+    def info(self) -> Info:
+        has_lists = any(kind.name == "list" for kind in self._kinds[: self._num_inputs])
+        return Info(self._table.files, (self._kinds, self._settings, self._shape), self._cells, self._coding.names,
+                    self._coding.num_classes, self._table.place, self._lengths if has_lists else None)  # fmt: skip
 
     def __len__(self) -> int:
-        return len(self._table) if self._rows is None else len(self._rows)
+        return len(self._table)
 
-    def _row(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return index if self._rows is None else int(self._rows[index])
-
-    def __getitem__(self, index: int) -> Any:
-        group, place = self._table.find(self._row(index))
-        return self._sample(index, self._groups[group], place)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def read(self, indices: Sequence[int]) -> list[Any]:
         """Row group by row group, in the order that was asked for."""
-        found = [self._table.find(self._row(index)) for index in indices]
+        found = [self._table.find(index) for index in indices]
         samples: list[Any] = [None] * len(found)
         for number in sorted(range(len(found)), key=lambda i: found[i]):
             group, place = found[number]
@@ -119,7 +112,7 @@ class OnDemand:
         return samples
 
     def _sample(self, index: int, blocks: Sequence[Block], place: int) -> Any:
-        cells = [block.cell(place, partial(self._where, block.kind.column, index)) for block in blocks]
+        cells = [block.cell(place, partial(self._table.where, block.kind.column, index)) for block in blocks]
         inputs: Any = cells[: self._num_inputs]
         if all(kind.name == "number" for kind in self._kinds[: self._num_inputs]):
             inputs = np.stack(inputs)
@@ -134,14 +127,14 @@ class OnDemand:
             return inputs, self._cells[index]
         return (inputs, cells[-1]) if len(cells) > self._num_inputs else inputs
 
-    def whole(self) -> Arrays:
-        """Everything in memory."""
+    def whole(self, chosen: Any) -> tuple[Any, ...]:
+        """Inputs and target of the chosen rows, rising, in memory; None is all."""
         sizes = [kind.size for kind in self._kinds]
         dtype: Any = self._settings[0]
         if self._kinds[0].name == "fixed":
             dtype = list_dtype(self._kinds[0], dtype)
-        inputs = np.empty((len(self), sum(sizes)), dtype)
-        rows = np.arange(len(self)) if self._rows is None else self._rows
+        rows = np.arange(len(self)) if chosen is None else chosen
+        inputs = np.empty((len(rows), sum(sizes)), dtype)
         for group, read in self._table.blocks([kind.path for kind in self._kinds]):
             begin, end = self._table.begin(group), int(self._table.ends[group])
             low, high = np.searchsorted(rows, (begin, end))
@@ -152,37 +145,14 @@ class OnDemand:
         tensor = torch.from_numpy(inputs)
         if self._shape is not None:
             tensor = tensor.view(-1, *self._shape)
-        tensors = (tensor,) if self._cells is None else (tensor, self._cells)
-        describe = partial(_described, self._table, self._rows)
-        return Arrays(tensors, self.class_names, self.num_classes, describe=describe)
+        return (tensor,) if self._cells is None else (tensor, self._cells[torch.from_numpy(rows)])
 
-    @property
-    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """(N,) int64: of the first input that is a list; reads that column, once for each call."""
-        kind = next((kind for kind in self._kinds[: self._num_inputs] if kind.name == "list"), None)
-        if kind is None:
-            raise AttributeError("lengths: no input is a list")
+    def _lengths(self) -> np.ndarray[Any, Any]:
+        """The lengths of the first input that is a list; reads that column."""
+        kind = next(kind for kind in self._kinds if kind.name == "list")
         parts = [np.diff(_blocks(self._table, [kind], self._settings, group, read)[0].ends)
                  for group, read in self._table.blocks([kind.path])]  # fmt: skip
-        lengths = np.concatenate(parts).astype(np.int64)
-        return lengths if self._rows is None else lengths[self._rows]
-
-    def _where(self, column: str, index: int) -> str:
-        return self._table.where(column, self._row(index))
-
-    def describe(self, index: int) -> str:
-        """The file and row of a sample, counted from 0."""
-        return _described(self._table, self._rows, index)
-
-    @property
-    def labels(self) -> Any:
-        """The target of each sample, where it is in memory."""
-        return self._cells
-
-    def fingerprint(self) -> str:
-        rows = None if self._rows is None else self._rows.tobytes()
-        cells = None if self._cells is None else self._cells.tolist()
-        return fingerprint_of(self._table.files, self._kinds, self._settings, self._shape, rows, cells)
+        return np.concatenate(parts).astype(np.int64)
 
 
 def _decoded(table: Table, kinds: Sequence[Kind], settings: Any, files: Kept, group: int) -> list[Block]:
@@ -195,11 +165,6 @@ def _blocks(table: Table, kinds: Sequence[Kind], settings: Any, group: int, read
     path = table.files[table.groups[group][0]]
     return [block_of(kind, read[kind.column], dtype, fill, form, where_in(path, kind.column, table.starts[group]))
             for kind in kinds]  # fmt: skip
-
-
-def _described(table: Table, rows: Rows | None, index: int) -> str:
-    row = index if rows is None else int(rows[index])
-    return table.where("", row).rpartition(": column")[0]
 
 
 def _array(value: Any) -> Any:

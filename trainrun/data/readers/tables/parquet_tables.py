@@ -60,6 +60,10 @@ class Table:
         where: str = where_in(self.files[self.groups[group][0]], column, self.starts[group])(place)
         return where
 
+    def place(self, row: int) -> str:
+        """The file and row of a sample, counted from 0."""
+        return self.where("", row).rpartition(": column")[0]
+
     def read(self, group: int, paths: Sequence[str], file: Any, threads: bool = False) -> Any:
         """An Arrow table. file: the open file of this row group."""
         path, number = self.files[self.groups[group][0]], self.groups[group][1]
