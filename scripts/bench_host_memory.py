@@ -1,4 +1,4 @@
-"""What keeping the memory of freed tensors gains on a CPU, and what it takes; see README, "Speed".
+"""What keeping the memory of freed tensors gains on a CPU, and what it takes; see `trainrun help measurements`.
 
     python scripts/bench_host_memory.py [--pairs 12] [--processes 3] [name ...]
 

@@ -36,9 +36,10 @@ COMMANDS = {
     "report": "draw the plots of a run again, or compare several",
     "import": "the weights of a foreign torch file as safetensors, without running anything of it",
     "convert": "data in another format: .npy, Parquet, LMDB, TFRecord or tar shards",
+    "help": "the manual, by topic",
 }
 
-MODULES = {"import": "import_weights"}  # where the word is none of Python's names
+MODULES = {"import": "import_weights", "help": "manual"}  # where the file has another name
 
 
 def main(argv: list[str] | None = None) -> int:

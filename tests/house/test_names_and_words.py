@@ -1,4 +1,4 @@
-"""Names of files, the commands in the README, and words that have no place in the project."""
+"""Names of files, the commands in README and manual, and words that have no place in the project."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainrun.words.compose import prepare
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", *(ROOT / "trainrun" / "manual").glob("*.md")]
 NO_NAMES = ("base", "common", "helper", "helpers", "misc", "util", "utils")
 FOLDERS = ("trainrun", "conf", "tests", "scripts", ".ci")
 
@@ -71,9 +71,13 @@ def test_no_word_of_the_workplace():
     assert not found, "\n" + "\n".join(found)
 
 
+def pages_text() -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+
+
 def readme_commands() -> list[list[str]]:
     """The words of every `trainrun ...` in a code block or between backticks."""
-    text = README.read_text(encoding="utf-8")
+    text = pages_text()
     lines = re.findall(r"^(?: {4})?(trainrun [^\n]*)$", text, re.MULTILINE) + re.findall(
         r"`(trainrun [^`\n]+)`", text
     )
@@ -86,12 +90,12 @@ def test_the_commands_of_the_readme_exist():
     verbs = {words[0] for words in commands if re.fullmatch(r"[a-z]+", words[0])}
     assert verbs <= COMMANDS.keys()
     assert COMMANDS.keys() <= verbs, "a command without a line in the README"
-    for script in set(re.findall(r"(?<![\w/.])(?:scripts|\.ci)/[\w.]+", README.read_text(encoding="utf-8"))):
+    for script in set(re.findall(r"(?<![\w/.])(?:scripts|\.ci)/[\w.]+", pages_text())):
         assert (ROOT / script).is_file(), script
 
 
 def test_the_options_of_the_readme_exist(tmp_path: Path):
-    text = README.read_text(encoding="utf-8")
+    text = pages_text()
     shown = set(re.findall(r"conf/(\w+)/([\w-]+)\.yaml", text))  # files that the README tells a user to write
     missing = []
     for words in readme_commands():
@@ -113,5 +117,5 @@ def test_the_options_of_the_readme_exist(tmp_path: Path):
 
 @pytest.mark.parametrize("group", ["preset"])
 def test_every_option_of_a_listed_group_is_in_the_readme(group: str):
-    rows = re.findall(r"^\| `([\w-]+)` \|", README.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \|", pages_text(), re.MULTILINE)
     assert {path.stem for path in (CONF / group).glob("*.yaml")} - {"none"} <= set(rows)

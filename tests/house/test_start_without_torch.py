@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
     [
         (["--help"], 0),
         (["--help", "model"], 0),
+        (["help", "data"], 0),
         (["data.batch_size=abc"], 2),
         (["model=no_such_model"], 2),
         (["trainer.max_epoch=3"], 2),

@@ -42,7 +42,7 @@ REMOTE = HEAD.format(
         ),
         (
             CUDA + "Last error:\nCuda failure 35 'CUDA driver version is insufficient for CUDA runtime version'",
-            LaunchError, ["driver version is insufficient", "README"],
+            LaunchError, ["driver version is insufficient", "gpus-and-drivers"],
         ),
         (CUDA, TrainingError, ["ncclUnhandledCudaError", "NCCL_DEBUG=INFO"]),
         (

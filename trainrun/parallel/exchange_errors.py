@@ -17,7 +17,7 @@ MORE = "NCCL_DEBUG=INFO shows more"
 HINTS = {
     "Duplicate GPU": "start one rank for each GPU, with parallel.devices or the launcher's own setting",
     "/dev/shm": "NCCL needs more shared memory: start the container with --shm-size=8g or --ipc=host",
-    "driver version is insufficient": "torch's build is newer than the GPU's driver (README, GPUs and drivers)",
+    "driver version is insufficient": "torch's build is newer than the GPU's driver (trainrun help gpus-and-drivers)",
 }
 
 

@@ -8,7 +8,7 @@ when: `keep`, where the forward and backward run on the CPU and memory is ample 
     memory counts, above all with trainer.gradient_checkpointing, whose blocks come and go.
 when not: `keep` beside others who need the memory: the resident set grows by what is between the tensors, too.
 source: https://man7.org/linux/man-pages/man3/mallopt.3.html
-gain: see README, "Speed" (`python scripts/bench_host_memory.py`).
+gain: see `trainrun help measurements` (`python scripts/bench_host_memory.py`).
     `return`: GPT of 3M parameters, 8,192 tokens, one forward and backward, 2 busy cores: peak above the imports 850 to
     667 MB, with blocks computed again 511 to 238 MB; steps 1.0 to 1.3x as long, not quiet.
 """

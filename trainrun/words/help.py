@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ usage: trainrun [group=option ...] [key=value ...]     one run
        trainrun --help SECTION                         its settings, as --help trainer; --help all: every setting
        trainrun --help GROUP=OPTION                    the settings of one option, as --help model=gpt
        trainrun --cfg job [key=value ...]              the composed config, without running
+       trainrun help [TOPIC]                           the manual, by topic
 
   trainrun                                             digits, a small network, 20 epochs
   trainrun data=fashion_mnist model=cnn preset=fast
@@ -132,17 +134,20 @@ def _sections(section: Any, prefix: str) -> dict[str, list[str]]:
     return found
 
 
-def _keys(section: Any, prefix: str) -> list[str]:
-    lines = []
+def setting_rows(section: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Name, default and meaning with what is allowed, for every field below a section of the config."""
     for item in dataclasses.fields(section):
         value, name = getattr(section, item.name), f"{prefix}{item.name}"
         if dataclasses.is_dataclass(value):
-            lines += _keys(value, f"{name}.")
+            yield from setting_rows(value, f"{name}.")
             continue
-        shown = {"None": "null", "True": "true", "False": "false"}.get(str(value), value)
+        shown = {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
         allowed = ", ".join(item.metadata.get("choices", ())) or rule_of(item.metadata)
-        lines.append(_line(f"{name}={shown}", SETTINGS[name] + (f" ({allowed})" if allowed else "")))
-    return lines
+        yield name, shown, SETTINGS[name] + (f" ({allowed})" if allowed else "")
+
+
+def _keys(section: Any, prefix: str) -> list[str]:
+    return [_line(f"{name}={value}", text) for name, value, text in setting_rows(section, prefix)]
 
 
 def _line(setting: str, text: str) -> str:
