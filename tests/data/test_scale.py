@@ -115,7 +115,7 @@ def test_what_is_kept_and_sent_is_bytes(folder):
         assert next(stream._batches.epoch(0)).data[0].dtype is torch.uint8
     assert isinstance(opened(pictures(folder), cache="memory")._batches._source, Cached)
     kept = opened(pictures(folder), cache="memory")._batches._source
-    assert kept.slots.layout.leaves[0].num_bytes == 3 * 8 * 8
+    assert kept.store.layout.leaves[0].num_bytes == 3 * 8 * 8
 
 
 def doubled(sample):

@@ -10,8 +10,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.augment.augmented import augmented
 from trainrun.data.batch import Preparation
-from trainrun.data.cache.cached import Cached, cached
-from trainrun.data.cache.fill import building
+from trainrun.data.cache.cached import Cached, building, cached
 from trainrun.data.choice import (
     Candidate,
     Choice,

@@ -1,9 +1,9 @@
-"""Sources that the tests of the cache read; importable by processes that they start."""
+"""Sources that the tests of the cache read; and processes that they start."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import sys
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+FORK = multiprocessing.get_context("fork")
 Pair = namedtuple("Pair", "image label")
 
 
@@ -95,7 +96,19 @@ def same(left, right):
     return left == right
 
 
-def child(script):
-    """The command of a Python process that runs `script` with this module at hand."""
-    here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-    return [sys.executable, "-c", here + script]
+def start(work, *arguments):
+    """A forked process, and the end of a pipe that gets what `work` returns."""
+    here, there = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=lambda: there.send(work(*arguments)))
+    process.start()
+    there.close()
+    return process, here
+
+
+def in_child(work, *arguments):
+    """What `work` returns in a process of its own."""
+    process, end = start(work, *arguments)
+    try:
+        return end.recv()
+    finally:
+        process.join()

@@ -1,6 +1,5 @@
-"""A cache that fills and is read by whole batches: the bits of a folder without one, and every file read once."""
+"""A cache that fills by whole batches: the bits of a folder without one, and every file read once."""
 
-import errno
 import multiprocessing
 import threading
 from collections import Counter, namedtuple
@@ -11,8 +10,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from trainrun.data.cache.cached import Cached, cached
-from trainrun.data.cache.rows import gathered, has_rows, keep_rows, leaves_of
+from trainrun.data.cache.cached import cached
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.data.readers.pictures.image_folder import ImageFolder, load
@@ -114,15 +112,24 @@ def test_batches_are_those_without_a_cache(folder, tmp_path, cache, engine):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_every_file_is_decoded_once_and_never_as_a_sample(folder, reads, monkeypatch, dtype):
+def test_every_file_is_decoded_once(folder, reads, dtype):
     stream = opened(source_in(folder, dtype=dtype), cache="memory")
     before = reads.copy()
-    monkeypatch.setattr(Cached, "__getitems__", None)
-    monkeypatch.setattr(Cached, "__getitem__", None)
     epochs_of(stream)
     read = reads - before
     assert set(read.values()) == {1}
     assert len(read) == NUMBER - 3, "the trial at the opening has kept three"
+
+
+def test_what_is_not_kept_yet_is_kept_by_batches(folder, monkeypatch):
+    kept = cached(source_in(folder), "memory", "data.train")
+    monkeypatch.setattr(ImageFolder, "__getitem__", None)
+    batches = [kept.whole_batch(list(range(first, first + 9))) for first in range(0, NUMBER, 9)]
+    monkeypatch.undo()
+    assert kept.num_kept() == NUMBER
+    assert kept.whole_batch([3, 4]) is None
+    for column, parts in zip(kept.as_columns().values, zip(*batches, strict=True), strict=True):
+        assert torch.equal(column, torch.cat(parts))
 
 
 def test_a_pool_reads_only_what_it_does_not_hold(folder, reads):
@@ -192,17 +199,6 @@ def test_two_fill_one_cache(folder, start):
         assert torch.equal(column, part)
 
 
-def test_no_memory_left_is_said(folder, monkeypatch):
-    def full(fd, data, position):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    stream = opened(source_in(folder), cache="memory")
-    for place in ("rows", "slots"):
-        monkeypatch.setattr(f"trainrun.data.cache.{place}.write_all", full)
-    with pytest.raises(DataError, match="no memory left for the cache .No space left.*use data.cache=pool"):
-        list(stream.epoch(0))
-
-
 Pair = namedtuple("Pair", "x y")
 
 
@@ -236,33 +232,31 @@ PACKS = {
 def test_containers(pack):
     source = Whole(PACKS[pack])
     kept = cached(source, "memory", "data.train")
-    for indices in ([7, 2], [2, 5, 7, 0], [0, 7, 5, 2], [9, 9, -1]):
+    for indices, given in (([7, 2], True), ([2, 5], False), ([5, 0, 9, 9, -4], True), ([-1], False)):
         got, wanted = kept.whole_batch(indices), source.whole_batch(indices)
-        assert type(got) is type(wanted)
-        parts = leaves_of(kept.slots.layout, got, len(indices))
-        for a, b in zip(parts, leaves_of(kept.slots.layout, wanted, len(indices)), strict=True):
-            assert torch.equal(a, b)
+        assert (got is not None) == given
+        assert not given or _equal(got, wanted)
+    for index in range(10):
+        assert _equal(kept[index], source[index])
 
 
-def test_a_batch_of_another_kind_is_not_taken_for_rows():
-    layout = cached(Whole(tuple), "memory", "data.train").slots.layout
-    x, y = torch.zeros(2, 2, 3), torch.zeros(2, dtype=torch.int64)
-    assert leaves_of(layout, (x, y), 2) is not None
-    for batch in (None, [x, y], (x,), (x.double(), y), (x, y[:1]), (x, y, y), {"x": x, "y": y}):
-        assert leaves_of(layout, batch, 2) is None
+def _equal(left, right):
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        left, right = left.values(), right.values()
+    return all(map(torch.equal, left, right))
 
 
-def test_neighbours_and_single_rows_land_in_their_slots():
-    slots = cached(Whole(tuple), "memory", "data.train").slots
-    assert has_rows(slots.layout)
-    for numbers in ([0, 1, 2, 7, 9, 8], []):
-        x, y = torch.rand(len(numbers), 2, 3), torch.arange(len(numbers))
-        keep_rows(slots, numbers, (x, y))
-        if numbers:
-            got = gathered(slots, numbers, ())
-            assert torch.equal(got[0], x)
-            assert torch.equal(got[1], y)
-    assert slots.num_filled() == 6
+@pytest.mark.parametrize(
+    "batch", [None, lambda x, y: [x, y], lambda x, y: (x.double(), y), lambda x, y: {"x": x, "y": y}]
+)
+def test_a_batch_of_another_kind_is_not_kept(batch, monkeypatch):
+    kept = cached(Whole(tuple), "memory", "data.train")
+    monkeypatch.setattr(kept.source, "whole_batch", lambda indices: batch and batch(*kept.source.columns))
+    kept.whole_batch([1, 2])
+    assert kept.num_kept() == 0
 
 
 def test_a_users_method_of_that_name_is_not_asked(monkeypatch):

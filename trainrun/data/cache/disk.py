@@ -1,7 +1,6 @@
-"""A cache on disk: one file, built once under a name of its own, checked when it is opened.
+"""A cache on disk: one file, built once beside its place, checked when it is opened.
 
-magic | digest of the rest | length | JSON: key, size, checksums of blocks    (HEADER_BYTES)
-slots: see slots.py
+Its header is JSON: the key of the data, the size, and a digest of these and of blocks spread over the file.
 """
 
 from __future__ import annotations
@@ -12,101 +11,68 @@ import hashlib
 import json
 import os
 import shutil
-import threading
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainrun.data.cache.files import DiskFile
-from trainrun.data.cache.slots import (
-    FIRST,
-    HEADER_BYTES,
-    IN_COLUMNS,
-    CacheFull,
-    CacheTorn,
-    Layout,
-    Slots,
-    read_all,
-    write_all,
-)
 from trainrun.data.cache.spec import readable
+from trainrun.data.cache.store import FIRST, HEADER_BYTES, CacheFull, Layout, Store, on_disk, read, write
 from trainrun.errors import DataError
 
-MAGIC = b"trainrun cache 1"
-DIGEST_BYTES = 16
-NUM_BLOCKS = 64  # with a checksum each, spread from the first byte behind the header to the last
-BLOCK_BYTES = 2**16
+NUM_BLOCKS, BLOCK_BYTES = 64, 2**16
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network folders have none
 
 
-class _Draft:
-    """The file while it is built: its words are in memory until the end."""
-
-    def __init__(self, fd: int, num_slots: int) -> None:
-        self.fd = fd
-        self.words = np.zeros(FIRST + num_slots, np.uint64)
-        self._lock = threading.Lock()
-
-    def locked(self) -> AbstractContextManager[Any]:
-        return self._lock
-
-
-def open_or_build(folder: Path, name: str, layout: Layout, expected_bytes: int, where: str,
-                  fill: Callable[[Slots], None]) -> tuple[Slots, str]:  # fmt: skip
+def open_or_build(folder: Path, key: str, layout: Layout, expected_bytes: int, where: str,
+                  fill: Callable[[Store], None]) -> tuple[Store, str]:  # fmt: skip
     """The finished cache, and whether it was there or why it was built.
 
     One process builds, others that want the same file wait for it. `fill` writes the samples.
     """
-    path = folder / f"{name}.cache"
-    story = ""
+    path, story = folder / f"{key}.cache", "found"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        while (header := read_header(path, name)) is None or isinstance(header, str):
-            with draft_of(path) as opened:
-                if opened is None or isinstance(read_header(path, name), dict):
-                    story = "built by another process"
-                    continue
-                story = f"built, as the old one {header}" if header else "built"
-                _check_room(folder, expected_bytes, where)
-                _build(*opened, path, name, layout, fill)
-    except CacheFull as error:
-        raise _no_room(where, folder, expected_bytes, str(error)) from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise _no_room(where, folder, expected_bytes, str(error.strerror)) from error
+        if isinstance(header := _header(path, key), str):
+            with draft_of(path) as (fd, draft):
+                story = "built by another process"
+                if isinstance(header := _header(path, key), str):
+                    story = f"built{header}"
+                    _check_room(folder, expected_bytes, "too little is free", where)
+                    words = np.zeros(FIRST + layout.num_slots, np.uint64)
+                    store = Store(layout, where, fd, words, path=draft)
+                    os.ftruncate(fd, 0)
+                    fill(store)
+                    header = _finish(store, path, key)
+    except (CacheFull, OSError) as error:
+        fault = error if isinstance(error, OSError) else error.__cause__
+        assert isinstance(fault, OSError)
+        reason = fault.strerror or str(fault)
+        if fault.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            _check_room(folder, float("inf"), reason, where, expected_bytes)
+        raise DataError(f"{where}: cannot write to {folder} ({reason}); name a folder of your own, or use "
+                        "data.cache=memory") from error  # fmt: skip
+    return on_disk(layout, where, path, header["full"]), story
+
+
+def _check_room(folder: Path, needed: float, why: str, where: str, expected_bytes: int | None = None) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
         raise DataError(
-            f"{where}: cannot write to {folder} ({error.strerror or error}); name a folder of your own, or "
-            "use data.cache=memory"
-        ) from error
-    return Slots(layout, DiskFile(path, layout.num_slots, header["in_columns"])), story or "found"
-
-
-def _check_room(folder: Path, expected_bytes: int, where: str) -> None:
-    if expected_bytes > shutil.disk_usage(folder).free:
-        raise _no_room(where, folder, expected_bytes, "too little is free")
-
-
-def _no_room(where: str, folder: Path, expected_bytes: int, why: str) -> DataError:
-    free = readable(shutil.disk_usage(folder).free)
-    return DataError(
-        f"{where}: no room for the cache ({why}): it needs about {readable(expected_bytes)}, {free} are free; make "
-        "room, name another folder, or keep a part in memory with data.cache=pool:<size>"
-    )
+            f"{where}: no room for the cache ({why}): it needs about {readable(expected_bytes or needed)}, "
+            f"{readable(free)} are free; make room, name another folder, or keep a part in memory with "
+            "data.cache=pool:<size>"
+        )
 
 
 @contextmanager
-def draft_of(path: Path) -> Iterator[tuple[int, Path] | None]:
-    """The unfinished file, locked by this process; None where another one just finished it.
-
-    The lock belongs to the file and ends with its owner: what a killed builder left is taken over.
-    """
+def draft_of(path: Path) -> Iterator[tuple[int, Path]]:
+    """The unfinished file, locked by this process until its end: what a killed builder left is taken over."""
     draft = path.with_name(f".{path.name}.unfinished")
-    fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    while True:
+        fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError as error:
@@ -115,79 +81,62 @@ def draft_of(path: Path) -> Iterator[tuple[int, Path] | None]:
             os.close(fd)  # each builds its own; the last to finish stays, and all are alike
             draft = draft.with_name(f"{draft.name}.{os.getpid()}")
             fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o666)
-        if not _is_at(fd, draft):
-            yield None
-            return
-        try:
-            yield fd, draft
-        finally:
-            if _is_at(fd, draft):  # not moved to its place
-                draft.unlink()
+        if _is_at(fd, draft):
+            break
+        os.close(fd)  # whoever held the lock has moved it to its place, or removed it
+    try:
+        yield fd, draft
     finally:
+        if _is_at(fd, draft):
+            draft.unlink()
         os.close(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+    return False
 
 
-def _build(
-    fd: int, draft: Path, path: Path, name: str, layout: Layout, fill: Callable[[Slots], None]
-) -> None:
-    os.ftruncate(fd, 0)
-    os.ftruncate(fd, layout.arena)
-    file = _Draft(fd, layout.num_slots)
-    fill(Slots(layout, file))
-    words = file.words[FIRST:]
-    write_all(fd, words.tobytes(), HEADER_BYTES)
-    os.fsync(fd)
-    size = os.fstat(fd).st_size
-    in_columns = bool((words == IN_COLUMNS).all())
-    facts = {"key": name, "num_bytes": size, "in_columns": in_columns, "blocks": _checksums(fd, size)}
-    text = json.dumps(facts).encode()
-    rest = len(text).to_bytes(8, "little") + text
-    write_all(fd, MAGIC + _digest(rest) + rest, 0)
-    os.fsync(fd)
-    os.replace(draft, path)
+def _finish(draft: Store, path: Path, key: str) -> dict[str, Any]:
+    """Write the words and the header, and move the file to its place."""
+    assert draft.path is not None
+    write(draft.fd, draft.words[FIRST:], HEADER_BYTES)
+    os.fsync(draft.fd)
+    header = {"key": key, "num_bytes": os.fstat(draft.fd).st_size, "full": draft.is_full()}
+    header["digest"] = _digest(draft.fd, header)
+    write(draft.fd, json.dumps(header).encode().ljust(HEADER_BYTES), 0)
+    os.fsync(draft.fd)
+    os.replace(draft.path, path)
     folder = os.open(path.parent, os.O_RDONLY)
     with suppress(OSError):  # some file systems cannot sync a folder; the file itself is safe
         os.fsync(folder)
     os.close(folder)
+    return header
 
 
-def read_header(path: Path, name: str) -> dict[str, Any] | str | None:
-    """Of a sound and finished cache; None where there is no file, else what is wrong with it."""
+def _header(path: Path, key: str) -> dict[str, Any] | str:
+    """That of a sound cache; otherwise what is wrong with it, as a part of the note; empty without a file."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
-        return None
+        return ""
     try:
-        raw = read_all(fd, HEADER_BYTES, 0).tobytes()
-        digest, rest = raw[len(MAGIC) :][:DIGEST_BYTES], raw[len(MAGIC) + DIGEST_BYTES :]
-        rest = rest[: 8 + int.from_bytes(rest[:8], "little")]
-        if raw[: len(MAGIC)] != MAGIC or _digest(rest) != digest:
-            return "has a damaged header"
-        facts: dict[str, Any] = json.loads(rest[8:])
-        if facts["key"] != name:
-            return "belongs to other data"
-        if os.fstat(fd).st_size != facts["num_bytes"]:
-            return "was cut"
-        return facts if _checksums(fd, facts["num_bytes"]) == facts["blocks"] else "has damaged data"
-    except CacheTorn:
-        return "was cut"
+        header: dict[str, Any] = json.loads(read(fd, HEADER_BYTES, 0).tobytes())
+        digest = header.pop("digest")
+        if header["key"] == key and _digest(fd, header) == digest:
+            return header
+    except (EOFError, ValueError, LookupError, TypeError, AttributeError):
+        pass
     finally:
         os.close(fd)
+    return ", as the old one is damaged"
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
-
-
-def _checksums(fd: int, num_bytes: int) -> list[int]:
-    """Of up to NUM_BLOCKS blocks: few enough that opening a large cache takes no time."""
-    last = max(HEADER_BYTES, num_bytes - BLOCK_BYTES)
-    starts = sorted({HEADER_BYTES + (last - HEADER_BYTES) * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)})
-    return [zlib.crc32(read_all(fd, min(BLOCK_BYTES, num_bytes - start), start).data) for start in starts]
+def _digest(fd: int, header: dict[str, Any]) -> str:
+    """Of few enough blocks that opening a large cache takes no time, the first and the last among them."""
+    digest, size = hashlib.blake2b(json.dumps(header).encode(), digest_size=16), os.fstat(fd).st_size
+    span = max(0, size - HEADER_BYTES - BLOCK_BYTES)
+    for start in sorted({HEADER_BYTES + span * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)}):
+        digest.update(read(fd, min(BLOCK_BYTES, size - start), start).data)
+    return digest.hexdigest()

@@ -1,33 +1,28 @@
 """What the decoded content of a source depends on, as one short text: the name of its cache on disk.
 
-A source with `fingerprint()` says it itself. Of others: the class and its code, the attributes (arrays by
-content, paths by size and time of change), the length and a few decoded samples.
+A source with `fingerprint()` says it itself. Of others: the class and its code, and what pickle would send to another
+process, so no open handles; arrays by content, paths by size and time of change, functions by their code.
 """
 
 from __future__ import annotations
 
-import functools
+import copyreg
 import hashlib
 import os
+import pickle
 import types
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from trainrun.data.cache.tree import NotKept, take_apart
+from trainrun.data.cache.samples import NotKept, take_apart
+from trainrun.errors import DataError
 
-FORMAT_VERSION = 1
-LONGEST_PATH = 4096
+FORMAT_VERSION = 2
 WHOLE_ARRAY_BYTES = 64 * 2**20  # larger arrays are known by blocks spread over them
-NUM_BLOCKS = 64
-DEEPEST = 12
-
-
-class Hash(Protocol):
-    def update(self, data: Any, /) -> None: ...
+NUM_BLOCKS, BLOCK_BYTES = 64, 2**16
 
 
 def content_key(source: Any, own: str, samples: str) -> str:
@@ -42,97 +37,88 @@ def own_fingerprint(source: Any) -> str:
     say = getattr(source, "fingerprint", None)
     if callable(say):
         return f"said {say()}"
-    digest = hashlib.blake2b(digest_size=16)
-    _add(digest, source, 0, {})
-    return digest.hexdigest()
+    parts = _Parts()
+    try:
+        parts.dump(source)
+    except Exception as error:  # nested too deeply, or what some __reduce__ gives is no answer
+        raise DataError(f"{type(source).__name__}: what it depends on cannot be told ({error}); give it a method "
+                        "fingerprint() whose text changes with its samples") from error  # fmt: skip
+    return parts.digest.hexdigest()
 
 
-def _add(digest: Hash, value: Any, depth: int, seen: dict[int, Any]) -> None:
-    """Whatever is no plain value adds its class and its parts; one that was met before adds its class alone."""
-    digest.update(f"|{type(value).__module__}.{type(value).__qualname__}:".encode())
-    if value is None or isinstance(value, bool | int | float | complex):
-        digest.update(repr(value).encode())
-    elif isinstance(value, str | Path):
-        _add_text(digest, str(value))
-    elif isinstance(value, bytes | bytearray):
-        digest.update(value)
-    elif isinstance(value, Tensor | np.ndarray | np.generic):
-        _add_array(digest, value)
-    elif depth < DEEPEST and id(value) not in seen:
-        seen[id(value)] = value  # kept alive, or another object might get its id
-        for part in _parts(value):
-            _add(digest, part, depth + 1, seen)
-        if isinstance(value, list | tuple):  # two equal ones may be one object or two
-            del seen[id(value)]
+class _Parts(pickle.Pickler):
+    """Feeds the parts of an object to a digest; nothing is kept or loaded."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.blake2b(digest_size=16)
+        self._seen: set[Any] = set()
+        super().__init__(self, 5)
+
+    def write(self, data: Any) -> None:
+        self.digest.update(data)
+
+    def persistent_id(self, value: Any) -> Any:
+        """Asked about every object. What is not None is taken in its place; bytes are made new for each, as pickle
+        tells one object from two that are equal."""
+        if isinstance(value, str | Path):
+            return f"{type(value).__name__} {value}{_stamp(str(value))}".encode("utf-8", "surrogatepass")
+        if isinstance(value, bytes | bytearray):
+            return b"bytes " + value
+        if isinstance(value, set | frozenset):
+            return repr(sorted(map(repr, value))).encode()
+        if isinstance(value, Tensor | np.ndarray | np.generic):
+            return _array(value)
+        if isinstance(value, types.FunctionType | type):
+            known = value in self._seen
+            self._seen.add(value)
+            return [value.__qualname__, None if known else _code_of(value)]
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        """What cannot be sent to another process, such as a lock, counts by its class and name alone."""
+        reduce = copyreg.dispatch_table.get(type(value))
+        try:
+            return reduce(value) if reduce else value.__reduce_ex__(4)
+        except Exception:  # whatever a class raises that refuses to be pickled
+            return repr, (f"{type(value).__qualname__} {getattr(value, '__name__', '')}",)
 
 
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return [part for pair in value.items() for part in pair]
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
-    if isinstance(value, list | tuple | range):
-        return list(value)
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
+def _code_of(value: Any) -> Any:
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [value.__qualname__, *_code(value.__code__), value.__defaults__, value.__kwdefaults__, cells]
-    if isinstance(value, type | types.BuiltinFunctionType | types.ModuleType):
-        return [getattr(value, "__qualname__", value.__name__)]
-    codes = [_class_code(kind) for kind in type(value).__mro__ if kind.__module__ != "builtins"]
-    return [codes, *(part for pair in sorted(_attributes(value).items(), key=_name) for part in pair)]
-
-
-def _name(pair: tuple[Any, Any]) -> str:
-    return str(pair[0])
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Those that would be sent to another process, where the class tells them apart: no open handles."""
-    own_state = getattr(type(value), "__getstate__", None)
-    if own_state is not None and own_state is not getattr(object, "__getstate__", None):
-        state = value.__getstate__()
-        return state if isinstance(state, dict) else {"state": state}
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+        return [_code(value.__code__), value.__defaults__, value.__kwdefaults__, cells]
+    kinds = [kind for kind in value.__mro__ if kind.__module__ != "builtins"]
+    methods = [pair for kind in kinds for pair in sorted(vars(kind).items())]
+    return [(name, _code(part.__code__)) for name, part in methods if isinstance(part, types.FunctionType)]
 
 
 def _code(code: types.CodeType) -> list[Any]:
     """What a function does, without where it stands."""
-    inner = [_code(part) if isinstance(part, types.CodeType) else repr(part) for part in code.co_consts]
-    return [code.co_code, list(code.co_names), inner]
+    constants = [_code(part) if isinstance(part, types.CodeType) else part for part in code.co_consts]
+    return [code.co_code, list(code.co_names), constants]
 
 
-def _class_code(kind: type) -> list[Any]:
-    """The code of the methods of a class: a changed one decodes otherwise."""
-    functions = [(name, part) for name, part in vars(kind).items() if isinstance(part, types.FunctionType)]
-    return [kind.__qualname__, *([name, *_code(part.__code__)] for name, part in sorted(functions))]
-
-
-def _add_text(digest: Hash, text: str) -> None:
-    """A text that is the path of something adds its size and time of change."""
-    digest.update(text.encode("utf-8", "surrogatepass"))
-    if 0 < len(text) <= LONGEST_PATH and (os.sep in text or "." in text) and not {"\n", "\0"} & set(text):
-        try:
-            found = os.stat(text)
-        except (OSError, ValueError):  # no path, or not one of this machine
-            return
-        digest.update(f"{found.st_size} {found.st_mtime_ns}".encode())
-
-
-def _add_array(digest: Hash, value: Any) -> None:
-    digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+def _stamp(text: str) -> str:
+    """Size and time of change of what a text is the path of."""
+    if not text.strip("./") or not ("." in text or os.sep in text):
+        return ""
     try:
-        raw = take_apart(value.detach().cpu() if isinstance(value, Tensor) else value).buffers[0]
-    except NotKept:  # of objects
-        digest.update(repr(value.tolist()).encode() if isinstance(value, np.ndarray) else b"")
-        return
-    if raw.nbytes <= WHOLE_ARRAY_BYTES:
-        digest.update(raw.data)
-        return
-    step = raw.nbytes // NUM_BLOCKS
-    for start in range(0, raw.nbytes - step + 1, step):
-        digest.update(raw[start : start + 2**16].data)
+        found = os.stat(text)
+    except (OSError, ValueError):  # no path, or not one of this machine
+        return ""
+    return f" {found.st_size} {found.st_mtime_ns}"
+
+
+def _array(value: Any) -> list[Any] | None:
+    """None where it holds objects, which pickle goes through."""
+    try:
+        raw = take_apart(value.detach().cpu() if isinstance(value, Tensor) else value)[2][0]
+    except NotKept:
+        return None
+    step, block = 2**20, 2**20
+    if raw.nbytes > WHOLE_ARRAY_BYTES:
+        step, block = raw.nbytes // NUM_BLOCKS, BLOCK_BYTES
+    digest = hashlib.blake2b(digest_size=16)
+    for start in range(0, raw.nbytes, step):
+        digest.update(raw[start : start + block].data)
+    return [str(value.dtype), list(value.shape), digest.digest()]

@@ -1,115 +1,113 @@
-"""A look at a few samples before a cache is laid out: what they are, how large, and whether they are random."""
+"""Look at a few samples before a cache is laid out: what they are, how large, and whether they are random."""
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trainrun.data.cache.slots import record_bytes
-from trainrun.data.cache.tree import Form, Leaf, NotKept, Parts, signature, take_apart
+from trainrun.data.cache.samples import Form, Leaf, NotKept, take_apart
+from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, Layout, kind_of, record_of
+from trainrun.data.generators import takes
+from trainrun.data.mapstyle import innermost
 from trainrun.errors import DataError
 from trainrun.process.usercode import line_of
 from trainrun.randomness import kept_random_state
 
 NUM_PROBES = 9
+RANDOM = ("and a cache would keep one draw for ever; move what is random to data.transform, which comes after the "
+          "cache, or use data.cache=none")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Probe:
-    """form, leaves: of the first sample that can be read. equal_shapes: all that were looked at agree.
+class Look(NamedTuple):
+    form: Form
+    leaves: tuple[Leaf, ...]
+    record_bytes: int
+    digest: str
 
-    mean_record_bytes: of one sample in an arena. digest: of all that was read.
+
+class Probe(NamedTuple):
+    """form, leaves: of the first sample that can be read. alike: all that were looked at have its shapes.
+
+    sample_bytes: what a sample takes. digest: of all that was read.
     """
 
     form: Form
     leaves: tuple[Leaf, ...]
-    equal_shapes: bool
-    mean_record_bytes: float
+    alike: bool
+    sample_bytes: float
     digest: str
 
-    @property
-    def sample_bytes(self) -> float:
-        """What one sample takes."""
-        if self.equal_shapes:
-            return sum(leaf.num_bytes for leaf in self.leaves)
-        return self.mean_record_bytes
-
-
-class _Look(NamedTuple):
-    parts: Parts
-    digest: bytes
+    def lay_out(self, num_slots: int) -> tuple[Layout, int]:
+        """Where so many samples lie, and the bytes that they are expected to take."""
+        end, starts = HEADER_BYTES + 8 * num_slots, []
+        for leaf in self.leaves if self.alike else ():
+            starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
+            end = starts[-1] + num_slots * leaf.num_bytes
+        expected = end + (0 if self.alike else int(num_slots * self.sample_bytes))
+        return Layout(self.form, self.leaves, num_slots, tuple(starts), end), expected
 
 
 def look_at(source: Any, where: str) -> Probe:
-    """Reads the first sample twice, and some more once. `where` begins the messages."""
+    """Read the first sample twice, and some more once. `where` begins the messages."""
+    _refuse_generators(source, where)
     last = len(source) - 1
     rows = sorted({round(part * last / (NUM_PROBES - 1)) for part in range(NUM_PROBES)})
-    with kept_random_state():
-        first, look = _first_look(source, rows, where)
-        _refuse_random(source, first, look, where)
-        looks = [look, *(other for row in rows if row > first and (other := _try_look(source, row)))]
-    parts = look.parts
-    alike = [other.parts for other in looks if _signature(other.parts) == _signature(parts)]
-    return Probe(
-        parts.form, parts.leaves,
-        equal_shapes=all(other.leaves == parts.leaves for other in alike),
-        mean_record_bytes=sum(map(record_bytes, alike)) / len(alike),
-        digest=hashlib.blake2b(b"".join(other.digest for other in looks), digest_size=16).hexdigest(),
-    )  # fmt: skip
-
-
-def _first_look(source: Any, rows: list[int], where: str) -> tuple[int, _Look]:
-    """At the first of the rows that can be read: a data set may begin with a damaged sample."""
+    looks: list[Look] = []
     fault: Exception | None = None
-    for row in rows:
-        try:
-            sample = source[row]
-        except Exception as error:
-            fault = fault or error
-            continue
-        try:
-            return row, _look(sample)
-        except NotKept as error:
-            raise DataError(
-                f"{where}: sample {row} holds {error}, which no cache can keep; allowed: CPU tensors, arrays, "
-                "numbers, str and bytes in tuples, lists and dicts; convert it in __getitem__, or use "
-                "data.cache=none"
-            ) from error
-    assert fault is not None
-    raise DataError(
-        f"{where}: none of the samples {', '.join(map(str, rows))} of {type(source).__name__} can be read: "
-        f"{type(fault).__name__}: {fault}{line_of(fault)}"
-    ) from fault
+    with kept_random_state():
+        for row in rows:  # a data set may begin with a damaged sample
+            try:
+                look = _look(source[row])
+            except Exception as error:
+                if isinstance(error, NotKept) and not looks:
+                    raise DataError(
+                        f"{where}: sample {row} holds {error}, which no cache can keep; allowed: CPU tensors, arrays, "
+                        "numbers, str and bytes in tuples, lists and dicts; convert it in __getitem__, or use "
+                        "data.cache=none"
+                    ) from error
+                fault = fault or error
+                continue
+            if not looks:
+                _refuse_random(source, row, look, where)
+            looks.append(look)
+    if not looks:
+        assert fault is not None
+        raise DataError(
+            f"{where}: none of the samples {', '.join(map(str, rows))} of {type(source).__name__} can be read: "
+            f"{type(fault).__name__}: {fault}{line_of(fault)}"
+        ) from fault
+    form, leaves, *_ = looks[0]
+    same = [look for look in looks if kind_of(look.form, look.leaves) == kind_of(form, leaves)]
+    alike = all(look.leaves == leaves for look in same)
+    mean = sum(look.record_bytes for look in same) / len(same)
+    size = sum(leaf.num_bytes for leaf in leaves) if alike else mean
+    return Probe(form, leaves, alike, size, repr([look.digest for look in looks]))
 
 
-def _try_look(source: Any, row: int) -> _Look | None:
-    """None where the sample cannot be read or kept; who asks for it by its number gets the fault."""
-    try:
-        return _look(source[row])
-    except Exception:
-        return None
-
-
-def _look(sample: Any) -> _Look:
+def _look(sample: Any) -> Look:
     """The buffers are let go: a source may use them again for its next sample."""
-    parts = take_apart(sample)
-    digest = hashlib.blake2b(_signature(parts).encode(), digest_size=16)
-    for leaf, buffer in zip(parts.leaves, parts.buffers, strict=True):
-        digest.update(repr(leaf.shape).encode())
-        digest.update(buffer.data)
-    return _Look(Parts(parts.form, parts.leaves, ()), digest.digest())
+    form, leaves, buffers = take_apart(sample)
+    record = record_of(leaves, buffers)
+    digest = hashlib.blake2b(repr((form, leaves)).encode(), digest_size=16)
+    digest.update(record.data)
+    return Look(form, leaves, record.nbytes, digest.hexdigest())
 
 
-def _signature(parts: Parts) -> str:
-    return signature(parts.form, parts.leaves)
+def _refuse_generators(source: Any, where: str) -> None:
+    """Behind a cache a reader would not see that a source draws."""
+    base, _ = innermost(source, [])
+    for method, name in {"__getitem__": "generator", "__getitems__": "generators"}.items():
+        if takes(getattr(base, method, None), name):
+            told = f"{type(base).__name__}.{method} takes `{name}`, so it draws random numbers"
+            raise DataError(f"{where}: {told}, {RANDOM}")
 
 
-def _refuse_random(source: Any, row: int, look: _Look, where: str) -> None:
+def _refuse_random(source: Any, row: int, look: Look, where: str) -> None:
     """The second read must give the same, and draw from no global generator.
 
     The first may draw: to prepare something once, or because it seeds the generators itself.
@@ -122,16 +120,8 @@ def _refuse_random(source: Any, row: int, look: _Look, where: str) -> None:
         why = f"random numbers are drawn while sample {row} is read"
     else:
         return
-    raise DataError(
-        f"{where}: {why} (by {type(source).__name__}), and a cache would keep one draw for ever; move what is "
-        "random to data.transform, which comes after the cache, or use data.cache=none"
-    )
+    raise DataError(f"{where}: {why} (by {type(source).__name__}), {RANDOM}")
 
 
-def _generators() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state()
-    return (
-        random.getstate(),
-        (name, np.asarray(keys).tobytes(), *rest),
-        torch.get_rng_state().numpy().tobytes(),
-    )
+def _generators() -> bytes:
+    return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()))

@@ -11,14 +11,7 @@ from trainrun.errors import DataError
 
 ALLOWED = "allowed: none, memory, pool:<size> (pool:500MB, pool:2GiB), disk:<folder>"
 MODES = ("none", "memory", "pool", "disk")
-UNITS = {
-    **dict.fromkeys(("b",), 1),
-    **{name: 1000**power for power, names in enumerate((("k", "kb"), ("m", "mb"), ("g", "gb"), ("t", "tb")), 1)
-       for name in names},
-    **{name: 1024**power for power, name in enumerate(("kib", "mib", "gib", "tib"), 1)},
-}  # fmt: skip
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)\Z", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(b|ib)?|b)\Z", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -53,8 +46,10 @@ def parse_cache(spec: str, key: str = "data.cache") -> CacheSpec:
 
 def _bytes(text: str, where: str) -> int:
     match = _SIZE.match(text)
-    factor = UNITS.get(match[2].lower()) if match else None
-    amount = int(float(match[1]) * factor) if match and factor else 0
+    amount = 0
+    if match:
+        base = 1024 if (match[3] or "").lower() == "ib" else 1000
+        amount = int(float(match[1]) * base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
     if amount <= 0:
         raise DataError(f"{where}: the size must be a number above 0 with a unit, as pool:500MB or pool:2GiB")
     return amount

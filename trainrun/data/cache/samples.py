@@ -1,0 +1,122 @@
+"""A sample as raw bytes, and put together again as it was.
+
+What can be kept: CPU tensors, NumPy arrays and numbers, Python numbers, str, bytes and None, in tuples
+(named ones too), lists and dicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+PYTHON_NUMBERS: dict[type, type] = {bool: np.bool_, int: np.int64, float: np.float64}
+
+
+class NotKept(TypeError):
+    """A sample holds what a cache cannot keep exactly."""
+
+
+class Form(NamedTuple):
+    """The containers of a sample. container: the class of one, None for a leaf. keys: of a dict."""
+
+    container: Any = None
+    keys: tuple[Any, ...] = ()
+    parts: tuple[Any, ...] = ()
+
+
+class Leaf(NamedTuple):
+    """What a leaf's bytes mean. kind: tensor, array, scalar (of NumPy), or the name of a Python type."""
+
+    kind: str
+    dtype: Any
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(math.prod(self.shape) * self.dtype.itemsize)
+
+
+def take_apart(sample: Any) -> tuple[Form, tuple[Leaf, ...], list[Buffer]]:
+    """A leaf and a buffer for each value; the buffers may share memory with the sample. Raises NotKept."""
+    found: list[tuple[Leaf, Buffer]] = []
+    form = _form(sample, found)
+    return form, tuple(leaf for leaf, _ in found), [buffer for _, buffer in found]
+
+
+def _form(value: Any, found: list[tuple[Leaf, Buffer]]) -> Form:
+    container = type(value)
+    if container in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_make")):
+        return Form(container, (), tuple(_form(part, found) for part in value))
+    if container is dict:
+        return Form(dict, tuple(value), tuple(_form(part, found) for part in value.values()))
+    found.append(_leaf(value))
+    return Form()
+
+
+def _leaf(value: Any) -> tuple[Leaf, Buffer]:
+    kind = type(value)
+    name, array = kind.__name__, value
+    if kind is Tensor:
+        strange = value.layout != torch.strided or value.requires_grad or value.is_quantized
+        if strange or value.device.type != "cpu":
+            raise NotKept("a tensor that is not a plain one on the CPU without gradients")
+        plain = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return Leaf("tensor", value.dtype, tuple(value.shape)), plain.view(torch.uint8).numpy()
+    if kind is str or kind is bytes or value is None:
+        raw = b"" if value is None else value.encode("utf-8", "surrogatepass") if kind is str else value
+        array = np.frombuffer(raw, np.uint8)
+    elif kind in (np.ndarray, np.memmap):
+        name = "array"
+    elif isinstance(value, np.generic):
+        name, array = "scalar", np.asarray(value)
+    elif kind in PYTHON_NUMBERS:
+        try:
+            array = np.array(value, PYTHON_NUMBERS[kind])
+        except OverflowError as error:
+            raise NotKept("an int of more than 64 bits") from error
+    else:
+        raise NotKept(f"a {kind.__module__}.{kind.__qualname__}")
+    if array.dtype.hasobject or array.dtype.itemsize == 0:
+        raise NotKept(f"an array of dtype {array.dtype}")
+    return Leaf(name, array.dtype, array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def put_together(form: Form, leaves: Iterator[Leaf], buffers: Iterator[Buffer]) -> Any:
+    """The sample, which takes the buffers over: nothing else may write to them."""
+    if form.container is None:
+        return _value(next(leaves), next(buffers))
+    return packed(form, [put_together(part, leaves, buffers) for part in form.parts])
+
+
+def packed(form: Form, values: list[Any]) -> Any:
+    """The values in the outermost container of a form; a bare leaf as it is."""
+    if form.container is None:
+        return values[0]
+    if form.container is dict:
+        return dict(zip(form.keys, values, strict=True))
+    return form.container(values) if form.container in (list, tuple) else form.container._make(values)
+
+
+def _value(leaf: Leaf, buffer: Buffer) -> Any:
+    if leaf.kind == "NoneType":
+        return None
+    if leaf.kind in ("bytes", "str"):
+        raw = buffer.tobytes()
+        return raw if leaf.kind == "bytes" else raw.decode("utf-8", "surrogatepass")
+    array = column(buffer, leaf).reshape(leaf.shape)
+    if leaf.kind in ("tensor", "array"):
+        return array
+    return array[()] if leaf.kind == "scalar" else array.item()
+
+
+def column(buffer: Buffer, leaf: Leaf) -> Any:
+    """The numbers of one or of many such leaves, one after the other, in the memory of the buffer."""
+    if leaf.kind != "tensor":
+        return buffer.view(leaf.dtype)
+    return torch.from_numpy(buffer).view(leaf.dtype) if len(buffer) else torch.empty(0, dtype=leaf.dtype)
