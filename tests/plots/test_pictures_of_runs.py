@@ -23,6 +23,7 @@ from trainrun.plots.curves import (
     throughput_picture,
 )
 from trainrun.plots.history import read_history
+from trainrun.plots.ledger import ledger_picture
 from trainrun.plots.pictures import confusion_picture, predictions_picture
 from trainrun.rundir import RunDir
 
@@ -64,6 +65,36 @@ def test_a_whole_run_has_all_pictures(make_run: Any, tmp_path: Path) -> None:
         assert 250 <= height <= 1300
         assert path.stat().st_size > 5000
     assert str(dict(matplotlib.rcParams)) == before  # a user's own plots look as they did
+
+
+def test_the_pictures_of_a_run_leave_out_what_makes_drawing_slow(make_run: Any, tmp_path: Path) -> None:
+    history = read_history(make_run(tmp_path / "run"))
+    pictures = [
+        loss_picture(history, 5), metrics_picture(history, 5), lr_picture(history), throughput_picture(history, 5),
+        memory_picture(history), ledger_picture(history, "Time"), confusion_picture(history),
+    ]  # fmt: skip
+    drawn = [picture for picture in pictures if picture is not None]
+    assert len(drawn) == 7
+    assert all(picture.get_layout_engine() is None for picture in drawn)  # it draws each picture twice
+    second = [ax.child_axes for picture in drawn for ax in picture.axes if ax.child_axes]
+    assert len(second) == 1  # a second axis, of epochs, takes a third of the time of its picture
+
+
+def test_long_names_of_classes_stay_on_the_picture(open_run: OpenRun) -> None:
+    run, file = open_run
+    names = [f"WWWWWWWWWWWWW{i}" for i in range(12)]
+    file.write(
+        {"kind": "confusion", "step": 1, "class_names": names, "matrix": np.eye(12, dtype=int).tolist()}
+    )
+    file.close()
+    picture = confusion_picture(read_history(run))
+    assert picture is not None
+    picture.draw_without_rendering()
+    for ax in picture.axes:
+        box = ax.get_tightbbox()
+        assert min(box.x0, box.y0) >= 0
+        assert box.x1 <= picture.bbox.x1
+        assert box.y1 <= picture.bbox.y1
 
 
 def test_only_what_was_logged_is_drawn(open_run: OpenRun) -> None:
@@ -108,7 +139,7 @@ def test_loss_shows_raw_and_averaged_curves_the_best_step_and_resumes(make_run: 
     assert list(best.get_xdata()) == [100, 100]
     assert list(resumed.get_xdata()) == [50, 50]
     assert ax.get_yscale() == "log"
-    assert ax.get_xlabel() == "step"
+    assert ax.get_xlabel() == "step (10 an epoch)"
     assert [child.get_xlabel() for child in ax.child_axes] == ["epoch"]
 
 

@@ -24,6 +24,11 @@ LEGEND_MARK, LETTER, LEGEND_LINE = (
     0.082,
     0.19,
 )  # inches of legends in 9 points: mark and gaps, letter, line
+# Given when axes are made: each tick that is changed afterwards is made again.
+AXES = {
+    "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.7, "axes.spines.top": False, "axes.spines.right": False,
+    "xtick.labelsize": 9, "ytick.labelsize": 9,
+}  # fmt: skip
 FEW_POINTS = 40  # below, each point gets a mark
 
 
@@ -39,19 +44,33 @@ def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
     return figure
 
 
+def widest(texts: Sequence[str], points: float) -> float:
+    """Inches of the widest of these texts, in letters of this size."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties
+
+    renderer, font = (
+        FigureCanvasAgg(Figure(figsize=(1, 1), dpi=DPI)).get_renderer(),
+        FontProperties(size=points),
+    )
+    return max(renderer.get_text_width_height_descent(text, font, ismath=False)[0] for text in texts) / DPI
+
+
 def width_of(columns: int) -> float:
     """Inches of a picture with so many panels beside each other."""
     return 8.0 if columns == 1 else 5.2 * columns
 
 
 def panels(
-    title: str, count: int, columns: int = 1, height: float = 2.3, above: float = ABOVE
+    title: str, count: int, columns: int = 1, height: float = 2.3, above: float = BETWEEN
 ) -> tuple[Figure, list[Axes]]:
     """`count` axes in a grid under one title; single-column panels share their x axis.
 
     above: inches between the title and the panels, for an axis of epochs or a legend.
     """
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib import rc_context
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     rows = -(-count // columns)
     width = width_of(columns)
@@ -64,35 +83,39 @@ def panels(
         left=LEFT / width, right=1 - RIGHT / width, bottom=BELOW / total, top=1 - (TITLE + above) / total,
         wspace=(LEFT + RIGHT) / column, hspace=gap / height,
     )  # fmt: skip
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=columns == 1)
+    with rc_context(AXES):
+        grid = figure.subplots(rows, columns, squeeze=False, sharex=columns == 1)
     axes: list[Axes] = list(grid.flat)
     for extra in axes[count:]:
         extra.remove()
     for ax in axes[:count]:
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ax.grid(True, alpha=0.25, linewidth=0.7)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.tick_params(labelsize=9)
+        ax.yaxis.set_major_locator(MaxNLocator(nbins=round(2.5 * height), steps=[1, 2, 2.5, 5, 10]))
     return figure, axes[:count]
 
 
 def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
-    """Steps below a column of panels; epochs above it where their length is known."""
+    """Label the steps below a column of panels, with the length of an epoch where it is known."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     ax = axes[-1]
-    ax.set_xlabel("step")
+    ax.set_xlabel(f"step ({steps_per_epoch:,} an epoch)" if steps_per_epoch else "step")
     ax.margins(x=0.02)
     low, high = ax.get_xlim()
     if high - low < 2:  # a single point: whole steps beside it
         ax.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    if steps_per_epoch:
-        top = axes[0].secondary_xaxis("top", functions=_epochs(steps_per_epoch))
-        top.set_xlabel("epoch", fontsize=9)
-        top.tick_params(labelsize=8)
-        top.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
+
+
+def add_epochs(ax: Axes, steps_per_epoch: int) -> None:
+    """Add an axis of epochs above the panel. It takes a third of the time of a picture, so only one has it."""
+    from matplotlib.ticker import MaxNLocator
+
+    top = ax.secondary_xaxis("top", functions=_epochs(steps_per_epoch))
+    top.set_xlabel("epoch", fontsize=9)
+    top.tick_params(labelsize=8)
+    top.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
 
 
 def _epochs(steps_per_epoch: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

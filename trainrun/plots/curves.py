@@ -62,14 +62,19 @@ def loss_picture(history: History, window: int) -> Figure | None:
     curves = _splits(history, "loss")
     if not any(len(curve) for curve in curves.values()):
         return None
-    picture, (ax,) = _panels("Loss", history, 1, height=3.4)
+    above = canvas.ABOVE if history.steps_per_epoch else canvas.BETWEEN  # for the axis of epochs
+    picture, (ax,) = canvas.panels(_title("Loss", history), 1, height=3.4, above=above)
     _draw_splits(ax, curves, window)
     _mark_best(ax, history)
     for row in history.of("start"):
         if row["step"] > 0:
             ax.axvline(row["step"], color=canvas.QUIET, linewidth=1, linestyle=":", label="resumed")
     ax.set_ylabel("loss")
+    if wants_log_scale(list(curves.values())):
+        canvas.use_log_scale(ax)
     _finish(ax, list(curves.values()), history)
+    if history.steps_per_epoch:
+        canvas.add_epochs(ax, history.steps_per_epoch)
     return picture
 
 
@@ -80,14 +85,14 @@ def metrics_picture(history: History, window: int) -> Figure | None:
     if not names:
         return None
     wide = 1 if len(names) == 1 else 2
-    picture, axes = _panels("Metrics", history, len(names), wide, 3.4 if wide == 1 else 2.8)
+    picture, axes = canvas.panels(_title("Metrics", history), len(names), wide, 3.4 if wide == 1 else 2.8)
     for ax, name in zip(axes, names, strict=True):
         curves = _splits(history, name)
         _draw_splits(ax, curves, window)
         if history.best is not None and history.best.metric == f"val/{name}":
             _mark_best(ax, history)
         ax.set_ylabel(name, parse_math=False)
-        _finish(ax, list(curves.values()), history, log=False)
+        _finish(ax, list(curves.values()), history)
     return picture
 
 
@@ -98,7 +103,7 @@ def lr_picture(history: History) -> Figure | None:
     norm = series_of(rows, "grad_norm")
     if not rates:
         return None
-    picture, axes = _panels("Learning rate", history, 2 if len(norm) else 1)
+    picture, axes = canvas.panels(_title("Learning rate", history), 2 if len(norm) else 1)
     for color, name in zip(canvas.CYCLE * len(rates), rates, strict=False):
         canvas.draw_line(axes[0], series_of(rows, name), color, name if len(rates) > 1 else None)
     axes[0].set_ylabel("learning rate")
@@ -120,7 +125,7 @@ def throughput_picture(history: History, window: int) -> Figure | None:
     speed, seconds = series_of(rows, name), series_of(rows, "step_seconds")
     if not len(speed):
         return None
-    picture, axes = _panels("Throughput", history, 2 if len(seconds) else 1)
+    picture, axes = canvas.panels(_title("Throughput", history), 2 if len(seconds) else 1)
     steps = window_steps(seconds)
     weights = np.nan_to_num(seconds.values * steps) if len(seconds) == len(speed) else None
     _draw_averaged(axes[0], speed, window, canvas.TRAIN, SPEEDS[name], weights)
@@ -152,7 +157,7 @@ def memory_picture(history: History) -> Figure | None:
     busy = {name: curve for name, curve in busy.items() if len(curve)}
     if not memory:
         return None
-    picture, axes = _panels("Memory and load", history, 2 if busy else 1)
+    picture, axes = canvas.panels(_title("Memory and load", history), 2 if busy else 1)
     largest = Series(np.empty(0), np.concatenate([curve.values for curve in memory.values()]))
     _, unit = _in_units(largest, BYTE_UNITS)
     size = next(size for size, name in BYTE_UNITS if name == unit)
@@ -167,13 +172,6 @@ def memory_picture(history: History) -> Figure | None:
         canvas.start_at_zero(ax)
     canvas.label_steps(axes, history.steps_per_epoch)
     return picture
-
-
-def _panels(
-    what: str, history: History, count: int, columns: int = 1, height: float = 2.3
-) -> tuple[Figure, list[Axes]]:
-    above = canvas.ABOVE if history.steps_per_epoch else canvas.BETWEEN  # for the axis of epochs
-    return canvas.panels(_title(what, history), count, columns, height, above)
 
 
 def _title(what: str, history: History) -> str:
@@ -222,9 +220,7 @@ def _draw_averaged(
     canvas.draw_line(ax, moving_average(curve, width, weights), color, f"{label}, mean of {width} log points")
 
 
-def _finish(ax: Axes, curves: list[Series], history: History, log: bool = True) -> None:
-    if log and wants_log_scale(curves):
-        canvas.use_log_scale(ax)
+def _finish(ax: Axes, curves: list[Series], history: History) -> None:
     canvas.note_gaps(ax, curves)
     canvas.show_legend(ax)
     canvas.label_steps([ax], history.steps_per_epoch)

@@ -68,7 +68,7 @@ def ledger_picture(history: History, title: str) -> Figure | None:
         return None
     total = sum(block.width for block in blocks)
     sums = {name: sum(block.seconds.get(name, 0.0) for block in blocks) for name in ACCOUNTS}
-    picture, (ax,) = canvas.panels(title, 1, height=4.1, above=canvas.BETWEEN)
+    picture, (ax,) = canvas.panels(title, 1, height=4.1)
     shown = merged(blocks)
     starts, widths = [block.start for block in shown], [block.width for block in shown]
     floor = [0.0] * len(shown)

@@ -40,16 +40,19 @@ def confusion_picture(history: History) -> Figure | None:
     names = [_short(str(name)) for name in row.get("class_names", [])]
     names += [str(i) for i in range(len(names), classes)]
     side = min(max(0.52 * classes, 4.6), 9.0)
-    figure = canvas.new_figure(side + 1.6, side + 0.9, fitted=True)
-    ax = figure.subplots()
+    size = 9 if classes <= MOST_NUMBERED else 7
+    longest = canvas.widest(names, size)
+    tilted = max(len(name) for name in names) > 3
+    left, below = 0.45 + longest, 0.45 + (0.75 * longest if tilted else 0.0)
+    width, height = left + side + 1.1, below + side + 0.45
+    figure = canvas.new_figure(width, height)
+    ax = figure.add_axes((left / width, below / height, side / width, side / height))
     totals = counts.sum(axis=1, keepdims=True)
     shares = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
     image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if classes <= MOST_NUMBERED:
         _write_counts(ax, counts, shares)
     ticks = list(range(0, classes, -(-classes // MOST_NAMED)))
-    size = 9 if classes <= MOST_NUMBERED else 7
-    tilted = max(len(name) for name in names) > 3
     ax.set_xticks(ticks, [names[i] for i in ticks], fontsize=size, parse_math=False)
     ax.set_yticks(ticks, [names[i] for i in ticks], fontsize=size, parse_math=False)
     if tilted:
@@ -60,7 +63,8 @@ def confusion_picture(history: History) -> Figure | None:
     accuracy = counts.trace() / max(counts.sum(), 1)
     title = f"{row.get('split', 'val')} accuracy {100 * accuracy:.1f} % of {int(counts.sum()):,} samples"
     ax.set_title(f"{title} (step {row['step']:,})", fontsize=12, fontweight="bold")
-    figure.colorbar(image, ax=ax, label="share of the true class", shrink=0.8)
+    bar = ((left + side + 0.25) / width, (below + 0.1 * side) / height, 0.16 / width, 0.8 * side / height)
+    figure.colorbar(image, cax=figure.add_axes(bar), label="share of the true class")
     return figure
 
 
