@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 import trainrun
-from trainrun.ending import ceilings
 from trainrun.interfaces import StepOutput
+from trainrun.summary import throughput_limits
 
 BATCH = 8
 CLOSE = 0.05
@@ -82,7 +82,7 @@ def run(engine: list[str], load: float, train: float, steps: int, folder: Path) 
         "trainer.num_threads=1", f"hydra.run.dir={folder}", *engine,
     )  # fmt: skip
     times = [row["step_seconds"] for row in done.metrics if row["kind"] == "train"]
-    found = done.status.get("ceilings")
+    found = done.status.get("throughput_limits")
     per_second = min(found["load_per_second"], found["train_per_second"]) if found else 0.0
     return statistics.median(times[1:]), BATCH / per_second if per_second else math.inf
 
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--milliseconds", type=float, nargs="+", default=[3.0, 8.0, 20.0])
     given = parser.parse_args()
-    ceilings.MOST_SHARE = 0.2
+    throughput_limits.MOST_SHARE = 0.2
     beside = {
         "thread": ["data.engine=threads", "data.num_threads=1"],
         "2 workers": ["data.engine=workers", "data.num_workers=2"],

@@ -81,7 +81,11 @@ def report_fault(error: TrainrunError) -> int:
 def report_crash(error: Exception) -> int:
     """An exception of the user's own code: their lines of it. A bug of ours keeps the whole traceback."""
     from trainrun.process.usercode import of_the_system, user_traceback
+    from trainrun.satellites import missing_satellite
 
+    if missing := missing_satellite(error):
+        say(f"trainrun: {missing}", file=sys.stderr)
+        return EXIT_FAILED
     shown, text = user_traceback(error), of_the_system(error)
     if text and os.environ.get("TRAINRUN_FULL_ERROR") != "1":
         say(f"trainrun: {text} (every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
@@ -237,7 +241,7 @@ def earlier_life() -> RunDir | None:
 
 def told(folder: Path, work: Callable[[], int]) -> int:
     """A stopped run says how it goes on, also where a second Ctrl-C left no time to save."""
-    from trainrun.sweep.results import is_done
+    from trainrun.status import read_status
 
     try:
         code = work()
@@ -245,7 +249,8 @@ def told(folder: Path, work: Callable[[], int]) -> int:
         with contextlib.suppress(OSError):
             say(f"trainrun: {str(error) or 'interrupted'}", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    if code not in (EXIT_DONE, EXIT_USAGE) and (folder / "checkpoints").is_dir() and not is_done(folder):
+    unfinished = code not in (EXIT_DONE, EXIT_USAGE) and read_status(RunDir(folder)).get("state") != "done"
+    if unfinished and (folder / "checkpoints").is_dir():
         shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
         with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts
             say(f"go on with: trainrun resume {shlex.quote(shown)}", file=sys.stderr, flush=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 START_UP: Final = 0
 DATA: Final = 1
@@ -28,7 +28,7 @@ OTHER: Final = 17
 
 # data: the training waits for its next batch. copy: the host hands it to a GPU. check: whether gradients are
 # finite. device: the host waits at a log point until a GPU has done what it was given. ranks: waiting for other
-# ranks. measuring: FLOPs and ceilings, after the training. runner: the loop's own work. other: what nothing
+# ranks. measuring: FLOPs and throughput limits, after the training. runner: the loop's own work. other: what nothing
 # here says, and all of a `loop` of the user's own that books nothing.
 ACCOUNTS: Final = (
     "start-up", "data", "copy", "forward", "backward", "check", "clip", "optimizer", "device", "ranks",
@@ -38,6 +38,9 @@ ACCOUNTS: Final = (
 LOOP: Final = (
     "data", "copy", "forward", "backward", "check", "clip", "optimizer", "device", "ranks", "logging", "runner",
 )  # fmt: skip
+
+ON_DEVICE: Final = ("check", "clip", "optimizer")
+UPDATE: Final = (*ON_DEVICE, "runner")
 
 
 class Ledger:
@@ -108,3 +111,27 @@ def command_start() -> float:
     instead; where it waited for the disk meanwhile (10 ms and less for Python alone), that is missing.
     """
     return max(process_start(), _ENTERED)
+
+
+class Session(NamedTuple):
+    """The steps and items of this rank since it was started, and its account of time when the training ended.
+
+    device: seconds of the phases of sampled steps on a GPU (`DeviceTimes.read`), where the ledger's are those of
+    launching the work.
+    """
+
+    steps: int
+    items: float
+    seconds: Mapping[str, float]
+    device: Mapping[str, float] = {}
+
+    @property
+    def update_seconds(self) -> float:
+        """Of the updates of all steps."""
+        if sampled := self.device.get("steps"):
+            return sum(self.device.get(name, 0.0) for name in ON_DEVICE) * self.steps / sampled
+        return sum(self.seconds.get(name, 0.0) for name in UPDATE)
+
+    @property
+    def loop_seconds(self) -> float:
+        return sum(self.seconds.get(name, 0.0) for name in LOOP)

@@ -25,17 +25,16 @@ from trainrun.checkpoint.manifest import committed_steps
 from trainrun.config import RunConfig
 from trainrun.device_times import times_of
 from trainrun.eager import unloaded_compiler
-from trainrun.ending.ceilings import Session
-from trainrun.ending.finish import finish
 from trainrun.errors import (
     EXIT_FAILED,
     DataError,
     PluginError,
     TrainingError,
 )
+from trainrun.finish import finish
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel
-from trainrun.ledger import OTHER, RANKS, Ledger, process_start
+from trainrun.ledger import OTHER, RANKS, Ledger, Session, process_start
 from trainrun.mishaps.nonfinite import RollBack
 from trainrun.mishaps.retry import ONE_SAMPLE, no_memory
 from trainrun.monitor.hardware import forget_peak

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainrun.ending import finish, flops
-from trainrun.ending.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work, peak_flops
 from trainrun.monitor.console import compute_line
 from trainrun.record import train
+from trainrun.summary import at_end, flops
+from trainrun.summary.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work, peak_flops
 
 
 def test_an_mlp_counts_as_by_hand():
@@ -86,8 +86,8 @@ def test_a_product_that_is_only_emulated_is_no_larger_than_it_has_to_be(monkeypa
 
 def test_the_summary_of_a_long_run_has_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(finish, "MIN_SECONDS", 0.0)
-    monkeypatch.setattr(finish, "MIN_STEPS", 0)
+    monkeypatch.setattr(at_end, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(at_end, "MIN_STEPS", 0)
     monkeypatch.setattr(flops, "PEAK_SECONDS", 0.0)
     run = train("trainer.max_epochs=1", "monitor.hardware=false", "monitor.plots=false")
     summary = run.metrics[-1]["summary"]
@@ -115,7 +115,7 @@ def test_the_summary_of_a_long_run_has_it(tmp_path, monkeypatch):
     ],
 )
 def test_the_peak_is_said_with_its_spread_and_compared_with_where_it_is_steady(peaks, line):
-    facts = finish.compute_facts(Work(4e6, peaks), 1e4)
+    facts = at_end.compute_facts(Work(4e6, peaks), 1e4)
     assert ("mfu" in facts) == ("%" in line)
     assert compute_line(facts) == line
 
@@ -137,7 +137,7 @@ def test_the_peak_is_said_with_its_spread_and_compared_with_where_it_is_steady(p
 )
 def test_the_data_sheet_of_a_known_gpu_stands_beside_the_measured_peak(name, dtype, peak):
     assert data_sheet_flops(name, dtype) == peak
-    facts = finish.compute_facts(Work(4e9, (800e12, 810e12), peak), 1e5)
+    facts = at_end.compute_facts(Work(4e9, (800e12, 810e12), peak), 1e5)
     line = "400 TFLOP/s, 49.4 % of the best matrix product measured here (800 TFLOP/s to 810 TFLOP/s)"
     sheet = f", {4e16 / peak:.1f} % of its data sheet ({peak / 1e12:.0f} TFLOP/s)" if peak else ""
     assert compute_line(facts) == line + sheet

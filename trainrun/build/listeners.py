@@ -18,6 +18,7 @@ from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, mend_end
 from trainrun.monitor.user_listener import UserListener, all_but
 from trainrun.parts import Parts
 from trainrun.rundir import RunDir, check_there
+from trainrun.satellites import satellite
 from trainrun.state import TrainState
 
 
@@ -35,6 +36,7 @@ class Listeners:
         self._file: MetricsFile | None = None
         self._hardware: Hardware | None = None
         self._rows: LedgerRows | None = None
+        self._told = ""
         keys = {f"monitor.listeners.{name}": node for name, node in wanted.listeners.items()}
         users = [  # before any file is opened: they may be refused
             UserListener(build(node, key), key, wanted.on_error == "raise", all_but(self.monitors, key))
@@ -72,10 +74,7 @@ class Listeners:
         every = self._config.monitor.plot_every_n_steps
         if every and step % every == 0 and self._config.monitor.plots and self._file is not None:
             self._file.flush()
-            from trainrun.plots.curves import draw_run  # matplotlib costs half a second: only where it draws
-
-            with self._ledger.on(PLOTS):
-                draw_run(self._run)
+            self._draw(report=False)
 
     def flush(self) -> None:
         """Ahead of a checkpoint: a run that goes on from it has every row before it, also after a power loss."""
@@ -98,20 +97,24 @@ class Listeners:
             self._rows.write(summary["step"])
             self._file.on_end(summary)
             if self._config.monitor.plots:
-                self._draw()
+                self._draw(report=True)
                 self._rows.write(summary["step"])  # what the pictures took is in the next ones
         summary = summary | {"ledger": self._ledger.read()}
         for monitor in self.monitors:
             if monitor not in (self._file, self._rows):
                 monitor.on_end(summary)
 
-    def _draw(self) -> None:
-        with self._ledger.on(PLOTS):
-            from trainrun.plots.curves import draw_run
-            from trainrun.plots.report import draw_report
+    def _draw(self, report: bool) -> None:
+        with self._ledger.on(PLOTS):  # matplotlib costs half a second: only where it draws
+            plots = satellite("plots.draw", "no pictures are drawn", self._note)
+            if plots is not None:
+                plots.draw(self._run, report)
 
-            draw_run(self._run)
-            draw_report(self._run)
+    def _note(self, text: str) -> None:
+        if self._told != text:
+            for monitor in self.monitors:
+                monitor.on_note(text)
+        self._told = text
 
     def close(self) -> None:
         """Always called; after a failure too. The user's first: their faults are still shown and written."""

@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainrun.data.batch import map_leaves
 from trainrun.data.sequences.useful import mask_of
-from trainrun.ending.flops import dtype_of, flops_per_item, peak_flops
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.lab.orders import Limits
 from trainrun.parts import Parts
 from trainrun.precision.amp import matmul_note
 from trainrun.randomness import kept_random_state
 from trainrun.start.trial import stand_ins
+from trainrun.summary.flops import dtype_of, flops_per_item, peak_flops
 
 FEW_BATCHES: Final = 8
 READ_SECONDS: Final = 1.0  # after which no further batch is read for its padding

@@ -8,10 +8,10 @@ import torch
 from trainrun.cadence import Rhythm
 from trainrun.data.mapstyle import thread_safe
 from trainrun.data.undecided import Undecided
-from trainrun.ending.ceilings import ahead
 from trainrun.lab.orders import Ready
 from trainrun.parts import Parts
 from trainrun.start.attention_kernel import attention_layers
+from trainrun.summary.throughput_limits import ahead
 
 
 def ready_of(parts: Parts) -> Ready:

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 
 from trainrun import loop
 from trainrun.build.data import loading_stages
-from trainrun.ending.ceilings import ahead, settle
 from trainrun.errors import PluginError
 from trainrun.interfaces import MicroBatch, StepReport, counts_before
 from trainrun.lab.kept_state import KeptState
@@ -49,6 +48,7 @@ from trainrun.ledger import ACCOUNTS, COMPILE, DATA
 from trainrun.monitor.hardware import forget_peak
 from trainrun.parts import Parts
 from trainrun.state import SAVE_NOW, TrainState
+from trainrun.summary.throughput_limits import ahead, settle
 
 VALIDATION_SECONDS: Final = 3.0
 

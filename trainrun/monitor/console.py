@@ -232,8 +232,8 @@ def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
         lines.append(_entry("time", duration(summary["seconds"]) + rate))
     if summary.get("flops_per_second"):
         lines.append(_entry("compute", compute_line(summary)))
-    if summary.get("ceilings"):
-        lines.append(_entry("ceiling", ceiling_line(summary["ceilings"], speed_in(summary))))
+    if summary.get("throughput_limits"):
+        lines.append(_entry("limits", limits_line(summary["throughput_limits"], speed_in(summary))))
     if summary.get("ledger"):
         lines.append(_entry("spent", spent_line(summary["ledger"])))
     if summary.get("hidden_syncs") is not None:
@@ -266,7 +266,7 @@ def compute_line(summary: Mapping[str, Any]) -> str:
     )
 
 
-def ceiling_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> str:
+def limits_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> str:
     """`training alone 1.9k samples/s, loading alone 950k: training limits, 98 % reached between validations`"""
     unit = "" if speed is None else f" {speed[1]}"
     load, train = quantity(facts["load_per_second"]), quantity(facts["train_per_second"])

@@ -25,7 +25,7 @@ LEGEND_MARK, LETTER, LEGEND_LINE = (
     0.19,
 )  # inches of legends in 9 points: mark and gaps, letter, line
 # Given when axes are made: each tick that is changed afterwards is made again.
-AXES = {
+AXES: dict[Any, Any] = {
     "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.7, "axes.spines.top": False, "axes.spines.right": False,
     "xtick.labelsize": 9, "ytick.labelsize": 9,
 }  # fmt: skip
@@ -50,11 +50,10 @@ def widest(texts: Sequence[str], points: float) -> float:
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties
 
-    renderer, font = (
-        FigureCanvasAgg(Figure(figsize=(1, 1), dpi=DPI)).get_renderer(),
-        FontProperties(size=points),
-    )
-    return max(renderer.get_text_width_height_descent(text, font, ismath=False)[0] for text in texts) / DPI
+    agg: Any = FigureCanvasAgg(Figure(figsize=(1, 1), dpi=DPI))
+    renderer, font = agg.get_renderer(), FontProperties(size=points)
+    widths = (renderer.get_text_width_height_descent(text, font, ismath=False)[0] for text in texts)
+    return float(max(widths)) / DPI
 
 
 def width_of(columns: int) -> float:

@@ -13,7 +13,7 @@ source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.067
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from statistics import median_low
 from time import perf_counter, sleep
 from typing import NamedTuple
@@ -23,7 +23,7 @@ import torch
 from trainrun.data.threads import num_ahead
 from trainrun.data.undecided import Undecided
 from trainrun.interfaces import MicroBatch, counts_before
-from trainrun.ledger import LOOP
+from trainrun.ledger import Session
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 from trainrun.start.stage import uncopied
@@ -31,44 +31,18 @@ from trainrun.start.trial import stand_ins
 from trainrun.state import TrainState
 
 MIN_STEPS = 50  # the first ones warm up
-MOST_SHARE = 0.01  # of the time of all steps, for both laps together
+MOST_SHARE = 0.01  # of the time of all steps, for both together
 WORKER_START = 0.1  # seconds for each process
-MOST_BATCHES = 256  # of the load-only lap
-KEPT = 4  # of them the train-only lap uses
+MOST_BATCHES = 256  # of the loading alone
+KEPT = 4  # of them the training alone uses
 LEAST_STEPS = 2  # after one that warms up
 TAKEN = 3  # batches that are taken over, at most
-ON_DEVICE = ("check", "clip", "optimizer")
-UPDATE = (*ON_DEVICE, "runner")
 
 Clock = Callable[[], float]
 Wait = Callable[[float], None]
 
 
-class Session(NamedTuple):
-    """What this rank did since it was started: steps, items, and the ledger when the training ended.
-
-    device: seconds of the phases of sampled steps on a GPU (`DeviceTimes.read`), where the ledger's are those of
-    launching the work.
-    """
-
-    steps: int
-    items: float
-    seconds: Mapping[str, float]
-    device: Mapping[str, float] = {}
-
-    @property
-    def update_seconds(self) -> float:
-        """Of the updates of all steps."""
-        if sampled := self.device.get("steps"):
-            return sum(self.device.get(name, 0.0) for name in ON_DEVICE) * self.steps / sampled
-        return sum(self.seconds.get(name, 0.0) for name in UPDATE)
-
-    @property
-    def loop_seconds(self) -> float:
-        return sum(self.seconds.get(name, 0.0) for name in LOOP)
-
-
-class Ceilings(NamedTuple):
+class ThroughputLimits(NamedTuple):
     """load, train: items a second of this rank, each alone. reached: share of the lower one that the run had."""
 
     load: float
@@ -80,7 +54,7 @@ class Ceilings(NamedTuple):
         return "load" if self.load < self.train else "train"
 
 
-class Lap(NamedTuple):
+class ItemSeconds(NamedTuple):
     """Seconds of one item: loaded alone, taken over when it is there already, and in forward and backward alone."""
 
     load: float
@@ -88,9 +62,9 @@ class Lap(NamedTuple):
     train: float
 
 
-def ceilings(
+def throughput_limits(
     parts: Parts, state: TrainState, session: Session, clock: Clock = perf_counter, wait: Wait = sleep
-) -> Ceilings | None:
+) -> ThroughputLimits | None:
     """None where the run is too short, or where it cannot be told without moving it."""
     seconds, items = session.seconds, session.items
     if session.steps < MIN_STEPS or not items or not seconds.get("forward"):
@@ -98,14 +72,14 @@ def ceilings(
     load, train = seconds.get("data", 0.0), seconds["forward"] + seconds.get("backward", 0.0)
     on_cpu = parts.parallel.device.type == "cpu"
     if ahead(parts) or not on_cpu:
-        lap = measured_lap(parts, state, session, clock, wait)
-        if lap is None:
+        alone = measured_alone(parts, state, session, clock, wait)
+        if alone is None:
             return None
-        load = lap.load * items
+        load = alone.load * items
         # On a CPU training alone cannot be slower than beside the loading; also where the copy was not compiled.
-        train = min(lap.train * items, train) + lap.take * items if on_cpu else lap.train * items
+        train = min(alone.train * items, train) + alone.take * items if on_cpu else alone.train * items
     train += session.update_seconds
-    return Ceilings(items / max(load, 1e-9), items / train, max(load, train) / session.loop_seconds)
+    return ThroughputLimits(items / max(load, 1e-9), items / train, max(load, train) / session.loop_seconds)
 
 
 def ahead(parts: Parts) -> int:
@@ -132,10 +106,12 @@ def start_seconds(parts: Parts) -> float:
     return 0.0 if engine_of(parts) == "threads" else WORKER_START * readers(parts)
 
 
-def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock, wait: Wait) -> Lap | None:
+def measured_alone(
+    parts: Parts, state: TrainState, session: Session, clock: Clock, wait: Wait
+) -> ItemSeconds | None:
     """None where the share of the run that it may take is too short for it."""
     accumulate = parts.config.trainer.accumulate_grad_batches
-    usual = session.loop_seconds / (session.steps * accumulate)  # of a batch, so neither lap's is longer
+    usual = session.loop_seconds / (session.steps * accumulate)  # of a batch, so neither alone is longer
     number = max(readers(parts), 1)
     again = min(ahead(parts), TAKEN) if parts.parallel.device.type == "cpu" else 0
     needed = (ahead(parts) + 2 * again + 2 * number + 1 + LEAST_STEPS) * usual + start_seconds(parts)
@@ -152,17 +128,17 @@ def measured_lap(parts: Parts, state: TrainState, session: Session, clock: Clock
     try:
         with kept_random_state():
             with contextlib.closing(batches_from(parts, state)) as batches:
-                kept, load = load_lap(parts, batches, number, began + limit / 2, clock)
+                kept, load = measured_loading(parts, batches, number, began + limit / 2, clock)
                 to_read = load * again * kept[-1].counted_by(parts.task)  # seconds, until all ahead are there
                 wait(min(to_read, again * usual))
-                take = take_lap(parts, batches, kept[-1], again, lambda: wait(usual), clock)
-            return Lap(load, take, train_lap(parts, kept, began + limit, clock))
+                take = measured_taking(parts, batches, kept[-1], again, lambda: wait(usual), clock)
+            return ItemSeconds(load, take, measured_training(parts, kept, began + limit, clock))
     # Whatever the user's data and model do when they are asked again, a finished run is not lost to a figure.
     except Exception:
         return None
 
 
-def load_lap(
+def measured_loading(
     parts: Parts, batches: Iterator[MicroBatch], number: int, deadline: float, clock: Clock
 ) -> tuple[list[MicroBatch], float]:
     """Some batches, the newest last, and the seconds of one item, once what was read ahead of the clock is used up."""
@@ -178,7 +154,7 @@ def load_lap(
     return kept, (clock() - begin) / max(items, 1)
 
 
-def take_lap(
+def measured_taking(
     parts: Parts,
     batches: Iterator[MicroBatch],
     before: MicroBatch,
@@ -211,7 +187,7 @@ def batches_from(parts: Parts, state: TrainState) -> Generator[MicroBatch, None,
         epoch, start = epoch + 1, 0
 
 
-def train_lap(parts: Parts, kept: list[MicroBatch], deadline: float, clock: Clock) -> float:
+def measured_training(parts: Parts, kept: list[MicroBatch], deadline: float, clock: Clock) -> float:
     """Seconds of one item in forward and backward of copies."""
     model, task = stand_ins(parts.model, parts.task)
     parameters = list(model.parameters())

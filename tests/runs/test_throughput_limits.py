@@ -1,4 +1,4 @@
-"""Loading alone, training alone, and what was wasted: told from the ledger, or from laps that move nothing."""
+"""Loading alone, training alone, and what was wasted: told from the ledger, or measured alone, which moves nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import exact_parts
 import pytest
 import torch
 
-from trainrun.ending import ceilings as module
-from trainrun.ending.ceilings import Session, ahead, ceilings
-from trainrun.ending.finish import ceiling_facts
-from trainrun.ending.hint import hint
-from trainrun.ending.padding_share import padding_share
-from trainrun.monitor.console import ceiling_line, end_lines
+from trainrun.ledger import Session
+from trainrun.monitor.console import end_lines, limits_line
 from trainrun.state import TrainState
+from trainrun.summary import throughput_limits as module
+from trainrun.summary.at_end import limit_facts
+from trainrun.summary.hint import hint
+from trainrun.summary.padding_fraction import padding_fraction
+from trainrun.summary.throughput_limits import ThroughputLimits, ahead, throughput_limits
 
 STEPS, BATCH = 200, 4
 
@@ -85,7 +86,9 @@ def test_predictions_over_a_grid_of_stage_times(monkeypatch):
             session.seconds["data"] + STEPS * take,
             STEPS * 0.0005,
         )
-        found = ceilings(staged(clock, load, train, take=take), TrainState(), session, clock, clock.wait)
+        found = throughput_limits(
+            staged(clock, load, train, take=take), TrainState(), session, clock, clock.wait
+        )
         assert found is not None
         assert found.load == pytest.approx(BATCH / (load + take), rel=0.05 + take / load)
         assert found.train == pytest.approx(BATCH / (train + 0.0005 + take), rel=0.01)
@@ -111,7 +114,7 @@ def test_a_batch_is_taken_over_after_a_pause_as_long_as_a_step():
         stepped[0] = True
         clock.now += 1.0
 
-    assert module.take_lap(parts, taken(), batch, 3, step, clock) == pytest.approx(0.004 / BATCH)
+    assert module.measured_taking(parts, taken(), batch, 3, step, clock) == pytest.approx(0.004 / BATCH)
 
 
 def test_what_is_read_between_steps_is_told_by_the_ledger():
@@ -125,7 +128,7 @@ def test_what_is_read_between_steps_is_told_by_the_ledger():
         "optimizer": 0.5,
         "logging": 0.5,
     }
-    found = ceilings(parts, TrainState(), Session(STEPS, 100.0, seconds), clock)
+    found = throughput_limits(parts, TrainState(), Session(STEPS, 100.0, seconds), clock)
     assert found == (50.0, pytest.approx(100 / 3.5), pytest.approx(3.5 / 6))
     assert clock.now == 0
 
@@ -134,34 +137,36 @@ def test_runs_that_are_too_short_for_it_have_none():
     clock = Clock()
     parts = staged(clock, 0.01, 0.01)
     assert (
-        ceilings(parts, TrainState(), ran(0.01, 0.01), clock, clock.wait) is None
-    )  # laps would be over 1 % of 2 s
-    assert ceilings(parts, TrainState(), ran(0.01, 0.01)._replace(steps=49), clock) is None
-    assert ceilings(parts, TrainState(), Session(STEPS, 100.0, {"other": 5.0}), clock) is None  # own loop
+        throughput_limits(parts, TrainState(), ran(0.01, 0.01), clock, clock.wait) is None
+    )  # measuring would take over 1 % of 2 s
+    assert throughput_limits(parts, TrainState(), ran(0.01, 0.01)._replace(steps=49), clock) is None
+    assert (
+        throughput_limits(parts, TrainState(), Session(STEPS, 100.0, {"other": 5.0}), clock) is None
+    )  # own loop
     assert clock.now == 0
 
 
-def test_laps_move_nothing_and_their_faults_end_nothing(monkeypatch):
+def test_measuring_moves_nothing_and_their_faults_end_nothing(monkeypatch):
     monkeypatch.setattr(module, "MOST_SHARE", 0.5)
     clock = Clock()
     parts = staged(clock, 0.01, 0.01)
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     random = torch.get_rng_state()
-    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock, clock.wait) is not None
+    assert throughput_limits(parts, TrainState(), ran(0.01, 0.01), clock, clock.wait) is not None
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(before[name], value) for name, value in parts.model.state_dict().items())
     assert all(parameter.grad is None for parameter in parts.model.parameters())
     parts.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
-    assert ceilings(parts, TrainState(), ran(0.01, 0.01), clock, clock.wait) is None
+    assert throughput_limits(parts, TrainState(), ran(0.01, 0.01), clock, clock.wait) is None
 
 
 def test_the_line_names_the_side_that_limits():
-    facts = ceiling_facts(module.Ceilings(load=1000.0, train=400.0, reached=0.97), world_size=2)
+    facts = limit_facts(ThroughputLimits(load=1000.0, train=400.0, reached=0.97), world_size=2)
     assert facts["limit"] == "train"
-    line = ceiling_line(facts, (750.0, "samples/s"))
+    line = limits_line(facts, (750.0, "samples/s"))
     assert line == "training alone 800 samples/s, loading alone 2k: training limits, its steps reach 97 %"
-    facts = ceiling_facts(module.Ceilings(load=100.0, train=400.0, reached=1.0), world_size=1)
-    assert ceiling_line(facts, None).startswith("loading alone 100, training alone 400: loading limits")
+    facts = limit_facts(ThroughputLimits(load=100.0, train=400.0, reached=1.0), world_size=1)
+    assert limits_line(facts, None).startswith("loading alone 100, training alone 400: loading limits")
 
 
 def masked(mask):
@@ -175,10 +180,10 @@ def masked(mask):
 def test_the_share_of_padding_is_counted():
     session = Session(STEPS, 800.0, {"data": 0.01, "forward": 10.0})
     mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
-    assert padding_share(masked(mask), TrainState(), session) == 0.5
-    assert padding_share(masked(None), TrainState(), session) == 0
+    assert padding_fraction(masked(mask), TrainState(), session) == 0.5
+    assert padding_fraction(masked(None), TrainState(), session) == 0
     slow = session._replace(seconds={"data": 10.0, "forward": 10.0})
-    assert padding_share(masked(mask), TrainState(), slow) == 0  # reading would take too long
+    assert padding_fraction(masked(mask), TrainState(), slow) == 0  # reading would take too long
 
 
 FINE = {"start-up": 50.0, "plots": 30.0, "forward": 40.0, "backward": 50.0, "data": 5.0, "validation": 5.0}
@@ -214,9 +219,9 @@ def test_no_hint_where_less_than_a_second_could_be_won():
 
 
 def test_the_summary_has_both_lines():
-    facts = ceiling_facts(module.Ceilings(1000.0, 400.0, 0.97), 1)
-    lines = end_lines({"ceilings": facts, "hint": "one line", "ledger": {"forward": 1.0}}, None)
-    assert [line.split()[0] for line in lines[1:]] == ["ceiling", "spent", "hint"]
+    facts = limit_facts(ThroughputLimits(1000.0, 400.0, 0.97), 1)
+    lines = end_lines({"throughput_limits": facts, "hint": "one line", "ledger": {"forward": 1.0}}, None)
+    assert [line.split()[0] for line in lines[1:]] == ["limits", "spent", "hint"]
     assert [line for line in end_lines({"hint": ""}, None) if "hint" in line] == []
 
 

@@ -7,16 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from trainrun.ending.ceilings import Session, ahead, batches_from, start_seconds
+from trainrun.ledger import Session
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
 from trainrun.state import TrainState
+from trainrun.summary.throughput_limits import ahead, batches_from, start_seconds
 
 BATCHES = 8
 MOST_SHARE = 0.005  # of the time of all steps
 
 
-def padding_share(parts: Parts, state: TrainState, session: Session) -> float:
+def padding_fraction(parts: Parts, state: TrainState, session: Session) -> float:
     """0 where the batches say nothing of padding, and where reading some would take too long."""
     if not session.steps:
         return 0.0

@@ -20,10 +20,11 @@ MAX_CLASSES = 100
 GRID = 25
 
 
-def show(parts: Parts, run: RunDir, class_names: tuple[str, ...]) -> dict[str, Any] | None:
-    """Writes sample predictions on rank 0 and returns the confusion row; None where there are no classes."""
+def confusion_row(parts: Parts, run: RunDir) -> dict[str, Any] | None:
+    """The row of the confusion matrix; None where there are no classes. Sample predictions are written on rank 0."""
     if parts.val is None or not isinstance(parts.task, Predicts):
         return None
+    class_names = parts.data_facts.class_names
     columns, images = _predictions(parts)
     pairs = _class_pairs(columns)
     everyone = [pair for pair in parts.parallel.gather(pairs) if pair is not None]
