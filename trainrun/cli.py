@@ -35,7 +35,7 @@ COMMANDS = {
     "ladder": "measure the folklore of fast training on your own model: what helps, and what hurts",
     "report": "draw the plots of a run again, or compare several",
     "import": "the weights of a foreign torch file as safetensors, without running anything of it",
-    "convert": "data in another format: .npy, Parquet, LMDB, TFRecord or tar shards",
+    "convert": "data in another format: .npy, HDF5, Parquet, LMDB, TFRecord or tar shards",
     "help": "the manual, by topic",
 }
 

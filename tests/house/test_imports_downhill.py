@@ -17,7 +17,7 @@ PACKAGE = ROOT / "trainrun"
 # A name with a slash is a group room (a folder); the files of one room may import each other.
 FLOORS = {
     10: ["cli", "record"],
-    9: ["lab/", "verify/"],
+    9: ["lab/", "verify/", "convert/"],
     8: ["runner", "rank", "restore", "external_run", "sweep/"],
     7: ["finish", "summary/"],
     6: ["build/", "existing", "repair"],

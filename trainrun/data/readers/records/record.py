@@ -51,8 +51,16 @@ def encode_sample(sample: Any) -> bytes:
     if container == "nested":
         metadata["tree"] = json.dumps(_tree(sample, "", []))
     if any(isinstance(array, Tensor) for array in arrays.values()):  # NumPy has no bfloat16
-        return bytes(save_tensors({name: torch.as_tensor(array) for name, array in arrays.items()}, metadata))
-    return bytes(save_arrays(arrays, metadata))
+        content = bytes(
+            save_tensors({name: torch.as_tensor(array) for name, array in arrays.items()}, metadata)
+        )
+    else:
+        content = bytes(save_arrays(arrays, metadata))
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size]) | {METADATA: metadata}  # safetensors writes those in any order
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 def decode_sample(content: bytes | memoryview) -> Any:

@@ -35,7 +35,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["a.npz", "out", "--to", "parquet", "--shard-size", "0"], "--shard-size 0: must be 1 or more"),
         (["a.npz", "out", "--to", "parquet", "--num-workers", "-1"], "--num-workers -1: must be 0 or more"),
         (["a.npz", "out", "--to", "npy", "--split", "test"], "the data has no data.test; it has train, val"),
-        (["a.npz", "a.bin", "--to", "npy"], "a.bin: this is a file; DEST is a folder that is made anew"),
+        (["a.npz", "a.bin", "--to", "npy"], "a.bin: this is a file; DEST is a folder that does not exist"),
         (["a.npz", "mixed", "--to", "npy"], "mixed: exists and is no conversion of trainrun's (it has a.csv)"),
         (["folder", "folder/out", "--to", "parquet"], "folder/out: lies in SOURCE, which must not change"),
         (["a.npz", "out", "--to", "npy", "data.train.no_such=1"], "no_such"),

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from convert_kit import FORMATS, convert, sources_of, use_of
 
-from trainrun.data.convert import npy, records
-from trainrun.data.convert.files import allocate, temporary_of, whole_file
+from trainrun.convert import array_files, record_files
+from trainrun.convert.folder import temporary_of, whole_file
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SLOW = ["data.train._target_=own_sources.Points", "data.train.count=120"]
 
 
@@ -30,7 +30,8 @@ def contents(folder: str) -> dict[str, bytes]:
 def start(*words: str) -> subprocess.Popen[str]:
     """The real command, in units of few samples, so that it can be stopped between them."""
     code = (
-        "import sys; from trainrun.data.convert import npy, records; npy.RANGE_BYTES = records.UNIT_BYTES = 320; "
+        "import sys; from trainrun.convert import array_files, record_files; "
+        "array_files.RANGE_BYTES = record_files.UNIT_BYTES = 320; "
         "from trainrun.cli import main; sys.exit(main(['convert', *sys.argv[1:]]))"
     )
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -40,7 +41,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 
 def some_units_done(to: str, dest: str) -> bool:
-    if to == "npy":
+    if to in ("npy", "hdf5"):
         noted = Path(dest, ".train-ranges.tmp")
         return noted.is_file() and noted.read_bytes().count(b"\n") >= 3
     if to == "lmdb":
@@ -60,7 +61,7 @@ def group_is_gone(group: int) -> bool:
 def test_stopped_and_run_again_gives_the_same_bytes(
     to: str, how: int, workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    shards = ["--shard-size", "10"] if to not in ("npy", "lmdb") else []
+    shards = ["--shard-size", "10"] if to not in ("npy", "hdf5", "lmdb") else []
     words = ["custom", "out", "--to", to, "--num-workers", "2", *shards, *SLOW, "data.train.delay=0.02"]
     process = start(*words)
     deadline = time.monotonic() + 300
@@ -80,8 +81,8 @@ def test_stopped_and_run_again_gives_the_same_bytes(
     done = [path for path in Path("out").rglob("train-*") if path.is_file()]
     whole = [path for path in done if path.suffix != ".idx" or path.with_suffix("") in done]
     before = {path: path.stat().st_ino for path in whole}  # an index comes ahead of its shard
-    monkeypatch.setattr(npy, "RANGE_BYTES", 320)
-    monkeypatch.setattr(records, "UNIT_BYTES", 320)
+    monkeypatch.setattr(array_files, "RANGE_BYTES", 320)
+    monkeypatch.setattr(record_files, "UNIT_BYTES", 320)
     assert convert(*words) == 0
     assert ("of them were there already" in capsys.readouterr().out) == (to != "lmdb")
     assert before.items() <= {path: path.stat().st_ino for path in Path("out").rglob("train-*")}.items()
@@ -93,9 +94,9 @@ def test_stopped_and_run_again_gives_the_same_bytes(
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_full_disk(to: str, workers: str, workdir: Path, capsys: pytest.CaptureFixture[str],
                      monkeypatch: pytest.MonkeyPatch):  # fmt: skip
-    monkeypatch.setattr(npy, "RANGE_BYTES", 2**18)
+    monkeypatch.setattr(array_files, "RANGE_BYTES", 2**18)
     np.savez("a.npz", x_train=np.random.default_rng(0).standard_normal((400, 500)), x_val=np.zeros((4, 500)))
-    shards = ["--shard-size", "100"] if to not in ("npy", "lmdb") else []
+    shards = ["--shard-size", "100"] if to not in ("npy", "hdf5", "lmdb") else []
     words = ["a.npz", "out", "--to", to, "--num-workers", workers, *shards, "data.train.target=null"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
@@ -117,15 +118,15 @@ def test_a_full_disk(to: str, workers: str, workdir: Path, capsys: pytest.Captur
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_broken_sample_is_named(to: str, workers: str, workdir: Path, capsys: pytest.CaptureFixture[str],
                                   monkeypatch: pytest.MonkeyPatch):  # fmt: skip
-    monkeypatch.setattr(npy, "RANGE_BYTES", 320)
-    monkeypatch.setattr(records, "UNIT_BYTES", 320)
-    shards = ["--shard-size", "10"] if to not in ("npy", "lmdb") else []
+    monkeypatch.setattr(array_files, "RANGE_BYTES", 320)
+    monkeypatch.setattr(record_files, "UNIT_BYTES", 320)
+    shards = ["--shard-size", "10"] if to not in ("npy", "hdf5", "lmdb") else []
     words = [*SLOW, "data.train.bad=77"]
     assert convert("custom", "out", "--to", to, "--num-workers", workers, *shards, *words) == 2
     err = capsys.readouterr().err
     assert "data.train: sample 77 of Points cannot be read: ValueError: this one is broken" in err
     assert "own_sources.py line" in err
-    assert not [path for path in Path("out").rglob("*") if path.suffix in (".npy", ".lmdb")]
+    assert not [path for path in Path("out").rglob("*") if path.suffix in (".npy", ".h5", ".lmdb")]
 
 
 @pytest.mark.parametrize("to", ["npy", "parquet", "webdataset"])
@@ -151,7 +152,7 @@ def test_a_source_that_draws_is_found_out(workdir: Path, capsys: pytest.CaptureF
 
 def test_half_a_line_in_the_notes_counts_for_nothing(workdir: Path, monkeypatch: pytest.MonkeyPatch):
     """The line of a range is there as a whole when the range is on the disk."""
-    monkeypatch.setattr(npy, "RANGE_BYTES", 320)
+    monkeypatch.setattr(array_files, "RANGE_BYTES", 320)
     words = ["custom", "out", "--to", "npy", "--num-workers", "0", *SLOW]
     assert convert(*words) == 0
     whole = contents("out")
@@ -175,9 +176,3 @@ def test_a_whole_file_or_none(tmp_path: Path):
         file.write(b"all")
         assert not path.exists()
     assert path.read_bytes() == b"all"
-
-
-def test_the_room_is_taken_before_it_is_written(tmp_path: Path):
-    allocate(tmp_path / "a", 2**20)
-    state = os.stat(tmp_path / "a")
-    assert (state.st_size, state.st_blocks * 512 >= 2**20) == (2**20, True)

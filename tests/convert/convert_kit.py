@@ -14,7 +14,7 @@ from PIL import Image
 
 from trainrun.build.parts import build_sources
 from trainrun.cli import main
-from trainrun.data.convert.samples import Samples, leaves_of
+from trainrun.convert.samples import Samples, leaves_of
 from trainrun.words.compose import compose_run
 
 N = 24
@@ -147,7 +147,7 @@ SOURCES = {
         own_iterable, digits, synthetic,
     )
 }  # fmt: skip
-FORMATS = ("npy", "parquet", "lmdb", "tfrecord", "webdataset")
+FORMATS = ("npy", "hdf5", "parquet", "lmdb", "tfrecord", "webdataset")
 LENGTHS_DIFFER = ("parquet_lists", "text_lines", "hugging_face")
 
 
@@ -180,7 +180,7 @@ def source_words(words: list[str]) -> list[str]:
 
 
 def arrays_in(samples: Samples) -> list[list[np.ndarray]]:
-    return [[leaf for _, leaf in leaves_of(sample)] for sample in samples.read(0, len(samples))]
+    return [[leaf for _, leaf in leaves_of(sample)] for _, sample in samples.read(0, len(samples))]
 
 
 def assert_same(source: Samples, found: Samples, exact: bool) -> None:

@@ -13,10 +13,10 @@ import pytest
 from convert_kit import convert
 
 from trainrun.cli import main
-from trainrun.data.convert.lock import LOCK, locked
+from trainrun.convert.folder import LOCK, locked
 from trainrun.errors import ConfigError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SLOW = ["custom", "out", "--to", "npy", "--num-workers", "1", "data.train._target_=own_sources.Points",
         "data.train.count=60"]  # fmt: skip
 
@@ -72,15 +72,16 @@ def test_a_fault_before_the_first_file_leaves_no_folder(workdir: Path):
 def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import fcntl
 
-    real, removed = fcntl.flock, []
+    real = fcntl.flock
 
     def flock(descriptor: int, how: int) -> None:
-        if not removed:  # the conversion before ended between our opening and our locking
-            (tmp_path / "out" / LOCK).unlink()
-            removed.append(True)
+        (tmp_path / "out" / LOCK).unlink()  # the conversion before ended between our opening and our locking
         real(descriptor, how)
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", flock)
+        with pytest.raises(ConfigError, match="another conversion"), locked(tmp_path / "out"):
+            pass
     with locked(tmp_path / "out"):
         assert (tmp_path / "out" / LOCK).read_text() == f"{os.getpid()}\n"
         with pytest.raises(ConfigError, match="another conversion"), locked(tmp_path / "out"):

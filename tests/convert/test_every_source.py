@@ -21,15 +21,25 @@ from trainrun.cli import main
 
 def refused(kind: str, to: str) -> str:
     """Why a format cannot keep a source; empty where it can."""
-    if to == "npy" and kind in LENGTHS_DIFFER:
+    if to in ("npy", "hdf5") and kind in LENGTHS_DIFFER:
         return "the lengths of"
-    if to == "npy" and kind == "parquet_inputs_by_name":
+    if to in ("npy", "hdf5") and kind == "parquet_inputs_by_name":
         return "its samples are dicts"
     return ""
 
 
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("kind", SOURCES)
+ALIKE = {
+    "hdf5": "npy",
+    "lmdb": "tfrecord",
+    "webdataset": "tfrecord",
+}  # these share most of their code with others
+EVERY_FORMAT = ("csv_regression", "pictures", "npz", "text_lines", "own_map_style", "own_iterable")
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"),
+    [(kind, to) for kind in SOURCES for to in FORMATS if kind in EVERY_FORMAT or to not in ALIKE],
+)
 def test_each_sample_is_what_it_was(kind: str, to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
     words = SOURCES[kind](workdir)
     source, *settings = words
@@ -45,14 +55,14 @@ def test_each_sample_is_what_it_was(kind: str, to: str, workdir: Path, capsys: p
     assert before.keys() == after.keys()
     for name in before:
         assert_same(before[name], after[name], exact=to in ("lmdb", "tfrecord"))
-        if to != "npy":
+        if to not in ("npy", "hdf5"):
             kept = before[name].class_names if to != "parquet" or kind != "half_precision" else ()
             assert after[name].class_names == kept
     assert not list(Path("out").rglob(".*"))
 
 
 @pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("kind", ["digits", "pictures", "npz"])
+@pytest.mark.parametrize("kind", ["pictures", "npz"])
 def test_a_run_trains_with_the_words(kind: str, to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
     source, *settings = SOURCES[kind](workdir)
     assert convert(source, "o u,t", "--to", to, "--num-workers", "0", *settings) == 0
@@ -87,7 +97,7 @@ def test_pictures_keep_the_bytes_of_their_files(to: str, workdir: Path):
 def test_equal_inputs_give_equal_bytes(to: str, workdir: Path):
     """By one process and by several, which divide the work anew each time."""
     source, *settings = SOURCES["digits"](workdir)
-    shards = ["--shard-size", "50"] if to not in ("npy", "lmdb") else []
+    shards = ["--shard-size", "50"] if to not in ("npy", "hdf5", "lmdb") else []
     for dest, workers in (("a", "0"), ("b", "3")):
         assert convert(source, dest, "--to", to, "--num-workers", workers, *shards, *settings) == 0
     assert contents("a") == contents("b")
@@ -99,7 +109,7 @@ def contents(folder: str) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize(("size", "shards"), [(1, 24), (23, 2), (24, 1), (25, 1), (12, 2)])
+@pytest.mark.parametrize(("size", "shards"), [(1, 24), (23, 2), (25, 1)])
 @pytest.mark.parametrize("kind", ["own_map_style", "own_iterable"])
 def test_shard_borders(kind: str, size: int, shards: int, workdir: Path, capsys: pytest.CaptureFixture[str]):
     words = SOURCES[kind](workdir)
@@ -114,8 +124,8 @@ def test_shard_borders(kind: str, size: int, shards: int, workdir: Path, capsys:
     assert_same(sources_of(source_words(words))["train"], after, exact=True)
 
 
-@pytest.mark.parametrize("to", FORMATS)
-@pytest.mark.parametrize("split", ["val", "test"])
+@pytest.mark.parametrize(("split", "to"), [("val", "npy"), ("test", "npy"), ("test", "hdf5"), ("val", "lmdb"),
+                                           ("test", "parquet")])  # fmt: skip
 def test_one_part_alone(split: str, to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
     source, *settings = SOURCES["npz"](workdir)
     assert convert(source, "out", "--to", to, "--split", split, *settings) == 0

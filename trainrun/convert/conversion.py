@@ -1,0 +1,190 @@
+"""From the parts of a source to a folder that is complete and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from trainrun.config import DataConfig
+from trainrun.convert.folder import Journal, check_folder, locked, writing_to
+from trainrun.convert.samples import Samples, leaves_of
+from trainrun.convert.source import DEST, filled
+from trainrun.convert.usage import EXACT, node_of, paths_in, target_of
+from trainrun.convert.write import write_parts
+from trainrun.data.cache.fingerprint import own_fingerprint
+from trainrun.errors import ConfigError, DataError
+from trainrun.instantiate import bind_faults, build
+from trainrun.words.compose import compose_run
+
+SPLITS = ("train", "val", "test")
+GROUPS = {
+    "npy": "arrays", "hdf5": "hdf5", "parquet": "parquet", "lmdb": "lmdb", "tfrecord": "tfrecord",
+    "webdataset": "webdataset",
+}  # fmt: skip
+NUM_CHECKED = 16
+PLAIN = re.compile(r"[\w./{}-]*")
+
+
+def convert(to: str, dest: Path, config: DataConfig, split: str | None, arguments: list[str], size: int | None,
+            num_workers: int, say: Callable[[str], None]) -> None:  # fmt: skip
+    """Write DEST or what is missing of it, check it, and say how it is used. arguments: those that change DEST."""
+    check_folder(dest, arguments)
+    with locked(dest):
+        journal = check_folder(dest, arguments)
+        identity, parts = _parts_of(config, split)
+        if journal is not None and journal.identity != identity:
+            raise ConfigError(
+                f"{dest}: the source is not what it was when this conversion began; delete {dest} and convert it "
+                "again, or name another folder"
+            )
+        found = {name: target_of(to, dest, name, samples, size) for name, samples in parts.items()}
+        targets = {name: target for name, (target, _) in found.items()}
+        use = [f"data={GROUPS[to]}", *paths_in(to, list(parts)), *next(iter(found.values()))[1]]
+        if _is_held_out(config, parts):
+            say(
+                f"val is the part of the training data that a run holds out (data.train.val_fraction="
+                f"{config.train['val_fraction']:g}); all of it as train: data.val=null data.train.val_fraction=0"
+            )
+        if journal is None:
+            with writing_to(dest):
+                Journal(arguments, identity, use=use).write(dest)
+        write_parts(dest, targets, parts, num_workers, Console(highlight=False), say)
+        test, count = _checked(to, dest, parts, use)
+        files = [file for target in targets.values() for file in target.files]
+        sizes = {str(file.relative_to(dest)): file.stat().st_size for file in files}
+        with writing_to(dest):
+            Journal(arguments, identity, True, use, test, sizes).write(dest)
+    total = sum(sizes.values()) / 1e6
+    say(f"{dest}: {len(sizes)} files, {total:,.1f} MB; {count} samples read back are the same")
+    if to == "npy" and "train" not in parts:
+        names = ", ".join(f"x_{name}.npy" for name in parts)
+        say(f"use it with data=arrays: move {names} (and y) beside an x_train.npy")
+        return
+    say(f"use it with: {shlex.join(filled(use, dest))}")
+    if test:
+        say(f"with test data: {shlex.join(filled(test, dest))}")
+
+
+def _parts_of(config: DataConfig, split: str | None) -> tuple[str, dict[str, Samples]]:
+    """The parts of the source, and what tells them from others: files by size and time of change, or the content."""
+    nodes = {name: node for name in SPLITS if (node := getattr(config, name))}
+    if split is not None and split not in nodes:
+        raise ConfigError(f"--split {split}: the data has no data.{split}; it has {', '.join(nodes)}")
+    chosen = {name: node for name, node in nodes.items() if split in (None, name)}
+    errors = [error for name, node in chosen.items() for error in bind_faults(node, f"data.{name}")]
+    if errors:
+        raise ConfigError(*errors)
+    digest, parts = hashlib.sha256(), {}
+    for name, node in chosen.items():
+        source = build(node, f"data.{name}")
+        digest.update(f"{name} {node} {own_fingerprint(source)}".encode())
+        parts[name] = samples = Samples(source, f"data.{name}")
+        digest.update(f"{len(samples)} {samples.class_names}".encode())
+        for path, leaf in (leaf for sample in samples.probes for leaf in leaves_of(sample)):
+            content = leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode()
+            digest.update(f"{path} {getattr(leaf, 'dtype', '')} {len(content)} ".encode() + content)
+    return digest.hexdigest(), parts
+
+
+def _is_held_out(config: DataConfig, parts: dict[str, Samples]) -> bool:
+    """Whether the source was divided as a run divides it, rather than having parts of its own."""
+    node = config.train or {}
+    if not (node.get("val_fraction") and {"train", "val"} <= parts.keys()) or node.get("val_path"):
+        return False
+    whole = Samples(build({**node, "val_fraction": 0.0}, "data.train"), "data.train")
+    return len(whole) == len(parts["train"]) + len(parts["val"])
+
+
+def _checked(to: str, dest: Path, parts: dict[str, Samples], use: list[str]) -> tuple[list[str], int]:
+    """The settings of the test data, and how many samples a run reads as the source gives them.
+
+    DataError: one is another one.
+    """
+    config, count = compose_run(filled(use, dest)).config.data, 0
+    test = node_of(to, config.train, DEST, "test")
+    for number, (split, samples) in enumerate(parts.items()):
+        node = config.val if split == "val" and number else config.train
+        if to == "npy" or (split == "test" and number):
+            node = node_of(to, config.train, str(dest), split)
+        try:
+            written = Samples(build(node, f"data.{split}"), f"data.{split}")
+        except DataError as error:
+            raise DataError(f"{dest}: cannot be read back: {error}") from error
+        count += _compare(samples, written, to in EXACT)
+    alone = "test" not in parts or len(parts) == 1
+    return [] if alone else [
+        f"data.test.{key}={_quoted(test[key])}" for key in test if test[key] is not None
+    ], count
+
+
+def _quoted(value: Any) -> str:
+    """A value as Hydra reads it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_quoted, value))}]"
+    if not isinstance(value, str):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    return value if PLAIN.fullmatch(value) else f"'{value}'"
+
+
+def _compare(source: Samples, written: Samples, exact: bool) -> int:
+    """The number of samples compared: the first, the last, and some between. exact: in the same containers too."""
+    if len(written) != len(source):
+        raise DataError(f"{source.key}: {len(source)} samples, but {len(written)} are read back")
+    between = np.random.default_rng(len(source)).permutation(np.arange(1, len(source) - 1))[: NUM_CHECKED - 2]
+    numbers = sorted({0, len(source) - 1, *between.tolist()})
+    if source.sequential:
+        numbers = list(range(len(numbers)))
+    for number, sample, found in zip(numbers, source.chosen(numbers), written.chosen(numbers), strict=True):
+        error = _difference(sample, found, exact)
+        if error and not source.sequential and _difference(sample, source.chosen([number])[0], True):
+            raise DataError(
+                f"{source.describe(number)}: is another one whenever it is read; convert needs a source that "
+                "gives the same each time: what is random belongs into data.transform or data.augment"
+            )
+        if error:
+            raise DataError(
+                f"{source.describe(number)}: {error} when it is read back ({written.describe(number)}); another "
+                "format may keep it, lmdb keeps every sample"
+            )
+    return len(numbers)
+
+
+def _difference(sample: Any, found: Any, exact: bool) -> str:
+    """What is not the same; "" if all is. Another type that holds the same values is equal, and (1,) is like ()."""
+    if exact and _container(sample) != _container(found):
+        return f"{_container(sample)} becomes {_container(found)}"
+    leaves, others = ([leaf for _, leaf in leaves_of(one)] for one in (sample, found))
+    if len(leaves) != len(others):
+        return f"{len(leaves)} arrays become {len(others)}"
+    for number, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
+        if not _same(leaf, other):
+            return f"array {number} ({_brief(leaf)}) becomes another ({_brief(other)})"
+    return ""
+
+
+def _container(sample: Any) -> str:
+    if isinstance(sample, dict):
+        return f"dict({', '.join(map(str, sample))})"
+    return type(sample).__name__ if isinstance(sample, tuple | list) else "array"
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
+        if type(one) is type(other) and hasattr(one, "equal"):  # bfloat16
+            return bool(one.dtype == other.dtype and one.equal(other))
+        return bool(type(one) is type(other) and one == other)
+    if one.shape != other.shape and {one.shape, other.shape} != {(), (1,)}:
+        return False
+    cast = one.astype(other.dtype)
+    return cast.tobytes() == other.tobytes() and cast.astype(one.dtype).tobytes() == one.tobytes()
+
+
+def _brief(leaf: Any) -> str:
+    return f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, np.ndarray) else type(leaf).__name__

@@ -1,0 +1,159 @@
+"""The folder that a conversion writes: whole files or none, its `convert.json`, and one writer at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO
+
+from trainrun.errors import ConfigError, DataError
+from trainrun.rundir import read_json, sync_path, write_json
+
+NAME, LOCK, ENDING = "convert.json", ".convert.json.lock", ".tmp"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+BUSY = (errno.EAGAIN, errno.EACCES)
+NO_LOCKS = (
+    errno.ENOLCK,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+)  # some network folders: two writers are not kept apart
+
+
+@dataclass(frozen=True)
+class Journal:
+    """`convert.json`. arguments: those that change what is written. identity: of the source.
+
+    use: the settings of a run, with {dest} in them; use_test: those of its test data.
+    files: name below the folder and size; complete ones only.
+    """
+
+    arguments: list[str]
+    identity: str
+    complete: bool = False
+    use: list[str] = field(default_factory=list)
+    use_test: list[str] = field(default_factory=list)
+    files: dict[str, int] = field(default_factory=dict)
+
+    def write(self, dest: Path) -> None:
+        write_json(dest / NAME, asdict(self), durable=True)
+
+
+def read_journal(dest: Path) -> Journal | None:
+    """The journal of a folder, if it has one. ConfigError: it cannot be read."""
+    try:
+        return Journal(**read_json(dest / NAME))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{dest}: its {NAME} cannot be read ({error}); delete the folder, or name another one"
+        ) from error
+
+
+def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
+    """The journal to continue. ConfigError: the place is taken, or by a conversion with other arguments."""
+    if not dest.exists():
+        return None
+    if not dest.is_dir():
+        raise ConfigError(f"{dest}: this is a file; DEST is a folder that does not exist")
+    journal = read_journal(dest)
+    if journal is None:
+        others = sorted(item.name for item in dest.iterdir() if not item.name.startswith(f".{NAME}."))
+        if others:
+            raise ConfigError(
+                f"{dest}: exists and is no conversion of trainrun's (it has {others[0]}); name a folder that "
+                "does not exist"
+            )
+    elif journal.arguments != arguments:
+        state = "a finished" if journal.complete else "an unfinished"
+        raise ConfigError(
+            f"{dest}: holds {state} conversion with other words: {' '.join(journal.arguments)}; use those, name "
+            "another folder, or delete it"
+        )
+    return journal
+
+
+@contextmanager
+def locked(dest: Path) -> Iterator[None]:
+    """Make the folder and keep other conversions out of it. ConfigError: one writes to it.
+
+    The lock ends with the process that holds it, however that ends.
+    """
+    import fcntl  # not on Windows
+
+    place = dest / LOCK
+    with writing_to(dest):
+        dest.mkdir(parents=True, exist_ok=True)
+        lock = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with writing_to(dest):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                busy = not place.exists() or not os.path.samestat(os.fstat(lock), os.stat(place))
+            except OSError as error:
+                busy = error.errno in BUSY
+                if not busy and error.errno not in NO_LOCKS:
+                    raise
+            if busy:  # or it ended a moment ago and has removed its file
+                raise ConfigError(
+                    f"{dest}: another conversion writes to it (process {os.pread(lock, 20, 0).decode().strip()}); "
+                    "wait until it is done, or name another folder"
+                )
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        try:
+            yield
+        finally:
+            place.unlink(missing_ok=True)  # while it is held
+            with suppress(OSError):  # not empty, as it should be
+                dest.rmdir()
+    finally:
+        os.close(lock)
+
+
+def temporary_of(path: Path) -> Path:
+    """A hidden name, so that no reader takes the file for data."""
+    return path.with_name(f".{path.name}{ENDING}")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that gets its name when all of it is on the disk; a failure leaves nothing."""
+    try:
+        with temporary_of(path).open("wb") as file:
+            yield file
+        publish(path)
+    finally:
+        temporary_of(path).unlink(missing_ok=True)
+
+
+def publish(path: Path) -> None:
+    """Give a temporary file its final name, when its content is on the disk."""
+    sync_path(temporary_of(path))
+    os.replace(temporary_of(path), path)
+    sync_path(path.parent)
+
+
+def remove_temporary(folder: Path, keep: set[Path]) -> None:
+    """Remove what a conversion that was stopped has left half-written."""
+    for path in set(folder.rglob(f".*{ENDING}")) - keep:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing_to(dest: Path) -> Iterator[None]:
+    """Turn what the system refuses into a DataError with the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise DataError(
+                f"{dest}: no room is left ({os.strerror(error.errno or 0)}); what is finished there stays. "
+                "Make room and run the same words again: it goes on where it stopped"
+            ) from error
+        place = f" ({error.filename})" if error.filename else ""
+        raise DataError(f"{dest}: cannot write there: {error.strerror or error}{place}") from error

@@ -1,0 +1,90 @@
+"""What SOURCE is: the settings of a run that reads it, by its ending or by what is in the folder."""
+
+from __future__ import annotations
+
+import glob
+import os
+from itertools import islice
+from pathlib import Path
+
+from trainrun.convert.folder import read_journal
+from trainrun.errors import ConfigError
+
+ENDINGS = {
+    ".csv": "csv", ".csv.gz": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet", ".h5": "hdf5",
+    ".hdf5": "hdf5", ".npz": "arrays", ".lmdb": "lmdb", ".mdb": "lmdb", ".tfrecord": "tfrecord",
+    ".tfrecords": "tfrecord", ".tfrec": "tfrecord", ".tar": "webdataset", ".txt": "text", ".txt.gz": "text",
+    ".arrow": "datasets", ".jsonl": "datasets", "-ubyte": "idx", "-ubyte.gz": "idx", ".npy": "arrays",
+}  # fmt: skip
+SAVED_DATASET = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of Hugging Face
+PICTURES = (".jpg", ".jpeg", ".png")
+MOST_FILES = 1000  # of a folder that are looked at
+DEST = "{dest}"
+
+
+def source_of(source: str, data: str | None, dest: Path, groups: list[str]) -> tuple[str, list[str]]:
+    """The data group and the settings that read SOURCE. data: what --data says."""
+    if data is not None and data not in groups:
+        raise ConfigError(f"--data {data}: no such data group; allowed: {', '.join(groups)}")
+    place = Path(source).expanduser()
+    if data is None and source in groups:
+        if place.exists():
+            raise ConfigError(f"{source}: is a data group and a place here; write ./{source} for the place")
+        return source, [f"data={source}"]
+    if data is None and place.is_dir() and (journal := read_journal(place)) is not None:
+        if not journal.complete:
+            raise ConfigError(
+                f"{place}: is a conversion that is not finished; finish it first with its own words"
+            )
+        return "converted", filled([*journal.use, *journal.use_test], place)
+    group = data or _group_of(source, place, groups)
+    if dest.resolve().is_relative_to(place.resolve()):
+        raise ConfigError(f"{dest}: lies in SOURCE, which must not change; name a folder elsewhere")
+    return group, [f"data={group}", f"data.path={source}"]
+
+
+def filled(settings: list[str], dest: Path) -> list[str]:
+    """Settings of a journal with the folder in its place."""
+    return [setting.replace(DEST, str(dest)) for setting in settings]
+
+
+def _group_of(source: str, place: Path, groups: list[str]) -> str:
+    way = f"say which data group reads it: --data {' or '.join(groups)}"
+    if place.is_dir():
+        found = _groups_in(place)
+        if len(found) == 1:
+            return found.pop()
+        several = f"has files of several kinds ({', '.join(sorted(found))})"
+        raise ConfigError(
+            f"{source}: this folder {several if found else 'has no file of a known kind'}; {way}"
+        )
+    if not place.exists() and not (glob.has_magic(source) or "{" in source):
+        raise ConfigError(f"{source}: no such place, and no data group of this name (trainrun --help data)")
+    group = _by_ending(place.name)
+    if group is None:
+        raise ConfigError(f"{source}: its ending tells nothing of its kind; {way}")
+    if place.name.endswith(".npy"):
+        raise ConfigError(
+            f"{source}: a single array; name the folder, with x_train.npy and y_train.npy in it (see data=arrays)"
+        )
+    return group
+
+
+def _by_ending(name: str) -> str | None:
+    return next((group for ending, group in ENDINGS.items() if name.lower().endswith(ending)), None)
+
+
+def _groups_in(folder: Path) -> set[str]:
+    if SAVED_DATASET & {child.name for child in folder.iterdir()}:
+        return {"datasets"}
+    for place in (folder, folder / "train"):
+        inner = [child for child in place.iterdir() if child.is_dir()] if place.is_dir() else []
+        if any(name.lower().endswith(PICTURES) for child in inner for name in _names_below(child)):
+            return {"image_folder"}
+    return {group for name in _names_below(folder) if (group := _by_ending(name)) is not None}
+
+
+def _names_below(folder: Path) -> list[str]:
+    """Of the first files that are not hidden."""
+    files = (name for _, _, names in os.walk(folder) for name in sorted(names) if name[0] != ".")
+    return list(islice(files, MOST_FILES))
