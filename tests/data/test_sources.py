@@ -10,7 +10,7 @@ from trainrun.data.columns import columns_of
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.data.readers.arrays import numpy_files as arrays
-from trainrun.data.readers.arrays.idx import read_idx
+from trainrun.data.readers.arrays.idx_files import read_idx
 from trainrun.data.readers.builtin import digits, fashion_mnist, synthetic
 from trainrun.data.split import hold_out
 from trainrun.errors import DataError

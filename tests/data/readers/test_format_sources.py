@@ -22,7 +22,7 @@ from PIL import Image
 from trainrun.data.facts import facts_of
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
-from trainrun.data.readers import memory
+from trainrun.data.readers import room
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.readers.files import files_of
@@ -54,7 +54,7 @@ def made(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
         return image_folder.load(str(folder), "train", val_path=str(folder))
     np.save(folder / "x_train.npy", np.concatenate([values, values]))
     np.save(folder / "y_train.npy", np.arange(2 * N) % 2)
-    monkeypatch.setattr(memory, "SHARE", 10**15)
+    monkeypatch.setattr(room, "SHARE", 10**15)
     return arrays.load(str(folder), "train", val_fraction=0.5)
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from trainrun.data.columns import Arrays
-from trainrun.data.readers import memory
+from trainrun.data.readers import room
 from trainrun.data.readers.arrays import idx_files
 from trainrun.data.readers.arrays import numpy_files as arrays
-from trainrun.data.readers.arrays.rows import Picked
+from trainrun.data.readers.reader import ReaderDataset
 from trainrun.errors import DataError
 
 IMAGES = np.arange(20 * 4 * 3).reshape(20, 4, 3) % 256
@@ -114,9 +114,9 @@ def test_a_part_of_the_training_arrays_held_out(tmp_path, monkeypatch, kind):
         path = str(tmp_path / "a.npz")
         np.savez(path, x_train=np.arange(80.0).reshape(40, 2), y_train=np.arange(40) % 4)
     if kind == "picked":
-        monkeypatch.setattr(memory, "SHARE", 10**15)
+        monkeypatch.setattr(room, "SHARE", 10**15)
     train, val = (arrays.load(path, split, val_fraction=0.2) for split in ("train", "val"))
-    assert isinstance(val, Picked if kind == "picked" else Arrays)
+    assert isinstance(val, ReaderDataset if kind == "picked" else Arrays)
     if kind == "picked":
         assert val.describe(0) == f"{path}/x_train.npy and {path}/y_train.npy, row {int(val[0][0][0]) // 2}"
         assert val.fingerprint() != train.fingerprint()
@@ -156,7 +156,7 @@ def test_a_part_of_large_mapped_arrays_is_held_out_without_a_list(tmp_path, monk
         arrays.load(str(folder), split, val_fraction=0.25, stratify="auto") for split in ("train", "val")
     ]
     read = [[int(part[i][0][0]) for i in range(len(part))] for part in parts]
-    assert [type(part) for part in parts] == [Picked, Picked]
+    assert [type(part) for part in parts] == [ReaderDataset, ReaderDataset]
     assert [len(part) for part in parts] == [750, 250]
     assert sorted(read[0] + read[1]) == list(range(number))
     assert read[1] != sorted(read[1])

@@ -21,9 +21,9 @@ from trainrun.data.mapstyle import thread_safe
 from trainrun.data.open import open_batches
 from trainrun.data.options import StreamOptions
 from trainrun.data.readers.arrays import hdf5
-from trainrun.data.readers.arrays.numpy_files import open_mapped
-from trainrun.data.readers.arrays.rows import Picked
+from trainrun.data.readers.arrays.numpy_files import MappedReader, open_mapped
 from trainrun.data.readers.pictures import image_folder
+from trainrun.data.readers.reader import ReaderDataset
 from trainrun.data.readers.records import lmdb_file, tfrecord, webdataset
 from trainrun.data.readers.records.example import encode_example
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
@@ -98,7 +98,9 @@ def text_blocks(folder):
 
 def picked_rows(folder):
     np.save(folder / "x.npy", np.concatenate([ROWS, ROWS]))
-    return Picked([open_mapped(str(folder / "x.npy"))], np.arange(0, 2 * N, 2), [folder / "x.npy"])
+    return ReaderDataset(
+        MappedReader([open_mapped(str(folder / "x.npy"))], [folder / "x.npy"]), np.arange(0, 2 * N, 2)
+    )
 
 
 def pieces(folder):

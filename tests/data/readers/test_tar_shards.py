@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from trainrun.data.readers.files import expanded
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
-from trainrun.data.readers.records.shards import expanded
 from trainrun.data.readers.records.webdataset import load, members
 from trainrun.errors import DataError
 

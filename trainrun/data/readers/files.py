@@ -1,22 +1,37 @@
-"""From the word `data.path` to files: one file, a pattern, or all files of a kind in a folder."""
+"""From `data.path` to files: one file, a pattern, names with braces, or all files of a kind in a folder."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Iterable, Sequence
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainrun.errors import DataError
 
+MAX_FILES = 100_000
+BRACES = re.compile(r"\{([^{}]*)\}")
+RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
 
 def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
     """The files in the order of their names. key: how the user names the path (`data.path`).
 
-    path: a file of any name, a pattern as `parts/*.csv`, or a folder, in which files with one of the
-        `endings` are looked for at any depth.
+    path: a file of any name, a pattern as `parts/*.csv`, a folder, in which files with one of the `endings` are looked
+        for at any depth, or names with braces as in a shell, `shard-{000..009}.tar`, all of which must exist.
     """
+    if path is not None and BRACES.search(path) and not Path(path).expanduser().exists():
+        names = list(itertools.islice(expanded(path), MAX_FILES + 1))
+        if len(names) > MAX_FILES:
+            raise DataError(f"{key}={path}: names more than {MAX_FILES} files")
+        plain = [name for name in names if not glob.has_magic(name)]
+        if missing := [name for name in plain if not Path(name).expanduser().exists()]:
+            fault = f"{len(missing)} of {len(names)} files are missing, first {missing[0]}"
+            raise DataError(f"{key}={path}: {fault}")
+        return tuple(file for name in names for file in files_of(name, key, endings))
     kinds = " or ".join(f"*{ending}" for ending in endings)
     allowed = f"allowed: a file, a pattern as {key}=folder/*{endings[0]}, or a folder with {kinds}"
     if path is None:
@@ -34,6 +49,29 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     if not files:
         raise DataError(f"{key}={path}: {fault}; {allowed}")
     return files
+
+
+def expanded(path: str) -> Iterator[str]:
+    """Every name that the braces stand for, the last ones changing fastest."""
+    found = BRACES.search(path)
+    if found is None:
+        yield path
+        return
+    for word in _words(found[1]):
+        for rest in expanded(path[found.end() :]):
+            yield path[: found.start()] + word + rest
+
+
+def _words(inner: str) -> Iterator[str]:
+    bounds = RANGE.fullmatch(inner)
+    if bounds is None:
+        yield from inner.split(",")
+        return
+    first, last = int(bounds[1]), int(bounds[2])
+    is_padded = any(len(word) > 1 and word[0] == "0" for word in bounds.groups())
+    width = max(map(len, bounds.groups())) if is_padded else 0
+    for number in range(first, last + 1) if first <= last else range(first, last - 1, -1):
+        yield f"{number:0{width}d}"
 
 
 def plain_file(place: Path, key: str) -> bool:

@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import torch
 
+from trainrun.data.permutation import KeyedPermutation
 from trainrun.data.split import check_split, hold_out
 from trainrun.errors import DataError
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 SPLITS = ("train", "val", "test")
+
+
+class RandomRows:
+    """`count` rows from place `first` on of a permutation that is computed by index: no list of them."""
+
+    def __init__(self, permutation: KeyedPermutation, first: int, count: int) -> None:
+        self._permutation, self._first, self._count = permutation, first, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: Rows) -> Rows: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        places = np.atleast_1d(np.asarray(index))
+        if len(places) and not (places.min() >= 0 and places.max() < self._count):
+            raise IndexError(index)
+        rows = self._permutation.at(places + self._first)
+        return rows if isinstance(index, np.ndarray) else int(rows[0])
+
+    def tobytes(self) -> bytes:
+        """What tells them from others."""
+        return (
+            self._permutation.at(np.arange(8) % len(self._permutation)).tobytes()
+            + repr((len(self._permutation), self._first, self._count)).encode()
+        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +88,19 @@ class Part:
             return None
         train, val = held_out(labels, self.val_fraction, self.seed)
         return train if self.split == "train" else val
+
+
+def parts_inside(path: str, names: Mapping[str, Sequence[str]], val_path: str | None,
+                 test_path: str | None) -> tuple[str, str | None, str | None]:  # fmt: skip
+    """The paths of train, val and test, where the folder `path` has a place for train by itself.
+
+    names: what the place of each part may be called. What the user names comes first.
+    """
+    found = {part: next((str(place) for name in known if (place := Path(path, name)).expanduser().exists()), None)
+             for part, known in names.items()}  # fmt: skip
+    if found["train"] is None:
+        return path, val_path, test_path
+    return found["train"], val_path or found["val"], test_path or found["test"]
 
 
 def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:

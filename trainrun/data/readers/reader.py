@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainrun.data.readers.files import fingerprint_of
-from trainrun.data.readers.parts import Part, Rows
+from trainrun.data.readers.parts import Part, RandomRows, Rows
 from trainrun.errors import DataError
 
 
@@ -25,7 +25,8 @@ class Info:
     files: what their content depends on; settings: what else it depends on, for the fingerprint.
     labels: (N, ...) the targets of all samples, if they are in memory: classes are held out in proportion.
     where: names a sample in messages; default: the first file and the number.
-    lengths: computes (N,) int64, how long each sequence is. thread_safe: several threads may read at once.
+    lengths: computes (N,) int64, how long each sequence is. batch: collates many samples, quicker than one by one, to
+    the same bits. thread_safe: several threads may read at once.
     """
 
     files: tuple[Path, ...]
@@ -35,6 +36,7 @@ class Info:
     num_classes: int | None = None
     where: Callable[[int], str] | None = None
     lengths: Callable[[], np.ndarray[Any, Any]] | None = None
+    batch: Callable[[list[int]], Any] | None = None
     thread_safe: bool = True
 
 
@@ -55,7 +57,7 @@ class Reader(Protocol):
 class ReaderDataset:
     """Map-style: those samples of a reader that belong to one part of the data."""
 
-    def __init__(self, reader: Reader, rows: Rows | None = None) -> None:
+    def __init__(self, reader: Reader, rows: Rows | RandomRows | None = None) -> None:
         """rows: numbers of the samples; None is all."""
         self.reader = reader
         self.rows = rows
@@ -71,13 +73,17 @@ class ReaderDataset:
         return self._read([self._number(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return self._read([self._number(index) for index in indices])
+        return self._read(self._numbers(indices))
+
+    def whole_batch(self, indices: Sequence[int]) -> Any:
+        """The bits that collating the samples gives; None if the reader makes no batches."""
+        return None if self._info.batch is None else self._info.batch(self._numbers(indices))
 
     @property
     def labels(self) -> Any:
         """The target of each sample, if all are in memory."""
         labels = self._info.labels
-        return labels if labels is None or self.rows is None else labels[self.rows]
+        return labels if labels is None or self.rows is None else labels[self._numbers(range(len(self)))]
 
     @property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -85,21 +91,28 @@ class ReaderDataset:
         if self._info.lengths is None:
             raise AttributeError("lengths: the samples are no sequences")
         lengths = self._info.lengths()
-        return lengths if self.rows is None else lengths[self.rows]
+        return lengths if self.rows is None else lengths[self._numbers(range(len(self)))]
 
     def describe(self, index: int) -> str:
         """The file of a sample and its place in it."""
         return self._where(self._number(index))
 
     def fingerprint(self) -> str:
-        rows, labels = (None if values is None else np.asarray(values).tobytes()
-                        for values in (self.rows, self._info.labels))  # fmt: skip
+        rows = None if self.rows is None else self.rows.tobytes()
+        labels = None if self._info.labels is None else np.asarray(self._info.labels).tobytes()
         return fingerprint_of(self._info.files, type(self.reader).__name__, self._info.settings, rows, labels)
 
     def _number(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return int(index) if self.rows is None else int(self.rows[index])
+
+    def _numbers(self, indices: Sequence[int]) -> list[int]:
+        places = np.asarray(indices, dtype=np.int64)
+        if len(places) and not 0 <= places.min() <= places.max() < len(self):
+            raise IndexError(indices)
+        numbers: list[int] = (places if self.rows is None else self.rows[places]).tolist()
+        return numbers
 
     def _read(self, numbers: list[int]) -> list[Any]:
         try:

@@ -12,6 +12,8 @@ from trainrun.errors import DataError
 
 GZIP_MAGIC = b"\x1f\x8b"
 GZIP_LEAST_BYTES = 18  # header and trailer
+SHARE = 4  # of the free memory, for one part: train and val are both kept, and a step needs room too
+ALLOWED = ("auto", True, False)
 SPARE_DISK_BYTES = 2**28  # of a disk, which others need too: checkpoints, metrics
 
 
@@ -20,6 +22,15 @@ def check_memory(num_bytes: int, what: str, way: str) -> None:
     free = host_memory().free
     if num_bytes > free:
         raise DataError(f"{what} needs {shown(num_bytes)} of memory, but {shown(free)} are free; {way}")
+
+
+def in_memory(num_bytes: int, wanted: bool | str) -> bool:
+    """wanted: data.train.in_memory: true, false, or "auto": up to a quarter of the memory that is free now."""
+    if wanted not in ALLOWED:
+        raise DataError(f"data.train.in_memory={wanted}: must be auto, true or false")
+    if wanted is True:
+        check_memory(num_bytes, "data.train.in_memory=true: the data", "use data.train.in_memory=auto")
+    return num_bytes * SHARE <= host_memory().free if wanted == "auto" else bool(wanted)
 
 
 def check_disk(num_bytes: int, folder: Path, what: str, way: str) -> None:

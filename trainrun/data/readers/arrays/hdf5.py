@@ -15,10 +15,10 @@ from trainrun.data.columns import Arrays
 from trainrun.data.readers.extras import extra
 from trainrun.data.readers.files import files_of
 from trainrun.data.readers.handles import Kept
-from trainrun.data.readers.memory import in_memory as stays_in_memory
 from trainrun.data.readers.parts import Part
 from trainrun.data.readers.reader import Info, dataset_of
 from trainrun.data.readers.room import check_memory
+from trainrun.data.readers.room import in_memory as stays_in_memory
 from trainrun.data.readers.targets import Coding, coding_of, listed
 from trainrun.errors import DataError
 from trainrun.instantiate import nearest

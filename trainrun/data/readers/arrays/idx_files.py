@@ -1,24 +1,33 @@
-"""`data=idx`: arrays in IDX files, the format of MNIST and its relatives, plain or .gz."""
+"""`data=idx`: arrays in IDX files (http://yann.lecun.com/exdb/mnist), the format of MNIST, plain or .gz."""
 
 from __future__ import annotations
 
+import gzip
+import math
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainrun.data.columns import Arrays
-from trainrun.data.readers.arrays.idx import read_idx
-from trainrun.data.readers.files import existing_folder
+from trainrun.data.readers.files import existing_folder, plain_file
 from trainrun.data.readers.parts import Part
-from trainrun.data.readers.room import check_memory
+from trainrun.data.readers.room import GZIP_MAGIC, check_memory
 from trainrun.data.readers.targets import coding_of
 from trainrun.errors import DataError
 
-DTYPES = ("float32", "stored")
+MOST_UNPACKED = 1040  # bytes from one byte of gzip: deflate has at most 1032
+COPIES = 2  # as stored, and in the machine's byte order
+DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+KEPT_AS = ("float32", "stored")
 
 
 def load(path: str | None, split: str, inputs: str, target: str | None, val_inputs: str | None = None,
@@ -31,16 +40,16 @@ def load(path: str | None, split: str, inputs: str, target: str | None, val_inpu
     dtype: "float32" divides bytes by 255; "stored" keeps the type of the file.
     """
     folder = existing_folder(path, "data.path")
-    if dtype not in DTYPES:
-        raise DataError(f"data.train.dtype={dtype}: must be one of {', '.join(DTYPES)}")
+    if dtype not in KEPT_AS:
+        raise DataError(f"data.train.dtype={dtype}: must be one of {', '.join(KEPT_AS)}")
     names = {"train": (inputs, target), "val": (val_inputs, val_target), "test": (test_inputs, test_target)}
     part = Part(split, inputs, val_inputs, test_inputs, val_fraction, seed)
     own = names[split] if part.own else names["train"]
-    values = _inputs(_array(folder, own[0], split, "inputs"), dtype)
+    values = _inputs(_stored(folder, own[0], split, "inputs"), dtype)
     if target is None:
         return Arrays((_taken(values, part.rows(values)),))
-    coding = coding_of(_array(folder, target, "train", "target"), "auto")
-    cells = _array(folder, own[1], split, "target")
+    coding = coding_of(_stored(folder, target, "train", "target"), "auto")
+    cells = _stored(folder, own[1], split, "target")
     if cells.shape != (len(values),):
         raise DataError(
             f"{folder / str(own[1])}: has shape {cells.shape}, but {own[0]} has {len(values)} samples; it must "
@@ -58,7 +67,7 @@ def _label(file: Path, rows: Any, index: int) -> str:
     return f"{file}: label {index if rows is None else int(rows[index])}"
 
 
-def _array(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:
+def _stored(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:
     """Of the file, or of the same name with or without .gz."""
     full = f"data.train.{key if split == 'train' else f'{split}_{key}'}"
     if name is None:
@@ -83,3 +92,49 @@ def _inputs(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
 
 def _taken(values: Tensor, rows: Any) -> Tensor:
     return values if rows is None else values[torch.from_numpy(rows)]
+
+
+def read_idx(path: Path) -> np.ndarray[Any, Any]:
+    """The array of an IDX file, plain or gzip, in the machine's byte order. Refuses any damage."""
+    with _opened(path) as (opened, most):
+        return _array(path, opened, most)
+
+
+def _array(path: Path, opened: IO[bytes], most: int) -> np.ndarray[Any, Any]:
+    """The header tells how much is to come: no more is unpacked. most: bytes that can come at all."""
+    content = opened.read(4)
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in DTYPES or content[3] == 0:
+        raise DataError(f"{path}: not an IDX file: it starts with 0x{content[:4].hex()}")
+    dtype, num_dims = np.dtype(DTYPES[content[2]]), content[3]
+    header = 4 + 4 * num_dims
+    content += opened.read(4 * num_dims)
+    if len(content) < header:
+        raise DataError(f"{path}: cut short: {len(content)} bytes, the header alone needs {header}")
+    shape = struct.unpack(f">{num_dims}I", content[4:header])
+    num_bytes = math.prod(shape) * dtype.itemsize
+    needs = f"shape {shape} needs {header + num_bytes} bytes, but there are"
+    if header + num_bytes > most:
+        raise DataError(f"{path}: cut short: {needs} {most} at most")
+    check_memory(COPIES * num_bytes, f"{path}: its array of shape {shape}", "name a file with less in it")
+    content = opened.read(num_bytes + 1)
+    if len(content) < num_bytes:
+        raise DataError(f"{path}: cut short: {needs} {header + len(content)}")
+    if len(content) > num_bytes:
+        raise DataError(f"{path}: bytes after the end: {needs} more")
+    return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
+    """The content, and how many bytes it has at most."""
+    plain_file(path, str(path))
+    try:
+        with path.open("rb") as file:
+            packed, size = file.read(2) == GZIP_MAGIC, file.seek(0, os.SEEK_END)
+            file.seek(0)
+            if packed:
+                yield cast(IO[bytes], gzip.GzipFile(fileobj=file)), size * MOST_UNPACKED
+            else:
+                yield file, size
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot read it: {error}") from error

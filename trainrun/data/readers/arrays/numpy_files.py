@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainrun.data.batch import as_tensor
 from trainrun.data.columns import Arrays
+from trainrun.data.columns import rows as gathered
 from trainrun.data.order import LISTED
 from trainrun.data.permutation import KeyedPermutation
-from trainrun.data.readers.arrays.rows import Picked, RandomRows
 from trainrun.data.readers.files import plain_file
-from trainrun.data.readers.memory import in_memory
-from trainrun.data.readers.parts import held_out
-from trainrun.data.readers.room import check_memory
+from trainrun.data.readers.parts import RandomRows, held_out
+from trainrun.data.readers.reader import Info, ReaderDataset
+from trainrun.data.readers.room import check_memory, in_memory
 from trainrun.data.split import check_split
 from trainrun.errors import DataError
 from trainrun.randomness import derive_seed
@@ -87,9 +87,41 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     )  # fmt: skip
 
 
+class MappedReader:
+    """Rows of one array, or tuples of rows of several, too large to copy: read when they are asked for."""
+
+    def __init__(
+        self, arrays: Sequence[np.ndarray[Any, Any]], files: Sequence[Path], num_classes: int | None = None
+    ) -> None:
+        self._arrays = tuple(arrays)
+        self._files = tuple(files)
+        self._num_classes = num_classes
+
+    @property
+    def info(self) -> Info:
+        return Info(self._files, num_classes=self._num_classes, where=self._where, batch=self._batch)
+
+    def __len__(self) -> int:
+        return len(self._arrays[0])
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        """Array by array, in the order of the rows on the disk."""
+        rows, inverse = np.unique(np.asarray(indices, np.int64), return_inverse=True)
+        read = [np.array(array[rows]) for array in self._arrays]
+        samples = [tuple(np.asarray(values[i]) for values in read) for i in inverse]
+        return samples if len(read) > 1 else [sample[0] for sample in samples]
+
+    def _batch(self, indices: list[int]) -> Any:
+        read = tuple(as_tensor(gathered(array, indices)) for array in self._arrays)
+        return read if len(read) > 1 else read[0]
+
+    def _where(self, index: int) -> str:
+        return f"{' and '.join(map(str, self._files))}, row {index}"
+
+
 def _random_part(
     place: Path, names: Sequence[str], arrays: Sequence[Any], split: str, fraction: float, seed: int
-) -> Picked | None:
+) -> ReaderDataset | None:
     """Of large mapped files; None for others, and where one of the two parts would be empty."""
     number = min(len(array) if array.ndim else 0 for array in arrays)
     held = round(fraction * number)
@@ -102,9 +134,8 @@ def _random_part(
     )
     labels = arrays[-1] if len(arrays) > 1 and arrays[-1].dtype.kind in "iu" else None
     largest = -1 if labels is None else int(labels.max())
-    return Picked(
-        arrays, rows, [place / f"{name}.npy" for name in names], largest + 1 if largest >= 0 else None
-    )
+    files = [place / f"{name}.npy" for name in names]
+    return ReaderDataset(MappedReader(arrays, files, largest + 1 if largest >= 0 else None), rows)
 
 
 def _row(path: str, name: str, rows: Any, index: int) -> str:
@@ -128,7 +159,7 @@ def _part(path: str, place: Path, names: Sequence[str], arrays: Sequence[Any], r
     if in_memory(num_bytes, "auto") or not isinstance(arrays[0], np.memmap):
         describe = partial(_row, path, names[-1], rows)
         return Arrays(tuple(np.asarray(array)[rows] for array in arrays), describe=describe)
-    return Picked(arrays, rows, [place / f"{name}.npy" for name in names])
+    return ReaderDataset(MappedReader(arrays, [place / f"{name}.npy" for name in names]), rows)
 
 
 def _files(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[Any, ...]:
@@ -154,7 +185,8 @@ def _members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
             raise DataError(f"data.path={path}: a single array; save {' and '.join(names)} with numpy.savez")
         _check_names(path, names, set(archive.files))
         assert archive.zip is not None  # while the file is open
-        sizes = [_unpacked_bytes(archive.zip, name) for name in names]
+        members = [name if name in archive.zip.namelist() else f"{name}.npy" for name in names]
+        sizes = [archive.zip.getinfo(name).file_size for name in members]
         check_memory(
             sum(sizes), f"data.path={path}: unpacked, {' and '.join(names)}",
             "save them with numpy.save as .npy files in a folder and name that: they stay on disk",
@@ -162,34 +194,11 @@ def _members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
         return tuple(archive[name] for name in names)
 
 
-def _unpacked_bytes(archive: zipfile.ZipFile, name: str) -> int:
-    """What an array takes in memory. ValueError: its header asks for more than the archive holds of it."""
-    member = archive.getinfo(name if name in archive.namelist() else f"{name}.npy")
-    with archive.open(member) as opened:
-        asked = array_bytes(opened)
-    if asked > member.file_size:
-        raise ValueError(f"{name} needs {asked} bytes, but {member.file_size} are there")
-    return member.file_size
-
-
-def array_bytes(opened: IO[bytes]) -> int:
-    """By the header of a .npy file; 0 where it has none that NumPy reads, which is for NumPy to say."""
-    with suppress(ValueError):
-        version = np.lib.format.read_magic(opened)
-        headers = {
-            (1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0
-        }  # fmt: skip
-        if version in headers:
-            shape, _, dtype = headers[version](opened)
-            return int(math.prod(shape) * dtype.itemsize)
-    return 0
-
-
 @contextmanager
 def _faults_of(path: str, name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, ValueError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         # NumPy takes whatever does not begin as its own files do for a pickle, and recommends to run it
         why = "not a file of NumPy's, or pickled objects" if "pickle" in str(error) else str(error)
         raise DataError(

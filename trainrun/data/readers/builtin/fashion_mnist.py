@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trainrun.data.columns import Arrays
-from trainrun.data.readers.arrays.idx import read_idx
+from trainrun.data.readers.arrays.idx_files import read_idx
 from trainrun.data.scale import Scale
 from trainrun.data.split import check_split, hold_out
 from trainrun.errors import DataError

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.readers.files import existing_folder, fingerprint_of
-from trainrun.data.readers.parts import Part
+from trainrun.data.readers.parts import Part, parts_inside
 from trainrun.data.readers.pictures.pictures import Form, form_of, pixels_in
 from trainrun.data.readers.tables.csv_text import Dialect, columns_in, line_of, read_cells
 from trainrun.data.readers.targets import Coding, coding_of
@@ -30,6 +30,7 @@ READ_BYTES = 2**17
 READ_FLAGS = (
     os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 )  # nobody waits for a pipe
+PARTS = {part: (part,) for part in ("train", "val", "test")}
 ENDINGS = (".jpg", ".jpeg", ".png")
 EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: data.train.labels=labels.csv"
 
@@ -141,11 +142,7 @@ def load(path: str | None, split: str, labels: str | None = None, val_path: str 
     """
     form = form_of(shape, fit, dtype, draft)
     root = existing_folder(path, "data.path")
-    has = {name for name in ("train", "val", "test") if (root / name).is_dir()}
-    if "train" in has:
-        val_path = val_path or (str(root / "val") if "val" in has else None)
-        test_path = test_path or (str(root / "test") if "test" in has else None)
-        path = str(root / "train")
+    path, val_path, test_path = parts_inside(str(root), PARTS, val_path, test_path)
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     place, key = part.place
     names, words, where = _listed(existing_folder(place, key), key, labels)

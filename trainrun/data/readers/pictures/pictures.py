@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from trainrun.errors import DataError
@@ -79,8 +79,9 @@ class Form:
         picture = in_mode(opened, MODES[channels])
         if picture.size == size:
             return picture
-        box = middle(picture.size, size) if self.fit == "crop" else None
-        return picture.resize(size, Image.Resampling.BILINEAR, box)
+        if self.fit == "crop":
+            return ImageOps.fit(picture, size, Image.Resampling.BILINEAR)
+        return picture.resize(size, Image.Resampling.BILINEAR)
 
 
 TURNS_ASIDE = (Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE,
@@ -132,18 +133,6 @@ def pixels_of(picture: Image.Image, into: Array | None = None) -> Tensor:
         return torch.from_numpy(pixels.copy())
     into[...] = pixels
     return torch.from_numpy(into)
-
-
-def middle(size: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The largest box of the wanted proportion in the middle of a picture of this size (width, height)."""
-    scale = min(size[0] / wanted[0], size[1] / wanted[1])
-    left, top = (size[0] - wanted[0] * scale) / 2, (size[1] - wanted[1] * scale) / 2
-    return (
-        max(left, 0.0),
-        max(top, 0.0),
-        min(left + wanted[0] * scale, size[0]),
-        min(top + wanted[1] * scale, size[1]),
-    )
 
 
 def least_size(size: tuple[int, int], wanted: tuple[int, int], fit: str) -> tuple[int, int]:

@@ -19,13 +19,14 @@ from typing import Any
 
 from trainrun.data.readers.extras import extra
 from trainrun.data.readers.files import plain_file
-from trainrun.data.readers.parts import Part
+from trainrun.data.readers.parts import Part, parts_inside
 from trainrun.data.readers.pictures.pictures import Form, form_of
 from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value
 from trainrun.errors import DataError
 
+PARTS = {part: (part, f"{part}.lmdb") for part in ("train", "val", "test")}
 DATA_FILE = "data.mdb"  # in an environment that is a folder
 
 
@@ -36,8 +37,8 @@ def load(path: str | None, split: str, val_path: str | None = None, test_path: s
 
     A folder with train or train.lmdb in it (and val, test) names all parts by itself.
     """
-    if path is not None:
-        path, val_path, test_path = _inside(path, val_path, test_path)
+    if path is not None and not Path(path, DATA_FILE).expanduser().exists():
+        path, val_path, test_path = parts_inside(path, PARTS, val_path, test_path)
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
     place, key = part.place
@@ -190,16 +191,3 @@ def _data_file(path: str | None, key: str) -> Path:
     if place.is_dir() and not (place / DATA_FILE).is_file():
         raise DataError(f"{key}={path}: no {DATA_FILE} in this folder, so it is not an LMDB environment")
     return place / DATA_FILE if place.is_dir() else place
-
-
-def _inside(path: str, val_path: str | None, test_path: str | None) -> tuple[str, str | None, str | None]:
-    """The parts inside a folder that has an environment for each."""
-    found = {}
-    for name in ("train", "val", "test"):
-        places = [
-            place for place in (Path(path, name), Path(path, f"{name}.lmdb")) if place.expanduser().exists()
-        ]
-        found[name] = str(places[0]) if places else None
-    if found["train"] is None or Path(path, DATA_FILE).expanduser().exists():
-        return path, val_path, test_path
-    return found["train"], val_path or found["val"], test_path or found["test"]

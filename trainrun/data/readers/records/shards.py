@@ -2,67 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from trainrun.data.readers.files import files_of
 from trainrun.data.readers.handles import Kept
 from trainrun.data.readers.records.record import META_NAME, Facts, decode_facts
 from trainrun.errors import DataError
 
-MAX_SHARDS = 100_000
 MAX_OPEN_FILES = 64
-BRACES = re.compile(r"\{([^{}]*)\}")
-RANGE = re.compile(r"(\d+)\.\.(\d+)")
-
-
-def shards_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
-    """As `files_of`, and with braces as in a shell: `shard-{000..009}.tar`, `{a,b}.tar`.
-
-    Files that braces name must all exist.
-    """
-    if path is None or not BRACES.search(path) or Path(path).expanduser().exists():
-        return files_of(path, key, endings)
-    names = list(itertools.islice(expanded(path), MAX_SHARDS + 1))
-    if len(names) > MAX_SHARDS:
-        raise DataError(f"{key}={path}: names more than {MAX_SHARDS} files")
-    missing = [name for name in names if not any(mark in name for mark in "*?[") and not _exists(name)]
-    if missing:
-        raise DataError(f"{key}={path}: {len(missing)} of {len(names)} files are missing, first {missing[0]}")
-    return tuple(file for name in names for file in files_of(name, key, endings))
-
-
-def expanded(path: str) -> Iterator[str]:
-    """Every name that the braces stand for, the last ones changing fastest."""
-    found = BRACES.search(path)
-    if found is None:
-        yield path
-        return
-    for word in _words(found[1]):
-        for rest in expanded(path[found.end() :]):
-            yield path[: found.start()] + word + rest
-
-
-def _words(inner: str) -> Iterator[str]:
-    bounds = RANGE.fullmatch(inner)
-    if bounds is None:
-        yield from inner.split(",")
-        return
-    first, last = int(bounds[1]), int(bounds[2])
-    width = (
-        max(map(len, bounds.groups()))
-        if any(len(word) > 1 and word[0] == "0" for word in bounds.groups())
-        else 0
-    )
-    for number in range(first, last + 1) if first <= last else range(first, last - 1, -1):
-        yield f"{number:0{width}d}"
-
-
-def _exists(name: str) -> bool:
-    return Path(name).expanduser().exists()
 
 
 def facts_beside(files: Sequence[Path]) -> Facts:

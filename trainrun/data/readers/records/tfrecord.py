@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from trainrun.data.readers.extras import extra
+from trainrun.data.readers.files import files_of
 from trainrun.data.readers.parts import Part
 from trainrun.data.readers.pictures.pictures import Form, form_of
 from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.example import Feature, parse_example
 from trainrun.data.readers.records.record import decode_sample, is_sample
-from trainrun.data.readers.records.shards import Shards, facts_beside, shards_of
+from trainrun.data.readers.records.shards import Shards, facts_beside
 from trainrun.data.readers.records.values import guessed_value
 from trainrun.errors import DataError
 
@@ -48,7 +49,7 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None,
     """
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
-    files = shards_of(*part.place, ENDINGS)
+    files = files_of(*part.place, ENDINGS)
     names = None if columns is None else tuple(columns)
     return dataset_of(TfrecordReader(files, names, frozenset(sequences), check_crc, form), part)
 

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainrun.data.readers.files import files_of
 from trainrun.data.readers.parts import Part
 from trainrun.data.readers.pictures.pictures import Form, form_of
 from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.record import decode_sample
-from trainrun.data.readers.records.shards import Shards, facts_beside, shards_of
+from trainrun.data.readers.records.shards import Shards, facts_beside
 from trainrun.data.readers.records.values import NUMBERS, PICTURES, decode_value
 from trainrun.errors import DataError
 
@@ -56,7 +57,7 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None, val
     """
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
-    files = shards_of(*part.place, ENDINGS)
+    files = files_of(*part.place, ENDINGS)
     return dataset_of(TarReader(files, None if columns is None else tuple(columns), form), part)
 
 

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 
 from trainrun.data.readers.extras import extra
-from trainrun.data.readers.files import plain_file
-from trainrun.data.readers.parts import Part
+from trainrun.data.readers.files import files_of, plain_file
+from trainrun.data.readers.parts import Part, parts_inside
 from trainrun.data.readers.pictures.pictures import Form, decoded, form_of
 from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
-from trainrun.data.readers.records.shards import shards_of
 from trainrun.data.readers.room import check_disk, unpacked_bytes
 from trainrun.errors import DataError
 
@@ -105,7 +104,13 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None, val
 
     shape, fit, dtype, draft: of pictures, see `Form`; the others: see `HuggingfaceReader` and `Part`.
     """
-    path, val_path, test_path = _parts_inside(path, val_path, test_path)
+    if path is not None and Path(path, SETS_FILE).expanduser().is_file():
+        whole = path
+        path, val_path, test_path = parts_inside(path, PARTS, val_path, test_path)
+        if path == whole:
+            raise DataError(
+                f"data.path={path}: a set of data sets without a part train; name one, as data.path={path}/..."
+            )
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
     place, key = part.place
@@ -120,22 +125,6 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None, val
     return dataset_of(HuggingfaceReader(dataset, names, form, files, facts), part)
 
 
-def _parts_inside(
-    path: str | None, val_path: str | None, test_path: str | None
-) -> tuple[str | None, str | None, str | None]:
-    if path is None or not Path(path, SETS_FILE).expanduser().is_file():
-        return path, val_path, test_path
-    found: dict[str, str | None] = {}
-    for part, names in PARTS.items():
-        places = [Path(path, name) for name in names]
-        found[part] = next((str(place) for place in places if place.expanduser().is_dir()), None)
-    if found["train"] is None:
-        raise DataError(
-            f"data.path={path}: a set of data sets without a part train; name one, as data.path={path}/..."
-        )
-    return found["train"], val_path or found["val"], test_path or found["test"]
-
-
 def _opened(path: str | None, key: str) -> tuple[Any, tuple[Path, ...]]:
     datasets = extra("datasets", "datasets", "datasets")
     if path is not None and Path(path, SET_FILE).expanduser().is_file():
@@ -144,7 +133,7 @@ def _opened(path: str | None, key: str) -> tuple[Any, tuple[Path, ...]]:
             plain_file(file, f"{key}={path}")
         with _faults_of(folder):
             return datasets.load_from_disk(str(folder)), tuple(sorted(folder.glob("*.arrow")))
-    files = shards_of(path, key, ENDINGS)
+    files = files_of(path, key, ENDINGS)
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1 or None in kinds:
         raise DataError(

@@ -13,10 +13,10 @@ import torch
 from trainrun.data.columns import Arrays
 from trainrun.data.readers.files import files_of
 from trainrun.data.readers.handles import Kept
-from trainrun.data.readers.memory import in_memory as stays_in_memory
 from trainrun.data.readers.parts import Part
 from trainrun.data.readers.pictures.pictures import Form, form_of
 from trainrun.data.readers.reader import Info, dataset_of
+from trainrun.data.readers.room import in_memory as stays_in_memory
 from trainrun.data.readers.tables.parquet_columns import (
     Block,
     Kind,
