@@ -19,11 +19,8 @@ TITLE, ABOVE, BELOW, BETWEEN, LEFT, RIGHT = 0.4, 0.5, 0.55, 0.2, 0.95, 0.2  # ma
 TRAIN, VAL, TEST, BEST, QUIET = "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#888888"
 # Okabe and Ito's colours, which people with colour blindness tell apart: https://jfly.uni-koeln.de/color/
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6BB1")
-LEGEND_MARK, LETTER, LEGEND_LINE = (
-    0.6,
-    0.082,
-    0.19,
-)  # inches of legends in 9 points: mark and gaps, letter, line
+# Inches of legends in 9 points: mark and gaps, letter, line.
+LEGEND_MARK, LETTER, LEGEND_LINE = 0.6, 0.082, 0.19
 # Given when axes are made: each tick that is changed afterwards is made again.
 AXES: dict[Any, Any] = {
     "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.7, "axes.spines.top": False, "axes.spines.right": False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ MOST_NAMED = 40  # names beside an axis
 LONGEST_NAME = 14
 GRID = 5
 TILE = 0.88  # of the width of a column
-TITLE_SIZES = ((14, 9.0), (20, 7.5))  # for titles of up to so many letters
+LABEL_SIZES = ((14, 9.0), (20, 7.5))  # for labels of up to so many letters
 TILE_PIXELS = 96  # larger samples are thinned: the picture shows no more
 WRONG, RIGHT = "#C00000", "#333333"
 
@@ -85,30 +86,9 @@ def predictions_picture(run: RunDir) -> Figure | None:
     count = min(len(images), GRID * GRID)
     if not count:
         return None
-    columns = min(GRID, math.ceil(math.sqrt(count)))
-    rows = -(-count // columns)
-    height = 1.8 * rows + 0.5
-    figure = canvas.new_figure(1.5 * columns, height)
-    wrong = int((target[:count] != prediction[:count]).sum())
-    figure.suptitle(
-        f"predicted (true): {wrong} of {count} wrong",
-        fontsize=12,
-        fontweight="bold",
-        y=1 - 0.1 / height,
-        va="top",
-    )
-    # One axes for the whole grid: 25 of them would take ten times as long to draw.
-    ax = figure.add_axes((0, 0, 1, 1 - 0.4 / height))
-    ax.axis("off")
-    titles = [f"{_name(names, prediction[i])} ({_name(names, target[i])})" for i in range(count)]
-    size = next((size for longest, size in TITLE_SIZES if max(map(len, titles)) <= longest), 6.0)
-    for i, title in enumerate(titles):
-        middle, top = i % columns + 0.5, (i // columns) * 1.22 + 0.25
-        _draw_tile(
-            ax, _tile(images[i]), middle, top, bad=bool(target[i] != prediction[i]), title=title, size=size
-        )
-    ax.set(xlim=(0, columns), ylim=(rows * 1.22, 0), aspect="equal")
-    return figure
+    bad = [bool(target[i] != prediction[i]) for i in range(count)]
+    labels = [f"{_name(names, prediction[i])} ({_name(names, target[i])})" for i in range(count)]
+    return _grid(f"predicted (true): {sum(bad)} of {count} wrong", images[:count], labels, bad)
 
 
 def task_pictures(run: RunDir) -> dict[str, Figure]:
@@ -119,27 +99,30 @@ def task_pictures(run: RunDir) -> dict[str, Figure]:
     try:
         found = load_file(run.pictures) if run.pictures.is_file() else {}
         names = {name: re.sub(r"[^A-Za-z0-9_.-]+", "-", name) for name in sorted(found)}
-        return {f"task-{file}.png": _grid(name, found[name]) for name, file in names.items()}
+        return {f"task-{file}.png": _grid(name, found[name] / 255) for name, file in names.items()}
     except (SafetensorError, ValueError, IndexError) as error:
         raise DataError(
             f"{run.pictures}: cannot be read ({error}); delete it to draw the other plots"
         ) from error
 
 
-def _grid(name: str, pictures: Any) -> Figure:
-    """pictures: (B, 1 or 3, H, W), bytes."""
+def _grid(title: str, pictures: Any, labels: Sequence[str] = (), bad: Sequence[bool] = ()) -> Figure:
+    """Up to GRID columns of pictures, (B, 1 or 3, H, W) in [0, 1], each below its label, the bad ones in red."""
     columns = max(1, min(GRID, math.ceil(math.sqrt(len(pictures)))))
     rows = -(-len(pictures) // columns)
-    height = 1.5 * rows + 0.5
+    row = 1.22 if labels else 1.0  # of the width of a column
+    height = 1.5 * row * rows + 0.5
     figure = canvas.new_figure(max(1.5 * columns, 3.0), height)
-    figure.suptitle(name, fontsize=12, fontweight="bold", y=1 - 0.1 / height, va="top", parse_math=False)
+    figure.suptitle(title, fontsize=12, fontweight="bold", y=1 - 0.1 / height, va="top", parse_math=False)
+    # One axes for the whole grid: 25 of them would take ten times as long to draw.
     ax = figure.add_axes((0, 0, 1, 1 - 0.4 / height))
     ax.axis("off")
+    longest = max(map(len, labels), default=0)
+    size = next((size for letters, size in LABEL_SIZES if longest <= letters), 6.0)
     for i, picture in enumerate(pictures):
-        _draw_tile(
-            ax, _tile(picture / 255), i % columns + 0.5, i // columns + 0.06, bad=False, title="", size=6.0
-        )
-    ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+        middle, top = i % columns + 0.5, (i // columns) * row + (0.25 if labels else 0.06)
+        _draw_tile(ax, _tile(picture), middle, top, bool(bad) and bad[i], labels[i] if labels else "", size)
+    ax.set(xlim=(0, columns), ylim=(rows * row, 0), aspect="equal")
     return figure
 
 
