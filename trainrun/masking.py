@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 HIDDEN = "***"
-ALWAYS = {"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
+ALWAYS = {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey",
+          "authorization"}  # fmt: skip
 # what a key or a token of data is called
 OF_DATA = {
     "key": {"sort", "image", "images", "label", "labels", "input", "inputs", "target", "text", "data", "dict",
@@ -15,19 +16,23 @@ OF_DATA = {
               "next", "special", "separator", "image", "first", "last", "class", "target", "word"},
 }  # fmt: skip
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
-SETTING = re.compile(r"""([\w.\-\[\]]*\w)=('[^'\n]*'|"[^"\n]*"|[^\s'"]\S*)""")
-LINE = re.compile(r"^(\s*(?:- )?)([\w.\-]+): (\S.*)$", re.MULTILINE)
+SETTING = re.compile(r"""([\w.\-\[\]]*\w)=('[^'\n]*'|"[^"\n]*"|\[[^\]\n]*\]|\{[^}\n]*\}|[^\s'"]\S*)""")
+PAIR = re.compile(  # in a dict, as it is typed or as Python shows it
+    r"""([{,]\s*(['"]?)([\w.\-]+)\2\s*:\s*)('[^'\n]*'|"[^"\n]*"|\[[^\]\n]*\]|[^\s,'"{}\[\]][^,{}\[\]\n]*)"""
+)
+LINE = re.compile(r"(\s*(?:- )*)([\w.\-]+):(?: (\S.*))?$")
+PLAIN = ("null", "None", "true", "True", "false", "False", "''", '""')
 
 
 def is_secret(key: str) -> bool:
-    """`api_key`, `hf_token`, `db.password`; not `image_key`, `pad_token`, `max_tokens`, `tokenizer`, `key`."""
-    name = key.rpartition(".")[2].rstrip("]0123456789[")
-    words = [word.lower() for word in WORD.findall(name)]
-    if not words:
+    """`api_key`, `hf_token`, `db.password`, `api_key.0`; not `image_key`, `pad_token`, `max_tokens`, `key`."""
+    names = [WORD.findall(name) for name in re.split(r"[.\[\]]+", key) if not re.fullmatch(r"-?\d*", name)]
+    parts = [[word.lower() for word in name] for name in names if name]
+    if not parts:
         return False
-    *before, last = words
-    if ALWAYS.intersection(words):
+    if any(ALWAYS.intersection(words) for words in parts):
         return True
+    *before, last = parts[-1]
     if last == "key":
         return bool(before) and before[-1] not in OF_DATA["key"]
     return last == "token" and not OF_DATA["token"].intersection(before)
@@ -43,22 +48,35 @@ def hides(key: str, value: Any) -> bool:
 def masked_word(word: str) -> str:
     """One word of a command line."""
     key, equals, value = word.partition("=")
-    return f"{key}={HIDDEN}" if equals and hides(key, value) else word
+    return f"{key}={HIDDEN}" if equals and hides(key, value) else masked_pairs(word)
 
 
 def masked(text: str) -> str:
-    """Values of `key=value` in a text, where the key is a secret's."""
-    return SETTING.sub(lambda found: f"{found[1]}={HIDDEN}" if hides(found[1], found[2]) else found[0], text)
+    """Values of `key=value` and of `{key: value}` in a text, where the key is a secret's."""
+    return masked_pairs(
+        SETTING.sub(lambda found: f"{found[1]}={HIDDEN}" if hides(found[1], found[2]) else found[0], text)
+    )
 
 
-def masked_lines(text: str) -> str:
-    """The same of YAML."""
-    plain = ("null", "true", "false", "''", '""')
-    return LINE.sub(
+def masked_pairs(text: str) -> str:
+    return PAIR.sub(
         lambda found: (
-            f"{found[1]}{found[2]}: {HIDDEN}"
-            if hides(found[2], found[3]) and found[3] not in plain
-            else found[0]
+            f"{found[1]}{HIDDEN}" if hides(found[3], found[4]) and found[4] not in PLAIN else found[0]
         ),
         text,
     )
+
+
+def masked_lines(text: str) -> str:
+    """The same of YAML; what lies below a secret's key is left out."""
+    shown, below = [], -1
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        is_item = indent == below and line.lstrip().startswith("- ")
+        if below >= 0 and (not line.strip() or indent > below or is_item):
+            continue
+        found = LINE.match(line)
+        hidden = found and found[3] not in PLAIN and hides(found[2], found[3] or "below")
+        below = len(found[1]) if found and hidden else -1
+        shown.append(f"{found[1]}{found[2]}: {HIDDEN}" if found and hidden else line)
+    return "".join(f"{line}\n" for line in shown)

@@ -11,7 +11,7 @@ import yaml
 import trainrun
 from trainrun.cli import main
 from trainrun.config import conf_dir
-from trainrun.masking import is_secret, masked, masked_word
+from trainrun.masking import is_secret, masked, masked_lines, masked_word
 from trainrun.words.compose import compose_run, load_config, save_config
 from trainrun.words.private import leaves_of
 
@@ -25,6 +25,11 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layer(x.flatten(1))
 """
+FAILING = """
+class Net:
+    def __init__(self, **known):
+        raise ValueError("no network today")
+"""
 QUIET = [
     "monitor.progress_bar=false",
     "monitor.hardware=false",
@@ -37,7 +42,8 @@ WORDS = ["model=secret_net.Net", "model.api_key=typed-1234", "model.token=${oc.e
 @pytest.mark.parametrize(
     "key",
     ["model.api_key", "wandb_key", "hf_token", "token", "data.train.accessToken", "password", "db.password_file",
-     "aws_secret_access_key", "client-secret", "apiKey", "credentials", "monitor.listeners.x.auth_token"],
+     "aws_secret_access_key", "client-secret", "apiKey", "credentials", "monitor.listeners.x.auth_token",
+     "model.api_key.0", "model.api_key[1]", "model.credentials.user", "model.hosts.0.password"],
 )  # fmt: skip
 def test_secrets_by_their_names(key: str) -> None:
     assert is_secret(key)
@@ -46,7 +52,8 @@ def test_secrets_by_their_names(key: str) -> None:
 @pytest.mark.parametrize(
     "key",
     ["key", "tokenizer", "bytes_per_token", "max_tokens", "num_tokens", "key_padding", "pad_token", "image_key",
-     "token_budget", "tokens_per_second", "sort_key", "key_size", "data.train.monkey", "keyboard", "compass", "0"],
+     "token_budget", "tokens_per_second", "sort_key", "key_size", "data.train.monkey", "keyboard", "compass", "0",
+     "model.api_key.width", "token.0.size"],
 )  # fmt: skip
 def test_names_that_only_look_like_it(key: str) -> None:
     assert not is_secret(key)
@@ -67,6 +74,45 @@ def test_texts_and_words_are_masked() -> None:
     )
     assert masked_word("+db.password=a b,c") == "+db.password=***"
     assert masked_word("model.token=${oc.env:HF}") == "model.token=${oc.env:HF}"
+    assert masked_word("+a={user: x, token: t 1, n: 2}") == "+a={user: x, token: ***, n: 2}"
+    assert masked_word("a=[{password: 'x,y'}, {api_key: [p, q]}]") == "a=[{password: ***}, {api_key: ***}]"
+    assert masked("failed; a={'token': 'x 1', 'user': 'y'}, api_key=['p', 'q']") == (
+        "failed; a={'token': ***, 'user': 'y'}, api_key=***"
+    )
+    assert masked("model.api_key: a secret that is not kept") == "model.api_key: a secret that is not kept"
+
+
+def test_yaml_is_masked_with_what_lies_below_a_secret() -> None:
+    held = {
+        "a": {"api_key": ["x1", "x2"], "width": 3}, "hosts": [{"token": "x3", "port": 1}, {"port": 2}],
+        "credentials": {"user": "x4"}, "password": "x5\nx6\n", "hf_token": None, "end": [1],
+    }  # fmt: skip
+    shown = masked_lines(yaml.safe_dump(held, sort_keys=False, default_flow_style=False))
+    assert yaml.safe_load(shown.replace("***", "'***'")) == {
+        "a": {"api_key": "***", "width": 3}, "hosts": [{"token": "***", "port": 1}, {"port": 2}],
+        "credentials": "***", "password": "***", "hf_token": None, "end": [1],
+    }  # fmt: skip
+
+
+def test_secrets_in_dicts_and_lists_and_in_the_arguments_of_a_failed_call(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "failing_net.py").write_text(FAILING)
+    monkeypatch.setenv("OWN_TOKEN", "given-5678")
+    words = [
+        "model=failing_net.Net", "model.url=http://me:${oc.env:OWN_TOKEN}@host", "model.api_key=[typed-1, typed-2]",
+        "model.auth={token: typed-3, user: somebody}", *QUIET,
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["trainrun", *words])
+    assert main([*words, "output_dir=run"]) == 2
+    assert main(["--cfg", "job", words[0], *words[2:]]) == 0
+    files = [path for path in (workdir / "run").rglob("*") if path.is_file() and path.name != ".secrets.json"]
+    shown = capfd.readouterr()
+    for text in [shown.out, shown.err, *(path.read_text() for path in files)]:
+        assert "typed-" not in text
+        assert "5678" not in text
+    assert "failed: ValueError: no network today" in shown.err
+    assert "'user': 'somebody'" in shown.err
 
 
 def test_a_run_with_secrets(

@@ -34,6 +34,10 @@ class FromEnvironment(str):
         found.reference = reference
         return found
 
+    def __repr__(self) -> str:
+        """What messages show of it."""
+        return repr(self.reference)
+
 
 def is_environment(text: Any) -> bool:
     """Whether all references in it are to the environment."""
