@@ -19,7 +19,7 @@ from trainrun.rundir import SEED, SEED_DRAWN, RunDir, is_there, read_identity, w
 from trainrun.trust import check_files, check_run
 from trainrun.words.compose import is_as_saved, plain_config, with_words
 from trainrun.words.path_words import is_path
-from trainrun.words.private import resolved
+from trainrun.words.private import public, resolved
 
 SHOWN = 8
 ABSENT = object()  # of a key that only the other config has
@@ -105,8 +105,10 @@ def take_up(run: RunDir, config: RunConfig) -> None:
     before = with_words(readable_config(run), run.config_that_holds, [])
     if config.seed is None and read_identity(run).get(SEED_DRAWN, True):
         config.seed = before.seed
-    if changed := differences(before, config):
-        shown = ", ".join(f"{key}={word(there)} (here {word(here)})" for key, there, here in changed[:SHOWN])
+    if found := differences(before, config):
+        there, here = (values_of(public(item)[0]) for item in (before, config))  # without secrets
+        changed = [Difference(key, there.get(key, ABSENT), here.get(key, ABSENT)) for key, _, _ in found]
+        shown = ", ".join(f"{key}={word(old)} (here {word(new)})" for key, old, new in changed[:SHOWN])
         more = f" and {len(changed) - SHOWN} other values" if len(changed) > SHOWN else ""
         raise ConfigError(
             f"output_dir={run.root}: holds a run already, which has {shown}{more}; name another folder, or go on with "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 HIDDEN = "***"
@@ -42,13 +43,17 @@ def hides(key: str, value: Any) -> bool:
     """Whether a value is a secret: a text or number that is no reference to the environment."""
     if value is None or isinstance(value, bool) or value == "" or not isinstance(value, str | int | float):
         return False
-    return is_secret(key) and not str(value).startswith("${oc.env:")
+    return is_secret(key) and not str(value).lstrip("'\"").startswith("${oc.env:")
 
 
 def masked_word(word: str) -> str:
     """One word of a command line."""
     key, equals, value = word.partition("=")
     return f"{key}={HIDDEN}" if equals and hides(key, value) else masked_pairs(word)
+
+
+def masked_words(words: Iterable[str]) -> list[str]:
+    return [masked_word(word) for word in words]
 
 
 def masked(text: str) -> str:

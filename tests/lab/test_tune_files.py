@@ -50,6 +50,15 @@ def test_a_run_finds_the_preset_at_once(workdir: Path) -> None:
     assert "num_threads: 2 # alone 2.00x" in text
 
 
+def test_a_preset_holds_no_secret(workdir: Path) -> None:
+    (workdir / "secret_net.py").write_text("class Net:\n    def __init__(self, api_key): ...\n")
+    found = written(["model=secret_net.Net", "model.api_key=typed-1"], "trainer.num_threads=2")
+    assert found.path is not None
+    text = found.path.read_text()
+    assert "typed-1" not in text
+    assert "model.api_key=***" in text
+
+
 def test_a_preset_that_no_longer_holds_says_so_in_one_line(workdir: Path) -> None:
     (workdir / "my_net.py").write_text("import torch\nNet = torch.nn.Identity\n")
     use = written(["model=my_net.Net"], "trainer.channels_last=true").use

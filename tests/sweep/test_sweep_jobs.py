@@ -45,11 +45,12 @@ def test_words_of_one_kind_each(word: str, values: list[str]):
         ("model=glob(*)", "takes names, not a pattern, as model="),
         ("lr=range(3,3)", "holds no value"),
         ("lr=[1,2", "cannot be read"),
+        ("model.api_key=***", "put them into the environment, as 'model.api_key="),
     ],
 )
 def test_what_cannot_be_swept_is_refused(word: str, message: str):
     with pytest.raises(ConfigError, match=message) as caught:
-        expand([word])
+        expand([word.replace("***", "one,two")])
     assert str(caught.value).startswith(word)
     assert "\n" not in str(caught.value)
 
@@ -95,6 +96,19 @@ def test_other_words_add_jobs_and_keep_the_numbers(tmp_path: Path):
         ["lr=1,2", "seed=5"],
         ["seed=5", "lr=2,3"],
     ]
+
+
+def test_secrets_are_in_no_file_and_in_the_words_of_the_jobs_all_the_same(tmp_path: Path):
+    words = ["lr=1,2", "model.api_key=typed-1", "model.auth={token: typed-2, user: x}"]
+    for _ in range(2):  # the second goes on with what is saved
+        sweep = open_sweep(words, tmp_path)
+        assert [job.words for job in sweep.jobs.values()] == expand(words)
+        assert sweep.wanted == [0, 1]
+        text = (tmp_path / "sweep.json").read_text()
+        assert "typed-" not in text
+        assert "user: x" in text
+    single = open_sweep(words[1:], tmp_path / "single").jobs[0]
+    assert "typed-" not in single.folder + single.label([])
 
 
 def test_a_place_that_cannot_be_used_is_one_message(tmp_path: Path):

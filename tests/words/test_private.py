@@ -147,8 +147,12 @@ def test_a_run_with_secrets(
     assert trainrun.load_model("run") is not None
     assert main(["--cfg", "job", *WORDS]) == 0
     assert main([*WORDS, "model.api_key=typed-56"]) == 2  # two values
+    other = [word.replace("typed-1234", "[typed-56]").replace("${oc.env:OWN_TOKEN}", "x") for word in more]
+    assert main([*other, "output_dir=run"]) == 2
     shown = capfd.readouterr()
     assert "api_key: ***" in shown.out
+    assert "holds a run already, which has model.api_key=***" in shown.err
+    assert "typed-" not in shown.err
     assert "1234" not in shown.out
     assert "5678" not in shown.out
     assert "model.api_key=typed" not in shown.err

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainrun.commands.arguments import Parser
 from trainrun.commands.budget import take_seconds
 from trainrun.errors import EXIT_DONE
+from trainrun.masking import masked_words
 from trainrun.output import say
 
 if TYPE_CHECKING:
@@ -62,12 +63,14 @@ def told(typed: list[str], found: Heights, budget: float, folder: Path) -> int:
     from trainrun.rundir import write_json
     from trainrun.words.tuned import machine
 
-    head = f"trainrun ladder {shlex.join(typed)}".rstrip()
+    head = f"trainrun ladder {shlex.join(masked_words(typed))}".rstrip()
     say(f"{head} | {machine()} | {found.seconds:.0f} s of {budget:.0f} s")
     say(ladder_report.table(found))
     for line in ladder_report.summary(found):
         say(line)
-    write_json(folder / "ladder.json", {"machine": machine(), "words_typed": typed, **found.row()})
+    write_json(
+        folder / "ladder.json", {"machine": machine(), "words_typed": masked_words(typed), **found.row()}
+    )
     picture = ladder_report.picture(found, folder / "ladder.png", head)
     say(f"details: {shown(folder / 'ladder.json')}, {picture.name}")
     return EXIT_DONE

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from trainrun.commands.arguments import Parser
 from trainrun.commands.budget import take_seconds
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.masking import masked_words
 from trainrun.output import say
 
 if TYPE_CHECKING:
@@ -105,7 +106,12 @@ def question(wish: Namespace, words: list[str]) -> dict[str, object]:
     from trainrun.words.tuned import fingerprint
 
     config = compose_run(words).config
-    return {"words": words, "allow": wish.allow, "budget": wish.budget, **fingerprint(config, Path.cwd())}
+    return {
+        "words": masked_words(words),
+        "allow": wish.allow,
+        "budget": wish.budget,
+        **fingerprint(config, Path.cwd()),
+    }
 
 
 def measured(wish: Namespace, typed: list[str], journal: Journal) -> Outcome:
@@ -132,7 +138,7 @@ def told(wish: Namespace, typed: list[str], outcome: Outcome, folder: Path, pres
     from trainrun.rundir import write_json
     from trainrun.words.tuned import machine
 
-    head = f"trainrun tune {shlex.join(typed)}".rstrip()
+    head = f"trainrun tune {shlex.join(masked_words(typed))}".rstrip()
     say(f"{head} | {machine()} | {outcome.seconds:.0f} s of {wish.budget:.0f} s")
     say(tune_report.noise_line(outcome))
     say(tune_report.table(outcome))
@@ -148,7 +154,9 @@ def told(wish: Namespace, typed: list[str], outcome: Outcome, folder: Path, pres
         )
     elif wish.allow == "exact":
         say("not tried: bfloat16 and other number types, which round more (--allow numeric)")
-    write_json(folder / "tune.json", {"machine": machine(), "words_typed": typed, **outcome.row()})
+    write_json(
+        folder / "tune.json", {"machine": machine(), "words_typed": masked_words(typed), **outcome.row()}
+    )
     picture = tune_report.picture(outcome, folder / "ladder.png", head)
     say(f"details: {shown(folder / 'tune.json')}, {picture.name}, journal.jsonl")
     return EXIT_DONE

@@ -14,6 +14,7 @@ import yaml
 from trainrun.errors import ConfigError
 from trainrun.lab.choices import composed_anew, exchanged, key_of
 from trainrun.lab.evidence import Outcome, Rung
+from trainrun.masking import masked_words
 from trainrun.rundir import write_text
 from trainrun.words.tuned import MARK, fingerprint_line
 
@@ -66,7 +67,7 @@ def write_preset(path: Path, typed: Sequence[str], outcome: Outcome, working_dir
 
 def preset_text(typed: Sequence[str], outcome: Outcome, before: str, fingerprint: str) -> str:
     assert outcome.claim is not None
-    claim, words = outcome.claim, " ".join(typed) or "(no words)"
+    claim, words = outcome.claim, " ".join(masked_words(typed)) or "(no words)"
     head = [
         "# @package _global_",
         f"{SIGNED} on {datetime.now():%Y-%m-%d %H:%M}: {outcome.unit}/s {claim.value:.2f}x "

@@ -14,6 +14,7 @@ from trainrun.lab.findings import Diagnosis, WhatIf
 from trainrun.lab.orders import Profiled
 from trainrun.lab.verdict import BUSY_MACHINE, CAUSES, verdict
 from trainrun.ledger import ACCOUNTS, OPTIMIZER
+from trainrun.masking import masked_words
 from trainrun.monitor.readable import duration, quantity
 from trainrun.rundir import write_json, write_text
 
@@ -116,7 +117,7 @@ def short_time(seconds: float) -> str:
 def as_json(found: Diagnosis, words: list[str]) -> dict[str, Any]:
     told = verdict(found)
     return {
-        "words": words,
+        "words": masked_words(words),
         "verdict": {
             "first": told.first,
             "text": told.text,

@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from trainrun.errors import ConfigError
+from trainrun.masking import masked_words
 from trainrun.rundir import read_json, write_json
 from trainrun.sweep.results import Result
 from trainrun.trust import check_files
@@ -42,7 +43,8 @@ class Job:
     def label(self, keys: list[str]) -> str:
         """What sets this job apart, given the keys that vary; all its words where none does."""
         settings = self.settings
-        return " ".join(f"{key}={settings[key]}" for key in keys if key in settings) or " ".join(self.words)
+        found = [f"{key}={settings[key]}" for key in keys if key in settings]
+        return " ".join(found or masked_words(self.words))
 
 
 @dataclass
@@ -60,10 +62,8 @@ class Sweep:
         self.save()
 
     def save(self) -> None:
-        write_json(
-            self.folder / "sweep.json",
-            {"calls": self.calls, "jobs": [asdict(job) for job in self.jobs.values()]},
-        )
+        jobs = [{**asdict(job), "words": masked_words(job.words)} for job in self.jobs.values()]
+        write_json(self.folder / "sweep.json", {"calls": self.calls, "jobs": jobs})
 
     def swept_keys(self) -> list[str]:
         """The keys whose value differs between jobs, in the order they were written."""
@@ -75,18 +75,20 @@ def open_sweep(words: list[str], folder: Path | None) -> Sweep:
     """A new sweep, or one that goes on in its folder with these words. Raises ConfigError."""
     combinations = expand(words)
     varied = [place for place, column in enumerate(zip(*combinations, strict=True)) if len(set(column)) > 1]
-    names = [slug([row[place] for place in varied] or row) or "default" for row in combinations]
+    names = [slug(masked_words([row[place] for place in varied] or row)) or "default" for row in combinations]
     keys = [combinations[0][place].partition("=")[0].lstrip("+") for place in varied]
     folder = (folder or new_folder(keys)).expanduser().absolute()
     sweep = load_sweep(folder)
-    known = {tuple(sorted(job.words)): job.num for job in sweep.jobs.values()}
+    known = {tuple(sorted(masked_words(job.words))): job.num for job in sweep.jobs.values()}
     for row, name in zip(combinations, names, strict=True):
-        num = known.setdefault(tuple(sorted(row)), len(sweep.jobs))
-        sweep.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
+        num = known.setdefault(tuple(sorted(masked_words(row))), len(sweep.jobs))
+        job = sweep.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
+        if sorted(job.words) != sorted(row):  # its secrets are not in the file
+            sweep.jobs[num] = replace(job, words=row)
         if num not in sweep.wanted:  # the same value twice is one job
             sweep.wanted.append(num)
-    if words not in sweep.calls:
-        sweep.calls.append(words)
+    if masked_words(words) not in sweep.calls:
+        sweep.calls.append(masked_words(words))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sweep.save()
@@ -147,6 +149,12 @@ def values_of(word: str) -> list[str]:
         raise ConfigError(unreadable(word)) from error
     if not values:
         raise ConfigError(f"{word}: holds no value")
+    if len(set(masked_words(values))) < len(set(values)):
+        key = override.get_key_element()
+        raise ConfigError(
+            f"{key}=***: values of a secret would stand in the names of folders and in tables; put them into the "
+            f"environment, as '{key}=${{oc.env:FIRST}},${{oc.env:SECOND}}'"
+        )
     return values
 
 
