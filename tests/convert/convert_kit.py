@@ -41,12 +41,6 @@ def csv_many_targets(folder: Path) -> list[str]:
     return ["r.csv", "data.train.inputs=[a]", "data.train.target=[b,c]"]
 
 
-def parquet_lists(folder: Path) -> list[str]:
-    tokens = [list(range(i % 5 + 1)) for i in range(N)]
-    pq.write_table(pa.table({"tokens": tokens, "label": LABELS}), folder / "l.parquet", row_group_size=7)
-    return ["l.parquet"]
-
-
 def parquet_inputs_by_name(folder: Path) -> list[str]:
     tokens = [list(range(i % 5 + 1)) for i in range(N)]
     pq.write_table(pa.table({"tokens": tokens, "age": VALUES[:, 0], "y": LABELS}), folder / "d.parquet")
@@ -135,20 +129,16 @@ def digits(folder: Path) -> list[str]:
     return ["digits", "data.train.val_fraction=0.9"]
 
 
-def synthetic(folder: Path) -> list[str]:
-    return ["synthetic", "data.train.num_samples=20", "data.val.num_samples=10", "data.shape=[7]"]
-
-
 SOURCES = {
     maker.__name__: maker
     for maker in (
-        csv, csv_regression, csv_many_targets, parquet_lists, parquet_inputs_by_name, pictures, pictures_as_bytes,
+        csv, csv_regression, csv_many_targets, parquet_inputs_by_name, pictures, pictures_as_bytes,
         parquet_pictures, hdf5, idx, npz, half_precision, text_lines, text_blocks, hugging_face, own_map_style,
-        own_iterable, digits, synthetic,
+        own_iterable, digits,
     )
 }  # fmt: skip
 FORMATS = ("npy", "hdf5", "parquet", "lmdb", "tfrecord", "webdataset")
-LENGTHS_DIFFER = ("parquet_lists", "text_lines", "hugging_face")
+LENGTHS_DIFFER = ("text_lines", "hugging_face")
 
 
 def convert(*words: str) -> int:

@@ -13,9 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from convert_kit import FORMATS, convert, sources_of, use_of
+from own_sources import Points
 
 from trainrun.convert import array_files, record_files
 from trainrun.convert.folder import temporary_of, whole_file
+from trainrun.convert.samples import Samples
+from trainrun.convert.usage import target_of
 
 ROOT = Path(__file__).parents[2]
 SLOW = ["data.train._target_=own_sources.Points", "data.train.count=120"]
@@ -90,8 +93,7 @@ def test_stopped_and_run_again_gives_the_same_bytes(
     assert contents("out") == contents("whole")
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize(("to", "workers"), [*((to, "2") for to in FORMATS), ("parquet", "0")])
 def test_a_full_disk(to: str, workers: str, workdir: Path, capsys: pytest.CaptureFixture[str],
                      monkeypatch: pytest.MonkeyPatch):  # fmt: skip
     monkeypatch.setattr(array_files, "RANGE_BYTES", 2**18)
@@ -114,8 +116,7 @@ def test_a_full_disk(to: str, workers: str, workdir: Path, capsys: pytest.Captur
     assert len(after) == 400
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize(("to", "workers"), [*((to, "2") for to in FORMATS), ("parquet", "0")])
 def test_a_broken_sample_is_named(to: str, workers: str, workdir: Path, capsys: pytest.CaptureFixture[str],
                                   monkeypatch: pytest.MonkeyPatch):  # fmt: skip
     monkeypatch.setattr(array_files, "RANGE_BYTES", 320)
@@ -163,6 +164,9 @@ def test_half_a_line_in_the_notes_counts_for_nothing(workdir: Path, monkeypatch:
     ruined = Path("out/.x_train.npy.tmp")
     ruined.write_bytes(done[:-600] + b"?" * 600)  # what was written after the tenth range
     Path("out/.train-ranges.tmp").write_bytes(b"0\n10\n20\n30\n40\n50\n60\n70\n80\n90\n100\n1")
+    samples = Samples(Points(120), "data.train")
+    target_of("npy", Path("out"), "train", samples, None)[0].prepare()
+    assert Path("out/.train-ranges.tmp").read_text().endswith("\n100\n"), "nothing is added to half a line"
     assert convert(*words) == 0
     assert contents("out") == whole
 

@@ -6,6 +6,7 @@ beside the arrays, so a conversion that was stopped continues after them.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,9 @@ from trainrun.convert.layout import layout_of
 from trainrun.convert.samples import Samples
 from trainrun.convert.write import Unit, cut
 from trainrun.data.readers.extras import extra
-from trainrun.rundir import sync_path
+from trainrun.rundir import sync_path, write_text
 
 RANGE_BYTES = 16 * 2**20
-Array = np.ndarray[Any, Any]
 
 
 class ArrayFiles:
@@ -48,15 +48,16 @@ class ArrayFiles:
         return unit.begin in self._done or all(file.is_file() for file in self.files)
 
     def prepare(self) -> None:
-        if self._done:
+        if self._done:  # half a line goes: the next one would be added to it
+            write_text(self._notes, "".join(f"{begin}\n" for begin in sorted(self._done)), durable=True)
             return
         self._notes.unlink(missing_ok=True)
-        arrays = zip(self._names, self.layout.leaves, self._shapes, strict=True)
+        arrays = list(zip(self._names, self.layout.leaves, self._shapes, strict=True))
         if self._hdf5:
             place = temporary_of(self.files[0])
-            _take_space(place, sum(leaf.dtype.itemsize * int(np.prod(shape)) for _, leaf, shape in arrays))
+            _take_space(place, sum(leaf.dtype.itemsize * math.prod(shape) for _, leaf, shape in arrays))
             with extra("h5py", "hdf5", "hdf5").File(place, "w") as file:
-                for name, leaf, shape in zip(self._names, self.layout.leaves, self._shapes, strict=True):
+                for name, leaf, shape in arrays:
                     file.create_dataset(name, shape, leaf.dtype)[-1] = 0  # HDF5 places it now
         else:
             for file, (_, leaf, shape) in zip(self.files, arrays, strict=True):

@@ -24,10 +24,6 @@ from trainrun.instantiate import bind_faults, build
 from trainrun.words.compose import compose_run
 
 SPLITS = ("train", "val", "test")
-GROUPS = {
-    "npy": "arrays", "hdf5": "hdf5", "parquet": "parquet", "lmdb": "lmdb", "tfrecord": "tfrecord",
-    "webdataset": "webdataset",
-}  # fmt: skip
 NUM_CHECKED = 16
 PLAIN = re.compile(r"[\w./{}-]*")
 
@@ -46,7 +42,11 @@ def convert(to: str, dest: Path, config: DataConfig, split: str | None, argument
             )
         found = {name: target_of(to, dest, name, samples, size) for name, samples in parts.items()}
         targets = {name: target for name, (target, _) in found.items()}
-        use = [f"data={GROUPS[to]}", *paths_in(to, list(parts)), *next(iter(found.values()))[1]]
+        use = [
+            f"data={'arrays' if to == 'npy' else to}",
+            *paths_in(to, list(parts)),
+            *next(iter(found.values()))[1],
+        ]
         if _is_held_out(config, parts):
             say(
                 f"val is the part of the training data that a run holds out (data.train.val_fraction="
