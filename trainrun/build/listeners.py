@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from typing import Any
 
 from trainrun.config import RunConfig
@@ -107,8 +108,9 @@ class Listeners:
     def _draw(self, report: bool) -> None:
         with self._ledger.on(PLOTS):  # matplotlib costs half a second: only where it draws
             plots = satellite("plots.draw", "no pictures are drawn", self._note)
-            if plots is not None:
-                plots.draw(self._run, report)
+            if plots is not None and (problem := plots.draw(self._run, report)):
+                again = f"trainrun report {shlex.quote(str(self._run.root))}"
+                self._note(f"not all pictures were drawn: {problem}; where that is mended: {again}")
 
     def _note(self, text: str) -> None:
         if self._told != text:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from trainrun.errors import DataError
 from trainrun.plots.curves import draw_run
 from trainrun.plots.report import draw_report
 from trainrun.rundir import RunDir
 
 
-def draw(run: RunDir, report: bool) -> None:
-    """Draw all pictures of a run, and with `report` its page too."""
-    draw_run(run)
-    if report:
-        draw_report(run)
+def draw(run: RunDir, report: bool) -> str:
+    """Draw all pictures of a run, and with `report` its page. Return what went wrong; empty where nothing did."""
+    problems: list[str] = []
+    for work in (draw_run, draw_report) if report else (draw_run,):
+        try:
+            work(run)
+        except OSError as error:
+            problems.append(f"{error.filename}: cannot be written ({error.strerror})")
+        except DataError as error:
+            problems.append(str(error))
+    return "; ".join(problems)
