@@ -17,7 +17,6 @@ from torch.utils.data import IterableDataset
 from trainrun.data.cache.disk import open_or_build
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.probe import Probe, look_at
-from trainrun.data.cache.samples import packed
 from trainrun.data.cache.spec import CacheSpec, parse_cache, readable
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, MISSING, CacheFull, Store, in_memory
 from trainrun.data.columns import Columns, columns_of
@@ -168,13 +167,8 @@ class Cached:
         if source is None or not tensors or any(map(self.store.has, positions)):
             return None
         batch = source.whole_batch(positions)
-        if type(batch) is not (layout.form.container or type(batch)):
-            return None
-        parts = list(
-            batch.values() if isinstance(batch, dict) else [batch] if layout.form.container is None else batch
-        )
-        for row, index in enumerate(positions):
-            self._keep(index, packed(layout.form, [part[row] for part in parts]))
+        if self.writes:
+            self.store.write_batch(positions, batch)
         return batch
 
     def prefill(self, num_threads: int = 1, progress: Progress | None = None) -> None:

@@ -140,6 +140,19 @@ class Store:
         self.words[FIRST + slot] = word
         return True
 
+    def write_batch(self, slots: list[int], batch: Any) -> None:
+        """Row i of every tensor becomes the sample in `slots[i]`, if all of them are shaped like the first sample."""
+        layout, (form, leaves, buffers) = self.layout, take_apart(batch)
+        wanted = tuple(leaf._replace(shape=(len(slots), *leaf.shape)) for leaf in layout.leaves)
+        if (form, leaves) != (layout.form, wanted):
+            return
+        for leaf, start, buffer in zip(layout.leaves, layout.starts, buffers, strict=True):
+            for slot, row in zip(slots, buffer.reshape(len(slots), -1), strict=True):
+                if slot < layout.num_slots:
+                    self._write(row, start + slot * leaf.num_bytes)
+        kept = np.array([slot for slot in slots if slot < layout.num_slots], np.int64)
+        self.words[FIRST + kept] = IN_COLUMNS
+
     def columns(self) -> Columns | None:
         """All samples at once, mapped without a copy; None while one is missing or does not lie in the columns.
 
