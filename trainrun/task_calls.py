@@ -68,7 +68,7 @@ class TaskCalls:
         self._name = type(task).__name__
         self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
         self._watch: TaskWatch | None = None
-        self._trains = self._unseen = False
+        self._trains = self._unseen = self._watches = False
         halves = [callable(getattr(task, name, None)) for name in ("state_dict", "load_state_dict")]
         if any(halves) and not all(halves):
             raise PluginError(f"task: {self._name}: has only one of state_dict() and load_state_dict(state)")
@@ -98,6 +98,7 @@ class TaskCalls:
         """Ahead of the first step of a session; a task of ours needs no watching."""
         if not type(self._task).__module__.startswith("trainrun.task."):
             self._watch = TaskWatch(self._task, self._model, accumulates, in_graph, note)
+            self._watches = True
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Inside, the task can be copied."""
@@ -115,8 +116,8 @@ class TaskCalls:
             self._call("on_epoch_start", self._model)
 
     def after_step(self, state: TrainState, log: bool) -> None:
-        if self._watch is not None:
-            self._watch.after_step(log)
+        if self._watch is not None and self._watches:
+            self._watches = not self._watch.after_step(log)
         if self._hooks and state.batches == 0:
             self._place.step = state.step
             self._call("on_epoch_end", self._model)
@@ -161,8 +162,8 @@ class TaskCalls:
         if kept.get("lost") and not saves_itself(self._task):
             raise CheckpointError(
                 f"checkpoint {place}: {self._name} kept what no checkpoint holds ({', '.join(kept['lost'])}), so "
-                "going on would give another result; give it the methods state_dict() and load_state_dict(state), or "
-                "begin a new run"
+                "going on would give another result; give it the methods state_dict(), empty where nothing of this "
+                "matters, and load_state_dict(state), or begin a new run"
             )
         if "state" in kept and not isinstance(self._task, KeepsState):
             raise CheckpointError(

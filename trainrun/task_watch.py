@@ -1,7 +1,8 @@
 """Looks, between the start and the first log point, for what a task of the user's does without telling the runner.
 
-what: parameters that `step` itself changes, state of the task that no checkpoint holds, and micro-batches of one
-    update that give gradients to different parameters (a task that alternates from call to call).
+what: parameters that `step` itself changes, state of the task that no checkpoint holds, parameters of the task that get
+    gradients and are never updated, and micro-batches of one update that give gradients to different parameters (a task
+    that alternates from call to call).
 when: always, for tasks that are not of this package. The first two are told unless the task has `state_dict`.
 gain: a run that cannot be resumed says so at once. After the first log point nothing of it is left.
 """
@@ -60,6 +61,7 @@ class TaskWatch:
         self._moved: dict[str, None] = {}
         self._calls = self._steps = 0
         self._before: dict[str, Any] = {}
+        self._own_before: dict[str, int] = {}
         self._reached: list[set[str]] = []  # by each call of this window
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._reaches(name))  # type: ignore[no-untyped-call]
@@ -78,11 +80,13 @@ class TaskWatch:
         self._steps += 1
         if self._steps == 1:  # what is made or checked once is there now
             self._before = {} if self._saves else values_of(self._task, self._model)
+            self._own_before = {name: one._version for name, one in own_parameters(self._task, self._model)}
             if self._in_graph:
                 self.release()
             return False
         if not log and self._steps < MOST_STEPS:
             return False
+        self._tell_untrained()
         self.look()
         self.end()
         return True
@@ -168,6 +172,17 @@ class TaskWatch:
             handle.remove()
         self._handles = []
 
+    def _tell_untrained(self) -> None:
+        own = own_parameters(self._task, self._model)
+        still = [
+            name for name, one in own if one.grad is not None and one._version == self._own_before.get(name)
+        ]
+        if still:
+            self._note(
+                f"task: {type(self._task).__name__}: parameters of its own ({few(still)}) get gradients, and nothing "
+                "updates them: the optimizer has those of the model; put them into the model"
+            )
+
 
 def few(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
@@ -187,6 +202,18 @@ def watched_parameters(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and id(parameter) not in limited and not is_lazy(parameter)
     }
+
+
+def own_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that attributes of the task hold, and the model does not."""
+    known = {id(parameter) for parameter in model.parameters()}
+    found = list(task.named_parameters()) if isinstance(task, nn.Module) else []
+    for name, value in vars(task).items() if hasattr(task, "__dict__") else ():
+        if isinstance(value, nn.Module):
+            found += [(f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters()]
+        elif isinstance(value, Tensor) and value.is_leaf:
+            found.append((name, value))
+    return [(name, parameter) for name, parameter in found if id(parameter) not in known]
 
 
 def versions(parameters: Mapping[str, Tensor], contents: bool) -> list[Any]:

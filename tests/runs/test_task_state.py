@@ -13,6 +13,8 @@ from faults.evidence import other_ranks_of
 from test_resume import facts_of, same
 
 from trainrun.cli import main
+from trainrun.state import TrainState
+from trainrun.task_calls import Place, TaskCalls
 
 OWN = """
 import os
@@ -99,6 +101,25 @@ class Late(Sums):  # what is made once, derived, or drawn from is no state
         self.cache.setdefault("device", batch[0].device)
         self.model, self.logits = model, model(batch[0])
         return StepOutput(functional.cross_entropy(self.logits, batch[1], reduction="sum"))
+
+
+class Weighted(Sums):  # its weight is in no optimizer
+    def __init__(self, rate=0.0):
+        self.weight, self.teacher = torch.nn.Parameter(torch.zeros(())), torch.nn.Linear(2, 2)
+        self.rate, self.state = rate, 0
+
+    def step(self, model, batch):
+        if self.rate and self.weight.grad is not None:
+            with torch.no_grad():
+                self.weight -= self.rate * self.weight.grad
+        loss = super().step(model, batch).loss_sum
+        return StepOutput(loss * (-self.weight).exp() + self.weight * len(batch[1]))
+
+
+class Module(torch.nn.Module, Weighted):
+    def __init__(self, rate=0.0):
+        torch.nn.Module.__init__(self)
+        Weighted.__init__(self, rate)
 
 
 class Raw(Sums):  # writes past torch's counters
@@ -200,6 +221,15 @@ def test_what_is_made_once_is_no_state(own: Path) -> None:
     assert main(["resume", "run", stop_at(-1)]) == 0
 
 
+@pytest.mark.parametrize(("task", "rate"), [("Weighted", 0.0), ("Module", 0.0), ("Module", 0.1)])
+def test_parameters_of_a_task_that_nothing_updates_are_told(own: Path, task: str, rate: float) -> None:
+    assert main([*WORDS, f"task=own.{task}", f"task.rate={rate}", "output_dir=run"]) == 0
+    told = [text for text in notes_of(own / "run") if "nothing updates them" in text]
+    assert [text.partition(": parameters of its own ")[2][:8] for text in told] == (
+        [] if rate else ["(weight)"]
+    )
+
+
 def test_a_write_past_the_counters_is_seen(own: Path) -> None:
     assert main([*WORDS, "task=own.Raw", "output_dir=run"]) == 0
     (told,) = notes_of(own / "run")
@@ -250,6 +280,38 @@ def test_evaluation_has_the_state_of_the_task(own: Path, capsys: pytest.CaptureF
     assert main(["evaluate", "run", "--which", "last"]) == 0
     found = json.loads((own / "run" / "evaluation-val.json").read_text())
     assert found["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-6)
+
+
+class Kept:
+    """Counts how often somebody asks for what it holds."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.looks += 1
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Holds:
+    def __init__(self) -> None:
+        self.kept = Kept()
+
+    def step(self, model: Any, batch: Any) -> Any: ...
+
+
+def test_nothing_is_looked_at_after_the_first_log_point() -> None:
+    task, state = Holds(), TrainState()
+    calls = TaskCalls(task, torch.nn.Linear(1, 1), Place(0, 0, torch.device("cpu")), None)
+    calls.watch(False, False, print)
+    for step in range(1, 5):
+        calls.after_step(state, log=step == 3)
+    before = task.kept.looks
+    for step in range(5, 200):
+        calls.after_step(state, log=step % 50 == 0)
+    assert before == task.kept.looks > 0
 
 
 def test_checksums_tell_contents_apart() -> None:
