@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,6 +23,7 @@ from trainrun.output import say
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.parallel.launch import launch
+from trainrun.process.child import module_command
 from trainrun.process.deadline import patience
 from trainrun.process.signals import StopFlag, catch_signals
 from trainrun.repair import repair
@@ -174,7 +174,7 @@ def execute(run: RunDir, config: RunConfig, order: Order) -> int:
                 return code
             say(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
             return launch(
-                lambda attempt: [sys.executable, "-m", "trainrun.rank", str(run.root), str(attempt)],
+                lambda attempt: module_command("trainrun.rank", str(run.root), str(attempt)),
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,
                 alone_seconds=patience(config.trainer.watchdog_seconds), max_restarts=parallel.max_restarts,
             )  # fmt: skip

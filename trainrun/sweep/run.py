@@ -20,6 +20,7 @@ from types import FrameType
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.monitor.readable import counted
 from trainrun.output import say
+from trainrun.process.child import module_command
 from trainrun.process.signals import catch_stops
 from trainrun.rundir import RunDir
 from trainrun.runlock import only_writer
@@ -75,8 +76,8 @@ def end_with_sweep() -> None:
 def job_command(words: list[str], folder: Path) -> list[str]:
     """A new run in the job's folder, or the old one from its newest checkpoint."""
     if has_checkpoint(folder):
-        return [sys.executable, "-m", "trainrun", "resume", str(folder)]
-    return [sys.executable, "-m", "trainrun", *words, f"hydra.run.dir={folder}"]
+        return module_command("trainrun", "resume", str(folder))
+    return module_command("trainrun", *words, f"hydra.run.dir={folder}")
 
 
 def run_sweep(words: list[str], folder: Path | None, command: Command = job_command) -> int:
