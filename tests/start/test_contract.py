@@ -98,6 +98,12 @@ class Contrastive(Sum):
         return StepOutput(cross_entropy(logits, torch.arange(len(y)), reduction="sum"))
 
 
+class ContrastiveMean(Sum):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        logits = normalize(logits) @ normalize(logits).T
+        return StepOutput(cross_entropy(logits, torch.arange(len(y))))
+
+
 class AllPairs(Sum):
     def output(self, logits: Tensor, y: Tensor) -> StepOutput:
         return StepOutput((logits[:, None] - logits).square().sum())
@@ -186,6 +192,15 @@ def test_a_mean_is_refused_with_both_ways_out(rows: int) -> None:
     assert 'Return the sum (reduction="sum"), or StepOutput(loss_mean=loss, count=' in text
     assert "trainer.check_task=false" in text
     assert "\n" not in text
+
+
+def test_a_mean_over_pairs_is_told() -> None:
+    """It grows with the logarithm of the batch: neither a sum nor a mean of samples."""
+    parts, data, notes = parts_with(ContrastiveMean(), 64)
+    check_task(parts, data)
+    (told,) = notes
+    assert "the loss of ContrastiveMean.step() does not double where a batch is given twice" in told
+    assert "return StepOutput(loss_mean=loss, count=" in told
 
 
 def test_a_mean_is_found_behind_noise() -> None:

@@ -1,9 +1,10 @@
 """At the first step of a run: a task of the user's own that returns means where sums are wanted is refused.
 
 what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a sum
-    doubles, a mean stays. Only what clearly stays, while its count doubles, is refused. A step that draws random
-    numbers is repeated, and decided only where its noise allows it. All runs on copies of model and task, in evaluation
-    mode, and random states are put back, so nothing of it remains.
+    doubles, a mean stays. Only what clearly stays, while its count doubles, is refused; a loss that grows, but by
+    less than half (a mean over pairs of the batch, a penalty that knows no count), is told. A step that draws random
+    numbers is repeated, and decided only where its noise allows it. All runs on copies of model and task, in
+    evaluation mode, and random states are put back, so nothing of it remains.
 when: every new run with a task that is not ours; `trainer.check_task=false` leaves it out.
 when not: batches that cannot be cut, models that cannot be copied: one line says so, and the run goes on.
 source: the loss contract of `trainrun.interfaces`
@@ -32,6 +33,7 @@ SAME = 0.02  # of a value: far above rounding, also of bfloat16
 LEAST = 1e-12  # values below say nothing
 ERRORS = 3.0  # standard errors of a mean over the repeats
 LOSS = ""  # its place among the sums
+MEAN, UNCLEAR, SUM = "mean", "unclear", "sum"
 
 Stepper = Callable[[Parts, list[MicroBatch], bool], StepReport]
 Pair = tuple[Tensor, Tensor]
@@ -69,7 +71,7 @@ def check_task(parts: Parts, data: Any) -> None:
         parts.board.note(f"task: whether it returns sums or means could not be checked ({reason})")
         return
     name = type(parts.task).__name__
-    means = [key for key in looks.once[0] if is_mean(looks, key)]
+    means = [key for key in looks.once[0] if found_of(looks, key) == MEAN]
     way_out = "If that is meant, say trainer.check_task=false"
     if LOSS in means:
         raise PluginError(
@@ -82,6 +84,12 @@ def check_task(parts: Parts, data: Any) -> None:
         raise PluginError(
             f"task: {names} of {name}.step() is a mean: it stays the same where a batch is given twice, and it is "
             f"divided by the count once more. Give the sum, or the pair (sum, its own count). {way_out}"
+        )
+    if found_of(looks, LOSS) == UNCLEAR:
+        parts.board.note(
+            f"task: the loss of {name}.step() does not double where a batch is given twice, and it is divided by the "
+            "count: where it is a mean (of a contrastive loss, for instance), return StepOutput(loss_mean=loss, "
+            "count=number of items)"
         )
 
 
@@ -147,15 +155,18 @@ def same(left: Tensor, right: Tensor) -> bool:
     return float((left - right).abs().sum()) <= 1e-3 * float(left.abs().sum())
 
 
-def is_mean(looks: Looks, key: str) -> bool:
-    """Whether the value clearly stays where its count doubles; a tensor's numbers all together."""
+def found_of(looks: Looks, key: str) -> str:
+    """MEAN: the value clearly stays where its count doubles. UNCLEAR: it is clearly nearer to that than to a sum. SUM:
+    all else. Of a tensor, its numbers all together."""
     once, twice = (torch.stack([seen[key][0] for seen in some]) for some in looks)
     counts = [float(torch.stack([seen[key][1] for seen in some]).mean()) for some in looks]
     size = float(once.mean(0).abs().sum())
     if not LEAST < size < torch.inf or not counts[1] >= 1.5 * counts[0] > 0:
-        return False
+        return SUM
     noise = sum(float(some.std(0).sum()) / len(some) ** 0.5 for some in (once, twice) if len(some) > 1)
     unsure = SAME * size + ERRORS * noise
     moved = float((twice.mean(0) - once.mean(0)).abs().sum())
     missed = float((twice.mean(0) - 2 * once.mean(0)).abs().sum())
-    return bool(moved <= unsure and missed > 2 * unsure)
+    if moved <= unsure and missed > 2 * unsure:
+        return MEAN
+    return UNCLEAR if missed - moved > 2 * unsure else SUM
