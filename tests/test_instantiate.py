@@ -172,6 +172,19 @@ def test_right_nodes_have_no_faults() -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "way"),
+    [("data.val_transform", ", or data.val_transform._partial_=true for the function itself"), ("model", "")],
+)
+def test_a_function_that_is_meant_itself(key: str, way: str) -> None:
+    """A transform of one sample is no function that makes one."""
+    given = node("plug_net.optimizer", lr=1)
+    assert bind_faults(given, key) == [
+        f"{key}.params: plug_net.optimizer needs it; add {key}.params=...{way}"
+    ]
+    assert bind_faults(given | {"_partial_": True}, key) == []
+
+
+@pytest.mark.parametrize(
     ("given", "extra", "faults"),
     [
         (

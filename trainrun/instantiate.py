@@ -28,6 +28,7 @@ from trainrun.errors import PluginError, TrainrunError
 
 TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)
+CALLED = ("transform", "collate_fn", "loss")  # settings whose object is called with samples, or with outputs
 HERE = "trainrun.here."
 KEPT = ("trainrun", "torch")  # which the program itself is made of
 REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "posix", "posixpath", "pty",
@@ -255,8 +256,14 @@ def argument_faults(
             faults.append(unknown(key, name, name_of, [p.name for p in free]))
     if not node.get(PARTIAL, False):
         missing = [p for p in free if p.default is p.empty and p.name not in given]
-        faults += [f"{key}.{p.name}: {name_of} needs it; add {key}.{p.name}=..." for p in missing]
+        itself = f", or {key}.{PARTIAL}=true for the function itself" if is_called(target, key) else ""
+        faults += [f"{key}.{p.name}: {name_of} needs it; add {key}.{p.name}=...{itself}" for p in missing]
     return faults
+
+
+def is_called(target: Any, key: str) -> bool:
+    """Whether a function is named where what the function makes is called later."""
+    return inspect.isroutine(target) and key.endswith(CALLED)
 
 
 def parameters_of(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
