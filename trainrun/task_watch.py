@@ -207,7 +207,9 @@ def watched_parameters(model: nn.Module) -> dict[str, Tensor]:
 def own_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
     """Those that attributes of the task hold, and the model does not."""
     known = {id(parameter) for parameter in model.parameters()}
-    found = list(task.named_parameters()) if isinstance(task, nn.Module) else []
+    found: list[tuple[str, Tensor]] = []
+    if isinstance(task, nn.Module):
+        found += task.named_parameters()
     for name, value in vars(task).items() if hasattr(task, "__dict__") else ():
         if isinstance(value, nn.Module):
             found += [(f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters()]
