@@ -44,20 +44,6 @@ def test_examples_are_parsed():
     assert (found["c"].dtype, found["c"].tolist()) == (np.float32, [0.5])
 
 
-def test_numbers_that_are_not_packed_are_read_too():
-    values = bytes.fromhex("080508ac02")  # 5 and 300, each with a tag
-    entry = b"\x0a\x01a\x12" + bytes([len(values) + 2]) + b"\x1a" + bytes([len(values)]) + values
-    found = parse_example(b"\x0a" + bytes([len(entry) + 2]) + b"\x0a" + bytes([len(entry)]) + entry)
-    assert found["a"].tolist() == [5, 300]
-
-
-@settings(derandomize=True, deadline=None)
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40))
-def test_integers_come_back(numbers):
-    found = parse_example(encode_example({"n": np.array(numbers, np.int64)}))["n"]
-    assert list(found) == numbers
-
-
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.data())
 def test_a_damaged_example_is_a_value_error_or_another_example(data):
