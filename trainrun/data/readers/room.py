@@ -43,7 +43,7 @@ def check_disk(num_bytes: int, folder: Path, what: str, way: str) -> None:
 
 
 def free_disk(folder: Path) -> int:
-    """Of the disk that a folder lies on, or will lie on."""
+    """The free bytes of the disk that a folder lies on, or will lie on."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent

@@ -119,7 +119,7 @@ class Hdf5Reader:
         return parts if self._encoded is None else (*parts, self._encoded[chosen])
 
     def _lengths(self) -> np.ndarray[Any, Any]:
-        """Of ragged data, by reading it."""
+        """The lengths of ragged rows, found by reading them."""
         file, layout = self._files[str(self._path)], self._layouts[0]
         rows = (read_rows(file, self._path, layout, np.array([row]))[0] for row in range(len(self)))
         return np.fromiter(map(len, rows), np.int64, len(self))

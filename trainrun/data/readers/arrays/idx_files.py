@@ -68,7 +68,7 @@ def _label(file: Path, rows: Any, index: int) -> str:
 
 
 def _stored(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:
-    """Of the file, or of the same name with or without .gz."""
+    """The array of the file, or of the same name with or without .gz."""
     full = f"data.train.{key if split == 'train' else f'{split}_{key}'}"
     if name is None:
         raise DataError(f"{full}: name the file in {folder}")

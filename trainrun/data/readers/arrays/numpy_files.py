@@ -122,7 +122,7 @@ class MappedReader:
 def _random_part(
     place: Path, names: Sequence[str], arrays: Sequence[Any], split: str, fraction: float, seed: int
 ) -> ReaderDataset | None:
-    """Of large mapped files; None for others, and where one of the two parts would be empty."""
+    """A part of large mapped files; None for small ones, or if one side would be empty."""
     number = min(len(array) if array.ndim else 0 for array in arrays)
     held = round(fraction * number)
     mapped = all(isinstance(array, np.memmap) and len(array) == number for array in arrays)

@@ -75,7 +75,7 @@ def _values(feature: Any) -> Feature:
 
 
 def encode_example(features: Mapping[str, bytes | list[bytes] | np.ndarray[Any, Any]]) -> bytes:
-    """The reverse. Arrays of any shape are flattened; floats become float32, integers and bools int64."""
+    """The bytes of an Example. Arrays of any shape are flattened; floats become float32, integers and bools int64."""
     example = example_class()()
     for name, value in features.items():
         feature = example.features.feature.add(key=name).value

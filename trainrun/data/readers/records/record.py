@@ -158,7 +158,7 @@ def _tree(value: Any, path: str, leaves: list[tuple[str, Any]]) -> Any:
 
 
 def _grown(tree: Any, values: dict[str, Any]) -> Any:
-    """The reverse. ValueError: not what `_tree` gives."""
+    """The containers that `_tree` describes. ValueError: not what `_tree` gives."""
     if isinstance(tree, str) and tree in values:
         return values[tree]
     kind, inner = next(iter(tree.items())) if isinstance(tree, dict) and len(tree) == 1 else ("", None)

@@ -66,7 +66,7 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
 
 def _targets(files: Sequence[Path], dialect: Dialect, cells: Cells, goal: Sequence[str], dtype: str,
              training: Sequence[Path]) -> tuple[Tensor | None, Coding]:  # fmt: skip
-    """Of these files, in the coding of the training data."""
+    """The targets in these files, in the coding of the training data."""
     if not goal:
         return None, Coding("float32")
     if len(goal) > 1:

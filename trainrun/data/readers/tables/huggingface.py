@@ -225,7 +225,7 @@ def _labels(dataset: Any, names: tuple[str, ...] | None) -> np.ndarray[Any, Any]
 
 
 def _lengths(dataset: Any, names: tuple[str, ...]) -> np.ndarray[Any, Any] | None:
-    """Of the lists in the first column of lists, without decoding them."""
+    """The lengths in the first column of lists, without decoding them."""
     if dataset._indices is not None:  # rows were chosen in it, which the table does not show
         return None
     compute = extra("pyarrow.compute", "datasets", "datasets")

@@ -36,7 +36,7 @@ def pyarrow(module: str = "pyarrow") -> Any:
 
 
 def kind_of(field: Any) -> Kind:
-    """Of a column of an Arrow schema."""
+    """The kind of a column of an Arrow schema."""
     types, type_, column = pyarrow().types, field.type, str(field.name)
     text = str(type_)
     if types.is_dictionary(type_):
