@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from trainrun.eager import plain_step
-from trainrun.fused_adam import FusedAdam
+from trainrun.fused_adam import FusedAdam, plain_step
 
 
 def network() -> nn.Module:
@@ -41,7 +40,7 @@ def test_the_bits_are_those_of_torch(kind: type, maximize: bool, dtype: torch.dt
     models = [network().to(dtype), network().to(dtype)]
     optimizers = [optimizer_of(model, kind, maximize=maximize) for model in models]
     step = plain_step(optimizers[1])
-    assert isinstance(step, FusedAdam)
+    assert isinstance(step, FusedAdam) == (kind is AdamW)
     for number in range(12):
         for model, optimizer in zip(models, optimizers, strict=True):
             torch.manual_seed(number)

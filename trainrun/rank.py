@@ -24,7 +24,6 @@ from trainrun.build.resumption import first_state, note_commit
 from trainrun.checkpoint.manifest import committed_steps
 from trainrun.config import RunConfig
 from trainrun.device_times import times_of
-from trainrun.eager import unloaded_compiler
 from trainrun.errors import (
     EXIT_FAILED,
     DataError,
@@ -60,6 +59,7 @@ from trainrun.start.threads import choose_threads
 from trainrun.state import TrainState
 from trainrun.status import end_process, leave_now
 from trainrun.transform.compile import broken_library
+from trainrun.without_dynamo import unloaded_compiler
 from trainrun.words.compose import load_config
 
 # of a loss with another shape than its gradient

@@ -28,7 +28,7 @@ FLOORS = {
     1: ["interfaces", "device_times", "rundir", "runlock", "randomness", "state", "sums", "instantiate", "here",
         "environment", "moved", "satellites",
         "process/", "optimizer/", "scheduler/"],
-    0: ["errors", "output", "masking", "copies", "ledger", "eager", "fused_adam", "model/", "transform/"],
+    0: ["errors", "output", "masking", "foreach", "ledger", "without_dynamo", "fused_adam", "model/", "transform/"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli", "commands": "cli"}  # parts of it
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it

@@ -10,7 +10,7 @@ from torch.optim import LBFGS
 
 import trainrun as package
 from trainrun.cli import main
-from trainrun.eager import plain_step
+from trainrun.fused_adam import plain_step
 
 WORDS = (
     "optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=1", "optimizer.lr=0.1", "data.batch_size=64", "seed=3",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from trainrun.eager import plain_step
 from trainrun.errors import ConfigError, PluginError
+from trainrun.fused_adam import plain_step
 from trainrun.precision.amp import (
     PrecisionOptions,
     build_precision,

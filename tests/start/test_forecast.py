@@ -154,7 +154,7 @@ def test_a_task_that_cannot_be_asked_ends_no_run(workdir: Path, monkeypatch: pyt
 def test_the_compiler_is_not_loaded_for_it() -> None:
     code = (
         "import sys, torch; from trainrun.start.forecast import Live\n"
-        "from trainrun.eager import backward\n"
+        "from trainrun.without_dynamo import backward\n"
         "with Live() as live: backward(torch.nn.Linear(3, 3)(torch.ones(2, 3)).sum(), torch.ones(()))\n"
         "assert live.moments; print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
     )

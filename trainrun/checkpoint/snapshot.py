@@ -23,6 +23,7 @@ from torch import Tensor
 from trainrun.checkpoint.background import Background
 from trainrun.checkpoint.pages import large_pages
 from trainrun.checkpoint.tensor_file import file_order
+from trainrun.foreach import copy_
 
 LARGE_BYTES = 32 * 2**20  # below, neither the time nor the room is worth a thought
 LONG_BYTES = 4 * 2**20
@@ -112,7 +113,7 @@ def copy_all(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor], non_bl
     rest = [name for name in tensors if name not in long]
     with torch.no_grad():
         if rest:
-            torch._foreach_copy_(
+            copy_(
                 [copies[name] for name in rest], [tensors[name] for name in rest], non_blocking=non_blocking
             )
         if long:

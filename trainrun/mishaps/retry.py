@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainrun.data.pieces import cut, num_rows, rows_of, tensors_in
 from trainrun.errors import PluginError
@@ -288,10 +287,13 @@ def num_bytes(size: str) -> float:
     return float(number) * 1024.0 ** ("bytes", "KiB", "MiB", "GiB").index(unit)
 
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def batch_norm_in(model: nn.Module) -> str:
     """The first module that normalises by its batch, "" where there is none."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, BATCH_NORMS) and module.training:
             return name or type(module).__name__
     return ""
 

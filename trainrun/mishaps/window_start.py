@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainrun.copies import Lists, by_type
+from trainrun.foreach import Lists, by_type, copy_
 
 
 class WindowStart:
@@ -86,7 +86,7 @@ class WindowStart:
                 self._copy(list(self._copies))
                 return
         for copies, sources in self._lists:
-            torch._foreach_copy_(copies, sources)
+            copy_(copies, sources)
 
     @torch.no_grad()
     def restore(self) -> str:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
-from trainrun.eager import plain_step
 from trainrun.errors import OF_ARGUMENTS, PluginError, is_of_torch, named
+from trainrun.fused_adam import plain_step
 from trainrun.optimizer.muon import Muon, shares
 
 WRONG = "the fused update computes wrong values"

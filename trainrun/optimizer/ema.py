@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainrun.copies import by_type
 from trainrun.errors import CheckpointError
+from trainrun.foreach import by_type, copy_, lerp_
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -52,12 +52,12 @@ class Ema:
     @torch.no_grad()  # here, because it takes 1.2 us where there is nothing to average
     def _look(self, newest: float) -> None:
         """Mixes the weights in; `newest` is the weight of what is seen now, 1 at the first look."""
-        torch._foreach_lerp_(self._averages, [_roomy(param) for param in self._model.parameters()], newest)
+        lerp_(self._averages, [_roomy(param) for param in self._model.parameters()], newest)
         rounded = zip(self.module.parameters(), self._averages, strict=True)
         # asked anew each time: a model may replace a buffer instead of writing into it
         buffers = zip(self.module.buffers(), self._model.buffers(), strict=True)
         for targets, sources in by_type([*(pair for pair in rounded if pair[0] is not pair[1]), *buffers]):
-            torch._foreach_copy_(targets, sources)
+            copy_(targets, sources)
 
     def state_dict(self) -> dict[str, Any]:
         if not self._enabled:

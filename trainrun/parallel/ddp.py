@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from trainrun.errors import ConfigError, PluginError
+from trainrun.foreach import copy_
 from trainrun.interfaces import Agreed
 from trainrun.parallel.exchange_errors import exchange_failure
 from trainrun.parallel.group import Group, contact, destroy, is_lost_contact
@@ -184,7 +185,7 @@ class Ddp:
             if self.rank != 0:
                 pieces = torch.split(joined, [buffer.numel() for buffer in same])
                 shaped = [piece.view_as(buffer) for buffer, piece in zip(same, pieces, strict=True)]
-                torch._foreach_copy_(same, shaped)
+                copy_(same, shaped)
 
 
 def kind_of(tensor: Tensor) -> tuple[str, str]:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainrun.foreach import mul_, norms
+
 Groups = list[list[Tensor]]
+
+# The kernel of `torch.amp.GradScaler`, which is private; None where a version has it no more.
+NOT_FINITE: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 
 LARGE_GRADIENT = 1 << 15  # values; below, one kernel over all tensors is faster than a sum of each
 
@@ -54,15 +60,15 @@ def total_norm(groups: Groups, device: torch.device) -> Tensor:
     At least float32 also where the gradients are 16 bit wide. (torch.nn.utils.get_total_norm gives the
     same number in twice the time on a model of four small tensors: 16 and 8 us on a CPU.)
     """
-    norms: list[Tensor] = []
+    found: list[Tensor] = []
     for grads in groups:
         dtype = torch.float64 if grads[0].dtype is torch.float64 else torch.float32
-        norms += torch._foreach_norm(grads, 2, dtype=dtype)
-    if not norms:
+        found += norms(grads, 2, dtype)
+    if not found:
         return torch.zeros((), device=device)
     if len(groups) > 1:
-        norms = [norm.to(device, torch.float64) for norm in norms]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        found = [norm.to(device, torch.float64) for norm in found]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(found))
     return norm
 
 
@@ -84,7 +90,7 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
     """
     for grads in groups:
         device = grads[0].device
-        if device.type == "cuda" and grads[0].dtype is torch.bfloat16:
+        if NOT_FINITE is None or (device.type == "cuda" and grads[0].dtype is torch.bfloat16):
             # The kernel has no bfloat16 there (torch 2.13, pytorch issue 127176).
             mark_by_largest(grads, found)
             continue
@@ -93,17 +99,17 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
             if not grads:
                 continue
         if device == found.device:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, one)
+            NOT_FINITE(grads, found, one)
         else:
             there = found.to(device)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, there, one.to(device))
+            NOT_FINITE(grads, there, one.to(device))
             found.copy_(there)
 
 
 def mark_by_largest(grads: list[Tensor], found: Tensor) -> None:
     """`mark_nonfinite` of one group by its largest values, of which not-a-number is one: any type, and only read."""
     if filled := [grad for grad in grads if grad.numel()]:
-        bad = ~torch.stack(torch._foreach_norm(filled, math.inf)).isfinite().all()
+        bad = ~torch.stack(norms(filled, math.inf)).isfinite().all()
         found.copy_(torch.maximum(found, bad.to(found.device, found.dtype)))
 
 
@@ -120,11 +126,11 @@ def clip_norm_(groups: Groups, norm: Tensor, limit: float) -> None:
     """Scales all gradients by min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
     coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
     for grads in groups:
-        torch._foreach_mul_(grads, coefficient.to(grads[0].device))
+        mul_(grads, coefficient.to(grads[0].device))
 
 
 def clip_value_(groups: Groups, limit: float) -> None:
     """Limits every single value to [-limit, limit]."""
     for grads in groups:
-        torch._foreach_clamp_min_(grads, -limit)
-        torch._foreach_clamp_max_(grads, limit)
+        for grad in grads:
+            grad.clamp_(-limit, limit)

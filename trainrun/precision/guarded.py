@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainrun.eager import backward, plain_step
 from trainrun.errors import PluginError
+from trainrun.fused_adam import plain_step
 from trainrun.interfaces import GradReport
 from trainrun.ledger import CHECK, CLIP, OPTIMIZER, Ledger
 from trainrun.precision.gradients import (
@@ -32,6 +32,7 @@ from trainrun.precision.gradients import (
     mark_nonfinite,
     total_norm,
 )
+from trainrun.without_dynamo import backward
 
 MAX_SKIPS_IN_A_ROW = 100
 MAX_OVERFLOWS_IN_A_ROW = 25

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from trainrun.eager import plain_step
 from trainrun.errors import PluginError
+from trainrun.fused_adam import plain_step
 from trainrun.interfaces import GradReport, Precision
 
 

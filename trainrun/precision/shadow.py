@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError
+from trainrun.foreach import copy_
 from trainrun.interfaces import GradReport, Precision
 
 
@@ -121,7 +122,7 @@ class Shadow:
 
     def _hand_over(self) -> None:
         with torch.no_grad():
-            torch._foreach_copy_(self._params, self._copies, non_blocking=True)
+            copy_(self._params, self._copies, non_blocking=True)
 
     def _settle(self, optimizer: Optimizer, device: torch.device) -> None:
         """Moves a state that was loaded beside the weights."""
@@ -152,7 +153,7 @@ class Shadow:
         if masters is not None and list(masters) != self._names:
             raise CheckpointError("precision.master_weights: the checkpoint's belong to another model")
         with torch.no_grad():
-            torch._foreach_copy_(self._copies, self._params if masters is None else list(masters.values()))
+            copy_(self._copies, self._params if masters is None else list(masters.values()))
 
 
 def exchange(optimizer: Optimizer, other_of: Mapping[Tensor, Tensor]) -> None:

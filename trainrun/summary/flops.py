@@ -29,10 +29,10 @@ from torch.utils.flop_counter import (
 )
 
 from trainrun.data.batch import map_leaves
-from trainrun.eager import unloaded_compiler
 from trainrun.interfaces import counts_before
 from trainrun.parts import Parts
 from trainrun.randomness import kept_random_state
+from trainrun.without_dynamo import unloaded_compiler
 
 MIN_SECONDS = 10.0  # of training
 MIN_STEPS = 50  # counting takes about one

@@ -12,6 +12,7 @@ from trainrun.config import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.errors import TrainrunError
 from trainrun.interfaces import counts_before
+from trainrun.mishaps.retry import BATCH_NORMS
 from trainrun.parts import Parts
 from trainrun.randomness import random_state
 from trainrun.verify.certificate import (
@@ -137,7 +138,7 @@ def draws(parts: Parts, batch: Any) -> bool:
 
 def _is_additive_in_training(parts: Parts, batch: Any) -> bool:
     """Whether nothing but the samples decides over the loss there: no random draw, no statistics of the batch."""
-    if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in parts.model.modules()):
+    if any(isinstance(module, BATCH_NORMS) for module in parts.model.modules()):
         return False
     before = torch.get_rng_state()
     _step(parts, batch, training=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trainrun.eager import backward
+from trainrun.without_dynamo import backward
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,7 +18,7 @@ import sys
 import trainrun
 run = trainrun.train("trainer.max_steps=2", "trainer.limit_val_batches=1", "output_dir={out}", {word!r})
 import torch
-from trainrun.eager import MARK, lazily_disabled
+from trainrun.without_dynamo import MARK, lazily_disabled
 print(run.status["step"], *(name in sys.modules for name in ("torch._dynamo", "torch._inductor", "sympy")))
 if "torch._dynamo" not in sys.modules:
     names = {{function.__name__ for function in lazily_disabled()}}

@@ -1,0 +1,60 @@
+"""Many small tensors in one call: on a GPU one kernel for all of one type, where a loop starts one for each.
+
+Torch's own optimizers are made of these kernels, whose names are private; where a version has one no more, a loop
+gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Lists = tuple[list[Tensor], list[Tensor]]
+
+COPY: Any = getattr(torch, "_foreach_copy_", None)
+LERP: Any = getattr(torch, "_foreach_lerp_", None)
+MUL: Any = getattr(torch, "_foreach_mul_", None)
+NORM: Any = getattr(torch, "_foreach_norm", None)
+
+
+def by_type(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Lists]:
+    """Pairs of target and source as lists for `copy_`, which is slow where types are mixed."""
+    groups: dict[tuple[torch.dtype, torch.dtype, torch.device], Lists] = {}
+    for target, source in pairs:
+        targets, sources = groups.setdefault((target.dtype, source.dtype, target.device), ([], []))
+        targets.append(target)
+        sources.append(source)
+    return list(groups.values())
+
+
+def copy_(targets: list[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
+    if COPY is not None:
+        COPY(targets, sources, non_blocking=non_blocking)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
+
+
+def lerp_(targets: list[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    if LERP is not None:
+        LERP(targets, ends, weight)
+        return
+    for target, end in zip(targets, ends, strict=True):
+        target.lerp_(end, weight)
+
+
+def mul_(tensors: list[Tensor], factor: Tensor) -> None:
+    if MUL is not None:
+        MUL(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def norms(tensors: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    if NORM is not None:
+        return list(NORM(tensors, order, dtype=dtype))
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
