@@ -167,7 +167,8 @@ class BadSteps:
         scaler: Mapping[str, Any] | None,
     ) -> None:
         rank, files = self._parallel.rank, FileLayer()
-        place.mkdir(exist_ok=True)  # its parent is the run, which is not made again where it is gone
+        for folder in (self._folder, place):  # the run itself is not made again where it is gone
+            folder.mkdir(exist_ok=True)
         rows = _facts(bad)
         for row, loss in zip(rows, losses, strict=True):
             row["loss_sum"] = loss if math.isfinite(loss) else str(loss)
