@@ -147,12 +147,16 @@ class Tap:
         closefd: bool = True,
         opener: Any = None,
     ) -> Any:
-        if opener is not None or not WRITES & set(mode) or not self.inside(file):  # opener: a nameless file
+        is_open = isinstance(file, int) and file in self.paths
+        seen = is_open or (opener is None and self.inside(file))  # opener: a nameless file
+        if not seen or not WRITES & set(mode):
             return self.real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        path = os.path.abspath(file)
+        path = self.paths[file] if is_open else os.path.abspath(file)
         kind = "".join(letter for letter in mode if letter not in "bt")
-        make = lambda: TappedFile(self, path, kind)  # noqa: E731
-        if not os.path.lexists(path):
+        make = lambda: TappedFile(self, file if is_open else path, kind)  # noqa: E731
+        if is_open:
+            raw = make()
+        elif not os.path.lexists(path):
             raw = self.around(Operation("create", path), make)
         elif "w" in mode:
             raw = self.around(Operation("truncate", path), make)
@@ -168,9 +172,9 @@ class Tap:
 class TappedFile(io.FileIO):
     """A file of Python's own whose writes are seen."""
 
-    def __init__(self, tap: Tap, path: str, mode: str) -> None:
+    def __init__(self, tap: Tap, file: str | int, mode: str) -> None:
         self._tap = tap
-        super().__init__(path, mode)
+        super().__init__(file, mode)
 
     def write(self, data: Any) -> int:
         if self.fileno() not in self._tap.paths:
