@@ -83,7 +83,9 @@ def slowed(parts, clock):
         close=lambda: None, due=lambda state: state.step % 2, save=later("checkpoint", lambda *args: None)
     )
     schedule = SimpleNamespace(
-        step=later("optimizer", parts.schedule.step), on_validation=lambda metrics: None
+        step=later("optimizer", parts.schedule.step),
+        on_validation=lambda metrics: None,
+        end_epoch=lambda: None,
     )
     parts.board.on_step = later("logging", parts.board.on_step)
     return dataclasses.replace(
