@@ -205,7 +205,7 @@ def watched_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def own_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Those that attributes of the task hold, and the model does not."""
+    """Those that attributes of the task hold, and the model does not; they take gradients."""
     known = {id(parameter) for parameter in model.parameters()}
     found: list[tuple[str, Tensor]] = []
     if isinstance(task, nn.Module):
@@ -215,7 +215,11 @@ def own_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
             found += [(f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters()]
         elif isinstance(value, Tensor) and value.is_leaf:
             found.append((name, value))
-    return [(name, parameter) for name, parameter in found if id(parameter) not in known]
+    return [
+        (name, parameter)
+        for name, parameter in found
+        if parameter.requires_grad and id(parameter) not in known
+    ]
 
 
 def versions(parameters: Mapping[str, Tensor], contents: bool) -> list[Any]:

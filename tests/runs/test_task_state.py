@@ -106,7 +106,7 @@ class Late(Sums):  # what is made once, derived, or drawn from is no state
 class Weighted(Sums):  # its weight is in no optimizer
     def __init__(self, rate=0.0):
         self.weight, self.teacher = torch.nn.Parameter(torch.zeros(())), torch.nn.Linear(2, 2)
-        self.rate, self.state = rate, 0
+        self.rate, self.fixed = rate, torch.inference_mode()(torch.ones)(2)
 
     def step(self, model, batch):
         if self.rate and self.weight.grad is not None:
