@@ -1,0 +1,141 @@
+"""Every command of README and manual is run in a user's folder, with the limits of a short run added.
+
+Commands of long measurements (`tune`, the benches) are checked without being run: their settings compose, and their
+scripts know their flags. tests/lab, tests/verify and tests/scripts run these. A line marked `# on a cluster` or
+`# on a GPU` is composed only.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from trainrun.cli import COMMANDS, main
+from trainrun.commands.manual import FOLDER
+from trainrun.words.compose import compose_run
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *FOLDER.glob("*.md")]}
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+SHORT = [
+    "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+    "monitor.plots=false", "trainer.num_threads=1",
+]  # fmt: skip
+LONG = ("diagnose", "verify", "tune", "ladder")
+ELSEWHERE = ("on a cluster", "on a GPU")
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines of `bash` blocks, indented lines and inline code that begin with one of the project's commands."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"^ {4}(\S[^\n]*)$", plain, re.MULTILINE)
+    lines += [code for code in re.findall(r"`([^`\n]+)`", plain) if code.startswith("python scripts/")]
+    return [line for line in lines if re.match(r"(trainrun|python|srun|torchrun)\b", line)]
+
+
+def files_of(text: str) -> dict[str, str]:
+    """The files that a page tells a user to write: their first line is their name."""
+    return dict(re.findall(r"^```\w+\n# ([\w/.]+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture
+def project(workdir: Path) -> Path:
+    """A user's folder with everything that the commands name."""
+    for text in PAGES.values():
+        for name, body in files_of(text).items():
+            (workdir / name).parent.mkdir(parents=True, exist_ok=True)
+            (workdir / name).write_text(body, encoding="utf-8")
+    rows = "\n".join(f"{i % 7},{i % 5},{i % 3}" for i in range(80))
+    (workdir / "table.csv").write_text(f"a,b,price\n{rows}\n", encoding="utf-8")
+    (workdir / "book.txt").write_text("In the beginning was the word. " * 3000, encoding="utf-8")
+    for kind in ("cat", "dog"):
+        (workdir / "photos" / kind).mkdir(parents=True)
+        for number in range(20):
+            Image.new("RGB", (64, 64), (number, 90, 120)).save(workdir / "photos" / kind / f"{number}.png")
+    weights = runpy.run_path(str(workdir / "my_net.py"))["Net"]().state_dict()
+    torch.save(weights, workdir / "theirs.pt")
+    return workdir
+
+
+def composed(words: list[str]) -> None:
+    compose_run([word for word in words if "=" in word and not word.startswith("-")])
+
+
+def known_to_its_script(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script without argparse takes no flags; where it names commands in place of flags, they are in its text."""
+    script = ROOT / words[0]
+    if "argparse" not in (text := script.read_text(encoding="utf-8")):
+        assert [word for word in words[1:] if word not in text] == []
+        return
+    monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.setattr(sys, "argv", [words[0], "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code in (0, None)
+    shown = capsys.readouterr().out
+    assert [word for word in words[1:] if word.startswith("--") and word not in shown] == []
+
+
+def is_run(line: str) -> list[str] | None:
+    """The words of a command that is run here; None for one that is checked without running."""
+    words = shlex.split(line, comments=True)
+    if any(mark in line for mark in ELSEWHERE) or words[0] != "trainrun" or words[1] in LONG:
+        return None
+    return words[1:]
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if any(map(is_run, lines_of(text)))])
+def test_the_commands_of_a_page_run(page: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = project / "RUN_DIR"
+    if "RUN_DIR" in PAGES[page]:
+        assert main(["model=my_net.Net", *SHORT, "trainer.max_epochs=1", f"output_dir={run}"]) == 0
+    failed = []
+    for line in lines_of(PAGES[page]):
+        words = is_run(line)
+        if words is None or ("fashion_mnist" in line and not FASHION_MNIST.is_dir()):
+            continue
+        trains = words[0] not in COMMANDS and not {"--help", "--cfg"} & set(words)
+        named = {word.partition("=")[0] for word in words}
+        added = [word for word in SHORT if word.partition("=")[0] not in named] if trains else []
+        if trains and not {"trainer.max_epochs", "trainer.max_steps"} & named:
+            added.append("trainer.max_epochs=1")
+        code = main([*words, *added])
+        told = capsys.readouterr()
+        if code:
+            failed.append(f"{line}\n{told.out[-600:]}{told.err[-600:]}")
+    assert not failed, "\n\n".join(failed)
+
+
+@pytest.mark.parametrize(
+    "page", [name for name, text in PAGES.items() if None in map(is_run, lines_of(text))]
+)
+def test_the_long_commands_of_a_page_are_known(
+    page: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line in dict.fromkeys(lines_of(PAGES[page])):
+        if is_run(line) is not None:
+            continue
+        words = shlex.split(line, comments=True)
+        if words[0] == "python" and words[1].startswith("scripts/"):
+            known_to_its_script(words[1:], capsys, monkeypatch)
+        elif words[0] != "python":
+            composed(words)
+
+
+def test_what_counts_as_a_command() -> None:
+    text = (
+        "x\n\n    trainrun a=1\n    some output\n\n```bash\ntrainrun help\n```\n\n`python scripts/x.py --y`\n"
+    )
+    assert lines_of(text) == ["trainrun help", "trainrun a=1", "python scripts/x.py --y"]
+    assert files_of("```python\n# a.py\nx = 1\n```\n") == {"a.py": "x = 1\n"}
