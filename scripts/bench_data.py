@@ -127,7 +127,7 @@ def drain(batches: Any) -> None:
 
 
 def pipeline(rounds: int) -> None:
-    """Of the steps of a CNN on Fashion-MNIST: order, gather, crop, flip, normalise and hand-over, timed in place."""
+    """Time the steps of a CNN on Fashion-MNIST: order, gather, crop, flip, normalise and hand-over, in place."""
     where = "trainrun.data.augment"
     words = [
         *bench_sets.source("fashion_bytes", "data.shape=[1,28,28]", batch_size=128),

@@ -131,7 +131,7 @@ def waiting(rounds: int, words: list[str], steps: int | None) -> None:
 
 
 def seconds_of(words: list[str], **environment: str) -> float:
-    """Of training, of one run through the command."""
+    """Return the training seconds of one run through the command."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "trainrun", *words, "hydra.run.dir=run"]
         paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

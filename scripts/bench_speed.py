@@ -206,7 +206,7 @@ def describe(turns: list[bench_kit.Turn]) -> str:
 
 
 def speedups(turns: TakesTurns, hand: str, per_item: bool) -> list[float]:
-    """Of every turn but the first; per_item: where batches differ."""
+    """Return the gain of every turn but the first. per_item: batches differ, so items a second are compared."""
     pairs = list(zip(turns.ours, turns.theirs[hand], strict=True))[1:]
     if per_item:
         return [(ours.items / ours.seconds) / (theirs.items / theirs.seconds) for ours, theirs in pairs]

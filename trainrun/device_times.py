@@ -142,7 +142,7 @@ class Copying:
 
 
 def times_of(device_type: str) -> DeviceTimes | None:
-    """Of a CUDA device; None where the host's own times are those of the work."""
+    """Create the timer of a CUDA device; None for other devices, on which the host's times are those of the work."""
     if device_type != "cuda":
         return None
     import torch

@@ -127,7 +127,7 @@ class Session(NamedTuple):
 
     @property
     def update_seconds(self) -> float:
-        """Of the updates of all steps."""
+        """Seconds of the updates of all steps."""
         if sampled := self.device.get("steps"):
             return sum(self.device.get(name, 0.0) for name in ON_DEVICE) * self.steps / sampled
         return sum(self.seconds.get(name, 0.0) for name in UPDATE)

@@ -64,7 +64,7 @@ NUMPY = NumpyMemo()
 
 
 def _words(numpy: Any) -> bytes:
-    """Of the Mersenne twister, and its position; empty for a generator that the user put in its place."""
+    """Read the words and position of the Mersenne twister; empty if the user replaced it by another generator."""
     generator = numpy.random.get_bit_generator()
     if type(generator) is not numpy.random.MT19937:
         return b""
@@ -101,8 +101,10 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def cuda_states() -> list[torch.Tensor]:
-    """Of the one GPU that this process trains on, whichever of the machine's it is; none where CUDA was not started
-    (asking for it would start CUDA)."""
+    """Return the state of the one GPU that this process trains on.
+
+    The list is empty if CUDA was not started, since asking for the state would start it.
+    """
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [torch.cuda.get_rng_state()] if started else []
 

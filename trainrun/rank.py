@@ -196,7 +196,11 @@ def site_of(
 
 
 def end_hung(run: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:
-    """Of a rank that waits for others, whose own word counts more; one that nobody of ours started says it itself."""
+    """Report that a rank hangs, and end its process.
+
+    A rank that waits for others reports lost contact, which counts less than their own reports. A run without a
+    launcher of ours also records its own end.
+    """
     if parallel.world_size > 1:
         report_failure(run, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
     if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):

@@ -70,7 +70,7 @@ def only_writer(run: RunDir, note: Callable[[str], None] = tell, patient: bool =
 
 
 def not_writable(run: RunDir, error: OSError) -> ConfigError:
-    """Of a folder that is there already, mostly: another one is no way out for a run that shall go on."""
+    """Build the error for a run folder that cannot be written: a resumed run cannot move to another folder."""
     return ConfigError(
         f"{run.root}: cannot write there ({error.strerror}), and a run goes on in its own folder; make that writable, "
         f"or begin another run from its newest checkpoint: ckpt_path={run.root}"

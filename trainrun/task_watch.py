@@ -223,7 +223,7 @@ def own_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def versions(parameters: Mapping[str, Tensor], contents: bool) -> list[Any]:
-    """Of each parameter, how often it was written; with `contents` also its norm, for which the host waits."""
+    """Return how often each parameter was written; with `contents` also its checksum, for which the host waits."""
     found: list[Any] = [parameter._version for parameter in parameters.values()]
     return list(zip(found, map(checksum, parameters.values()), strict=True)) if contents else found
 

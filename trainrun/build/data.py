@@ -108,7 +108,10 @@ def stream_options(
 def loading_stages(
     config: RunConfig, parallel: Parallel, train: Batches, epoch: int, start: int, seconds: float
 ) -> Stages | None:
-    """Of the training's batches from `start` on; see `trainrun.data.stages`. train: its stream, which is closed."""
+    """Time how the training's batches from `start` on are loaded; see `trainrun.data.stages`.
+
+    train: the stream of the training, which is closed.
+    """
     train.close()
     source = train.source if isinstance(train, Undecided) else None
     if source is None:

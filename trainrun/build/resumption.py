@@ -105,7 +105,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def last_step(metrics: Path) -> int:
-    """Of the last whole row; -1 where there is none."""
+    """Return the largest step among the last whole rows; -1 if there are none."""
     try:
         with metrics.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

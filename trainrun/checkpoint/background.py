@@ -65,7 +65,7 @@ class Background(Generic[Result]):
 
 
 def lower_priority() -> None:
-    """Of this thread alone, and of those that it starts. Only Linux has such a thing."""
+    """Lower the priority of this thread and of those that it starts; only Linux can do that."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):  # forbidden, as to a service without @resources: the save matters more

@@ -55,7 +55,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Of its files, about."""
+        """Approximate size of its files."""
         return len(self.text) + num_bytes(self.tensors) + HEADER_BYTES * (len(self.tensors) + 1)
 
 

@@ -32,9 +32,10 @@ class Written(NamedTuple):
 
 
 class FileHash:
-    """Of what `update` is told; piece_bytes: 0 for the plain SHA-256. low: below the priority of the training.
+    """Hash of the data given to `update`.
 
-    The memory told must stay as it is until it is hashed: all but the last `piece_bytes * ahead` of it when
+    piece_bytes: 0 for the plain SHA-256. low: below the priority of the training.
+    The memory given must not change until it is hashed: all but the last `piece_bytes * ahead` of it when
     `wait(ahead)` returns, and all of it with `written`.
     """
 
@@ -79,7 +80,7 @@ class FileHash:
             self._hashes.append(self._under_way.popleft().result())
 
     def written(self) -> Written:
-        """Of all that was told."""
+        """Return the size and the hash of all data given."""
         if not self._piece_bytes:
             return Written(self._size, self._whole.hexdigest())
         last = [_hash_of(self._parts)] if self._parts or not self._size else []

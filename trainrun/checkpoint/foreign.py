@@ -77,7 +77,7 @@ def open_source(path: Path) -> BinaryIO:
 
 
 def limit_process(size: int) -> None:
-    """Of address space, processor time and what is written; nothing is started, no core is left."""
+    """Limit address space, processor time and file size; forbid new processes and core dumps."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + MIN_SECONDS + size // BYTES_PER_SECOND
     limits = {

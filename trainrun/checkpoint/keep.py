@@ -97,7 +97,7 @@ class Checkpoints:
         return self._kind(state) is not None or bool(state.stop_reason and self._waiting)
 
     def time_request(self) -> int:
-        """Of this rank: how the save under way stands, else whether it is time for one, by the clock of rank 0."""
+        """Return how this rank's save under way stands, else whether the clock of rank 0 asks for one."""
         if self._saves.under_way is not None:
             return self._saves.request()
         options = self.options

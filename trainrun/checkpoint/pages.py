@@ -20,7 +20,10 @@ NOT_OURS: list[mmap.mmap] = []  # of the process that this one was forked from
 
 
 def large_pages(size: int) -> mmap.mmap:
-    """Of `size` bytes, not touched yet. A process forked while pages are shared would copy one at each overwrite."""
+    """Map `size` bytes of private memory, not touched yet, in huge pages if the kernel allows.
+
+    Forked processes do not inherit it: while pages are shared, each overwrite would copy one.
+    """
     _mind_forks()
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no large pages
     LIVING.add(memory)

@@ -104,7 +104,7 @@ class Save:
             self._files.rename(place.with_suffix(".part"), place)
 
     def _others(self) -> list[list[Report]]:
-        """Of ranks 1 and above; waits for them."""
+        """Wait for the reports of ranks 1 and above."""
         places = [self._place(rank) for rank in range(1, self._world_size)]
         pause = FIRST_LOOK_SECONDS
         while self._reports is None and not all(place.exists() for place in places):

@@ -95,7 +95,7 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def host_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Of a copy: torch's allocator of page-locked memory rounds up to a power of two."""
+    """Return the host memory of a copy; torch's allocator of page-locked memory rounds up to a power of two."""
     size = num_bytes(tensors)
     pinned = any(tensor.is_cuda for tensor in tensors.values())
     return 1 << (size - 1).bit_length() if pinned and size else size

@@ -85,6 +85,6 @@ def _groups_in(folder: Path) -> set[str]:
 
 
 def _names_below(folder: Path) -> list[str]:
-    """Of the first files that are not hidden."""
+    """List the first files below the folder that are not hidden."""
     files = (name for _, _, names in os.walk(folder) for name in sorted(names) if name[0] != ".")
     return list(islice(files, MOST_FILES))

@@ -126,9 +126,9 @@ class MayBeColumns(Protocol):
 
 
 def rows_in_memory(source: Any) -> Columns | None:
-    """Of a source of this package that reads samples, but can tell where they lie; nobody else may see them so.
+    """Return the rows of one of this package's sources that can tell where its samples lie, else None.
 
-    What wraps or extends one elsewhere has samples of its own.
+    A class defined elsewhere that wraps or extends such a source has samples of its own.
     """
     kind = type(source)
     if not (kind.__module__.startswith("trainrun.data.") and hasattr(kind, "as_rows")):

@@ -102,7 +102,7 @@ def stands_still(frame: FrameType | None) -> bool:
 
 
 def look_often(iterator: Any) -> None:
-    """Of a DataLoader with workers; torch has no public way to say how often it looks at them."""
+    """Make a DataLoader's iterator check its workers often; torch has no public setting for that."""
     usual = partial(type(iterator)._try_get_data, weakref.proxy(iterator))
     iterator._try_get_data = lambda timeout=LOOK_SECONDS: usual(timeout)
 

@@ -54,7 +54,7 @@ class Labels:
 
 
 def length_of(source: Any, key: str) -> int:
-    """Of a source that can be indexed; refuses all others."""
+    """Return the length of a source that can be indexed; refuse all others."""
     if isinstance(source, DataLoader):
         raise DataError(f"{key}: a DataLoader already makes batches; give its dataset instead")
     if isinstance(source, type):
@@ -84,7 +84,7 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
 
 
 def facts_of_all(sources: Mapping[str, Any], transform: Callable[..., Any] | None) -> DataFacts:
-    """Of a run's sources: shape and classes are those of its training."""
+    """Collect the facts of a run's sources; shape and classes are those of its training data."""
     per_token = bytes_per_token(sources.values())
     return replace(facts_of(sources["train"], transform=transform), bytes_per_token=per_token)
 

@@ -90,7 +90,7 @@ class LoaderBatches(Planned):
             raise
 
     def _readings(self, epoch: int, start: int) -> Iterator[Reading]:
-        """Of an epoch, whatever becomes of the workers that read them."""
+        """Yield the batches of an epoch from `start` on; workers that ended unexpectedly are started again."""
         place = start
         while True:
             if not self._options.persistent_workers:

@@ -40,7 +40,7 @@ def innermost(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
 
 
 def name_of(dataset: Any) -> str:
-    """Of its class, for messages; of a cache, that of what it reads."""
+    """Return the name of its class, for messages; for a cache, that of the data set it reads."""
     return str(getattr(dataset, "name_of_source", type(dataset).__name__))
 
 

@@ -17,7 +17,7 @@ FILES_TO_SPARE = 32  # checkpoints, metrics, sockets
 
 
 class Memory(NamedTuple):
-    """Of this machine, or of the container that this process runs in, where that is less."""
+    """Bytes of memory of this machine, or of the container of this process if that has less."""
 
     free: int
     total: int

@@ -35,7 +35,10 @@ all_slots: WeakValueDictionary[int, Slots] = WeakValueDictionary()
 
 
 class Slots:
-    """Of all workers of one loader; to be made before they are forked. workers, prefetch: as of the loader."""
+    """Shared memory for the batches of all workers of one loader; create it before they are forked.
+
+    workers, prefetch: those of the loader.
+    """
 
     def __init__(self, workers: int, prefetch: int) -> None:
         self._each = prefetch + SPARE

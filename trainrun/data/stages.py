@@ -102,9 +102,9 @@ class Repeating(BatchReader):
 
 
 def stages_of(source: Any, options: StreamOptions, epoch: int, start: int, seconds: float) -> Stages | None:
-    """Of the batches from `start` on, for about so long; None where no samples are read one by one.
+    """Time the stages of loading batches from `start` on, for about `seconds`.
 
-    Every rank calls it. Raises DataError where a sample cannot be read.
+    Returns None if no samples are read one by one. Every rank calls it. Raises DataError if a sample cannot be read.
     """
     if isinstance(source, IterableDataset):
         return None

@@ -7,7 +7,7 @@ from trainrun.interfaces import Batches
 
 
 class Planned:
-    """Of `Batches`, what a plan says."""
+    """Base of `Batches` whose sizes come from a plan."""
 
     _plan: StreamPlan
 
@@ -21,7 +21,7 @@ class Planned:
 
 
 class Around:
-    """Of `Batches`, what another stream says; it is closed with this one."""
+    """Base of `Batches` around another stream, whose sizes it reports and which it closes."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches

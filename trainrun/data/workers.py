@@ -243,9 +243,10 @@ def _heard(wait: Callable[[], Any], listener: Listener, patience: Patience, key:
 
 
 def end_late(workers: list[BaseProcess]) -> None:
-    """Of workers that gave nothing: what they are doing, in C code too, on the standard error; then their end.
+    """Make workers that gave no batch print their stacks on standard error, then kill them.
 
-    Python's own end of them would wait for those that stand still, and so would a thread that pins their batches.
+    This shows C code too. A regular shutdown by Python would wait for stuck workers, as would the thread that
+    pins their batches.
     """
     alive = [worker for worker in workers if worker.is_alive()]
     for worker in alive:

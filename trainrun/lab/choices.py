@@ -35,7 +35,7 @@ def plain_words(argv: Sequence[str]) -> list[str]:
 
 
 def config_of(words: Sequence[str]) -> RunConfig:
-    """Of a run whose steps repeat: with a seed, and no name of its own. Raises ConfigError.
+    """Compose the config of a run whose steps repeat: with a seed, and no name of its own. Raises ConfigError.
 
     Composing takes as long as hundreds of steps, and a search asks for the same words again and again.
     """
@@ -68,7 +68,7 @@ def measured_choices(config: RunConfig, ready: Ready) -> list[str]:
 
 
 def loader_words(config: RunConfig, engine: str, number: int) -> list[str]:
-    """Of one engine; keys that another engine reads are reset where the config names them."""
+    """Return the overrides that select one engine; keys of other engines that the config sets are reset."""
     wanted = {"data.engine": engine, "data.num_workers": "auto", "data.num_threads": "auto"}
     if engine != "resident":
         wanted[f"data.num_{engine}"] = str(number)

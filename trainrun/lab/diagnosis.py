@@ -132,7 +132,7 @@ class Examination:
         return paced[-1]
 
     def _affordable(self, pace: Turn) -> list[str]:
-        """Of the removals that can tell something of this run those that there is time for."""
+        """Choose the removals that tell something about this run and fit into the time; note the others."""
         names = telling(self._config, self._base.facts, self._steps)
         small = {
             name
@@ -234,7 +234,7 @@ class Examination:
         step_seconds = loop_seconds + sum(fixed.values())
 
         def freed(ratio: Ratio, part: float = loop_seconds) -> Ratio:
-            """Of the whole run, where `ratio` is that of the loop alone, or of a part of it."""
+            """Return the gain of the whole run if the loop, or `part` of its seconds, gains by `ratio`."""
             others = step_seconds - part
             bounds = [
                 step_seconds / max(others + part / value, 1e-9) if value else 0.0 for value in ratio[:3]

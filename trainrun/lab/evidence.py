@@ -49,7 +49,7 @@ def ratio_from(row: dict[str, Any] | None) -> Ratio | None:
 
 
 def trial_from(row: dict[str, Any]) -> Trial:
-    """Of a line of the journal."""
+    """Read a trial from a row of the journal."""
     return Trial(**row | {"words": tuple(row["words"]), "ratio": ratio_from(row["ratio"])})
 
 

@@ -44,7 +44,7 @@ REPEATS: Final = Verdict("", 0.0, 1.0)
 
 
 def judge(reference: Path, found: Path, mathematics: str, usual: Verdict = REPEATS) -> Verdict:
-    """Of as many steps as both have. usual: how far two runs of the reference's own words are apart."""
+    """Compare as many first steps as both have. usual: how far two runs of the reference's own words differ."""
     steps = min(len(reference.losses), len(found.losses))
     ours, theirs = found.losses[:steps], reference.losses[:steps]
     if any(not math.isfinite(loss) for loss in ours):

@@ -35,7 +35,7 @@ class Kept(NamedTuple):
 
 
 class KeptState:
-    """Of one rank."""
+    """The state of one rank's run, kept to be put back."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

@@ -265,7 +265,10 @@ KNOBS: Final = (
 
 @dataclass(frozen=True)
 class Wish:
-    """Of a search. mathematics: what may differ. budget: seconds in all. cores: that the run may use."""
+    """What a search is asked for.
+
+    mathematics: what may differ. budget: seconds in all. cores: that the run may use.
+    """
 
     mathematics: str
     budget: float
@@ -274,5 +277,5 @@ class Wish:
 
 
 def share_of(knob: Knob, rest: Sequence[Knob], facts: Facts) -> float:
-    """Of the time that is left, against all of the rest that may still matter."""
+    """Return the share of the remaining time for `knob`, among all in `rest` that may still matter."""
     return knob.share / sum(other.share for other in rest if other is knob or not other.applies(facts))

@@ -34,7 +34,10 @@ CALLS: Final = 2000
 
 
 def limits_of(parts: Parts, train: Batches) -> Limits:
-    """Of one rank, times the ranks. A limit that cannot be measured is left out, and its reason is not."""
+    """Measure the limits of one rank and multiply them by the number of ranks.
+
+    A limit that cannot be measured is left out, but its reason is given.
+    """
     batches = [*_first(islice(train.epoch(0), FEW_BATCHES), READ_SECONDS)]
     found: dict[str, float] = {}
     reasons: dict[str, str] = {}
@@ -124,7 +127,7 @@ def bytes_moved(parts: Parts, batch: Any) -> float:
 
 
 def saved_bytes(parts: Parts, batch: Any) -> int:
-    """Of what forward keeps for backward, weights left out."""
+    """Count the bytes that forward keeps for backward, without the weights."""
     model, task = stand_ins(parts.model, parts.task)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     sizes: dict[int, int] = {}
@@ -148,7 +151,7 @@ def copy_speed(device: torch.device) -> float:
 
 
 def call_seconds(device: torch.device) -> float:
-    """Of the shortest operation, one after the other."""
+    """Return the seconds of one call of the shortest operation, in a long row of calls."""
     a = torch.zeros(8, device=device)
 
     def calls() -> None:
@@ -192,7 +195,7 @@ def num_calls(parts: Parts, batch: Any) -> int:
 
 
 def padding_share(batches: list[Any]) -> float:
-    """Of the positions of padded batches; 0 where there is no padding, or no sequence."""
+    """Return the share of positions that are padding; 0 without masks."""
     real = total = 0
     for batch in batches:
         mask = mask_of(batch)

@@ -63,8 +63,10 @@ def look(words: Sequence[str], stand: Stand, measure: Measure, cores: int,
 
 
 def seconds_to_compare(starting: float, step: float, steps: int, measure: Measure) -> float:
-    """Of two runs of the same words and a setting beside them, in as few turns as say anything. steps: of a turn, which
-    one more comes ahead of."""
+    """Return the time to compare two runs of the same words with one changed setting, in the fewest useful turns.
+
+    steps: those of a turn, without the one that comes before them.
+    """
     turn = max(measure.turn_seconds, (steps + 1) * step)
     begun = starting + (measure.gate_steps + FIRST_STEPS) * step
     return 3 * begun + 2 * turn + FIRST_ROUNDS * 3 * turn

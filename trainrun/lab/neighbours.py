@@ -24,13 +24,13 @@ class Neighbours:
 
 
 def busy_seconds() -> float:
-    """Of all cores, since the machine was started."""
+    """Return the seconds that all cores together have been busy since the machine started."""
     times = psutil.cpu_times()._asdict()
     return float(sum(seconds for name, seconds in times.items() if name not in IDLE))
 
 
 def own_seconds() -> float:
-    """Of this process, of those under it, and of those under them that have ended."""
+    """Return the CPU seconds of this process, its descendants, and their children that have ended."""
     process, total = psutil.Process(), 0.0
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):  # it has just ended

@@ -173,8 +173,11 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Profiled:
-    """Of rank 0. step_seconds: with the profiler's own work. idle: share of the time in which a GPU ran nothing; None
-    on a CPU. trace: a gzipped file for a viewer of traces."""
+    """What the profiler found on rank 0.
+
+    step_seconds: with the profiler's own work. idle: share of the time in which a GPU ran nothing; None on a CPU.
+    trace: a gzipped file for a trace viewer.
+    """
 
     step_seconds: float
     operations: tuple[Operation, ...]

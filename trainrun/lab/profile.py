@@ -59,13 +59,13 @@ def operations(events: Iterable[Any], device: torch.device) -> tuple[Operation, 
 
 
 def dtype_of(event: Any) -> str:
-    """Of the first tensor that it is given; "" where there is none."""
+    """Return the type of the operation's first input tensor; "" without one."""
     given = next((one for one in event.input_dtypes or () if one in TYPES), "")
     return TYPES.get(given, "")
 
 
 def idle_share(events: Iterable[Any]) -> float | None:
-    """Of the time between the first kernel and the last; None where nothing ran on a GPU."""
+    """Return how much of the time between the first kernel and the last was idle; None if no GPU was used."""
     spans: list[tuple[float, float]] = sorted(
         (event.time_range.start, event.time_range.end) for event in events if event.device_type.name == "CUDA"
     )

@@ -32,8 +32,11 @@ class Rare:
         return self._time.is_over(LAST_SECONDS)
 
     def fixed_costs(self, loop_seconds: float, saving: Ratio | None) -> Iterator[tuple[str, float]]:
-        """Of validation and checkpoints. loop_seconds: of a step without them. saving: the speed with frequent
-        checkpoints, whose writing also slows the steps after them."""
+        """Yield the seconds a step that validation and checkpoints cost.
+
+        loop_seconds: of a step without them. saving: the speed with frequent checkpoints, whose writing also slows
+        the steps after them.
+        """
         every = self._base.facts.val_every
         if every:
             turns = [self._base.validate() for _ in range(self._num_validations)]

@@ -24,7 +24,7 @@ def resting(workers: list[psutil.Process]) -> Iterator[None]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its loader workers; theirs to 10 ms."""
+    """Return the CPU seconds of this process and its loader workers (theirs to 10 ms)."""
     seconds = time.process_time()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended

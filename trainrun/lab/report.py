@@ -89,7 +89,7 @@ def roof_line(found: Diagnosis, name: str) -> str:
 
 
 def loading_line(stages: Stages) -> str:
-    """Of one batch, read in the main process."""
+    """Describe how the time of reading one batch in the main process divides."""
     samples = f"samples {short_time(stages.samples)} ({short_time(stages.computing)} computed, "
     samples += f"{short_time(stages.again)} the second time)"
     transform = f", data.transform {short_time(stages.transform)}" if stages.transform else ""

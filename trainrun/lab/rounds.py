@@ -104,7 +104,7 @@ class Rounds:
         return chosen
 
     def seconds(self, name: str = BASE) -> float:
-        """Of an item, on average."""
+        """Return the average seconds of an item in the turns of `name`."""
         return total(told[name] for told in self.told if name in told).each
 
     def ratio(self, name: str, to: str = BASE) -> Ratio:

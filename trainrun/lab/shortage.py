@@ -25,8 +25,10 @@ TINY_BATCH, TINY_TIMES = 8, 8
 def affordable(
     names: Sequence[str], small: Collection[str], turn_seconds: float, seconds: float, rounds: int
 ) -> list[str]:
-    """Of these removals those that have time for so many rounds, the most telling ones, and one at least. small: what
-    the ledger has told already to be next to nothing."""
+    """Choose the most telling removals for which `rounds` rounds fit into `seconds`.
+
+    One at least is kept, unless all are small. small: what the ledger has already shown to be next to nothing.
+    """
 
     def takes(sides: Sequence[str]) -> float:
         return rounds * turn_seconds * (len(sides) + 1 + (len(sides) + 1) // 2)

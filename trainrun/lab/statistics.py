@@ -59,14 +59,14 @@ def total(several: Iterable[Spent]) -> Spent:
 
 
 def paired_ratio(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
-    """Of the speeds (units a second) of two things, in turns; the second's over the first's."""
+    """Estimate the second speed over the first, from pairs (units a second) measured in turns."""
     logs = sorted(math.log(second / first) for first, second in pairs)
     low, high = _ranked(logs, confidence) if len(logs) < FEW_PAIRS else resampled(logs, confidence)
     return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs))
 
 
 def grouped_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
-    """Of pairs that were taken in several pairs of processes, one group each.
+    """Estimate the ratio from pairs measured in several pairs of processes, one group each.
 
     A process may be a little faster than its twin for all of its life, so the interval reaches at least as far as
     resampling says that draws processes first, and then pairs of theirs (Kalibera and Jones).

@@ -195,7 +195,7 @@ class BadSteps:
 
 
 def _facts(bad: BadStep) -> list[dict[str, Any]]:
-    """Of each micro-batch: which samples, and how many values of each tensor are not finite."""
+    """Describe each micro-batch: its samples, and how many values of each tensor are not finite."""
     return [
         {
             "samples": None if batch.indices is None else batch.indices.tolist(),

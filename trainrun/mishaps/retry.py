@@ -261,7 +261,7 @@ def no_memory(error: Exception, free: Callable[[], float] | None = None) -> str:
 
 
 def free_fraction() -> float:
-    """Of the current GPU's memory, what an operation could still have; 1 without a GPU."""
+    """Return the share of the current GPU's memory that an operation could still get; 1 without a GPU."""
     if not torch.cuda.is_available():
         return 1.0
     free, total = torch.cuda.mem_get_info()
@@ -269,7 +269,10 @@ def free_fraction() -> float:
 
 
 def in_few_words(text: str) -> str:
-    """Of torch's long sentence about a GPU what counts; where what is free would do if it lay together, the way out."""
+    """Shorten torch's out-of-memory message for a GPU.
+
+    If the unused memory would suffice in one piece, the message names the setting that joins it.
+    """
     told = OF_A_GPU.match(text)
     if told is None:
         return text

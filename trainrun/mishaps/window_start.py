@@ -144,7 +144,7 @@ def same(states: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def host_state() -> tuple[Any, ...]:
-    """Of the generators of Python and NumPy; equal where nobody has drawn."""
+    """Return the states of the generators of Python and NumPy; equal if nobody has drawn in between."""
     numpy = sys.modules.get("numpy.random")  # not loaded: nobody draws from it
     if numpy is None:
         return random.getstate(), None

@@ -138,7 +138,7 @@ class Gpt(nn.Module):
         return x if return_states else self.head(x)  # type: ignore[no-any-return]
 
     def _turn(self, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of `rotary_table`, (T, head width) or (B, 1, T, head width) each."""
+        """Select the rows of `rotary_table` for these positions: (T, head width) or (B, 1, T, head width) each."""
         table: Any = self.turns
         if position_ids is None:
             return table[0, :length], table[1, :length]

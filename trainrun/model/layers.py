@@ -29,7 +29,7 @@ class Residual(nn.Module):
         return kept + self.branch(x)  # type: ignore[no-any-return]
 
     def last_parameters(self) -> list[nn.Parameter]:
-        """Of the last layer that has any: with all of them zero, the block is the identity."""
+        """Return those of the last layer that has any; with all of them zero, the block is the identity."""
         return [found for layer in self.branch if (found := list(layer.parameters()))][-1]
 
 

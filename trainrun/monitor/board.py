@@ -132,7 +132,7 @@ class Board:
         return speeds | ({"tokens_per_second": _ratio(tokens, seconds)} if counts else {})
 
     def speeds(self, items_per_second: float) -> dict[str, float]:
-        """Of the whole run, in items and, where a log point has counted them, in useful tokens."""
+        """Return the whole run's speed in items and, once a log point has counted them, in useful tokens."""
         found = {self.speed_name: items_per_second}
         if not self._seen_tokens:
             return found

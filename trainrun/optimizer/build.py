@@ -96,7 +96,7 @@ def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Of arguments; what is of another kind in the user's own code is a mistake in there."""
+    """Whether arguments were refused; other errors in the user's own code are mistakes in it."""
     return isinstance(error, TypeError | ValueError) or (
         isinstance(error, OF_ARGUMENTS) and is_of_torch(error)
     )

@@ -173,7 +173,10 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Of its singular value decomposition U S V, about U V. In bfloat16 on a GPU, where products are fast in it."""
+    """Return approximately U V of the singular value decomposition U S V.
+
+    On a GPU it is computed in bfloat16, in which products are fast.
+    """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16() if matrix.device.type == "cuda" else matrix
     tall = x.shape[0] > x.shape[1]

@@ -22,7 +22,7 @@ HINTS = {
 
 
 def exchange_failure(error: RuntimeError) -> TrainrunError:
-    """Of an exchange: that another rank is gone, unless NCCL says what is wrong here."""
+    """Explain a failed exchange: another rank is gone, unless NCCL says what is wrong here."""
     text = str(error).strip()
     kind = KIND.search(text)
     if "NCCL error in" not in text or kind is None:

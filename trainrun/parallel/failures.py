@@ -57,7 +57,10 @@ def failure_of(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | 
 
 
 def never_ended(rank: int, seconds: float, run_dir: RunDir) -> RankFailed:
-    """Of a rank that is still there though others ended well; its threads were asked to show where they stand."""
+    """Describe the failure of a rank that still runs though the others ended well.
+
+    Its threads were asked to show where they stand.
+    """
     place = run_dir.rank_log(rank) if rank else "its output, above"
     message = (
         f"failed: it did not end within {seconds:g} s of the others, who ended well (trainer.watchdog_seconds); "

@@ -55,7 +55,7 @@ class Schedule:
 
     @property
     def lr(self) -> float:
-        """Of the first group, for the coming update."""
+        """Learning rate of the first group for the coming update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     @property

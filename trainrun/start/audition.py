@@ -119,7 +119,7 @@ def run_seconds_of(parts: Parts, alone: Alone) -> float:
 
 
 def samples_per_batch(parts: Parts) -> float:
-    """Of all ranks, on average."""
+    """Return the average number of samples in a batch of all ranks together."""
     train = parts.train
     if train.num_batches and train.num_samples:
         return train.num_samples / train.num_batches

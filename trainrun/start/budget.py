@@ -11,7 +11,7 @@ FEW_BATCHES = 500  # a shorter run is not worth the first looks, which take abou
 
 
 class Budget(NamedTuple):
-    """Of one measurement. share: of the run."""
+    """The most that one measurement may take: seconds, and a share of the run's time."""
 
     seconds: float
     share: float

@@ -48,7 +48,7 @@ class Size:
 
     @property
     def step_seconds(self) -> float:
-        """Of the whole batch."""
+        """Estimated seconds of a step with the whole batch."""
         return self.seconds * self.count / self.rows
 
 
@@ -95,8 +95,10 @@ class Trial:
         return self._now() - began
 
     def _again(self, rows: int, dtype: torch.dtype | None, most_seconds: float) -> float:
-        """Of a second step, since kernels are chosen and built in the first; heard again where it took more than half
-        of `most_seconds` and may only have been disturbed."""
+        """Time a second step, since kernels are chosen and built in the first.
+
+        It is timed again if it took more than half of `most_seconds` and may only have been disturbed.
+        """
         self.step(rows, dtype)
         found = self.step(rows, dtype)
         for _ in range(AGAIN):
@@ -175,7 +177,7 @@ def seconds_of(work: Callable[[], float]) -> float:
 
 
 def agreed_times(times: dict[str, float], gather: Gather) -> dict[str, float]:
-    """Of all ranks the slowest counts; empty where one of them has none, or nothing fits on all."""
+    """Return the times of the slowest rank for each; empty if a rank has none, or nothing fits on all ranks."""
     rows = gather(times)
     if not all(rows):
         return {}

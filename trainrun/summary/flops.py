@@ -88,14 +88,14 @@ def measured_work(parts: Parts) -> Work | None:
 
 
 def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
-    """Of a GPU by its name; 0 for others, for parts of one (MIG), and for other types."""
+    """Look up a GPU's peak by its name; 0 for unknown GPUs, for parts of one (MIG), and for other types."""
     known = next((key for key in DATA_SHEETS if re.search(rf"\b{key}\b", name)), "")
     halves = (torch.float16,) if known in FLOAT16_ALONE else (torch.float16, torch.bfloat16)
     return DATA_SHEETS[known] if known and dtype in halves and "MIG" not in name else 0.0
 
 
 def flops_per_item(parts: Parts) -> float:
-    """Of the first batch of the first epoch. Raises what the model raises."""
+    """Count the operations an item takes in the first batch of the first epoch. Raises what the model raises."""
     from trainrun.start.trial import stand_ins
 
     batch = _first_batch(parts)

@@ -147,7 +147,7 @@ class Classification:
         return right.sum()
 
     def _check(self, logits: Tensor, target: Tensor) -> None:
-        """Of the first batch only: it waits for the device."""
+        """Check the first batch only, as it waits for the device, and move the loss to the model's device."""
         check_target_type(target)
         check_shapes(logits, target)
         ignores = target.ndim > 1 and self.ignore_index is not None

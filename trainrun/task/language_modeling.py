@@ -100,7 +100,7 @@ class LanguageModeling:
 
 
 def tokens_and_target(batch: Any) -> tuple[Tensor, Tensor]:
-    """Of pairs and dicts; where there is no target, the tokens moved by one."""
+    """Take both from a pair or dict; without a target, it is the tokens moved by one."""
     tokens, target = inputs_and_maybe_target(batch)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
         raise DataError(
@@ -124,7 +124,7 @@ def next_tokens(tokens: Tensor, segments: Tensor | None) -> Tensor:
 
 
 def last_layer(model: nn.Module) -> nn.Linear | None:
-    """Of a model that can be asked for what goes into it."""
+    """Return the model's last layer if its forward can return what goes into that layer, else None."""
     bare = bare_model(model)
     layer = getattr(bare, "head", None)
     can = isinstance(layer, nn.Linear) and "return_states" in keywords_of(type(bare).forward)[0]
@@ -136,7 +136,7 @@ def num_right(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def check(logits: Tensor, target: Tensor) -> None:
-    """Of the first batch only: it waits for the device."""
+    """Check shapes and token numbers of the first batch only, as it waits for the device."""
     if logits.ndim != 3 or logits.shape[:2] != target.shape:
         raise PluginError(
             f"model: the output has shape {tuple(logits.shape)}, but task=language_modeling needs "

@@ -68,7 +68,7 @@ class MultiLabel:
 
 
 def check(logits: Tensor, target: Tensor, weights: Tensor | None) -> None:
-    """Of the first batch only: it waits for the device."""
+    """Check shapes, targets and weights of the first batch only, as it waits for the device."""
     if logits.shape != target.shape or logits.ndim != 2:
         raise PluginError(
             f"model: the output has shape {tuple(logits.shape)}, but task=multilabel needs (B, number of labels), as "

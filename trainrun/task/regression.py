@@ -94,7 +94,7 @@ class Regression:
         return loss
 
     def _check(self, output: Tensor, target: Tensor) -> None:
-        """Of the first batch only."""
+        """Refuse complex targets and move the loss to the model's device, for the first batch only."""
         if target.is_complex():
             raise DataError(f"data: the targets are {target.dtype}, but task=regression needs real numbers")
         if isinstance(self.loss, nn.Module):

@@ -70,7 +70,7 @@ class Vae:
 
 
 def check(output: Any, inputs: Any, bernoulli: bool) -> None:
-    """Of the first batch only: it waits for the device."""
+    """Check the form and range of the first batch only, as it waits for the device."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         raise DataError(f"data: the inputs are {form_of(inputs)}; task=vae needs a tensor (B, ...)")
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)

@@ -169,7 +169,7 @@ def _task_faults(config: RunConfig) -> Iterator[str]:
 
 
 def _model_faults(config: RunConfig) -> Iterator[str]:
-    """Of our own networks, which would say the same once they are built; a user's are the user's."""
+    """Check the choices of our own networks before they are built; a user's models are left to the user."""
     model = config.model if isinstance(config.model, dict) else {}
     known = CHOICES.get(str(model.get("_target_")))
     if known is None:
@@ -181,7 +181,7 @@ def _model_faults(config: RunConfig) -> Iterator[str]:
 
 
 def _kernel_faults(config: RunConfig) -> Iterator[str]:
-    """Of torch's two switches for the update; an optimizer without them says so when it is built."""
+    """Check torch's two switches for the update; an optimizer without them says so when it is built."""
     optimizer = config.optimizer or {}
     for name in ("fused", "foreach"):
         if optimizer.get(name) not in (None, True, False):

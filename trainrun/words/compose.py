@@ -96,7 +96,7 @@ def _composition(words: Words, folders: list[Path], working_dir: Path) -> Compos
 
 
 def _named(option: str, node: Any) -> str:
-    """Of what is the user's own, the class or function that it names."""
+    """Return the option's name or, for the user's own, that of the class or function it names."""
     target = node.get("_target_") if option == CUSTOM and isinstance(node, dict) else None
     name = str(target).rpartition(".")[2]
     return name if target and name.isidentifier() else option
@@ -117,7 +117,7 @@ def untold(more: dict[str, str], faults: list[str]) -> list[str]:
 
 
 def faults_of(config: RunConfig) -> list[str]:
-    """Of the values, and of those words that a room reads itself."""
+    """Find the faults of all values, including how `data.cache` is written."""
     faults = check(config)
     try:
         parse_cache(config.data.cache)

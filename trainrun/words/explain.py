@@ -215,7 +215,7 @@ def names_of(node: Any) -> list[str]:
 
 
 def top_names(folders: list[Path]) -> list[str]:
-    """Of the groups and of the settings that stand alone."""
+    """List the names of the groups and of the settings that stand alone."""
     return sorted({*(item.name for item in fields(RunConfig)), *groups(folders or [conf_dir()])})
 
 

@@ -58,7 +58,7 @@ def limit_fault(path: Path) -> str:
 
 
 def yaml_fault(error: yaml.YAMLError) -> str:
-    """Of a file that Hydra has read: its name, the place, what is wrong."""
+    """Describe what is wrong in a file that Hydra has read: its name, the place, the problem."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
         name, position = getattr(error, "name", "a config file"), getattr(error, "position", 0)

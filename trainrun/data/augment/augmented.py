@@ -69,7 +69,7 @@ class Augmented(Around):
 
 
 def device_of(data: Any) -> torch.device | None:
-    """Of the first tensor in a batch."""
+    """Return the device of the first tensor in a batch; None without tensors."""
     if isinstance(data, Tensor):
         return data.device
     parts = data.values() if isinstance(data, dict) else data if isinstance(data, tuple | list) else ()

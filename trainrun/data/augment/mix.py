@@ -90,7 +90,7 @@ class Mixture:
         self.checked = False
 
     def weight(self, draws: Draws) -> Tensor:
-        """Of the image itself, (B,) float32; 1 where nothing is mixed."""
+        """Draw the weight of the image itself, (B,) float32; an image that is not mixed has 1."""
         weight = draws.beta("weight", self.alpha)[:, 0]
         return weight if self.p == 1 else torch.where(draws.uniform("mixed")[:, 0] < self.p, weight, 1.0)
 

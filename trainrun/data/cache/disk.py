@@ -134,7 +134,7 @@ def _header(path: Path, key: str) -> dict[str, Any] | str:
 
 
 def _digest(fd: int, header: dict[str, Any]) -> str:
-    """Of few enough blocks that opening a large cache takes no time, the first and the last among them."""
+    """Hash the header and a few blocks, the first and last among them, so that a large cache opens quickly."""
     digest, size = hashlib.blake2b(json.dumps(header).encode(), digest_size=16), os.fstat(fd).st_size
     span = max(0, size - HEADER_BYTES - BLOCK_BYTES)
     for start in sorted({HEADER_BYTES + span * i // (NUM_BLOCKS - 1) for i in range(NUM_BLOCKS)}):

@@ -24,7 +24,7 @@ FIELD_FORMS = "a sample must be a tensor, a pair (inputs, target) or a dict"
 
 
 class Form(NamedTuple):
-    """Of one leaf. tokens: it is 1-D and holds integers."""
+    """The first dimension and kind of one leaf. tokens: it is 1-D and holds integers."""
 
     length: int
     tokens: bool
@@ -72,7 +72,7 @@ def leaf(value: Any) -> Any:
 
 
 def forms_of(fields: Fields) -> dict[str, Form]:
-    """Of the leaves that have a first dimension."""
+    """Describe the leaves that have a first dimension."""
     return {
         name: Form(len(value), value.ndim == 1 and is_integer(value))
         for name, value in fields.items()

@@ -98,7 +98,7 @@ def measured(source: Any, key: str, seed: int, need_all: bool, shared: Shared | 
 
 
 def first_fields(source: Any, key: str, seed: int) -> Fields:
-    """Of sample 0."""
+    """Read the fields of sample 0 without changing random states."""
     with kept_random_state():
         return fields_of(_read(source, 0, key, seed))
 

@@ -40,7 +40,7 @@ def marked(shares: Iterator[Share | None]) -> Iterator[Share]:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """Of `StreamPlan`, what the plan says from which another one is made."""
+    """Base of a `StreamPlan` that is made from another one, whose values it passes on."""
 
     base: StreamPlan
 
@@ -130,7 +130,7 @@ class PackPlan(Derived):
 
     @property
     def num_seen(self) -> int:
-        """Of an epoch; where rows are left out, of an average one."""
+        """Samples seen in an epoch; an average if rows are left out."""
         return seen(self.rows, self.base.num_seen, self.base.shuffle)
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
@@ -155,7 +155,7 @@ class BudgetPlan(Derived):
 
     @property
     def global_size(self) -> int:
-        """Of the largest batch."""
+        """Samples in the largest batch."""
         bounds = self.groups.bounds
         return int((bounds[1:] - bounds[:-1]).max())
 
@@ -165,7 +165,7 @@ class BudgetPlan(Derived):
 
     @property
     def num_seen(self) -> int:
-        """Of an epoch; with a limit, of an average one."""
+        """Samples seen in an epoch; an average if the number of batches is limited."""
         return seen(self.groups, self.num_batches, self.base.shuffle)
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
