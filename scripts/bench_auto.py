@@ -1,4 +1,4 @@
-"""`bench_data.py auto`: what data.engine=auto chooses, and how fast that is beside every other way.
+"""`bench_data.py auto`: what data.engine=auto chooses, and how fast that is next to every other way.
 
 Every way trains with `loop.train_step` on a stream of its own, which stays open. A turn has three parts, of
 which only the second is timed:

@@ -1,9 +1,9 @@
-"""The data path, measured: gathering from memory, every engine beside a real step, `auto` against the best.
+"""The data path, measured: gathering from memory, every engine next to a real step, `auto` against the best.
 
     python scripts/bench_data.py gather            # samples a second from memory, from a mapping, from a DataLoader
     python scripts/bench_data.py auto [REGIME...] [--model fills|waits]  # what auto chooses, against every way
     python scripts/bench_data.py pipeline          # the share of the whole data path in a CNN's step
-    python scripts/bench_data.py overlap           # threads on data that waits, beside a step that takes longer
+    python scripts/bench_data.py overlap           # threads on data that waits, during a step that takes longer
     python scripts/bench_data.py handover          # what it takes to get a batch that a worker has read
     python scripts/bench_data.py images            # a folder of 20,000 pictures, against a DataLoader by hand
     python scripts/bench_data.py text FILE         # useful tokens a second of padded, bucketed and packed lines

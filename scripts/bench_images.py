@@ -3,7 +3,7 @@
 Fashion-MNIST (noise, where it is not installed), scaled to 48x48 in colour; every second file is a PNG, the
 others JPEG. First epochs: reading alone, no training, from the first to the last batch, the start of workers
 included, listing the folder and composing the config not. All files lie in the page cache. `cached` has
-data.cache=memory, and is opened anew for every epoch.
+data.cache=memory, and is reopened for every epoch.
 
 Later epochs, of the fastest way that is cached: steps of a CNN on the pictures of the full cache, against the same
 pictures given as one tensor.

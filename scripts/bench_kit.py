@@ -172,7 +172,7 @@ def built(words: list[str], device: str = "cpu") -> Parts:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Nothing that is printed inside is seen, whoever prints it."""
+    """Hide everything that is printed inside."""
     stdout, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     try:

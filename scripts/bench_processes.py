@@ -1,4 +1,4 @@
-"""What needs other processes: `bench_speed.py mlp_busy` (a step beside two busy ones), `memory` (peaks of runs), and
+"""What needs other processes: `bench_speed.py mlp_busy` (a step next to two busy ones), `memory` (peaks of runs), and
 `waiting` (how threads wait for each other, which is read once, when a process starts)."""
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ POLICIES = {"ours": {}, "usual": {"GOMP_SPINCOUNT": "300000"}, "asleep": {"GOMP_
 
 def waiting(rounds: int, words: list[str], steps: int | None) -> None:
     """Runs with two threads that wait as ours do (`trainrun.__main__`), in OpenMP's usual way and asleep, in turns;
-    then the same beside one busy process."""
+    then the same next to one busy process."""
     common = ["trainer.num_threads=2", "monitor.plots=false", "monitor.hardware=false", "trainer.limit_val_batches=1",
               "checkpoint.enabled=false", "data.engine=threads", "trainer.max_epochs=null", *words]  # fmt: skip
     print(bench_kit.machine())

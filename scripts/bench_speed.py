@@ -8,7 +8,7 @@ fused AdamW and all cores (mlp: one), and never waits for a number inside a step
 `loop.fit` every few steps in one process, so that whatever else the machine does falls on both. Printed are
 medians of the paired ratios with an interval of 95 %, and what both have learned at the end.
 lstm: lines of a text (`--text`, `bible -f gen1:1-rev22:21 > FILE`), bucketed, in useful tokens a second, against
-batches of other lines padded to their longest. mlp_busy: with two busy processes beside it, against without.
+batches of other lines padded to their longest. mlp_busy: with two busy processes next to it, against without.
 memory: the peak of whole processes. waiting: by the way in which threads wait for each other.
 Further words are overrides of the runner's side.
 """

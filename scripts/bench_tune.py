@@ -9,7 +9,7 @@ grid: every combination of the knobs' settings is run in turns with the user's w
 took. The search has the same knobs, and its champion meets the grid's best once more, in several pairs of processes.
 With --slot a grid that takes longer ends after so many seconds, and the same words go on with it. null: each repeat is
 a whole search that may only choose the settings that are there already. fresh: after the search, champion and default
-are started anew, several times. The exit code is 0 whatever is found.
+are started again, several times. The exit code is always 0.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 | bugs | what a GPU alone shows: recomputed dropout, recurrent nets in graphs, memory near its limit, waits | 6 |
 | speed | compilation, graphs, number types, offloading; a hand-written loop with the same model | 9 |
 | start | automatic choices and presets, `diagnose` and `tune`, the tests marked `gpu` and `slow` | 6 |
-| last | the memory checker of CUDA, a large checkpoint beside training | 5 |
+| last | the memory checker of CUDA, a large checkpoint during training | 5 |
 
 Every case is a process of its own with its own limit, so that one hang or fault of CUDA costs no other. Texts are in
 $OUT/log.txt. DAY_DEVICE=cpu tries the script itself on a machine without a GPU.

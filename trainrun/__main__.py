@@ -32,7 +32,7 @@ def wait_briefly() -> None:
     """Threads that wait for each other look for a moment before they sleep, unless the user said how.
 
     OpenMP's usual way is to look sixty times as long, for 4 ms on the machine named below, and where another process
-    has taken the core of the one that is waited for, this takes the core from it too: beside one busy process a step
+    has taken the core of the one that is waited for, this takes the core from it too: next to one busy process a step
     of a small GPT took 286 to 366 ms with two threads, 98 to 100 this way and 69 asleep at once. But a core that sleeps
     is slow to wake where nobody else uses it: quiet, that step took 37 ms in the usual way, 39 this way and 57 to 58
     asleep at once (2 cores of an Intel Xeon, a virtual machine; `python scripts/bench_speed.py waiting --rounds 2`).

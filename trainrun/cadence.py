@@ -174,8 +174,8 @@ class Cadence:
         return math.floor(done / distance + 1e-9) > math.floor((done - 1) / distance + 1e-9)
 
     def note_validation(self, state: TrainState, metrics: dict[str, float]) -> None:
-        """Early stopping and a plateau schedule hear of scheduled validations only: a run that was
-        ended and resumed hears of the same ones as a run that never stopped."""
+        """Only scheduled validations update early stopping and a plateau schedule, so that a run that was
+        ended and resumed uses the same ones as a run that never stopped."""
         scheduled = self._scheduled(state)
         state.validated_step, state.last_metrics = state.step, dict(metrics)
         if self.best.metric is not None:

@@ -197,7 +197,7 @@ def train_one(words: list[str], paths: list[str]) -> int:
     from trainrun.runner import Order, begun, execute, start
 
     earlier = earlier_life()
-    if earlier is not None:  # torchrun started the ranks anew
+    if earlier is not None:  # torchrun restarted the ranks
         if composition.config.seed is None:  # the one that was drawn in its first life
             composition.config.seed = load_config(earlier.config, []).seed
         with only_writer(earlier):
@@ -258,7 +258,7 @@ def told(folder: Path, work: Callable[[], int]) -> int:
 
 
 def add_import_paths(extra: list[str]) -> list[str]:
-    """The working directory and folders beside --config-dir, at the end: they hide no installed module."""
+    """The working directory and folders next to --config-dir, at the end: they hide no installed module."""
     paths = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd(), *extra]
     sys.path += [path for path in paths if path not in sys.path]
     return paths

@@ -1,6 +1,6 @@
 """The run config: its sections with their defaults, and where the `conf/` folder is.
 
-This page is also the schema that Hydra composes into. A value's rules stand beside it, so that
+This page is also the schema that Hydra composes into. A value's rules stand next to it, so that
 `words/checks.py` finds all faults of a config together, before anything starts. No torch here: a config
 mistake is answered before torch could be imported.
 """
@@ -242,7 +242,7 @@ class RunConfig:
 
 
 def conf_dir() -> Path:
-    """The folder of the config groups: inside an installed package, or beside it in a checkout."""
+    """The folder of the config groups: inside an installed package, or next to it in a checkout."""
     here = Path(__file__).resolve().parent
     for folder in (here / "conf", here.parent / "conf"):
         if (folder / "trainrun.yaml").is_file():

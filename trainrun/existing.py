@@ -86,7 +86,7 @@ def check_ours(run: RunDir) -> None:
 
 
 def check_reachable(run: RunDir) -> None:
-    """Raises ConfigError where the checkpoints are linked to a place that is not there: no run begins anew for that."""
+    """Raises ConfigError where the checkpoints are linked to a place that is not there: no run starts over for that."""
     place = run.checkpoints
     if place.is_symlink() and not place.is_dir():
         raise ConfigError(

@@ -103,7 +103,7 @@ def _is_shared(run: RunDir, digest: str) -> bool:
 
 
 def restarted_run() -> RunDir | None:
-    """The folder of this same run before torchrun started its ranks anew; None in its first life."""
+    """The folder of this same run before torchrun restarted its ranks; None at its first start."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not count.isascii() or not count.isdigit():
         raise ConfigError(f"TORCHELASTIC_RESTART_COUNT={count}: must be a whole number; torchrun sets it")

@@ -44,7 +44,7 @@ def locate(target: Any, key: str) -> Any:
     """The callable at a dotted path: modules are imported, the rest are attributes.
 
     PluginError: not found, fails when imported, not callable, or a way to the operating system. The
-        last is a guard against slips and copied configs, not a sandbox: whoever names a target runs code.
+        last is a guard against slips and copied configs, not a sandbox: naming a target runs code.
     """
     if target is None:
         raise PluginError(f"{key}: needs a class or function; name it, as {key}.{TARGET}=my_net.Net")

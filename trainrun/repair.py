@@ -80,7 +80,7 @@ def _repair_identity(run: RunDir, note: Callable[[str], None]) -> None:
             try:
                 told = read_identity(run)
             except ConfigError:
-                return  # said by whoever needs it
+                return  # said where it is needed
             if path.exists():
                 _set_aside(path, "is damaged", note)
             elif path == run.identity:

@@ -257,7 +257,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """A plain file of at most `limit` bytes; raises OSError or ValueError. A pipe would be waited for, for ever."""
+    """A plain file of at most `limit` bytes; raises OSError or ValueError. A pipe would be waited for forever."""
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("not a plain file")

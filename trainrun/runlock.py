@@ -1,4 +1,4 @@
-"""One writer a run folder: whoever trains there holds its lock until the last of its processes ends.
+"""One writer a run folder: a training there holds its lock until the last of its processes ends.
 
 The lock (flock) belongs to an open file, not to a file's existence, so `kill -9` frees it. Ranks get the open
 file from their launcher: those that a killed launcher left behind, and that still save, hold it to their end.
@@ -42,7 +42,7 @@ def tell(text: str) -> None:
 
 @contextmanager
 def only_writer(run: RunDir, note: Callable[[str], None] = tell, patient: bool = False) -> Iterator[None]:
-    """Nobody else trains in this folder inside. Raises RunBusy, at once while the other process lives.
+    """Nobody else trains in this folder inside. Raises RunBusy, at once while the other process runs.
 
     patient: waits for that one too, for it is known to be about to end.
     """

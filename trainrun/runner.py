@@ -215,7 +215,7 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
 
 
 def stay_finished(told: str) -> int:
-    """The exit code of a run that has nothing more to do; ranks that somebody else started hear of it."""
+    """The exit code of a run that has nothing more to do; ranks that somebody else started are notified."""
     say(told)
     if external_ranks():
         from trainrun.external_run import dismiss

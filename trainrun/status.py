@@ -59,7 +59,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
         fault = _told(run, error)
         try:
             _note_failure(run, config, fault)
-        except OSError:  # no room for a second status beside the first
+        except OSError:  # no room for a second status next to the first
             with contextlib.suppress(OSError):
                 run.status.unlink()
                 _note_failure(run, config, fault)
@@ -202,7 +202,7 @@ def _is_a(value: Any, kinds: tuple[type, ...]) -> bool:
 def write_status(
     run: RunDir, config: RunConfig, state: str, exit_code: int | None, message: str, **facts: Any
 ) -> None:
-    """Replaces `status.json`; what an earlier status knew (best value, steps) is kept until it is said anew."""
+    """Replaces `status.json`; what an earlier status knew (best value, steps) is kept until it is given again."""
     earlier = read_status(run)
     overrides: list[str] = []
     with contextlib.suppress(OSError, ValueError):

@@ -11,7 +11,7 @@ there is followed without a question only if it is
 - named again on this command line, as `model._target_=my_net.Net`.
 
 Everything else is shown and refused; `--trust` follows it. The same holds for folders outside of the working directory
-that a run would write to, and for links out of the run folder. Who owns a link or a file beside the run says nothing:
+that a run would write to, and for links out of the run folder. Who owns a link or a file next to the run says nothing:
 what is unpacked from an archive is one's own.
 """
 

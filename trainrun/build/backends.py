@@ -33,7 +33,7 @@ ROUNDING = (
 
 @contextmanager
 def kept_backends() -> Iterator[None]:
-    """What `set_backends`, `set_threads` and `FreedMemory` change is as before at the end: a notebook lives on."""
+    """Restore at the end what `set_backends`, `set_threads` and `FreedMemory` change: a notebook runs on."""
     determined, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = DETERMINISM.fill_uninitialized_memory

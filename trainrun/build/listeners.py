@@ -61,7 +61,7 @@ class Listeners:
             return
         cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
         if self._config.monitor.hardware:
-            ranks = parts.parallel.world_size > 1  # then whoever started them is the root of all processes
+            ranks = parts.parallel.world_size > 1  # then their starter is the root of all processes
             root = os.getppid() if ranks else None
             self._hardware = Hardware(self._file.write, lambda: parts.board.step, root_pid=root)
 

@@ -114,7 +114,7 @@ def last_step(metrics: Path) -> int:
         whole = [json.loads(line) for line in lines[int(size > TAIL_BYTES) : -1]]
         steps = [row["step"] for row in whole if isinstance(row, dict) and "step" in row]
     except (OSError, ValueError):
-        return -1  # whoever cuts the rows says what is wrong with them
+        return -1  # the function that cuts the rows says what is wrong with them
     return max(steps, default=-1)
 
 

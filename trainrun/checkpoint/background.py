@@ -11,14 +11,14 @@ from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 # Of the threads that hash, and of the one that touches fresh memory. A step of the scheduler's scale is a factor of
-# 1.25. Beside a training on both of two cores of an Intel Xeon with AMX the longest step while a save was under way
+# 1.25. During a training on both of two cores of an Intel Xeon with AMX the longest step while a save was under way
 # took 1.75 of the usual time by 8, 1.59 and 1.68 by 10, 1.69 by 12, and the save 1.47 s, 1.69 and 1.55, 1.50. The time
 # lost in all is the same (1.2 GB, medians of 5 to 7: `scripts/bench_checkpoint.py --only trainrun --rounds 7`).
 LOWER_BY = 10
 
 
 class Background(Generic[Result]):
-    """Starts at once. The thread dies with the process: who wants its result waits for it.
+    """Starts at once. The thread ends with the process, so wait for it if its result is needed.
 
     low: below the priority of the training, which goes on meanwhile.
     """

@@ -1,13 +1,13 @@
 """Copies of tensors in host memory, made at the speed of memory, that further training does not change.
 
 What: memory of a copy is kept and used again. Fresh memory costs more than the copy itself: the kernel
-clears every page at its first touch. A large one is touched beforehand, by a thread beside the training.
+clears every page at its first touch. A large one is touched beforehand, by a thread during the training.
 When: saves that are written while the training goes on. When not: where a second copy of the state
 (weights, optimizer, averages) has no room; `has_room` says so.
 Gain: 1.2 GB on two cores: 60 ms (AMD EPYC) to 95 ms (Intel Xeon) into used memory, 4 s into fresh memory of a
-virtual machine; with five to eight busy processes beside it 110 to 290 ms, and 780 to 1140 ms by torch's own threads.
+virtual machine; with five to eight other busy processes 110 to 290 ms, and 780 to 1140 ms by torch's own threads.
 On CUDA the memory is pinned and the host does not wait: the copies stand in the same stream as the
-updates after them, and whoever reads waits for `Snapshot.events`.
+updates after them, and readers wait for `Snapshot.events`.
 """
 
 from __future__ import annotations

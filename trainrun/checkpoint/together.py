@@ -1,4 +1,4 @@
-"""How the ranks stay together when one of them has a fault: everybody hears of it, then all raise."""
+"""How the ranks stay together when one of them has a fault: it is announced to all, then all raise."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def convert(source: Path, dest: Path, keys: list[str]) -> dict[str, Any]:
 
 
 def answer_of_child(source: Path, target: Path, keys: list[str]) -> dict[str, Any]:
-    """What the limited process says; a dead one is a fault of the file."""
+    """Return what the limited process says; if that was killed, the file is at fault."""
     paths = [str(Path(path).absolute()) for path in sys.path if path and Path(path) != Path.cwd()]
     package = str(Path(__file__).resolve().parents[2])
     told = {"paths": [*paths, package], "source": str(source), "target": str(target), "keys": keys}

@@ -1,7 +1,7 @@
 """`--to npy` and `--to hdf5`: x and y of a part as arrays that are mapped, and filled range by range in parallel.
 
 The space on the disk is taken before the first sample is read. Ranges that are on the disk are noted in a file
-beside the arrays, so a conversion that was stopped continues after them.
+next to the arrays, so a conversion that was stopped continues after them.
 """
 
 from __future__ import annotations

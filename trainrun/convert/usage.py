@@ -54,7 +54,7 @@ def paths_in(to: str, splits: Sequence[str]) -> list[str]:
 
 
 def node_of(to: str, train: Mapping[str, Any], dest: str, split: str) -> dict[str, Any]:
-    """The node of a part beside `train`. train: the node data.train of these settings."""
+    """The node of a part other than `train`. train: the node data.train of these settings."""
     path = {} if to == "npy" else {f"{split}_path": f"{dest}/{split}{ENDINGS.get(to, '')}"}
     return {**train, "split": split, **path}
 

@@ -121,7 +121,7 @@ def results(
         for unit in units:
             with (
                 warnings.catch_warnings()
-            ):  # Python 3.12 and later warn of forks beside threads; torch has threads
+            ):  # Python 3.12 and later warn of forks in processes with threads, as torch has
                 warnings.simplefilter("ignore", DeprecationWarning)
                 waiting.append((unit, executor.submit(_write, unit)))
             if len(waiting) >= AHEAD * num_workers:

@@ -49,7 +49,7 @@ class Columns:
 
     names: of a mapping's columns, else empty. pack: puts the elements into the user's container.
     in_place: their memory is a cache's, which has its limit: nothing on the host makes a copy of a whole one.
-    scale: of the first column, applied to single samples; whoever gathers batches does it there.
+    scale: of the first column, applied to single samples; for batches, their gathering applies it.
     again: makes them in another process, to which they are not sent.
     int_dtype: of all integers in a sample or a batch, where narrower ones lie in memory.
     unsigned: these hold numbers without a sign, in types that torch indexes as signed ones only.
@@ -168,7 +168,7 @@ def tensor_view(value: Column) -> Tensor | None:
 
 
 class _Writeable:
-    """An array told anew without its write protection, of which torch would warn."""
+    """The same array without its write protection, of which torch would warn."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array  # keeps the memory

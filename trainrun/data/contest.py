@@ -1,7 +1,7 @@
 """Which candidate is fastest, found with few measurements: an open contest in rounds.
 
 What: every round measures what is left, in alternating order, and drops clear losers. The most promising
-are heard first, and only as many as leave time for a second look at the best of them and the simplest; one that
+are measured first, and only as many as leave time for a second look at the best of them and the simplest; one that
 could not win even if it divided the loading perfectly, or hid it wholly behind the step, is not measured at all.
 Two candidates are compared by the measurements of the same rounds, and nothing displaces the simplest on one look,
 unless it is faster by far. Of what is not notably slower than the fastest, the simplest wins.
@@ -75,7 +75,7 @@ def contest(candidates: Sequence[Candidate], alone: Alone, left: float, measure:
     """Measures those that could win, until one is left, nothing changes, or time is up.
 
     candidates: the simplest first; `alone` was measured with the first of them. left: seconds that all
-    of it may take. measure: times a candidate over a number of batches, beside the step. cores: that this
+    of it may take. measure: times a candidate over a number of batches, with the step. cores: that this
     rank may use.
     """
     budget = _Budget(alone, left, measure, prefetch_factor)
@@ -85,7 +85,7 @@ def contest(candidates: Sequence[Candidate], alone: Alone, left: float, measure:
     first, waiting = candidates[0], list(candidates)
     by_name = {candidate.name: candidate for candidate in candidates}
     if first.number == 0 and sum(map(budget.cost, candidates)) > left:  # no time for all
-        scores[first.name] = [alone.both]  # it loads and trains in turn: nothing new to hear
+        scores[first.name] = [alone.both]  # it loads and trains in turn: nothing new to measure
         waiting.remove(first)
     while waiting:
         candidate = first if first in waiting else min(waiting, key=lambda each: bounds.hope(each, scores))
@@ -203,7 +203,7 @@ class _Bounds:
         return max(self._alone.step, trusted * load / candidate.number, shared)
 
     def _load_heard(self, scores: Scores) -> float:
-        """As it was beside the step: the first look saw few batches, the first perhaps from a cold disk."""
+        """As it was with the step: the first look saw few batches, the first perhaps from a cold disk."""
         first = self._candidates[0]
         if first.number or first.name not in scores:
             return math.inf

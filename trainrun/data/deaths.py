@@ -1,8 +1,8 @@
-"""Dead loader workers are heard of while their batch is waited for, and never in the middle of a training step.
+"""Dead loader workers are noticed while their batch is waited for, and never in the middle of a training step.
 
 Torch's handler of SIGCHLD raises wherever the main thread happens to be, inside an update too, where nothing
 can be mended, and for the workers of any loader: one that died while a validation waited for its own would be
-taken for one of those. Here whoever waits is told of the deaths of his own workers, also of earlier ones, and only
+taken for one of those. Here a waiting loader learns of the deaths of its own workers, also of earlier ones, and only
 while the process stands still for them: on the way there torch would write the fault down as one of its profiler's
 and go on, and multiprocessing, in the middle of a look at a child, would never know that it has ended.
 

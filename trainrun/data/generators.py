@@ -2,7 +2,7 @@
 
 The global generators (`random`, `numpy.random`, torch's default one) belong to the whole process. Where
 the training is paused or elsewhere (in a worker, in the main process between two steps), they are seeded
-by (seed, epoch, index) before a sample. Beside a running training that cannot be done, and a number drawn
+by (seed, epoch, index) before a sample. During a running training that cannot be done, and a number drawn
 from them would change the model's dropout: see `Guard`. What always works is a generator of its own: a
 `__getitem__`, or a transform, with a parameter `generator` gets a torch.Generator seeded by (seed, epoch,
 index), and a `__getitems__` with a parameter `generators` a list of them, one for each sample.
@@ -83,7 +83,7 @@ def seeded(parts: tuple[int, ...], what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def guarded(parts: tuple[int, ...], what: str) -> Iterator[None]:
-    """The global generators left alone, and torch's defended: for a thread beside the training."""
+    """The global generators left alone, and torch's defended: for a thread during the training."""
     with Guard(what) as guard:
         yield
     if guard.fault is not None:

@@ -137,7 +137,7 @@ class IterableBatches:
     """A stream over an IterableDataset; its batches are on the host.
 
     Opening an epoch at position `start` is O(start): the samples before it are read and thrown away.
-    At most one worker, because several could not keep the order; it is started anew for every epoch.
+    At most one worker, because several could not keep the order; it is restarted for every epoch.
     """
 
     def __init__(self, reader: StreamReader, options: WorkerOptions) -> None:

@@ -49,7 +49,7 @@ def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]
     for reading in readings:
         skips.add(len(reading.indices) if reading.real else 0, reading.faults)
         if reading.last:
-            skips.end()  # now: whoever takes the last batch may not ask for another
+            skips.end()  # now: the taker of the last batch may not ask for another
         if reading.data is not None:
             yield reading.micro_batch()
 

@@ -39,7 +39,7 @@ def place_of(value: Any) -> Place | None:
 
 
 def opened(place: Place) -> np.ndarray[Any, Any]:
-    """Mapped anew, read only."""
+    """Map the place again, read only."""
     content = np.memmap(place.path, np.uint8, "r")
     array: np.ndarray[Any, Any] = np.ndarray(place.shape, place.dtype, content, place.start, place.strides)
     return array

@@ -1,4 +1,4 @@
-"""What a map-style data set can be asked beside its samples; a Subset passes the question on."""
+"""What a map-style data set can be asked besides its samples; a Subset passes the question on."""
 
 from __future__ import annotations
 

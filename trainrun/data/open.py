@@ -124,7 +124,7 @@ def _built(prepared: Prepared, options: StreamOptions, engine: str, number: int)
 
 
 def _from_memory(prepared: Prepared, options: StreamOptions, columns: Columns) -> Batches:
-    """As data in memory, whoever read it: nothing is left for a thread or a worker but to be in the way."""
+    """Treat the data as in memory, however it was read: a thread or a worker would only be in the way."""
     facts = prepared.facts._replace(columns=columns, thread_safe=True)
     prepared = replace(prepared, dataset=columns, facts=facts)
     if fits(facts):

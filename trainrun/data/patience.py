@@ -2,8 +2,8 @@
 
 Torch's own timeout does not do. It ends the wait for the word of a batch, but not for the batch itself, which is then
 fetched from a thread of the worker: one that stands still by then (stopped, frozen, in C code that holds Python's lock)
-would keep the training for ever. It counts the time in which this process itself was stopped. And as long as it has
-not passed torch looks at no worker, so that one that died may not be heard of before.
+would keep the training forever. It counts the time in which this process itself was stopped. And as long as it has
+not passed torch looks at no worker, so that a death may not be noticed before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TICK_SECONDS = 1.0
 
 
 class Patience:
-    """A thread that calls `give_up` once somebody has waited for longer than `seconds`; 0 waits for ever.
+    """A thread that calls `give_up` once somebody has waited for longer than `seconds`; 0 waits forever.
 
     give_up: must end the wait, by ending those who are waited for. It is called at most once, in any thread.
     """

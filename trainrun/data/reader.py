@@ -180,7 +180,7 @@ class BatchReader:
                     continue
 
     def guarded(self) -> BatchReader:
-        """The same for a thread beside the training."""
+        """The same for a thread during the training."""
         return BatchReader(self._dataset, self._recipe, guarded)
 
     def copy(self) -> BatchReader:

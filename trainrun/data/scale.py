@@ -1,6 +1,6 @@
 """Pictures stay bytes until their batch is on the device; there they become the numbers of the data set.
 
-What: a data set of pictures whose samples are float32 keeps (and hands on) uint8 beside a `Scale`: a quarter of the
+What: a data set of pictures whose samples are float32 keeps (and hands on) uint8 with a `Scale`: a quarter of the
 memory, of every cache, of what workers send and of what is copied to a GPU. Code of the user's that sees
 single samples (`data.transform`, `data.collate_fn`) gets the float32 numbers, and so does whoever indexes the
 data set. When: `data=image_folder` with dtype=float32 and `data=fashion_mnist`, always. When not: other formats,

@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 
 SLOT_BYTES: Final = 2**21
 LINE_BYTES: Final = 64  # where a tensor begins; at its very beginning a slot says whose batch it holds
-SPARE: Final = 2  # slots beside those read ahead: of the batch that is taken, and of one asked for meanwhile
+SPARE: Final = 2  # slots besides those read ahead: of the batch that is taken, and of one asked for meanwhile
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 counter = itertools.count()

@@ -34,14 +34,14 @@ from trainrun.data.stream import Planned
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 
-# Batches, unless one alone is asked for: 3 ms beside a step of 3 ms took 3.73 with two, 3.44 with four.
+# Batches, unless one alone is asked for: 3 ms during a step of 3 ms took 3.73 with two, 3.44 with four.
 LEAST_AHEAD = 4
 JOIN_SECONDS = 5.0  # a thread that still reads then ends by itself, after its sample
 
 
 @dataclass(frozen=True)
 class ThreadOptions:
-    """number: of threads. prefetch_factor: see `num_ahead`. timeout_seconds: 0 waits for ever.
+    """number: of threads. prefetch_factor: see `num_ahead`. timeout_seconds: 0 waits forever.
 
     pin_for: the CUDA device for which batches are pinned, in the background; None pins nothing.
     """
@@ -187,7 +187,7 @@ class ThreadBatches(Planned):
             yield task.reading
 
     def _wait_for(self, ahead: deque[Task]) -> None:
-        """Until the first is done. Meanwhile the training draws nothing: whoever does is looked for."""
+        """Wait until the first is done. The training draws no random numbers meanwhile; a reader that does is found."""
         if ahead[0].done.is_set():
             return
         before = states() if self._reader.users_code else None

@@ -49,7 +49,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How the loader reads. num_workers: 0 reads in the main process. timeout_seconds: 0 waits for ever."""
+    """How the loader reads. num_workers: 0 reads in the main process. timeout_seconds: 0 waits forever."""
 
     num_workers: int = 0
     pin_memory: bool = False
@@ -170,12 +170,12 @@ def ignore_stop_signals() -> None:
 @contextmanager
 def starting(key: str, number: int) -> Iterator[None]:
     """Surrounds the start of workers: signals wait, so that none hits a worker that cannot ignore it yet, and one that
-    dies before all of them are there is heard of by who waits for it. number: of workers."""
+    dies before all of them are there is noticed by the one who waits for it. number: of workers."""
     if number:
         lend_an_ear()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        with without_advice():  # Python 3.12+ warns of every fork beside threads; torch has threads
+        with without_advice():  # Python 3.12+ warns of every fork in a process with threads, as torch has
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:

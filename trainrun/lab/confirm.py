@@ -1,6 +1,6 @@
 """What is claimed in the end: every part alone and missing, and the whole in fresh processes.
 
-Whoever wins among many was also lucky. So nothing that was measured on the way counts: the champion meets the
+The winner among many was also lucky. So nothing that was measured on the way counts: the champion meets the
 user's own words again, in processes that neither was searched in, and as often as was decided before.
 """
 

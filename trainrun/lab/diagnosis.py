@@ -79,7 +79,7 @@ def diagnose(words: Sequence[str], deadline: float, progress: Progress, trace: b
 
 
 class Examination:
-    """One base run, and the others that stand beside it. began: when it was started, by `time.monotonic()`."""
+    """One base run, and the others compared with it. began: when it was started, by `time.monotonic()`."""
 
     def __init__(
         self, bench: Bench, base: Subject, words: Sequence[str], config: RunConfig, began: float

@@ -30,7 +30,7 @@ def begun(command: str, words: list[str]) -> tuple[list[str], Path]:
 
 
 def new_folder(command: str, run_name: str, own: str | None) -> Path:
-    """Beside the folders of runs; own: of `output_dir=`, which names another. It is made when something is written."""
+    """Next to the folders of runs; own: of `output_dir=`, which names another. It is made when something is written."""
     if own is not None:
         return named_folder(own)
     now = datetime.now()

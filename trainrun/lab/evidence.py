@@ -14,7 +14,7 @@ KEPT, BEATEN, SLOWER, NOISE, REJECTED, UNTRIED, NEEDLESS, UNPAID = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting beside the best one known at that time.
+    """One setting compared with the best one known at that time.
 
     state: one of the words above; beaten: faster, but another one was faster still. reason: of a state that needs
     one. ratio: its speed over that of the best. loss, cosine: how far it is from the user's own words, see

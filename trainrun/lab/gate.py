@@ -1,4 +1,4 @@
-"""Whether a faster run still is the same training: its first steps beside those of the run it would replace.
+"""Whether a faster run still is the same training: its first steps against those of the run it would replace.
 
 Both begin with the same weights and the same samples. Rounding differs from kernel to kernel, and grows from step
 to step; a mistake is far larger. The update is compared by direction and length, over all parameters together: Adam

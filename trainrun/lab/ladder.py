@@ -25,7 +25,7 @@ from trainrun.lab.starter import Starter
 from trainrun.lab.statistics import Ratio, paired_ratio
 
 ALONE_SHARE, TOGETHER_SHARE = 0.55, 0.85  # of the budget, until when
-AT_ONCE: Final = 4  # runs beside the base: as many share its turns, and lie in memory
+AT_ONCE: Final = 4  # runs besides the base: as many share its turns, and lie in memory
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
 TURNS: Final = 0.5  # as long as those of `tune`: there are more rungs than knobs
 SMALLEST: Final = 0.02

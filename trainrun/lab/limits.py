@@ -1,7 +1,7 @@
-"""The roofs over a training: how many items a second each part of the machine would allow by itself.
+"""The limits of a training: how many items a second each part of the machine would allow by itself.
 
 what: operations against the fastest matrix product, bytes against the fastest copy, calls against the shortest
-    call, each measured here and now. The lowest roof says what to make smaller.
+    call, each measured here and now. The lowest limit says what to make smaller.
 when: `trainrun diagnose`. source: Williams and others, Roofline (2009); for the bytes of an update see `bytes_moved`.
 """
 

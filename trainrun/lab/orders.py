@@ -81,7 +81,7 @@ class Ready:
     or workers. total_steps: None without an end. val_every: steps between validations; None without any. layers:
     the names of the model's classes of modules. memory_bytes: all that the device has. precision, attention: what
     was decided for them; no attention where the model has none of ours. thread_safe: several threads may read the
-    data, by its own word or by that of the run. reads_ahead: batches are read beside the training. positions:
+    data, by its own word or by that of the run. reads_ahead: batches are read during the training. positions:
     of an average step of a whole epoch, padding included, by `data.padding`; empty where that is not known.
     """
 
@@ -132,7 +132,7 @@ class Turn:
 
     @property
     def running_seconds(self) -> float:
-        """Without those of compilation, which meets whoever comes first upon a new shape."""
+        """Without those of compilation, which the first turn with a new shape pays for."""
         return self.seconds - self.booked(COMPILE)
 
     def booked(self, account: int) -> float:

@@ -21,8 +21,8 @@ LAST_SECONDS: Final = 2.0  # for validation, checkpoints and loading, which come
 
 
 class Rare:
-    """few: each as seldom as can be; beside a long step a slow one of them is nothing. time: until when the rest of the
-    diagnosis is over; none of them is asked LAST_SECONDS later."""
+    """few: each as seldom as can be; compared with a long step a slow one of them is nothing. time: until when the
+    rest of the diagnosis is over; none of them is asked LAST_SECONDS later."""
 
     def __init__(self, base: Subject, config: RunConfig, few: bool, time: TimeLeft) -> None:
         self._base, self._config, self._time = base, config, time

@@ -11,7 +11,7 @@ import psutil
 
 @contextlib.contextmanager
 def resting(workers: list[psutil.Process]) -> Iterator[None]:
-    """Loader workers that nobody asks would read ahead: beside a turn that reads nothing, and for the next one."""
+    """Loader workers that nobody asks would read ahead: during a turn that reads nothing, and for the next one."""
     try:
         for worker in workers:
             with contextlib.suppress(psutil.Error):

@@ -27,7 +27,7 @@ FILL_SECONDS: Final = 1.0  # after which those that are there are enough
 
 
 class Ring(Around):
-    """Fills `Batches`: a few batches that lie on the device already, for ever. A model must not write into them."""
+    """Fills `Batches`: a few batches that lie on the device already, forever. A model must not write into them."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts.train)
@@ -171,7 +171,7 @@ BARE: Final = "cached+silent"  # what is left when nothing around the step takes
 PHASES: Final = (FORWARD, BARE)  # no finding of their own
 LARGER: Final = "larger"  # a batch; it shares log points too, which are another cause: both sides go without
 BUCKET: Final = "bucket"
-READING: Final = (SAVING, BUCKET)  # whose reading is not the base's, or goes on beside something else
+READING: Final = (SAVING, BUCKET)  # whose reading is not the base's, or goes on during something else
 ABOUTS: Final = {"cached": ("data", "batches that are there already"), SILENT: ("logging", "no log points"),
                  "without_update": ("update", "no optimizer"), "one_type": ("islands", "autocast everywhere"),
                  "unsynced": ("ranks", "no exchange of gradients"), SAVING: ("checkpoint", "no checkpoints"),
@@ -193,7 +193,7 @@ def removed(name: str, parts: Parts, ring: Ring) -> Parts:
 
 def booked_of(facts: Ready) -> dict[str, int]:
     """Removals whose time the ledger of the untouched loop knows, and their accounts: those of a CPU, where nothing
-    goes on behind the loop's back. Who reads beside the training takes its cores as well."""
+    goes on behind the loop's back. Reading during the training takes its cores as well."""
     if facts.device != "cpu":
         return {}
     return {"silent": LOGGING} if facts.reads_ahead else {CACHED: DATA, "silent": LOGGING}

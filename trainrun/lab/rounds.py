@@ -78,7 +78,7 @@ class Rounds:
 
     @property
     def others(self) -> list[str]:
-        """All that had a turn beside the base."""
+        """All that had a turn besides the base."""
         return [name for name in self.took if name != BASE]
 
     def seconds_of_a_round(self, names: Iterable[str]) -> float:

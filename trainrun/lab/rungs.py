@@ -12,7 +12,7 @@ from trainrun.lab.gate import EXACT, NUMERIC
 from trainrun.lab.knobs import Words, parts_of_a_batch
 
 OTHER: Final = "other"  # another training: other batches, other samples
-CADENCE: Final = "cadence"  # of what happens beside the steps: computed from its measured seconds
+CADENCE: Final = "cadence"  # of what happens besides the steps: computed from its measured seconds
 NEEDS_GPU: Final = "needs a GPU"
 RARE_LOG: Final = 500
 FEWER: Final = 4  # times

@@ -18,7 +18,7 @@ IMPORTANT: Final = (
     "silent",
     "without_update",
 )  # then phases
-LONG_STEP: Final = 0.5  # seconds: what the first steps of a turn take longer is nothing beside it
+LONG_STEP: Final = 0.5  # seconds: what the first steps of a turn take longer is nothing compared with it
 TINY_BATCH, TINY_TIMES = 8, 8
 
 

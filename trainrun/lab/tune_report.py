@@ -71,7 +71,7 @@ def noise_line(outcome: Outcome) -> str:
 
 
 def picture(outcome: Outcome, path: Path, words: str) -> Path:
-    """The steps of the ladder over the user's own words, and in the end the champion, measured anew."""
+    """The steps of the ladder over the user's own words, and in the end the champion, measured again."""
     bars, gain = [ratio_bar("your words again (noise)", outcome.noise)], 1.0
     for trial in outcome.trials:
         if trial.ratio is None:

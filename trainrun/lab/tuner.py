@@ -1,4 +1,4 @@
-"""The fastest way to the same training: knob after knob, and at the end only what is measured anew is claimed.
+"""The fastest way to the same training: knob after knob, and at the end only what is measured again is claimed.
 
 What: each knob's settings run in turns against the best of the knobs before; the champion then meets the user's own
 words again, in fresh processes, and only that ratio is told. When: a training long enough to pay for the search.

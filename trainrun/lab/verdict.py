@@ -187,7 +187,7 @@ WORDS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def bound_by(found: Diagnosis) -> str:
-    """What the step itself is limited by, from the lowest roof."""
+    """Return what limits the step itself, by the lowest limit."""
     roofs = {name: value for name, value in found.limits.items_per_second.items() if name != "data"}
     if not roofs:
         return ""

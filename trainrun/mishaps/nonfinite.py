@@ -7,7 +7,7 @@ what: the update is left out on all ranks at the same step (gradients are the sa
     with the data behind the bad step: what lies between the two is passed over, as in PaLM's training.
 when: always on, but for `ignore`. With float16 an overflow is no fault: the loss scale falls and the step is
     left out; a fault is a scale that falls again and again.
-when not: a loss that is not finite beside gradients that are goes on, and is seen in the log.
+when not: a loss that is not finite with gradients that are goes on, and is seen in the log.
 source: Chowdhery et al. 2022 (arXiv:2204.02311), section 5.1, for going back and passing over data.
 gain: nothing is lost but the step. No step costs more for it: whether the update was left out is known anyway.
 """
@@ -32,7 +32,7 @@ from trainrun.monitor.readable import counted
 from trainrun.rundir import write_json
 from trainrun.state import BadStep, TrainState
 
-MAX_WRITTEN = 8  # steps of a run that are written down; whoever has looked can delete them
+MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
 MAX_SKIPPED_SHARE = 0.1
 LATE = (
     "It was this step or one shortly before it: on a GPU the check is read where the host waits anyway. "

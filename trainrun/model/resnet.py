@@ -80,7 +80,7 @@ def stem_layers(channels: int, width: int, norm: str, large: bool) -> list[nn.Mo
 
 
 def block(channels: int, width: int, stride: int, norm: str, bottleneck: bool) -> list[nn.Module]:
-    """Two convolutions, or three of which the outer ones are 1 x 1, beside a shortcut."""
+    """Two convolutions, or three of which the outer ones are 1 x 1, and a shortcut."""
     wide = width * BOTTLENECK if bottleneck else width
     if bottleneck:
         branch = [*conv(channels, width, 1, 1, norm), nn.ReLU(inplace=True)]

@@ -1,4 +1,4 @@
-"""From device tensors to rows of plain numbers, for whoever listens."""
+"""From device tensors to rows of plain numbers, for all listeners."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 class MetricsFile:
     """Appends rows; a row reaches the disk within `flush_seconds` of the next one, an evaluation at once.
 
-    The file is opened anew for each flush: it may be replaced as a whole while a run starts, when rows
+    The file is reopened for each flush: it may be replaced as a whole while a run starts, when rows
     behind the step of a resume are cut. Other threads may write too. check: called ahead of each flush.
     """
 

@@ -1,4 +1,4 @@
-"""The kinds of values that rows of `metrics.jsonl` hold; whoever reads a row may rely on them."""
+"""The kinds of values that rows of `metrics.jsonl` hold; readers of a row may rely on them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def build_optimizer(
 ) -> tuple[Optimizer, str]:
     """`factory(parameters, **keywords)` on the parameters that want a gradient, and a note on the choice.
 
-    on_device: it is to count its steps beside the weights (a fused one does anyway), for a step without the host.
+    on_device: it is to count its steps on the weights' device (a fused one does anyway), for a step without the host.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     if not params:

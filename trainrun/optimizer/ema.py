@@ -54,7 +54,7 @@ class Ema:
         """Mixes the weights in; `newest` is the weight of what is seen now, 1 at the first look."""
         lerp_(self._averages, [_roomy(param) for param in self._model.parameters()], newest)
         rounded = zip(self.module.parameters(), self._averages, strict=True)
-        # asked anew each time: a model may replace a buffer instead of writing into it
+        # asked again each time: a model may replace a buffer instead of writing into it
         buffers = zip(self.module.buffers(), self._model.buffers(), strict=True)
         for targets, sources in by_type([*(pair for pair in rounded if pair[0] is not pair[1]), *buffers]):
             copy_(targets, sources)

@@ -74,7 +74,7 @@ class Muon(Optimizer):
         self._kernel = {"fused": fused, "foreach": foreach}
         self._adamw = _sharing(AdamW, others, **self._kernel) if others else None
         self._update_others: Callable[[], Any] = _nothing
-        # as torch's fused optimizers: whoever sets `found_inf`, a 0-d tensor, to 1 has a step change nothing
+        # as torch's fused optimizers: with `found_inf`, a 0-d tensor, set to 1 a step changes nothing
         inner = self._adamw
         self._step_supports_amp_scaling = inner is None or hasattr(inner, "_step_supports_amp_scaling")
 

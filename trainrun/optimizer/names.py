@@ -56,7 +56,7 @@ def load_named_optimizer_state(
     """Puts copies of the stored state into a freshly built optimizer of the same parameters.
 
     configured: group fields that the config names (`weight_decay`): those stay as it says now. device: where the state
-    is put; None is beside the parameters, where there may be no room for it.
+    is put; None is next to the parameters, where there may be no room for it.
     """
     params = {name: param for param, name in _names(optimizer, model).items()}
     _check_same(params, optimizer, tree)

@@ -5,7 +5,7 @@ still runs. When: the model fits on one device. When not: on a CPU with few core
 the run is right; one process with all threads is as fast. Source: Li et al. 2020, arXiv:2006.15704.
 
 Two things are done another way than torch does them alone, so that a resumed run has the same bits:
-- DDP lays its buckets out anew after the first step, in the order gradients came; with three ranks or
+- DDP lays its buckets out again after the first step, in the order gradients came; with three ranks or
   more another layout sums in another order. `fix_buckets` has that happen before the first step.
 - DDP copies rank 0's buffers (BatchNorm's averages) to all ranks before the *next* forward; validation
   and averaged weights would see other buffers than a checkpoint holds. Here that ends every step.

@@ -76,7 +76,7 @@ class Installed(NamedTuple):
 def installed_gpus() -> Installed:
     """Ask the NVIDIA driver's management library (NVML), about 20 ms; 0 without one.
 
-    Of GPUs in slices (MIG) CUDA shows a process one slice, and that only beside no whole GPU.
+    Of GPUs in slices (MIG) CUDA shows a process one slice, and that only without a whole GPU.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

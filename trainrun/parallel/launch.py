@@ -169,7 +169,7 @@ def num_cores() -> int:
 def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str, str]) -> Rank:
     """Rank 0 keeps the terminal, the others write to their logs.
 
-    A session of its own keeps the terminal's Ctrl-C away from a rank: it hears of it from the driver, once,
+    A session of its own keeps the terminal's Ctrl-C away from a rank: it gets the signal from the driver, once,
     and not before it can listen: an interrupt in the middle of its imports would show a traceback.
     """
     lock, word = passed_on()
@@ -287,7 +287,7 @@ def kill(ranks: list[Rank]) -> None:
 
 
 def end(ranks: list[Rank]) -> None:
-    """Whoever still runs gets a SIGTERM, a moment, and a SIGKILL; returns when all are gone."""
+    """Send the ranks that still run a SIGTERM and a moment later a SIGKILL; return when all are gone."""
     send(ranks, signal.SIGTERM)
     until = time.monotonic() + END_SECONDS
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:

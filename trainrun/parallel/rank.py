@@ -33,7 +33,7 @@ class LostContact(LaunchError):
 
 
 def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
-    """Called first thing in a rank: when whoever started it dies, even by SIGKILL, it stops and saves.
+    """Called first thing in a rank: when its parent process dies, even by SIGKILL, it stops and saves.
 
     A rank that cannot, because it hangs, is gone `save_seconds` later.
     """
@@ -42,7 +42,7 @@ def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
 
 
 def say_listening() -> None:
-    """Called once stop signals are heard: from then on the driver waits for a save."""
+    """Called once stop signals are handled: from then on the driver waits for a save."""
     listening_file(Path(os.environ["TRAINRUN_STORE"]), int(os.environ["RANK"])).touch()
 
 

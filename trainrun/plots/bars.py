@@ -1,4 +1,4 @@
-"""Speeds beside each other as bars with their intervals: what helps, what hurts, and what was not seen."""
+"""Speeds next to each other as bars with their intervals: what helps, what hurts, and what was not seen."""
 
 from __future__ import annotations
 

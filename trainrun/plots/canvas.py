@@ -54,7 +54,7 @@ def widest(texts: Sequence[str], points: float) -> float:
 
 
 def width_of(columns: int) -> float:
-    """Inches of a picture with so many panels beside each other."""
+    """Inches of a picture with so many panels next to each other."""
     return 8.0 if columns == 1 else 5.2 * columns
 
 
@@ -98,7 +98,7 @@ def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
     ax.set_xlabel(f"step ({steps_per_epoch:,} an epoch)" if steps_per_epoch else "step")
     ax.margins(x=0.02)
     low, high = ax.get_xlim()
-    if high - low < 2:  # a single point: whole steps beside it
+    if high - low < 2:  # a single point: whole steps around it
         ax.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

@@ -1,4 +1,4 @@
-"""The two pictures of a diagnosis: what would be gained, and the roofs over the training."""
+"""The two pictures of a diagnosis: what would be gained, and the limits of the training."""
 
 from __future__ import annotations
 

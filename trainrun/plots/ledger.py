@@ -86,7 +86,7 @@ def ledger_picture(history: History, title: str) -> Figure | None:
     ax.set_xlabel("seconds since the run began")
     ax.set_ylabel("share of the time, %")
     box = ax.get_position()
-    ax.set_position((box.x0, box.y0, box.width * 0.7, box.height))  # the legend is beside it
+    ax.set_position((box.x0, box.y0, box.width * 0.7, box.height))  # the legend is next to it
     ax.grid(visible=False)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(

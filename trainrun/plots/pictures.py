@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_NUMBERED = 20  # classes with a count in every cell
-MOST_NAMED = 40  # names beside an axis
+MOST_NAMED = 40  # names next to an axis
 LONGEST_NAME = 14
 GRID = 5
 TILE = 0.88  # of the width of a column

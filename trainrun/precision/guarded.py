@@ -45,7 +45,7 @@ class Guarded:
     autocast_dtype: None computes in the type of the weights; float16 also scales the loss.
     clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback, ignore.
     lazy: the flag stays on the device where the optimizer can read it there. ledger: where time is booked.
-    gradients_on: where the update finds them, if not beside the weights.
+    gradients_on: where the update finds them, if not with the weights.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from trainrun.interfaces import GradReport, Precision
 class Shadow:
     """Fills `Precision` around another.
 
-    dtype: of the copies, None for that of the weights. device: where they lie, None for beside the weights.
+    dtype: of the copies, None for that of the weights. device: where they lie, None for the device of the weights.
     The copies are parameters of their own. (With a parameter's `data` of another type or place, torch forgets
     where its gradient is summed up, and with that the hook by which DDP learns of it: torch 2.13.)
     """
@@ -125,7 +125,7 @@ class Shadow:
             copy_(self._params, self._copies, non_blocking=True)
 
     def _settle(self, optimizer: Optimizer, device: torch.device) -> None:
-        """Moves a state that was loaded beside the weights."""
+        """Move to `device` an optimizer state that was loaded next to the weights."""
         for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
 """How long to wait: without progress, and after a stop signal, even while the main thread sits in C code.
 
 Python runs signal handlers between two of its own instructions, so a thread that waits inside a collective or
-a file system hears of a signal when that ends: after 11 s in a gloo exchange with a timeout of 10 s. The bytes
+a file system notices a signal when that ends: after 11 s in a gloo exchange with a timeout of 10 s. The bytes
 of `signal.set_wakeup_fd` come at once, and a thread of their own reads them.
 """
 
@@ -26,7 +26,7 @@ Expire = Callable[[int, bool], None]  # the signal, and whether it came twice
 
 
 def patience(wanted: float | str) -> float:
-    """The seconds of `trainer.watchdog_seconds`; infinite where nobody shall watch."""
+    """The seconds of `trainer.watchdog_seconds`; infinite without a watchdog."""
     seconds = AUTO_SECONDS if wanted == "auto" else float(wanted)
     return seconds or math.inf
 
@@ -37,7 +37,7 @@ def stop_deadline(seconds: float, expire: Expire) -> Iterator[None]:
 
     Twice is SIGTERM again a second later (a scheduler and a launcher may both pass on the first one), or Ctrl-C
     again. SIGUSR1, SIGUSR2 and SIGHUP start the clock too, but are no more than an early warning.
-    Nothing happens outside the main thread, which hears of no signals.
+    Nothing happens outside the main thread, as other threads get no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -6,7 +6,7 @@ what: switches of glibc's allocator. By its own rule blocks of more than 32 MB, 
     on add up. No number changes.
 when: `keep`, where the forward and backward run on the CPU and memory is ample (`auto` looks); `return`, where peak
     memory counts, above all with trainer.gradient_checkpointing, whose blocks come and go.
-when not: `keep` beside others who need the memory: the resident set grows by what is between the tensors, too.
+when not: `keep` next to others who need the memory: the resident set grows by what is between the tensors, too.
 source: https://man7.org/linux/man-pages/man3/mallopt.3.html
 gain: see `trainrun help measurements` (`python scripts/bench_host_memory.py`).
     `return`: GPT of 3M parameters, 8,192 tokens, one forward and backward, 2 busy cores: peak above the imports 850 to
@@ -48,7 +48,7 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def kept_host_memory() -> Iterator[None]:
-    """What is kept inside goes back at the end: a notebook lives on."""
+    """Give back at the end what is kept inside: a notebook runs on."""
     global _kept
     before = _kept
     try:

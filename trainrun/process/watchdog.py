@@ -2,12 +2,12 @@
 
 what: a thread looks every second at the step, the validation batch and the account of time that is open. Where all
     of them stay the same for `trainer.watchdog_seconds`, it writes `stacks-rankN.txt` and raises in the main
-    thread; where that sits in C code and hears nothing, the process is ended. Nothing is saved: the last
+    thread; if that is stuck in C code, the process is ended. Nothing is saved: the last
     checkpoint stands. With several ranks each waits a moment for the stacks of the others; their driver starts them
     again.
 when: always, after half an hour (`auto`); a run whose steps take a second bears a minute.
 when not: in a debugger, while code is compiled, and with `auto` while a checkpoint is written or pictures are drawn.
-    A C function that holds Python's lock for ever is not seen: no thread of Python runs then.
+    A C function that holds Python's lock forever is not seen: no thread of Python runs then.
 source: the watchdog of NCCL; faulthandler of the standard library.
 gain: an error in place of a night. No step costs more for it.
 """

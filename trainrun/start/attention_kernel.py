@@ -2,7 +2,7 @@
 
 what: forward and backward of one attention layer (a copy), on the positions that the first batch brings to it, with
     each kernel in turn; the fastest is set, the usual one where it is within 10 % of it, or where less than half of the
-    samples were heard, and not for long: calling costs as much for few as for many. Usual is the rule's
+    samples were timed, and not for long: calling costs as much for few as for many. Usual is the rule's
     (`trainrun.model.attention`), or `flash` where its table has no room.
 when: runs long enough; at most 0.3 s and 0.5 % of the run.
 when not: short runs, resumes, `trainrun evaluate` and so on (all of which take what the run began with), a kernel
@@ -32,7 +32,7 @@ PAIR_BYTES = 10  # of a pair of positions in every head and layer: scores, softm
 MOST_MEMORY = 1 / 8  # of what is free
 TABLES = ("plain", "math")
 ENOUGH = 0.5  # of the batch, to speak against the rule; or
-LONG_SECONDS = 5e-3  # of the fastest, beside which the calls themselves are little
+LONG_SECONDS = 5e-3  # of the fastest, compared with which the calls themselves are little
 
 
 class Scene(NamedTuple):
@@ -83,7 +83,7 @@ def scene_of(trial: Trial, layers: list[Any], rows: int, dtype: torch.dtype | No
 def kernel_times(trial: Trial, scene: Scene, size: Size, dtype: torch.dtype | None, limit: float,
                  device: torch.device, gather: Gather) -> tuple[dict[str, float], str, int]:  # fmt: skip
     """Seconds of a layer by kernel; the one that is meant to stay unless another is faster: the rule's, where its
-    table has room; how many samples were heard. Empty where there is no time for it, with what to set then."""
+    table has room; how many samples were timed. Empty where there is no time for it, with what to set then."""
     from trainrun.model.attention import HALF_TYPES, fastest_kernel
 
     layer, few, length = scene.layer, len(scene.x), scene.x.shape[1]

@@ -1,4 +1,4 @@
-"""How to feed this model fastest: engines are heard beside the real step, and one is chosen.
+"""Choose the data engine by timing each candidate together with real training steps.
 
 What: forward and backward of a *copy* of the model, on the real batches, with each engine in turn. The
 model, its buffers, the task, gradients, the loss scale and all random states stay as they are, because

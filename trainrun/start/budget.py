@@ -35,7 +35,7 @@ class Spent:
             self.seconds += perf_counter() - started
 
 
-ALL = Budget(1.8, 0.045)  # of it the engines, which are heard last, have what the others leave
+ALL = Budget(1.8, 0.045)  # of it the engines, which are timed last, have what the others leave
 ATTENTION = Budget(0.3, 0.005)
 PRECISION = Budget(0.5, 0.01)
 THREADS = Budget(0.4, 0.01)

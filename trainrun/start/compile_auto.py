@@ -2,7 +2,7 @@
 
 A rule with measured constants, and not a clock: compiled code rounds differently, so a run that is
 resumed must choose as it did before. Nor would a trial be cheap: what compiling gains is known only once it is paid
-for, 6.5 s of a core where a step takes 0.2 ms, and beside the training, in another process, it takes that core from it.
+for, 6.5 s of a core where a step takes 0.2 ms, and during the training, in another process, it takes that core from it.
 A trial that costs 5 % of what is left at most would come in runs of more than 130 s only, where this rule says yes
 from 65,000 steps (13 s) on. What it cost in the end is in `status.json` (`compile_seconds`, `recompiles`).
 """
@@ -21,7 +21,7 @@ from trainrun.words.check_compile import step_obstacles
 CPU_SAVED_SECONDS = 1e-4
 CPU_COMPILE_SECONDS = 6.5
 # Above it kernels and not Python take the time: on a CPU 0.7x to 1.0x in float32. A small GPT in bf16 gains (1.27x),
-# but nothing here tells it from those that lose; `trainer.compile=model` is a word for whoever has measured it.
+# but nothing here tells it from those that lose; `trainer.compile=model` is for users who have measured it.
 SMALL_STEP_FLOP = 1e8
 # A GPU was not measured: the published gain of 1.2x at a step of 50 ms, against a minute of compiling.
 GPU_SAVED_SECONDS = 8e-3

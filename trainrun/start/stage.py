@@ -1,4 +1,4 @@
-"""Engines timed beside the real step, on copies: nothing of the run takes part, so nothing of it changes."""
+"""Engines timed with the real step, on copies: nothing of the run takes part, so nothing of it changes."""
 
 from __future__ import annotations
 

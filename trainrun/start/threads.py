@@ -1,10 +1,10 @@
-"""How many threads an operation of this run uses on the CPU, heard on the real step.
+"""How many threads an operation of this run uses on the CPU, timed on the real step.
 
 What: forward and backward of a copy of the model, with each number of threads in turn; of those within 1.2x of the
 fastest the largest is taken, so that on a quiet machine the same run takes the same. When: `trainer.num_threads=auto`,
 on a CPU, where the rule of `backends.set_threads` leaves a choice and the run is long enough. When not:
 `trainer.deterministic=true`, a number of your own, compiled models. The number decides over the last bits of sums:
-it is written down with the run, and a resume uses it again. Source: two threads beside busy processes, where each
+it is written down with the run, and a resume uses it again. Source: two threads next to busy processes, where each
 waits for the other to be scheduled. Gain: not measured on a quiet machine; the rule's alone, see `set_threads`.
 """
 

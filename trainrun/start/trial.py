@@ -1,6 +1,6 @@
 """Forward and backward of copies of model and task, timed before the run: nothing of the run takes part.
 
-A step that takes long is heard on a few samples of the batch: what is compared there (number types, kernels)
+A step that takes long is timed on a few samples of the batch: what is compared there (number types, kernels)
 grows with the samples.
 """
 
@@ -30,7 +30,7 @@ LEAST_ROUNDS = 2  # after one that warms up, or there is no time to measure
 ROUNDS = 6  # wanted: a busy machine disturbs some
 MOST_ROUNDS = 20
 SAME = 1.1  # of the fastest: the usual choice stays
-AGAIN = 2  # further steps, where too long a one decides that few samples are heard
+AGAIN = 2  # further steps, where too long a one decides that few samples are timed
 DISTURBED = 4.0  # times as long as wanted: one that is longer is long by itself
 
 Clock = Callable[[], float]
@@ -39,7 +39,7 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Size:
-    """few: the fewest samples that can be heard. rows: how many are, of `count`, and their seconds."""
+    """few: the fewest samples that can be timed. rows: how many are, of `count`, and their seconds."""
 
     few: int
     rows: int
@@ -62,7 +62,7 @@ class Trial:
         self._count = num_rows(data)
 
     def size(self, most_seconds: float, dtype: torch.dtype | None) -> Size | None:
-        """As many samples as take so long, or the fewest; None where even those take too long to be heard at all."""
+        """As many samples as take so long, or the fewest; None if even those take too long to be timed at all."""
         few = min(2 if batch_norm_in(self.model) else 1, self._count)
         if (
             self._device.type == "cuda"
@@ -142,7 +142,7 @@ def heard_times(works: dict[str, Callable[[], float]], limit: float, gather: Gat
 
 
 def fastest_times(works: dict[str, Callable[[], float]], limit: float) -> dict[str, float]:
-    """Each one's fastest time, heard in turns after one that warms up; empty where `limit` seconds are too few.
+    """Each one's fastest time, taken in turns after one that warms up; empty if `limit` seconds are too few.
 
     One that memory does not suffice for is infinitely slow.
     """

@@ -62,7 +62,7 @@ class Holdings:
     def are_current(self) -> bool:
         """Whether model and optimizer still have these tensors: a plain step may replace some.
 
-        Asked after each, because making them anew takes 0.1 ms.
+        Asked after each, because making them again takes 0.1 ms.
         """
         found, places = self._look()
         return places == self._seen[1] and all(map(is_, found, self._seen[0]))

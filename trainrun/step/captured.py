@@ -103,7 +103,7 @@ def captured(function: Function, inputs: list[Tensor], num_held: int, record: Re
 
     def call(*given: Tensor) -> list[Tensor]:
         nonlocal known
-        if not all(map(is_, known, given)):  # made anew, over the same memory
+        if not all(map(is_, known, given)):  # made again, over the same memory
             known = given[:num_held]
             now = [tensor.data_ptr() for tensor in known]
             assert now == places, "a tensor that a recorded step changes lies elsewhere now"

@@ -42,7 +42,7 @@ def compiled(function: Function, inputs: list[Tensor], backend: str, mode: str |
 def keep_scalars(graph: torch.fx.GraphModule) -> None:
     """Makes numbers that come from numbers alone (Adam's bias corrections) outputs, where others read them.
 
-    Inductor writes an output down once. Otherwise, on a CPU, it computes them anew for every vector of
+    Inductor writes an output down once. Otherwise, on a CPU, it computes them again for every vector of
     weights: two powers in float64, which took 200 us in a step of 50,000 weights (torch 2.13).
     """
     scalars: set[torch.fx.Node] = set()
@@ -59,7 +59,7 @@ def keep_scalars(graph: torch.fx.GraphModule) -> None:
         for node in graph.graph.nodes
         if node in made
         and isinstance(node.meta["val"], Tensor)
-        and not made.isdisjoint(node.all_input_nodes)  # else it is one operation, done anew for nothing
+        and not made.isdisjoint(node.all_input_nodes)  # else it is one operation, repeated for nothing
         and not scalars.issuperset(node.users)  # each output is a tensor made and freed in every step
         and not _writes(node)
     ]
@@ -100,7 +100,7 @@ def by_inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], options: dict
     """`torch._inductor.compile`, on a CPU without what torch wraps around the code: 6 of 60 us of a call (torch 2.13).
 
     The wrapper makes inputs that share memory one, changes those that the code does not change itself, and
-    makes outputs anew that are views: nothing, where the code takes and gives what the graph does.
+    makes outputs again that are views: nothing, where the code takes and gives what the graph does.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 

@@ -78,7 +78,7 @@ class Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def own_values(optimizer: Optimizer) -> dict[str, list[tuple[Any, int]]]:
-    """By name, the numbers and tensors that the optimizer keeps beside its state, and the tensors' versions."""
+    """By name, the numbers and tensors that the optimizer keeps besides its state, and the tensors' versions."""
     kept = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
     found = {key: values_in(value) for key, value in kept.items()}
     for i, group in enumerate(optimizer.param_groups):

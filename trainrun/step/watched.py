@@ -64,7 +64,7 @@ class Watched:
             self._show(message, category, filename, lineno, *rest)
             return
         if threading.get_ident() != self._thread and not isinstance(threading.current_thread(), DUMMY):
-            return  # a batch is made beside the step; the backward's threads are torch's
+            return  # a batch is made during the step; the backward's threads are torch's
         place, text = waiting_line(traceback.extract_stack())
         self.found[place] += 1
         if self.found[place] == 1:

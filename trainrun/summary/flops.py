@@ -2,7 +2,7 @@
 
 what: one forward and backward of copies of model and task under torch's FlopCounterMode, after the training;
     and the fastest matrix product of this device in the type of the run, in several rounds. MFU is the first over the
-    second; the share of the data sheet stands beside it where the GPU is known. Recomputation would count too, and
+    second; the share of the data sheet stands next to it where the GPU is known. Recomputation would count too, and
     causal attention counts as the full square. Where the rounds differ, as on a machine that
     others use, there is no MFU.
 when: at the end of a run that was long enough to pay for it (MIN_SECONDS); nothing of the run is moved.

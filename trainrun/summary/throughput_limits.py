@@ -76,7 +76,7 @@ def throughput_limits(
         if alone is None:
             return None
         load = alone.load * items
-        # On a CPU training alone cannot be slower than beside the loading; also where the copy was not compiled.
+        # On a CPU training alone cannot be slower than during the loading; also where the copy was not compiled.
         train = min(alone.train * items, train) + alone.take * items if on_cpu else alone.train * items
     train += session.update_seconds
     return ThroughputLimits(items / max(load, 1e-9), items / train, max(load, train) / session.loop_seconds)
@@ -93,7 +93,7 @@ def engine_of(parts: Parts) -> str:
 
 
 def readers(parts: Parts) -> int:
-    """Threads or worker processes beside the training."""
+    """Threads or worker processes besides the training."""
     if isinstance(parts.train, Undecided):
         return parts.train.chosen.number
     data = parts.config.data

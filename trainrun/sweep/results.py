@@ -1,4 +1,4 @@
-"""How a job ended: read from its `status.json`, or, where it died without a word, from its exit code."""
+"""How a job ended: read from its `status.json`, or, if it died without one, from its exit code."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def with_reduction(loss: Any, reduction: str) -> Any:
     """The loss, told to reduce its items in this way where it can be told.
 
     A module with an attribute `reduction` (every loss of torch) has it *set*, and a `functools.partial`
-    with that keyword gets it anew, unless the user asked for "sum". Anything else stays as it is.
+    with that keyword gets it again, unless the user asked for "sum". Anything else stays as it is.
     ConfigError: not callable. PluginError: it has parameters, which no optimizer would train.
     """
     if not callable(loss):

@@ -82,7 +82,7 @@ def keep_gradients(model: nn.Module) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that stand beside others of their class in a list, as a transformer's layers."""
+    """The outermost modules that stand next to others of their class in a list, as a transformer's layers."""
     found = _blocks_in(model)
     if not found:
         raise RuntimeError(
@@ -175,7 +175,7 @@ def gpu_compiler_problem(
 def broken_library(error: BaseException) -> str:
     """What to say where torch found compiled code that is cut short, and "" elsewhere.
 
-    A compiler that is killed leaves such a library in torch's cache, and torch would load it for ever: it is removed.
+    A compiler that is killed leaves such a library in torch's cache, and torch would load it forever: it is removed.
     """
     found = re.search(r"(/\S+\.so): file too short", str(error))
     if found is None:

@@ -35,7 +35,7 @@ class CompileLog:
         self._tell(f"compile: {what} in {seconds:.1f} s{', once more' if again else ''}")
 
     def listen(self) -> Callable[[], None]:
-        """Hears of every graph that `torch.compile` makes in this process; returns what ends it."""
+        """Watch every graph that `torch.compile` makes in this process; return what ends that."""
         from torch._dynamo.callback import callback_handler
 
         def start(*_: Any) -> None:

@@ -38,7 +38,7 @@ def parameter_offload(model: nn.Module, device: torch.device) -> int:
 
 
 def fetch_blocks(model: nn.Module, blocks: list[Block], fetch: Fetch) -> None:
-    """Has the blocks compute with what `fetch` makes of their parameters, fetched anew in the backward."""
+    """Have the blocks compute with what `fetch` makes of their parameters, fetched again in the backward."""
     recompute_blocks(model, blocks, around=lambda forward, modules: Fetching(forward, modules, fetch))
 
 

@@ -18,7 +18,7 @@ from trainrun.data.augment.pictures import images_of, in_memory_order, is_channe
 
 
 class RandomFlip:
-    """Flips left and right with probability p, anew in every epoch."""
+    """Flip left and right with probability p, drawn again in every epoch."""
 
     random = True
 

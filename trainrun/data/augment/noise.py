@@ -1,4 +1,4 @@
-"""Noise beside the inputs: what a model draws at random, as a function of seed, epoch and sample."""
+"""Noise in addition to the inputs: what a model draws at random, as a function of seed, epoch and sample."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Pro
     indexed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     readable_source = indexed and not isinstance(source, type | str | bytes)
     if not readable_source or columns_of(source, key) is not None or not len(source):
-        return source  # in memory already, or whoever opens it says what is wrong
+        return source  # in memory already, or opening it says what is wrong
     own = own_fingerprint(source) if wanted.mode == "disk" else ""
     probe = look_at(source, where)
     if wanted.folder is None:

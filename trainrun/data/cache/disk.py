@@ -1,4 +1,4 @@
-"""A cache on disk: one file, built once beside its place, checked when it is opened.
+"""A cache on disk: one file, built once next to its place, checked when it is opened.
 
 Its header is JSON: the key of the data, the size, and a digest of these and of blocks spread over the file.
 """
@@ -83,7 +83,7 @@ def draft_of(path: Path) -> Iterator[tuple[int, Path]]:
             fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o666)
         if _is_at(fd, draft):
             break
-        os.close(fd)  # whoever held the lock has moved it to its place, or removed it
+        os.close(fd)  # the holder of the lock has moved it to its place, or removed it
     try:
         yield fd, draft
     finally:

@@ -156,7 +156,7 @@ class Store:
     def columns(self) -> Columns | None:
         """All samples at once, mapped without a copy; None while one is missing or does not lie in the columns.
 
-        Whoever writes to them changes a copy of their own.
+        Writing to them changes a private copy.
         """
         layout = self.layout
         if not layout.may_be_columns or not self.is_full():

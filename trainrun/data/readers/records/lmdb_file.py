@@ -135,7 +135,7 @@ class _Environments:
         return self.opened(file) if found is None else found
 
     def opened(self, file: str) -> Any:
-        """Opened anew where another file now has the name."""
+        """Open the file again if another one now has the name."""
         path, state = os.path.realpath(file), os.stat(file)
         identity = (state.st_ino, state.st_mtime_ns)
         with self._lock:

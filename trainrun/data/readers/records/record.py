@@ -5,7 +5,7 @@ opens. Its metadata say how the arrays form the sample: `container` ("one", "tup
 with a `tree` of those) and `kinds`, a JSON object from the name of each part, in order, to what it was: an array,
 a tensor, a number, text or bytes.
 
-Beside the samples stands what is known of all of them (`Facts`): in LMDB under the key `__meta__`, for
+Next to the samples stands what is known of all of them (`Facts`): in LMDB under the key `__meta__`, for
 files in `meta.json` of their folder.
 """
 

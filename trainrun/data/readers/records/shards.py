@@ -1,4 +1,4 @@
-"""Data in several files: which they are, their bytes from any thread, and what is written beside them."""
+"""Data in several files: which they are, their bytes from any thread, and what is written next to them."""
 
 from __future__ import annotations
 

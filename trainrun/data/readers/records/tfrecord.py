@@ -1,7 +1,7 @@
 """`data=tfrecord`: TFRecord files (https://www.tensorflow.org/tutorials/load_data/tfrecord), no TensorFlow.
 
 A record is its length (8 bytes), a checksum of that (4), the content, a checksum of the content (4).
-Where records lie is read from an index file beside the data (`a.tfrecord.idx` or `a.idx`: a line
+Where records lie is read from an index file next to the data (`a.tfrecord.idx` or `a.idx`: a line
 "offset size" for each record, as tfrecord2idx writes), else by going once from length to length.
 The content is a tf.train.Example: with the one feature `sample` as `record` encodes it (`trainrun convert`
 writes this), or with features of any names.
