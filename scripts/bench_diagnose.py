@@ -53,7 +53,7 @@ WORKLOADS = {
 
 class Fault(NamedTuple):
     """expected: the first word of the verdict. words: what plants it. without: what takes its place, if anything; None
-    where turns cannot show what it costs, as it is paid once a run."""
+    if turns cannot show what it costs, as it is paid once a run."""
 
     name: str
     expected: str

@@ -2,7 +2,7 @@
 
     python scripts/check_verify.py [--only NUMBER ...]
 
-Prints a line for each, and the checks that failed; exit code 1 where one did. About a quarter of a minute each.
+Prints a line for each, and the checks that failed; exit code 1 if one did. About a quarter of a minute each.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Both trees run on this machine, one after the other: bits depend on the CPU. Compared are the loss of every step, every
 validation, and a SHA-256 of every tensor of the last checkpoint (weights, average, optimizer, random states). The
 commands are the same for both, so that a setting that was renamed has to be understood by its former name.
-Exit code 1 where anything differs. About four minutes on two cores.
+Exit code 1 if anything differs. About four minutes on two cores.
 """
 
 from __future__ import annotations

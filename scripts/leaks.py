@@ -4,7 +4,7 @@
 
 Counted at regular points, after garbage collection: memory of the process, open files, threads, child processes,
 and files in shared memory. The growth is that from the second quarter to the last one, so that what is loaded and
-kept once (libraries, pools of threads, memory that the allocator keeps) is no leak. Exit code 1 where something grew,
+kept once (libraries, pools of threads, memory that the allocator keeps) is no leak. Exit code 1 if something grew,
 memory by more than the limits below.
 """
 

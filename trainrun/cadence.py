@@ -29,9 +29,9 @@ class Limits:
 class Rhythm:
     """Distances between validations and between log points.
 
-    steps_per_epoch: None where the data cannot say; accumulate: micro-batches in a full window.
+    steps_per_epoch: None if the data cannot say; accumulate: micro-batches in a full window.
     val_steps, val_epochs: one of the two is set, or none without validation data.
-    log_every: None where nobody listens. total_steps: None where the data cannot say; then, and where there are fewer
+    log_every: None if nobody listens. total_steps: None if the data cannot say; then, and where there are fewer
     than two times log_every, steps 1, 2, 4, 8... up to log_every are log points as well, or nothing would be seen.
     """
 

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_surroundings(words: list[str]) -> None:
-    """Raises ConfigError where the working directory is gone, and for words that are no text."""
+    """Raises ConfigError if the working directory is gone, and for words that are no text."""
     try:
         os.getcwd()
     except OSError as error:
@@ -210,7 +210,7 @@ def train_one(words: list[str], paths: list[str]) -> int:
 
 @contextlib.contextmanager
 def others_dismissed() -> Iterator[None]:
-    """Ends the other ranks that torchrun or Slurm started, which wait for rank 0, where it finds a mistake."""
+    """Ends the other ranks that torchrun or Slurm started, which wait for rank 0, if it finds a mistake."""
     from trainrun.parallel.external import external_ranks
 
     try:

@@ -130,7 +130,7 @@ class Copying:
 
     @contextmanager
     def __call__(self, stream: Any) -> Iterator[None]:
-        """stream: that it is made on; None where the host waits for it."""
+        """stream: that it is made on; None if the host waits for it."""
         with self._ledger.on(COPY):
             if stream is None or self._times is None or not self._times.due("copies"):
                 yield

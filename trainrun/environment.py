@@ -50,7 +50,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether there are changes; None where there is no repository or no git."""
+    """Commit and whether there are changes; None if there is no repository or no git."""
     try:
         commit = _run_git(folder, "rev-parse", "HEAD")
         changed = _run_git(folder, "status", "--porcelain", "--untracked-files=no")

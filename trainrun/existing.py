@@ -61,7 +61,7 @@ def readable_config(run: RunDir) -> dict[str, Any]:
 
 
 def check_ours(run: RunDir) -> None:
-    """Raises ConfigError where files lie in the place of a run's and no run made them: they are not ours to replace."""
+    """Raises ConfigError if files lie in the place of a run's and no run made them: they are not ours to replace."""
     places = (
         run.config,
         run.overrides,
@@ -86,7 +86,7 @@ def check_ours(run: RunDir) -> None:
 
 
 def check_reachable(run: RunDir) -> None:
-    """Raises ConfigError where the checkpoints are linked to a place that is not there: no run starts over for that."""
+    """Raises ConfigError if the checkpoints are linked to a place that is not there: no run starts over for that."""
     place = run.checkpoints
     if place.is_symlink() and not place.is_dir():
         raise ConfigError(
@@ -96,7 +96,7 @@ def check_reachable(run: RunDir) -> None:
 
 
 def take_up(run: RunDir, config: RunConfig) -> None:
-    """Raises ConfigError where the run in the folder is another than that of `config`; a seed that was drawn is kept.
+    """Raises ConfigError if the run in the folder is another than that of `config`; a seed that was drawn is kept.
 
     What the config names is on this command line, so nothing but the files of the folder can be a stranger's.
     """
@@ -148,7 +148,7 @@ def word(value: object) -> str:
 
 
 def with_values(changed: list[Difference], resume: str) -> str:
-    """The command that would change them on the way; empty where another part was chosen, which is fixed."""
+    """The command that would change them on the way; empty if another part was chosen, which is fixed."""
     if len(changed) > SHOWN or any(ABSENT in (there, here) or key == "seed" for key, there, here in changed):
         return ""
     values = [str(here) if here is not None and is_path(key) else word(here) for key, _, here in changed]

@@ -57,7 +57,7 @@ def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> 
 
 
 def dismiss(code: int = EXIT_DONE) -> None:
-    """Rank 0, where the run has come to its end before, or cannot begin; the others end as it does.
+    """Rank 0, if the run has come to its end before, or cannot begin; the others end as it does.
 
     They would wait for it for half an hour: Slurm, unlike torchrun, lets the others go on when a rank ends.
     """

@@ -136,7 +136,7 @@ class ChecksModel(Protocol):
     """A task that knows before the first batch what it needs of a model."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Raises ConfigError where the model does not have it."""
+        """Raises ConfigError if the model does not have it."""
 
 
 @runtime_checkable
@@ -144,7 +144,7 @@ class CountsSamples(Protocol):
     """A task whose `count` reads values, for which the host would wait for a GPU in every step."""
 
     def sizes(self, batch: Any) -> Tensor | None:
-        """(B,) int64: the items of each row of a batch on the host; None where `count` reads no values of it."""
+        """(B,) int64: the items of each row of a batch on the host; None if `count` reads no values of it."""
 
 
 def counts_before(task: Any) -> bool:
@@ -155,7 +155,7 @@ def counts_before(task: Any) -> bool:
 class MicroBatch(NamedTuple):
     """One batch of a stream, on the device.
 
-    real: False where this rank only keeps step with the others: the last samples of an epoch were
+    real: False if this rank only keeps step with the others: the last samples of an epoch were
         fewer than the ranks, so the data is another rank's and counts nothing.
     last: no batch of this epoch comes after this one.
     indices: (B,) int64 on the host, the numbers of its samples in the data set (of an iterable one, their
@@ -170,7 +170,7 @@ class MicroBatch(NamedTuple):
     items: int | None = None
 
     def counted_by(self, task: Task) -> int:
-        """The items of it; the task is asked where nobody has counted yet. 0 where its outputs will say."""
+        """The items of it; the task is asked where nobody has counted yet. 0 if its outputs will say."""
         if self.items is not None:
             return self.items
         return task.count(self.data) if counts_before(task) else 0
@@ -181,11 +181,11 @@ class Batches(Protocol):
 
     @property
     def num_batches(self) -> int | None:
-        """Micro-batches in an epoch, the same on every rank; None where the source cannot say."""
+        """Micro-batches in an epoch, the same on every rank; None if the source cannot say."""
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in an epoch over all ranks; None where the source cannot say."""
+        """Samples in an epoch over all ranks; None if the source cannot say."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         """The micro-batches of one epoch from position `start` on, found without reading those before."""
@@ -198,8 +198,8 @@ class Batches(Protocol):
 class GradReport:
     """What became of one optimizer step.
 
-    norm: 0-d on the device, the total gradient norm before clipping; None where nobody asked.
-    skipped: True where the update was left out because a gradient was not finite.
+    norm: 0-d on the device, the total gradient norm before clipping; None if nobody asked.
+    skipped: True if the update was left out because a gradient was not finite.
     """
 
     norm: Tensor | None
@@ -278,7 +278,7 @@ class Parallel(Protocol):
 class Careful(Protocol):
     """A backend whose ranks can wait with the exchange until every one of them has its gradients.
 
-    cannot_wait: why it cannot, with these options; "" where it can.
+    cannot_wait: why it cannot, with these options; "" if it can.
     waits: whether the window at hand does, by what any rank asked for; known after `agree`.
     """
 
@@ -317,7 +317,7 @@ class Counting(Protocol):
     def expected(self) -> float: ...
 
     def late(self, out: StepOutput) -> Any:
-        """The items that only the output says, an int or a 0-d tensor; 0 where they are known already."""
+        """The items that only the output says, an int or a 0-d tensor; 0 if they are known already."""
 
     def settle(self, found: Gradients) -> Gradients:
         """After the last backward of a window: gradients divided by what came late, and the items of the step."""

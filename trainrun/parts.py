@@ -44,7 +44,7 @@ class Parts:
     """Everything that is assembled once.
 
     wrapped: the model as the backend wants it called. stepper: what makes a step, in place of `train_step`.
-    positions: of a micro-batch of one rank, padding included, by `data.padding`; empty where it is not known.
+    positions: of a micro-batch of one rank, padding included, by `data.padding`; empty if it is not known.
     """
 
     config: RunConfig
@@ -105,7 +105,7 @@ class Parts:
         return {"samples_per_batch": samples, "num_samples": self.train.num_samples, "order": ORDER}
 
     def load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-        """Copies a saved tree into the parts, random states last. own: None where the ranks changed.
+        """Copies a saved tree into the parts, random states last. own: None if the ranks changed.
 
         Raises CheckpointError, before anything is copied, where model or data are others.
         """

@@ -58,7 +58,7 @@ class Run:
 
 
 def load_run(run_dir: str | Path, trust: bool = False) -> Run:
-    """A run folder as an object. Raises ConfigError where there is none.
+    """A run folder as an object. Raises ConfigError if there is none.
 
     trust: `load_model` follows whatever code the folder names, as `trainrun evaluate --trust` does.
     """

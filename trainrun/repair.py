@@ -32,7 +32,7 @@ def tell(text: str) -> None:
 def repair(run: RunDir, note: Callable[[str], None] = tell) -> None:
     """Makes the folder of a run fit to go on with. Only the process that holds its lock may call it.
 
-    Raises ConfigError where nothing can be written.
+    Raises ConfigError if nothing can be written.
     """
     try:
         for path in _files(run):

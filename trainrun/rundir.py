@@ -165,7 +165,7 @@ def is_there(run: RunDir) -> bool:
 
 
 def check_there(run: RunDir) -> None:
-    """Raises SaveError where the folder went away while the run was going on: it is not made again half empty."""
+    """Raises SaveError if the folder went away while the run was going on: it is not made again half empty."""
     if not is_there(run):
         raise SaveError(
             f"{run.root}: the folder of this run is gone (removed, moved or unmounted), so nothing is saved any more; "
@@ -268,7 +268,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_identity(run: RunDir) -> dict[str, Any]:
-    """What RUN.json holds, or its copy where that is damaged. Raises ConfigError where the folder is not whole."""
+    """What RUN.json holds, or its copy where that is damaged. Raises ConfigError if the folder is not whole."""
     for path in (run.identity, run.identity_copy):
         if told := sound_identity(path):
             return told
@@ -279,7 +279,7 @@ def read_identity(run: RunDir) -> dict[str, Any]:
 
 
 def sound_identity(path: Path) -> dict[str, Any]:
-    """What such a file holds; empty where it is missing, damaged, or holds what no run writes."""
+    """What such a file holds; empty if it is missing, damaged, or holds what no run writes."""
     with contextlib.suppress(OSError, ValueError):
         told = read_json(path)
         digest = told.pop(DIGEST, None) if isinstance(told, dict) else None

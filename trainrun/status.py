@@ -171,7 +171,7 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def read_status(run: RunDir) -> dict[str, Any]:
-    """The fields of `status.json`; empty where there is none that can be read."""
+    """The fields of `status.json`; empty if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         status = read_json(run.status)
         if isinstance(status, dict) and "state" in status and not wrong_fields(status):

@@ -85,7 +85,7 @@ class TaskCalls:
                 raise PluginError(f"task: {self._name}: takes info, so it must not have __slots__") from error
 
     def obstacle(self) -> str:
-        """Why its steps cannot become one graph; "" where they might."""
+        """Why its steps cannot become one graph; "" if they might."""
         if self.informed:
             return "takes info, which changes with every step"
         return "keeps state of its own" if saves_itself(self._task) else ""
@@ -144,7 +144,7 @@ class TaskCalls:
             hook(model, self._place.info(name))
 
     def state_dict(self) -> dict[str, Any]:
-        """state: the task's own. lost: what no checkpoint holds. Empty where there is neither."""
+        """state: the task's own. lost: what no checkpoint holds. Empty if there is neither."""
         kept: dict[str, Any] = {}
         if isinstance(self._task, KeepsState) and (state := self._task.state_dict()):
             kept["state"] = state
@@ -158,7 +158,7 @@ class TaskCalls:
         return kept
 
     def check_state(self, place: str, kept: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where this task cannot go on from that state."""
+        """Raises CheckpointError if this task cannot go on from that state."""
         if kept.get("lost") and not saves_itself(self._task):
             raise CheckpointError(
                 f"checkpoint {place}: {self._name} kept what no checkpoint holds ({', '.join(kept['lost'])}), so "
@@ -172,7 +172,7 @@ class TaskCalls:
             )
 
     def load_state_dict(self, place: str, kept: Mapping[str, Any]) -> str:
-        """Returns what there is to say about it. Raises CheckpointError where the task's own method fails."""
+        """Returns what there is to say about it. Raises CheckpointError if the task's own method fails."""
         if not isinstance(self._task, KeepsState):
             return ""
         if "state" not in kept:

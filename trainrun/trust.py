@@ -114,7 +114,7 @@ def is_here(place: str, root: Path) -> bool:
 
 
 def check_found(run: RunDir, config: dict[str, Any]) -> None:
-    """Raises ConfigError where a module that the run names is not to be found from here; looks, imports nothing."""
+    """Raises ConfigError if a module that the run names is not to be found from here; looks, imports nothing."""
     for target in targets_in(config):
         module = target.partition(".")[0]
         if module.isidentifier() and module not in sys.modules and find_spec(module) is None:
@@ -127,7 +127,7 @@ def check_found(run: RunDir, config: dict[str, Any]) -> None:
 
 
 def folder_of(run: RunDir) -> str:
-    """Where the command that began the run was called; empty where that is not known."""
+    """Where the command that began the run was called; empty if that is not known."""
     told: Any = None
     with contextlib.suppress(OSError, ValueError):
         told = read_json(run.environment)
@@ -176,7 +176,7 @@ def mark(run: RunDir, node: Node) -> str:
 
 
 def list_file() -> Path:
-    """Raises RuntimeError where nobody knows of a home."""
+    """Raises RuntimeError if nobody knows of a home."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "trainrun" / "runs"
 

@@ -135,7 +135,7 @@ def build_transform(config: RunConfig, split: str) -> Any:
 
 
 def applied(config: RunConfig) -> str:
-    """What changes the samples of each split, in the order of its doing; "" where nothing does."""
+    """What changes the samples of each split, in the order of its doing; "" if nothing does."""
     splits = {"training": "train", "validation": "val", "test": "test"}
     changes = {}
     for name, split in splits.items():

@@ -49,7 +49,7 @@ def build_optimizer_of(
 
 
 def warmup_steps(config: RunConfig, rhythm: Rhythm) -> int:
-    """Raises ConfigError where it does not fit the length of the run, for which no model is needed."""
+    """Raises ConfigError if it does not fit the length of the run, for which no model is needed."""
     steps, ratio, epochs = (
         (config.scheduler or {}).get(f"warmup_{unit}") for unit in ("steps", "ratio", "epochs")
     )

@@ -257,7 +257,7 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
 
 
 def build_task_calls(config: RunConfig, site: Site, task: Any, model: nn.Module) -> TaskCalls:
-    """Raises ConfigError where the steps are to be one graph, and this task's cannot."""
+    """Raises ConfigError if the steps are to be one graph, and this task's cannot."""
     place = Place(config.seed or 0, site.parallel.rank, site.parallel.device)
     calls = TaskCalls(task, model, place, None if site.parallel.rank else site.run.pictures)
     reason = calls.obstacle()

@@ -121,7 +121,7 @@ def build_fingerprint(config: RunConfig, parallel: Parallel) -> Callable[[], dic
 def data_at(path: Any) -> str:
     """Number, bytes, and a hash of names and sizes, of a file or of the files of a folder or pattern.
 
-    Empty where they are too many to be looked at each time, or none. Where they lie does not count, nor when they
+    Empty if they are too many to be looked at each time, or none. Where they lie does not count, nor when they
     were written: a job may copy its data to a new place first.
     """
     if not isinstance(path, str):

@@ -65,7 +65,7 @@ def note_commit(run: RunDir) -> None:
 
 
 def begin_anew(run: RunDir, rank: int) -> None:
-    """Raises CheckpointError where there were checkpoints; but a folder that was taken away was so on purpose."""
+    """Raises CheckpointError if there were checkpoints; but a folder that was taken away was so on purpose."""
     if not says_saved(run):
         return
     if run.checkpoints.exists():

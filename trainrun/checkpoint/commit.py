@@ -79,7 +79,7 @@ def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> Part:
 
 
 def prepare(root: Path, facts: Manifest, needed: int, files: FileLayer) -> str | None:
-    """The name of a new temporary folder; None where a sound checkpoint of the same run and step is there."""
+    """The name of a new temporary folder; None if a sound checkpoint of the same run and step is there."""
     target = root / folder_name(facts.step)
     with file_faults(f"cannot save checkpoint {target}", root, needed):
         files.make_root(root)

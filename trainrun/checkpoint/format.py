@@ -39,7 +39,7 @@ MAX_STATE_BYTES = 64 * 2**20
 class Loaded:
     """A verified checkpoint: what all ranks share, and the own tree of the rank that asked.
 
-    own: None where the run that was saved had fewer ranks; `manifest.world_size` says how many.
+    own: None if the run that was saved had fewer ranks; `manifest.world_size` says how many.
     """
 
     folder: Path

@@ -106,9 +106,9 @@ def write_best(folder: Path, metric: str, mode: str, entries: list[Entry], files
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The folder of the best committed step by the manifests; None where none of them was measured.
+    """The folder of the best committed step by the manifests; None if none of them was measured.
 
-    Raises CheckpointError where a manifest is damaged that could be of a better one: `best.json` alone is not
+    Raises CheckpointError if a manifest is damaged that could be of a better one: `best.json` alone is not
     believed, and says only which step was the best while all manifests were sound.
     """
     metrics = committed_metrics(folder)
@@ -129,7 +129,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def _names_in_best(folder: Path) -> list[str]:
-    """Best first; empty where there is no readable `best.json`: it is a convenience, not a record."""
+    """Best first; empty if there is no readable `best.json`: it is a convenience, not a record."""
     try:
         with open_regular(folder / BEST) as file:
             value = strict_json.loads(file.read(MAX_MANIFEST_BYTES), str(folder / BEST))

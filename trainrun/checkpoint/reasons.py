@@ -13,7 +13,7 @@ from trainrun.state import SAVE_NOW, TrainState
 
 @dataclass(frozen=True)
 class KeepOptions:
-    """monitor: the full name of the metric (`val/acc`), None where there is none; mode: `min` or `max`.
+    """monitor: the full name of the metric (`val/acc`), None if there is none; mode: `min` or `max`.
 
     async_save: while a checkpoint is written, the training goes on.
     """
@@ -30,7 +30,7 @@ class KeepOptions:
 
 
 def kind_of(options: KeepOptions, ranking: Ranking, state: TrainState) -> str | None:
-    """What the state of this step would be saved as; None where it is not saved."""
+    """What the state of this step would be saved as; None if it is not saved."""
     if not options.enabled:
         return None
     if state.saved_step == state.step:  # a run that goes on from here may have had no time to validate
@@ -52,7 +52,7 @@ def _is_best(options: KeepOptions, ranking: Ranking, state: TrainState) -> bool:
 
 
 def metric_of(options: KeepOptions, state: TrainState) -> Metric | None:
-    """The monitored metric of this very step; None where it was not measured, or is not finite."""
+    """The monitored metric of this very step; None if it was not measured, or is not finite."""
     name = options.monitor
     if name is None or options.save_top_k == 0 or state.validated_step != state.step:
         return None

@@ -30,7 +30,7 @@ Note = Callable[[str], None]
 
 
 class Save:
-    """The records of one save on one rank; `names`: of their temporary folders, None where nothing is to do.
+    """The records of one save on one rank; `names`: of their temporary folders, None if nothing is to do.
 
     finish: what rank 0 does after the commits. low: the training goes on meanwhile: the hash, which takes nearly
         all of the processor time, stands back for it. What waits for the disk does not, or it would wait twice.

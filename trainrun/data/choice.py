@@ -88,7 +88,7 @@ def candidates(facts: Facts, wish: Wish, first: Choice, draws: str, fitting: Cal
                build: Callable[[str, int], Batches]) -> list[Candidate]:  # fmt: skip
     """Every way that the user's words allow, the one that the rule takes first.
 
-    draws: not empty where reading draws from the global generators, which threads cannot bear. fitting:
+    draws: not empty if reading draws from the global generators, which threads cannot bear. fitting:
     whether so many workers have shared memory and files enough. build: a stream of an engine and a number.
     """
     ways = [(first.engine, first.number)]

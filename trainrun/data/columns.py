@@ -154,7 +154,7 @@ def is_mapped(value: Any) -> bool:
 
 
 def tensor_view(value: Column) -> Tensor | None:
-    """The same memory as a tensor, for gathering rows alone; None where torch cannot index such an array.
+    """The same memory as a tensor, for gathering rows alone; None if torch cannot index such an array.
 
     A read-only array is no hindrance, since nothing is ever written through this tensor: `index_select`
     from it runs at the speed of any other tensor, several times that of NumPy's indexing.

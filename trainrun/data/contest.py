@@ -49,7 +49,7 @@ class Alone(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """seconds: per batch, None where the candidate failed or time ran out; left: seconds to go in all."""
+    """seconds: per batch, None if the candidate failed or time ran out; left: seconds to go in all."""
 
     seconds: float | None
     left: float
@@ -126,7 +126,7 @@ def survivors(scores: Scores, first: str) -> list[str]:
 
 
 def winner(candidates: Sequence[Candidate], scores: Scores) -> str | None:
-    """The simplest candidate that the fastest does not beat; None where nothing was measured."""
+    """The simplest candidate that the fastest does not beat; None if nothing was measured."""
     if not scores:
         return None
     fastest = min(scores, key=lambda name: median(scores[name]))
@@ -229,7 +229,7 @@ class _Budget:
         return self._number(candidate) * per_batch + self._before(candidate)
 
     def cost_of_duel(self, scores: Scores, candidates: dict[str, Candidate], first: str) -> float:
-        """Seconds of another look at the fastest so far and at the simplest; 0 where these are one."""
+        """Seconds of another look at the fastest so far and at the simplest; 0 if these are one."""
         fastest = min(scores, key=lambda name: median(scores[name]), default=first)
         if first not in scores or fastest == first:
             return 0.0

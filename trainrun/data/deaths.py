@@ -65,7 +65,7 @@ class Listener:
         return dead
 
     def look(self, num_heard: int) -> None:
-        """num_heard: how many children have ended so far. Raises RuntimeError where one of the workers did."""
+        """num_heard: how many children have ended so far. Raises RuntimeError if one of the workers did."""
         if num_heard != self._looked:
             self._looked = num_heard
             if dead := self.dead:

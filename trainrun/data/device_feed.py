@@ -66,7 +66,7 @@ def counted(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
 class DeviceFeed(Around):
     """Fills `Batches`. Faults and the end come in their turn, after the batches that were ahead of them.
 
-    copying: surrounds each copy; given the stream that it is made on, or None where the host waits for it.
+    copying: surrounds each copy; given the stream that it is made on, or None if the host waits for it.
     sizes: counts the items of a batch while it is still on the host.
     """
 

@@ -92,7 +92,7 @@ def fitting_choice(choice: Choice, prepared: Prepared, options: StreamOptions) -
 
 
 def load_of(prepared: Prepared, options: StreamOptions) -> Load | None:
-    """What a worker's batch needs, told from one sample; None where there is room for any, or it is not read."""
+    """What a worker's batch needs, told from one sample; None if there is room for any, or it is not read."""
     if roomy():
         return None
     reader = BatchReader(prepared.dataset, replace(prepared.recipe, skips=False)).copy()

@@ -30,7 +30,7 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class Labels:
-    """Which labels are classes. said_by: the setting that gives their number; empty where the training data does.
+    """Which labels are classes. said_by: the setting that gives their number; empty if the training data does.
     ignored: labels that count nothing.
     """
 
@@ -90,7 +90,7 @@ def facts_of_all(sources: Mapping[str, Any], transform: Callable[..., Any] | Non
 
 
 def bytes_per_token(sources: Iterable[Any]) -> float | None:
-    """What all of them say in their attribute of that name, as the parts of one text do. None where one says nothing,
+    """What all of them say in their attribute of that name, as the parts of one text do. None if one says nothing,
     or they differ: there is one figure for all."""
     said: list[Any] = [getattr(source, "bytes_per_token", None) for source in sources if source is not None]
     numbers = {float(one) if type(one) in (int, float) else math.nan for one in said}
@@ -99,7 +99,7 @@ def bytes_per_token(sources: Iterable[Any]) -> float | None:
 
 
 def _classes_in(columns: Columns) -> int | None:
-    """One more than the largest label; None where the targets are no labels."""
+    """One more than the largest label; None if the targets are no labels."""
     target = columns.target()
     if target is None or len(target) == 0 or not is_integer(target) or target.dtype in (torch.bool, np.bool_):
         return None
@@ -113,7 +113,7 @@ def _first_shape(source: Any, key: str, transform: Callable[..., Any] | None) ->
 
 
 def kind_of_input(source: Any, key: str, transform: Callable[..., Any] | None) -> str:
-    """`floats`, `integers` or another type, of the first sample; "" where it cannot be read, which others say."""
+    """`floats`, `integers` or another type, of the first sample; "" if it cannot be read, which others say."""
     if isinstance(source, IterableDataset):
         return ""
     columns = columns_of(source, key)

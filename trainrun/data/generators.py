@@ -58,7 +58,7 @@ def states() -> tuple[Any, ...]:
 
 
 def moved(before: tuple[Any, ...]) -> str:
-    """Which global generators were used since `before = states()`; empty where none was."""
+    """Which global generators were used since `before = states()`; empty if none was."""
     names = ("random", "numpy.random", "torch")
     pairs = zip(names, before, states(), strict=True)
     return " and ".join(name for name, old, new in pairs if old != new)

@@ -35,7 +35,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     It reads the samples of all ranks in order, forms the global micro-batches and collates its own
     share of each, so W ranks see what one rank would see. The global generators are seeded before
     every sample by (seed, epoch, position of the sample).
-    num_samples: of an epoch; None where the data set has no length. most: micro-batches, in evaluation
+    num_samples: of an epoch; None if the data set has no length. most: micro-batches, in evaluation
     samples, that are read; None is all.
     """
 

@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 def place_of(value: Any) -> Place | None:
-    """None where an array is no part of a file, or its file may hold something else."""
+    """None if an array is no part of a file, or its file may hold something else."""
     root = value if isinstance(value, np.ndarray) else None
     while isinstance(root, np.ndarray) and isinstance(root.base, np.ndarray):
         root = root.base

@@ -15,7 +15,7 @@ class WholeBatches(Protocol):
     """A data set that makes batches quicker than samples."""
 
     def whole_batch(self, indices: list[int]) -> Any:
-        """The bits that collating the samples gives; None where it makes none. DataError: one cannot be read."""
+        """The bits that collating the samples gives; None if it makes none. DataError: one cannot be read."""
 
 
 def whole_batches(dataset: Any) -> WholeBatches | None:

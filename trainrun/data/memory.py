@@ -73,7 +73,7 @@ class Load(NamedTuple):
 
 
 def too_much(load: Load) -> str:
-    """Why so many workers cannot run here, as a message; empty where they can."""
+    """Why so many workers cannot run here, as a message; empty if they can."""
     if load.workers == 0:
         return ""
     way_out = "fewer data.num_workers, a smaller data.prefetch_factor or data.engine=threads"
@@ -95,13 +95,13 @@ def too_much(load: Load) -> str:
 
 
 def check_fits(load: Load) -> None:
-    """Raises DataError where the workers could not run."""
+    """Raises DataError if the workers could not run."""
     if message := too_much(load):
         raise DataError(message)
 
 
 def shared_free_bytes() -> int | None:
-    """None where there is no such place, as on macOS."""
+    """None if there is no such place, as on macOS."""
     try:
         place = os.statvfs(SHARED)
     except OSError:
@@ -110,7 +110,7 @@ def shared_free_bytes() -> int | None:
 
 
 def files_left() -> int | None:
-    """How many files this process may still open; None where it is not known."""
+    """How many files this process may still open; None if it is not known."""
     try:
         import resource
     except ImportError:  # not on Windows

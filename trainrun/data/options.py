@@ -129,7 +129,7 @@ def sequence_options(options: StreamOptions) -> SequenceOptions:
 
 
 def needs_samples(options: StreamOptions, collate: Collate | None) -> str:
-    """The option that keeps whole columns from being gathered (engine resident); "" where there is none."""
+    """The option that keeps whole columns from being gathered (engine resident); "" if there is none."""
     if options.transform is not None:
         return options.transform_key
     if options.collate_fn is not None:

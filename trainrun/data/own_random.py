@@ -17,7 +17,7 @@ MOST_OBJECTS = 2000  # looked at; a list of a million file names is not walked t
 
 
 def own_generator(source: Any) -> str | None:
-    """Where the first generator is found, as `.transform.rng`; None where none is."""
+    """Where the first generator is found, as `.transform.rng`; None if none is."""
     waiting, seen, looks = deque([("", source)]), {id(source)}, 0
     while waiting and looks < MOST_OBJECTS:
         name, value = waiting.popleft()

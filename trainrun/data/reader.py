@@ -37,7 +37,7 @@ class Key(NamedTuple):
 class Reading(NamedTuple):
     """A batch on its way to the main process.
 
-    data: None where no sample could be read, and none has to stand in. indices: of the samples in it, as a
+    data: None if no sample could be read, and none has to stand in. indices: of the samples in it, as a
     list, because a tensor would take shared memory and an open file. faults: of the samples left out.
     """
 
@@ -57,7 +57,7 @@ class Recipe:
 
     seed: of the stream. key: names the source in messages. skips: a sample that cannot be read is left
     out. training: a batch that lost all of its samples is filled with another one that counts nothing
-    (`real=False`), because the other ranks wait; in evaluation there is no such batch. scale: None where
+    (`real=False`), because the other ranks wait; in evaluation there is no such batch. scale: None if
     nobody sees single samples, and batches are scaled.
     """
 
@@ -155,7 +155,7 @@ class BatchReader:
         return Reading(self._collated(key, [sample]), [index], False, key.last, faults)
 
     def _whole_batch(self, indices: list[int]) -> Any:
-        """None where it cannot be made at once: then sample by sample, which finds the one that is to blame."""
+        """None if it cannot be made at once: then sample by sample, which finds the one that is to blame."""
         assert self._whole is not None
         try:
             batch = self._whole.whole_batch(indices)
@@ -237,7 +237,7 @@ class BatchReader:
             raise self._fault(f"sample {index}", describe(self._dataset, index), error) from error
 
     def _read_at_once(self, epoch: int, indices: list[int]) -> list[Any] | None:
-        """The samples as `__getitems__` gives them; None where it failed but each can be read by itself.
+        """The samples as `__getitems__` gives them; None if it failed but each can be read by itself.
 
         If one of them cannot, and may not be left out, this says which.
         """

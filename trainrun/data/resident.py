@@ -62,7 +62,7 @@ class ResidentBatches(Planned):
 
 
 def sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:
-    """(N,) on the host: the items of every sample; None where counting a batch reads no values of it."""
+    """(N,) on the host: the items of every sample; None if counting a batch reads no values of it."""
     found: list[Tensor] = []
     for begin in range(0, len(columns), BLOCK_ROWS):
         blocks = (preparation.column(value[begin : begin + BLOCK_ROWS]) for value in columns.values)

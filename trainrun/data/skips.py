@@ -55,7 +55,7 @@ class Skips:
         self._epoch, self._seen = epoch, seen
 
     def add(self, good: int, faults: Sequence[str]) -> None:
-        """One batch. Raises DataError where too many were left out."""
+        """One batch. Raises DataError if too many were left out."""
         self._seen += good + len(faults)
         if not faults:
             return

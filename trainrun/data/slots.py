@@ -122,7 +122,7 @@ def take(
 
 
 def slots_for(workers: int, prefetch: int) -> Slots | None:
-    """None where workers are no copies of this process, or where there is no memory for it."""
+    """None if workers are no copies of this process, or if there is no memory for it."""
     if multiprocessing.get_start_method() != "fork":
         return None
     try:

@@ -35,7 +35,7 @@ class Stages(NamedTuple):
     """Seconds of one batch. samples: reading them for the first time; again: the second time. computing: of
     `samples`, on the CPU, so more than them where several threads read. transform: the user's. rest: putting the
     batch together, and the reader's own work. awake: `rest` where nothing was waited for just before, which a core
-    that has slept takes longer for; None where reading computes, or is not most of it."""
+    that has slept takes longer for; None if reading computes, or is not most of it."""
 
     samples: float
     again: float
@@ -75,7 +75,7 @@ class Repeating(BatchReader):
         self._kept: Any = None
 
     def once_more(self, key: Key) -> float:
-        """Its seconds; infinite where a collate_fn has taken the samples apart."""
+        """Its seconds; infinite if a collate_fn has taken the samples apart."""
         self._again = True
         try:
             return _seconds_of(self, key)

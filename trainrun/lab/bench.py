@@ -181,7 +181,7 @@ class Subject:
         return turn
 
     def ask(self, order: Order, limit: float = TURN_SECONDS) -> Any:
-        """Raises SubjectFailed where the run ended, or did not answer in time (it is ended then)."""
+        """Raises SubjectFailed if the run ended, or did not answer in time (it is ended then)."""
         if self._gate is None:
             raise self._failure()
         self._signal(signal.SIGCONT)

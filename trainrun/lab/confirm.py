@@ -28,7 +28,7 @@ FRESH: Final = 3  # pairs of processes: a process may be a little slower than it
 
 
 class Confirmed(NamedTuple):
-    """ratio: None where there was no time for it; `trial` says what the gate found, or why there is none."""
+    """ratio: None if there was no time for it; `trial` says what the gate found, or why there is none."""
 
     ratio: Ratio | None
     trial: Trial

@@ -46,7 +46,7 @@ class Stand(Protocol):
     """Where contenders come from."""
 
     def start(self, config: RunConfig, limit: float) -> Contender:
-        """Raises SubjectFailed where the run cannot start, or takes longer than `limit` seconds."""
+        """Raises SubjectFailed if the run cannot start, or takes longer than `limit` seconds."""
 
     def clock(self) -> float: ...
 

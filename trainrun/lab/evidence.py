@@ -56,7 +56,7 @@ def trial_from(row: dict[str, Any]) -> Trial:
 @dataclass(frozen=True)
 class Rung:
     """A part of the preset. first_in: alone, against the user's words; last_out: of all, against all but it.
-    None where it is all there is, or was not measured."""
+    None if it is all there is, or was not measured."""
 
     words: tuple[str, ...]
     knob: str
@@ -68,9 +68,9 @@ class Rung:
 
 @dataclass(frozen=True)
 class Outcome:
-    """words: those that the preset will hold; empty where nothing is claimed.
+    """words: those that the preset will hold; empty if nothing is claimed.
 
-    claim: the speed of the champion over the user's own words, in fresh processes; None where there is no champion.
+    claim: the speed of the champion over the user's own words, in fresh processes; None if there is no champion.
     noise: two runs of the same words. speed: items a second of the user's words. verdict: in a sentence.
     """
 

@@ -14,7 +14,7 @@ class Facts:
     """What is known of the run before anything is tried.
 
     step_seconds, load_seconds: of one step, and of reading the samples of one. memory_bytes: of the device.
-    run_seconds: how long the whole training would take; infinite where only its user ends it.
+    run_seconds: how long the whole training would take; infinite if only its user ends it.
     """
 
     config: RunConfig

@@ -55,7 +55,7 @@ class Height:
 
 @dataclass(frozen=True)
 class Heights:
-    """total: of all that was held, in fresh processes; None where nothing was, or no time was left."""
+    """total: of all that was held, in fresh processes; None if nothing was, or no time was left."""
 
     rungs: tuple[Height, ...]
     noise: Ratio

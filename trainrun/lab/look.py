@@ -39,7 +39,7 @@ def look(words: Sequence[str], stand: Stand, measure: Measure, cores: int,
          budget: float) -> tuple[Facts, list[str]]:  # fmt: skip
     """The facts, and the run's own choices as words; sets how many steps are compared.
 
-    Raises what a run of these words would raise, and ConfigError where no comparison fits into the budget.
+    Raises what a run of these words would raise, and ConfigError if no comparison fits into the budget.
     """
     config, began = config_of(words), stand.clock()
     scout = stand.start(config, budget)
@@ -94,7 +94,7 @@ def measured_twins(words: Sequence[str], stand: Stand, starter: Starter, budget:
                    left: Callable[[], float]) -> Twins:  # fmt: skip
     """Two runs of the same words: what they differ by is what cannot be told apart here.
 
-    Raises TrainingError where they are not the same training.
+    Raises TrainingError if they are not the same training.
     """
     measure = starter.measure
     base, measure.reference = starter.base(words, budget)

@@ -82,7 +82,7 @@ class Ready:
     the names of the model's classes of modules. memory_bytes: all that the device has. precision, attention: what
     was decided for them; no attention where the model has none of ours. thread_safe: several threads may read the
     data, by its own word or by that of the run. reads_ahead: batches are read during the training. positions:
-    of an average step of a whole epoch, padding included, by `data.padding`; empty where that is not known.
+    of an average step of a whole epoch, padding included, by `data.padding`; empty if that is not known.
     """
 
     unit: str
@@ -111,7 +111,7 @@ class Turn:
     accounts: seconds by name, of rank 0 (see `trainrun.ledger`). cpu_seconds: of loading, by all threads of rank
     0's process and its workers. peak_bytes: the most memory so far, of the device, or of the process on a CPU.
     compile_seconds: since the run began. ahead_data_seconds, ahead_items: of the steps ahead of it, of loading.
-    positions: of its batches, padding included, of rank 0 times the ranks; 0 where not all of them say how many.
+    positions: of its batches, padding included, of rank 0 times the ranks; 0 if not all of them say how many.
     """
 
     seconds: float

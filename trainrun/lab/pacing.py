@@ -107,7 +107,7 @@ class GoesOn(Around):
 
 
 class FirstBatches(Around):
-    """Fills `Batches`: those of the first seconds, and at least one. num_batches: None where it is not known."""
+    """Fills `Batches`: those of the first seconds, and at least one. num_batches: None if it is not known."""
 
     def __init__(self, batches: Batches, seconds: float) -> None:
         super().__init__(batches)

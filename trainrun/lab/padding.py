@@ -24,7 +24,7 @@ def padding_gain(
     padded: Sequence[Turn], grouped: Sequence[Turn], positions: Mapping[str, float], mode: str, other: str
 ) -> Ratio | None:
     """How many times as fast an epoch is whose batches are formed in the other mode, of as many samples each. None
-    where too little is known.
+    if too little is known.
 
     padded, grouped: turns in the one mode and in the other. positions: of an average step, by mode.
     """

@@ -23,14 +23,14 @@ _PLAIN = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|null)\Z"
 
 
 class Written(NamedTuple):
-    """path: None where a preset cannot carry it. use: the words of a run that has it."""
+    """path: None if a preset cannot carry it. use: the words of a run that has it."""
 
     path: Path | None
     use: list[str]
 
 
 def preset_path(name: str, working_dir: Path) -> Path:
-    """Raises ConfigError where a file of that name is somebody's own."""
+    """Raises ConfigError if a file of that name is somebody's own."""
     path = working_dir / "conf" / "preset" / f"{name}.yaml"
     if not re.fullmatch(r"[\w-]+", name):
         raise ConfigError(f"--name {name}: a preset is named with letters, digits, - and _")

@@ -58,7 +58,7 @@ def slice_of(left: float, share: float, count: int, measure: Measure) -> float:
 
 @dataclass(frozen=True)
 class Started:
-    """contender: None where it was not let in; `trial` says why."""
+    """contender: None if it was not let in; `trial` says why."""
 
     contender: Contender | None
     trial: Trial

@@ -82,7 +82,7 @@ class Driven:
 
 
 def _heard(gate: Any) -> Order | None:
-    """None where the lab is gone, and on the ranks that do not listen."""
+    """None if the lab is gone, and on the ranks that do not listen."""
     if gate is None:
         return None
     try:

@@ -79,7 +79,7 @@ class BadSteps:
         self._told = False
 
     def __call__(self, state: TrainState, failure: str) -> None:
-        """On all ranks alike. failure: "" where it may go on. Raises TrainingError, RollBack."""
+        """On all ranks alike. failure: "" if it may go on. Raises TrainingError, RollBack."""
         bad, state.bad = state.bad, None
         scaler = self._precision.state_dict()["scaler"]
         about = ""

@@ -53,7 +53,7 @@ class Retry:
     """mode: split, split-batchnorm, stop. note: told once of each choice.
 
     mends: whether `mend_buffers` will be asked, also where nothing runs again.
-    pieces: in how many parts every micro-batch is cut. refusal: why nothing runs again here, "" where it does.
+    pieces: in how many parts every micro-batch is cut. refusal: why nothing runs again here, "" if it does.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Retry:
         )
 
     def _obstacle(self, window: list[MicroBatch], failed_here: bool) -> str:
-        """Why smaller micro-batches would compute something else, or cannot be had; "" where they can."""
+        """Why smaller micro-batches would compute something else, or cannot be had; "" if they can."""
         if self._mode != "split-batchnorm" and (name := batch_norm_in(self._model)):
             return (
                 f"the model has batch norm ({name}), whose statistics would be those of fewer samples; "
@@ -230,7 +230,7 @@ class Retry:
             return str(error)
 
     def _coupled(self, batches: list[MicroBatch]) -> str:
-        """Why the parts of these batches would not add up to them; "" where they do. ValueError: they have no parts."""
+        """Why the parts of these batches would not add up to them; "" if they do. ValueError: they have no parts."""
         for batch in batches:
             pieces = cut(batch, num_rows(batch.data))
             if not counts_before(self._task):
@@ -294,7 +294,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def batch_norm_in(model: nn.Module) -> str:
-    """The first module that normalises by its batch, "" where there is none."""
+    """The first module that normalises by its batch, "" if there is none."""
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and module.training:
             return name or type(module).__name__

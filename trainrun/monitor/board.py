@@ -18,7 +18,7 @@ from trainrun.sums import metrics_of, over_ranks
 
 
 class CountsTokens(Protocol):
-    """Useful tokens of this rank's training batches. counts: False where no length differs."""
+    """Useful tokens of this rank's training batches. counts: False if no length differs."""
 
     counts: bool
 
@@ -29,7 +29,7 @@ class CountsTokens(Protocol):
 class Board:
     """Exists on every rank, since sums are taken over all of them; only rank 0 has monitors.
 
-    logs: False where nothing is logged: then losses are forgotten at once and nothing is ever read.
+    logs: False if nothing is logged: then losses are forgotten at once and nothing is ever read.
     on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
     on_log: called at each log point after the row was handed on (plots drawn while the run goes on).
     unit: what an item is, `samples` or `tokens`.

@@ -167,7 +167,7 @@ def sound_rows(path: Path) -> tuple[list[str], int]:
 
 
 def _text_and_row(line: bytes) -> tuple[str, Row]:
-    """Raises ValueError where no run writes such a line."""
+    """Raises ValueError if no run writes such a line."""
     text = line.decode("utf-8")
     row = _parsed(text)
     if not isinstance(row, dict):

@@ -113,7 +113,7 @@ def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | Non
 def _fused_fault(
     factory: Callable[..., Optimizer], keywords: dict[str, Any], params: list[nn.Parameter]
 ) -> str:
-    """Why not to fuse, "" where it works: three updates of 67 numbers, compared with the plain ones.
+    """Why not to fuse, "" if it works: three updates of 67 numbers, compared with the plain ones.
 
     Which devices and types are fused differs by version, and not all of it is right: up to torch 2.13 the
     fused SGD of a CPU leaves most bfloat16 weights as they are (pytorch issue 191763). A mistake in the

@@ -116,7 +116,7 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
 
 
 def _check_fields(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Raises CheckpointError where the state lacks what an optimizer of torch reads in its next step."""
+    """Raises CheckpointError if the state lacks what an optimizer of torch reads in its next step."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or kind.__name__ in UNCOUNTED:
         return

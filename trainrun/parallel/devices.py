@@ -112,7 +112,7 @@ def choose_device(
     """The device of one rank. `auto` takes a GPU, then Apple's (one process only), then the CPU.
 
     external: started by torchrun or Slurm, which may show every rank a single GPU, its own.
-    Raises ConfigError where the machine has GPUs and torch sees none: training on the CPU is not meant.
+    Raises ConfigError if the machine has GPUs and torch sees none: training on the CPU is not meant.
     """
     import torch
 

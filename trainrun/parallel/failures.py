@@ -28,7 +28,7 @@ class RankFailed(TrainrunError):
     """The ranks did not end well.
 
     exit_code: 2 for a fault of the user's, 128 + n for a stop by signal n that saved nothing, else 1.
-    failure: of the rank where it began; None where no single rank is to blame.
+    failure: of the rank where it began; None if no single rank is to blame.
     """
 
     def __init__(self, message: str, exit_code: int, failure: Failure | None = None) -> None:

@@ -38,7 +38,7 @@ def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
     """Draws all pictures that the rows of a run allow into `plots/`; returns their paths.
 
     window_size: log points that curves are averaged over; None takes `monitor.window_size` of the run.
-    Raises DataError where a file of the run is damaged, OSError where there are no rows.
+    Raises DataError if a file of the run is damaged, OSError if there are no rows.
     """
     history = read_history(run)
     window = window_size or read_config(run).get("monitor", {}).get("window_size") or WINDOW

@@ -9,7 +9,7 @@ from trainrun.rundir import RunDir
 
 
 def draw(run: RunDir, report: bool) -> str:
-    """Draw all pictures of a run, and with `report` its page. Return what went wrong; empty where nothing did."""
+    """Draw all pictures of a run, and with `report` its page. Return what went wrong; empty if nothing did."""
     problems: list[str] = []
     for work in (draw_run, draw_report) if report else (draw_run,):
         try:

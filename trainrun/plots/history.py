@@ -52,7 +52,7 @@ class History:
 
 
 def read_history(run: RunDir) -> History:
-    """Raises DataError where the metrics file is damaged, OSError where there is none."""
+    """Raises DataError if the metrics file is damaged, OSError if there is none."""
     rows: dict[str, list[Row]] = {}
     for row in read_rows(run.metrics):
         rows.setdefault(row.get("kind", ""), []).append(row)
@@ -63,7 +63,7 @@ def read_history(run: RunDir) -> History:
 
 
 def read_config(run: RunDir) -> dict[str, Any]:
-    """The finished config of a run as plain values; empty where the folder has none."""
+    """The finished config of a run as plain values; empty if the folder has none."""
     if not run.config.is_file():
         return {}
     import yaml
@@ -78,7 +78,7 @@ def read_config(run: RunDir) -> dict[str, Any]:
 
 
 def read_environment(run: RunDir) -> dict[str, Any]:
-    """`environment.json`; empty where there is none that can be read."""
+    """`environment.json`; empty if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
         environment = read_json(run.environment)
         return environment if isinstance(environment, dict) else {}

@@ -62,7 +62,7 @@ def merged(blocks: Sequence[Block], most: int = MOST_BLOCKS) -> list[Block]:
 
 
 def ledger_picture(history: History, title: str) -> Figure | None:
-    """None where the run kept no ledger."""
+    """None if the run kept no ledger."""
     blocks = blocks_of(history.of("ledger"))
     if not blocks:
         return None

@@ -18,7 +18,7 @@ MOST_NOTES = 200
 def draw_report(run: RunDir) -> Path:
     """Puts the pictures in `plots/` and the facts of the run on one page.
 
-    Raises DataError where the metrics file is damaged, OSError where there is none.
+    Raises DataError if the metrics file is damaged, OSError if there is none.
     """
     history = read_history(run)
     name = str(history.facts.get("name") or run.root.name)

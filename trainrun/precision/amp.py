@@ -48,7 +48,7 @@ def build_precision(
 ) -> tuple[Guarded, list[str]]:
     """The precision of a run, and notes on what this device makes of it; `prepare_model` comes first.
 
-    Raises ConfigError where the device, or the model, cannot be trained so.
+    Raises ConfigError if the device, or the model, cannot be trained so.
     """
     if options.mode == "16-mixed" and any(param.is_complex() for param in model.parameters()):
         raise ConfigError(
@@ -71,7 +71,7 @@ def build_precision(
 
 
 def _lstm_fault(mode: str, model: nn.Module) -> str:
-    """Why this CPU cannot train the LSTMs of a model so; "" where it can, or where there are none."""
+    """Why this CPU cannot train the LSTMs of a model so; "" if it can, or if there are none."""
     short = AUTOCAST_TYPES.get(mode)
     has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
     if short is None or not has_lstm or computes_lstm(short):

@@ -31,7 +31,7 @@ def line_of(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """A traceback of the user's lines alone; empty where none took part."""
+    """A traceback of the user's lines alone; empty if none took part."""
     frames = user_frames(error)
     if not frames:
         return ""
@@ -47,7 +47,7 @@ def is_users_class(kind: type) -> bool:
 
 
 def of_the_system(error: BaseException) -> str:
-    """What the operating system said, as `PATH: Permission denied`; empty where code of the user's took part."""
+    """What the operating system said, as `PATH: Permission denied`; empty if code of the user's took part."""
     if user_frames(error):
         return ""
     if isinstance(error, RuntimeError) and str(error).startswith(

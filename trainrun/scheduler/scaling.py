@@ -10,7 +10,7 @@ RULES = ("none", "linear", "sqrt")
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> tuple[float, str]:
-    """The learning rate times (global / base) or its square root, and a note ("" where nothing changes).
+    """The learning rate times (global / base) or its square root, and a note ("" if nothing changes).
 
     linear: for SGD (Goyal et al. 2017); sqrt: for Adam and its kin (Malladi et al. 2022).
     """

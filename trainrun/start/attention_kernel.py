@@ -67,7 +67,7 @@ def set_kernel(layers: list[Any], kernel: str) -> None:
 
 
 def scene_of(trial: Trial, layers: list[Any], rows: int, dtype: torch.dtype | None) -> Scene | None:
-    """layers: of the trial's model. None where the batch comes to none of them, or not sample by sample."""
+    """layers: of the trial's model. None if the batch comes to none of them, or not sample by sample."""
     seen: list[Any] = []
     hook = layers[0].register_forward_pre_hook(lambda _, given: seen.append(given))
     try:
@@ -83,7 +83,7 @@ def scene_of(trial: Trial, layers: list[Any], rows: int, dtype: torch.dtype | No
 def kernel_times(trial: Trial, scene: Scene, size: Size, dtype: torch.dtype | None, limit: float,
                  device: torch.device, gather: Gather) -> tuple[dict[str, float], str, int]:  # fmt: skip
     """Seconds of a layer by kernel; the one that is meant to stay unless another is faster: the rule's, where its
-    table has room; how many samples were timed. Empty where there is no time for it, with what to set then."""
+    table has room; how many samples were timed. Empty if there is no time for it, with what to set then."""
     from trainrun.model.attention import HALF_TYPES, fastest_kernel
 
     layer, few, length = scene.layer, len(scene.x), scene.x.shape[1]

@@ -26,7 +26,7 @@ NEGLIGIBLE = 0.03  # of a step: loading that cannot matter
 
 
 def choose_engine(parts: Parts, stage: Stage, spent: float = 0.0) -> str:
-    """Decides how `parts.train` is read. Returns choice and reason in one line; "" where there is no choice.
+    """Decides how `parts.train` is read. Returns choice and reason in one line; "" if there is no choice.
 
     spent: seconds that other measurements of this start took. Every rank calls it: they measure at the same time,
     and the slowest counts.
@@ -99,7 +99,7 @@ def shared_candidates(parts: Parts) -> list[Candidate]:
 
 
 def total_batches(parts: Parts) -> float:
-    """Micro-batches of the whole run; infinite where nothing but time or a signal ends it."""
+    """Micro-batches of the whole run; infinite if nothing but time or a signal ends it."""
     trainer, per_epoch = parts.config.trainer, parts.train.num_batches
     limits = [math.inf]
     if trainer.max_steps is not None:

@@ -87,7 +87,7 @@ def rough_guess(parts: Parts) -> float:
 
 
 def memory_forecast(parts: Parts) -> tuple[str, float]:
-    """The line for the start of a run, "" where memory is certainly enough; and how many bytes are to come, at most."""
+    """The line for the start of a run, "" if memory is certainly enough; and how many bytes are to come, at most."""
     trainer, rough, free = parts.config.trainer, rough_guess(parts), free_bytes(parts.parallel.device)
     if rough < free / 8 or trainer.compile.scope != "off" or trainer.optimizer_in_backward:
         return "", rough

@@ -55,7 +55,7 @@ def type_by_rule(model: nn.Module, batch_size: int, device: torch.device) -> tup
 def faster_type(
     trial: Trial, size: Size, limit: float, rule: str, prepare: Callable[[str], None], gather: Gather
 ) -> tuple[str, str]:
-    """The mode and the numbers; "" where there was no time. prepare: told the mode before each step.
+    """The mode and the numbers; "" if there was no time. prepare: told the mode before each step.
 
     rule: the mode of `type_by_rule`. Casting costs as much for few samples as for many, and so does waiting for a
     core: few that are slower in bfloat16 do not speak for the whole batch.

@@ -142,7 +142,7 @@ class Settling:
         return min(self._num_batches * step_seconds, math.inf if longest is None else longest)
 
     def _obstacle(self) -> str:
-        """Why a trial could change the run, or would hear something else; "" where it is fair."""
+        """Why a trial could change the run, or would measure something else; "" if it is fair."""
         trainer, data = self._config.trainer, self._config.data
         if (
             trainer.deterministic

@@ -28,7 +28,7 @@ Clock = Callable[[], float]
 
 
 class Heard(NamedTuple):
-    """What one rank tells the others. fault: why it cannot measure ("" where it can)."""
+    """What one rank tells the others. fault: why it cannot measure ("" if it can)."""
 
     alone: Alone
     elapsed: float
@@ -161,7 +161,7 @@ class Stage:
         return steps, busies
 
     def _beside(self, candidate: Candidate, number: int, deadline: float) -> float:
-        """Seconds per batch with loading and training as in the run; infinite where time ran out."""
+        """Seconds per batch with loading and training as in the run; infinite if time ran out."""
         stream = self._stream.stream(candidate.name)
         batches = self._batches(stream)
         try:
@@ -211,7 +211,7 @@ class Stage:
 
 
 def obstacle(parts: Parts, stream: Undecided) -> str:
-    """Why a trial could change the run or break it; "" where it cannot."""
+    """Why a trial could change the run or break it; "" if it cannot."""
     if foreign_loop(parts.config):
         return "loop is your own, so the step is not known"
     where = own_generator(stream.source)
@@ -221,7 +221,7 @@ def obstacle(parts: Parts, stream: Undecided) -> str:
 
 
 def uncopied(parts: Parts) -> str:
-    """Why model and task cannot have stand-ins; "" where they can."""
+    """Why model and task cannot have stand-ins; "" if they can."""
     return copy_obstacle(parts.model, parts.parallel.device)
 
 

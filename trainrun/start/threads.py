@@ -63,7 +63,7 @@ def choose_threads(parts: Parts, recorded: int | None, stage: Stage) -> str:
 
 
 def _heard(parts: Parts, stage: Stage) -> dict[int, float]:
-    """Seconds of a step by number of threads, the slowest rank's; empty where nothing could be measured."""
+    """Seconds of a step by number of threads, the slowest rank's; empty if nothing could be measured."""
     assert isinstance(parts.train, Undecided)
     candidates = shared_candidates(parts)
     told = parts.parallel.gather(stage.first_look(candidates[0], stage.clock()))

@@ -165,7 +165,7 @@ def fastest_times(works: dict[str, Callable[[], float]], limit: float) -> dict[s
 
 
 def seconds_of(work: Callable[[], float]) -> float:
-    """Infinite where memory does not suffice; what the work held of it is free again, then."""
+    """Infinite if memory does not suffice; what the work held of it is free again, then."""
     try:
         return work()
     except (MemoryError, RuntimeError) as error:
@@ -206,7 +206,7 @@ def verdict(times: dict[str, float], usual: str) -> tuple[str, str, str]:
 
 
 def copy_obstacle(model: nn.Module, device: torch.device) -> str:
-    """Why the model cannot be copied for a trial; "" where it can."""
+    """Why the model cannot be copied for a trial; "" if it can."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
         return "the model has layers whose shape is not known yet"

@@ -55,7 +55,7 @@ Shape = Sequence[int]
 
 class Work(NamedTuple):
     """flops: of forward and backward, for one item (what the loss is averaged over). peaks: a second, on one
-    device, as each round measured it. data_sheet: a second, by the data sheet of this device; 0 where it is not known.
+    device, as each round measured it. data_sheet: a second, by the data sheet of this device; 0 if it is not known.
     """
 
     flops: float
@@ -69,7 +69,7 @@ class Work(NamedTuple):
 
 
 def measured_work(parts: Parts) -> Work | None:
-    """None where it cannot be counted without touching the run; see `trainrun.start.stage.obstacle`.
+    """None if it cannot be counted without touching the run; see `trainrun.start.stage.obstacle`.
 
     Nor where blocks are computed again: torch's counter keeps all of them, which is what was to be avoided.
     """

@@ -24,7 +24,7 @@ NAMES = {
 def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> str:
     """`waiting for data took 34 % (12 s); what would shorten it is measured by: trainrun tune data=...`
 
-    "" where nothing is notable; of several the largest. seconds: the ledger. padding: share of positions.
+    "" if nothing is notable; of several the largest. seconds: the ledger. padding: share of positions.
     """
     total = sum(seconds.get(name, 0.0) for name in (*LOOP, "validation", "checkpoint"))
     wasted = {name: seconds.get(name, 0.0) for name in ("logging", "validation", "checkpoint")}

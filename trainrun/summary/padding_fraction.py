@@ -18,7 +18,7 @@ MOST_SHARE = 0.005  # of the time of all steps
 
 
 def padding_fraction(parts: Parts, state: TrainState, session: Session) -> float:
-    """0 where the batches say nothing of padding, and where reading some would take too long."""
+    """0 if the batches say nothing of padding, and if reading some would take too long."""
     if not session.steps:
         return 0.0
     inline = not ahead(parts)
@@ -42,7 +42,7 @@ def padding_fraction(parts: Parts, state: TrainState, session: Session) -> float
 
 
 def real_positions(batch: Any) -> Tensor | None:
-    """(B, T) bool, False at padding; None where nothing says so."""
+    """(B, T) bool, False at padding; None if nothing says so."""
     if not isinstance(batch, dict):
         return None
     found = batch.get("attention_mask", batch.get("segment_ids"))

@@ -21,7 +21,7 @@ GRID = 25
 
 
 def confusion_row(parts: Parts, run: RunDir) -> dict[str, Any] | None:
-    """The row of the confusion matrix; None where there are no classes. Sample predictions are written on rank 0."""
+    """The row of the confusion matrix; None if there are no classes. Sample predictions are written on rank 0."""
     if parts.val is None or not isinstance(parts.task, Predicts):
         return None
     class_names = parts.data_facts.class_names

@@ -65,7 +65,7 @@ class ItemSeconds(NamedTuple):
 def throughput_limits(
     parts: Parts, state: TrainState, session: Session, clock: Clock = perf_counter, wait: Wait = sleep
 ) -> ThroughputLimits | None:
-    """None where the run is too short, or where it cannot be told without moving it."""
+    """None if the run is too short, or if it cannot be told without moving it."""
     seconds, items = session.seconds, session.items
     if session.steps < MIN_STEPS or not items or not seconds.get("forward"):
         return None
@@ -83,7 +83,7 @@ def throughput_limits(
 
 
 def ahead(parts: Parts) -> int:
-    """Batches that are read while others are trained on; 0 where each is read when it is asked for."""
+    """Batches that are read while others are trained on; 0 if each is read when it is asked for."""
     number, factor = readers(parts), parts.config.data.prefetch_factor
     return num_ahead(number, factor) if number and engine_of(parts) == "threads" else number * factor
 
@@ -109,7 +109,7 @@ def start_seconds(parts: Parts) -> float:
 def measured_alone(
     parts: Parts, state: TrainState, session: Session, clock: Clock, wait: Wait
 ) -> ItemSeconds | None:
-    """None where the share of the run that it may take is too short for it."""
+    """None if the share of the run that it may take is too short for it."""
     accumulate = parts.config.trainer.accumulate_grad_batches
     usual = session.loop_seconds / (session.steps * accumulate)  # of a batch, so neither alone is longer
     number = max(readers(parts), 1)
@@ -162,7 +162,7 @@ def measured_taking(
     step: Callable[[], None],
     clock: Clock,
 ) -> float:
-    """Seconds of an item of a batch that was read when it was asked for; 0 where there is none before the epoch ends,
+    """Seconds of an item of a batch that was read when it was asked for; 0 if there is none before the epoch ends,
     behind which nobody has read yet. step: takes as long as one, after which caches are cold."""
     taken = []
     for _ in range(number):

@@ -86,7 +86,7 @@ def chunked_right(states: Tensor, target: Tensor, head: Head, chunks: int) -> Te
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The gradient of the logits is (softmax - one-hot) x gradient of the sum; 0 where a token is ignored."""
+    """The gradient of the logits is (softmax - one-hot) x gradient of the sum; 0 if a token is ignored."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,

@@ -158,7 +158,7 @@ def gpu_compiler_problem(
     include: str | None = None,
     module: str = "triton",
 ) -> str:
-    """What the compiler lacks, with the way out; "" where nothing. It builds a launcher in C for every kernel."""
+    """What the compiler lacks, with the way out; "" if nothing. It builds a launcher in C for every kernel."""
     include = include or sysconfig.get_path("include")
     if capability < OLDEST_GPU:
         found, needed = (".".join(map(str, version)) for version in (capability, OLDEST_GPU))

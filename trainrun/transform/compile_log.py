@@ -56,7 +56,7 @@ class CompileLog:
         return stop
 
     def summary(self) -> dict[str, Any]:
-        """For the summary of a run; empty where nothing was compiled."""
+        """For the summary of a run; empty if nothing was compiled."""
         if not self.graphs:
             return {}
         return {"compile_seconds": self.seconds, "compiled_graphs": self.graphs, "recompiles": self.again}

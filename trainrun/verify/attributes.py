@@ -74,7 +74,7 @@ def _leaves(value: Any, at: str, seen: set[int], depth: int) -> Iterator[tuple[s
 
 
 def _text(value: Any) -> str | None:
-    """None where it is no plain value."""
+    """None if it is no plain value."""
     if isinstance(value, Tensor):
         bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{value.dtype} {tuple(value.shape)} {_digest(bits.numpy().tobytes())}"

@@ -89,7 +89,7 @@ class StopAt:
 class Outcome:
     """What a trial ended with. shared: the model and all that goes with it; own: of rank 0.
 
-    attributes: what no checkpoint holds, of rank 0, where it was asked for. step_seconds: the median.
+    attributes: what no checkpoint holds, of rank 0, if it was asked for. step_seconds: the median.
     """
 
     shared: dict[str, Any]
@@ -107,7 +107,7 @@ class Trials:
         self._paths = [path for path in sys.path if path]
 
     def run(self, about: str, change: Change, then: int = 0) -> Outcome:
-        """Raises TrainingError where the trial fails: the user's run would too.
+        """Raises TrainingError if the trial fails: the user's run would too.
 
         then: steps of a resume, where the trial stops itself before its end.
         """

@@ -68,7 +68,7 @@ def one_of(*names: str) -> Rule:
 
 
 def rule_of(limits: Mapping[str, Any]) -> str:
-    """Limits in words; empty where there are none."""
+    """Limits in words; empty if there are none."""
     words = {
         "at_least": "{} or more",
         "above": "more than {}",

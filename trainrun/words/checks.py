@@ -75,7 +75,7 @@ def parse_seconds(value: Any) -> float | None:
 
 
 def closest(word: str, known: Iterable[object]) -> str:
-    """The name that was probably meant, in small or large letters, or by its beginning; empty where none is near."""
+    """The name that was probably meant, in small or large letters, or by its beginning; empty if none is near."""
     names = {str(name).lower(): str(name) for name in known}
     found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.55)
     begun = [name for name in names if len(word) > 1 and name.startswith(word.lower())]
@@ -153,7 +153,7 @@ def _pair_faults(config: RunConfig) -> Iterator[str]:
 
 
 def _classes_last(config: RunConfig) -> str:
-    """Which of our networks gives (B, T, classes); "" where it is none of those."""
+    """Which of our networks gives (B, T, classes); "" if it is none of those."""
     model = config.model or {}
     each = model.get("_target_") == LSTM and model.get("outputs", "each") == "each"
     return "gpt" if model.get("_target_") == GPT else "lstm" if each else ""

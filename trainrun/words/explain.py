@@ -48,7 +48,7 @@ def word_fault(word: str) -> str:
 
 
 def explain(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
-    """One line on what Hydra does not compose, and the word to take out; None where no single word is to blame."""
+    """One line on what Hydra does not compose, and the word to take out; None if no single word is to blame."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")

@@ -72,7 +72,7 @@ def _register() -> None:
 def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
     """The config with all words in it that are right; `faults` gets a line for each that is not.
 
-    None where the files of the config folders cannot be composed.
+    None if the files of the config folders cannot be composed.
     """
     broken = [
         fault

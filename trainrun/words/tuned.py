@@ -78,7 +78,7 @@ def fingerprint_line(config: RunConfig, working_dir: Path) -> str:
 
 
 def stale(preset: Path, config: RunConfig, working_dir: Path) -> str:
-    """What is no longer as it was measured, in one line; "" where all is, or where nothing was measured."""
+    """What is no longer as it was measured, in one line; "" if all is, or if nothing was measured."""
     lines = preset.read_text(encoding="utf-8", errors="replace").splitlines()
     line = next((line for line in lines if line.startswith(MARK)), None)
     if line is None:

@@ -120,7 +120,7 @@ class Cached:
     """A map-style source that keeps what it has read.
 
     Ranks, loader workers and threads share what is kept. Every sample is a copy of its own, equal to what the
-    source gives. writes: False where the cache is finished. note: one line for the start of a run.
+    source gives. writes: False if the cache is finished. note: one line for the start of a run.
     """
 
     source: Any

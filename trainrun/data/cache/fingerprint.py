@@ -110,7 +110,7 @@ def _stamp(text: str) -> str:
 
 
 def _array(value: Any) -> list[Any] | None:
-    """None where it holds objects, which pickle goes through."""
+    """None if it holds objects, which pickle goes through."""
     try:
         raw = take_apart(value.detach().cpu() if isinstance(value, Tensor) else value)[2][0]
     except NotKept:

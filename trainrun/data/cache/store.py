@@ -47,7 +47,7 @@ class CacheFull(DataError):
 
 
 class Layout(NamedTuple):
-    """Where samples lie. starts: of each leaf's column; empty where all are records, which begin at `end`."""
+    """Where samples lie. starts: of each leaf's column; empty if all are records, which begin at `end`."""
 
     form: Form
     leaves: tuple[Leaf, ...]
@@ -118,7 +118,7 @@ class Store:
         return put_together(layout.form, iter(leaves), buffers)
 
     def write(self, slot: int, sample: Any) -> bool:
-        """False where the sample is of another kind than the first, or there is no room for it."""
+        """False if the sample is of another kind than the first, or there is no room for it."""
         layout, word = self.layout, IN_COLUMNS
         try:
             form, leaves, buffers = take_apart(sample)
@@ -264,7 +264,7 @@ def record_of(leaves: tuple[Leaf, ...], buffers: list[Buffer]) -> Buffer:
 
 
 def read(fd: int, num_bytes: int, position: int) -> Buffer:
-    """Fresh memory with so many bytes; EOFError where there are fewer."""
+    """Fresh memory with so many bytes; EOFError if there are fewer."""
     buffer: Buffer = np.empty(num_bytes, np.uint8)
     _all(lambda view, at: os.preadv(fd, [view], at), buffer, position)
     return buffer

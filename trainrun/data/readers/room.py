@@ -18,7 +18,7 @@ SPARE_DISK_BYTES = 2**28  # of a disk, which others need too: checkpoints, metri
 
 
 def check_memory(num_bytes: int, what: str, way: str) -> None:
-    """Raises DataError where so much memory is not free. way: what the user can do instead."""
+    """Raises DataError if so much memory is not free. way: what the user can do instead."""
     free = host_memory().free
     if num_bytes > free:
         raise DataError(f"{what} needs {shown(num_bytes)} of memory, but {shown(free)} are free; {way}")
@@ -34,7 +34,7 @@ def in_memory(num_bytes: int, wanted: bool | str) -> bool:
 
 
 def check_disk(num_bytes: int, folder: Path, what: str, way: str) -> None:
-    """Raises DataError where the disk of a folder has no room for so many more bytes."""
+    """Raises DataError if the disk of a folder has no room for so many more bytes."""
     free = free_disk(folder)
     if num_bytes + SPARE_DISK_BYTES > free:
         raise DataError(

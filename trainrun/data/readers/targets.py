@@ -81,7 +81,7 @@ def coding_of(cells: Cells, dtype: str, names: Sequence[str] = ()) -> Coding:
 
 
 def numbers_in(cells: Cells) -> np.ndarray[Any, Any] | None:
-    """The cells as int64 or float64, the narrower that holds them all; None where one is no number."""
+    """The cells as int64 or float64, the narrower that holds them all; None if one is no number."""
     if isinstance(cells, np.ndarray):
         if cells.dtype.kind not in "biuf":
             return None

@@ -53,9 +53,9 @@ class SequencePlan:
     """How sequences become batches.
 
     source: what to read, perhaps wrapped. plan: which samples; of an IterableDataset, positions.
-    collate: None where torch's own will do (then a resident engine is possible too). It cuts, so that
-    `Preparation` must not. line: for the first lines on the screen, "" where there is nothing to say.
-    positions: as in `Epoch`; empty where it is not known, or the user's own code pads.
+    collate: None if torch's own will do (then a resident engine is possible too). It cuts, so that
+    `Preparation` must not. line: for the first lines on the screen, "" if there is nothing to say.
+    positions: as in `Epoch`; empty if it is not known, or the user's own code pads.
     """
 
     source: Any
@@ -66,7 +66,7 @@ class SequencePlan:
 
 
 def sequence_plan(source: Any, base: Plan, options: SequenceOptions) -> SequencePlan | None:
-    """None where the data has no sequences, or where nothing has to be done but the cut of `Preparation`.
+    """None if the data has no sequences, or if nothing has to be done but the cut of `Preparation`.
 
     source: samples as the model is to see them: cached and transformed. base: the plan that would be
     used otherwise (unchecked: its batch may be larger than the data). Reads samples only where lengths

@@ -57,7 +57,7 @@ class Measured:
     """The sequences of a data set.
 
     names: which fields they are, () where there is none. varies: whether lengths are known to differ.
-    lengths: (N,) int64, a sample's longest sequence; None where only some were read. seen: of those.
+    lengths: (N,) int64, a sample's longest sequence; None if only some were read. seen: of those.
     how: in words, where it took reading. aligned: the sequences of one sample were always equally long.
     """
 
@@ -104,7 +104,7 @@ def first_fields(source: Any, key: str, seed: int) -> Fields:
 
 
 def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:
-    """What a source knows of itself without decoding; None where it does not."""
+    """What a source knows of itself without decoding; None if it does not."""
     if type(source) is Subset:
         whole = said_lengths(source.dataset)
         return None if whole is None else whole[np.asarray(source.indices)]

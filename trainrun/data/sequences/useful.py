@@ -66,7 +66,7 @@ def useful_positions(batch: Mapping[str, Any]) -> Tensor:
 
 
 def mask_of(batch: Any) -> Tensor | None:
-    """Not 0 at the places of a padded or packed batch that are no padding; None where it does not say which."""
+    """Not 0 at the places of a padded or packed batch that are no padding; None if it does not say which."""
     if not isinstance(batch, Mapping):
         return None
     mask = batch.get("segment_ids", batch.get("attention_mask"))

@@ -28,7 +28,7 @@ CHUNK_CACHE_BYTES = 32 * 2**20  # for each data set of an open file; HDF5's own 
 
 
 class Layout(NamedTuple):
-    """A data set of the file. chunk: rows that are stored, and decompressed, together; 1 where it has none."""
+    """A data set of the file. chunk: rows that are stored, and decompressed, together; 1 if it has none."""
 
     name: str
     shape: tuple[int, ...]

@@ -21,7 +21,7 @@ NPY_FAULTS = (ValueError, SyntaxError, TypeError, KeyError, EOFError, OverflowEr
 
 
 def decode_value(extension: str, content: bytes, form: Form) -> Any:
-    """The value of bytes with a file's extension; ValueError where they are damaged.
+    """The value of bytes with a file's extension; ValueError if they are damaged.
 
     Pictures are tensors (C, H, W), numbers are ints, .npy arrays. An unknown extension is decoded as
     `guessed_value` does.

@@ -186,7 +186,7 @@ def _like(table: Table, training: Table, names: Sequence[str]) -> Table:
 
 
 def _target(table: Table, training: Table, goal: Sequence[str], dtype: str) -> tuple[Any, Coding]:
-    """The encoded target of all rows; None where there is none, or it is a list that is read on demand."""
+    """The encoded target of all rows; None if there is none, or it is a list that is read on demand."""
     if not goal:
         return None, Coding("float32")
     kinds = [training.kind(name) for name in goal]
