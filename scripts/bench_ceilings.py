@@ -2,7 +2,7 @@
 
     python scripts/bench_ceilings.py [--steps 150] [--milliseconds 3 8 20]
 
-Loading a batch sleeps for so long, and so does the step, in every pair of times. Of each pair one run reads beside the
+Loading a batch sleeps for so long, and so does the step, in every pair of times. Of each pair one run reads during the
 training, and one between steps; short steps are repeated until there is time for the laps. Printed: what each of them
 predicts, `max(load, train)`, over the seconds of a step that the first, in which both overlap, took. The laps may take
 a fifth of these short runs.

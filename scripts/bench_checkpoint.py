@@ -258,7 +258,7 @@ def main() -> None:
             context.Process(
                 target=serve, args=(there, name, Path(temporary, name), given), daemon=True
             ).start()
-            there.close()  # so that the end of a child is heard
+            there.close()  # so that the end of a child is noticed
             connections[name], size = here, here.recv()
         print(f"{size / 1e9:.2f} GB, {given.threads} threads, torch {torch.__version__}", flush=True)
         results: dict[str, list[Turn]] = {name: [] for name in given.only}

@@ -2,7 +2,7 @@
 
     python scripts/bench_gate.py [WORKLOAD ...] [--steps 3 10 20]
 
-Nothing is timed. Printed: the largest difference of a loss, on the scale of the first, and the update beside that of
+Nothing is timed. Printed: the largest difference of a loss, on the scale of the first, and the update against that of
 the user's words, by its cosine and by its length. The tolerances of `trainrun.lab.gate` rest on it.
 """
 

@@ -87,7 +87,7 @@ class Cadence:
         self._seconds_before = 0.0
 
     def start(self, state: TrainState) -> None:
-        """Starts the clock of this session; the time of earlier sessions counts.
+        """Start the clock of this session; the time of earlier sessions counts.
 
         An early stop is decided again: the run may go on with other words (more patience, or none).
         """
@@ -99,7 +99,7 @@ class Cadence:
             self._deadline = self._started + self._limits.max_seconds - state.seconds
 
     def look(self, state: TrainState) -> None:
-        """Sets `stop_reason` where the run ends here. Raises TrainingError or RollBack where it cannot go on."""
+        """Set `stop_reason` where the run ends here. Raises TrainingError or RollBack where it cannot go on."""
         state.seconds = self._seconds_before + time.monotonic() - self._started
         waited = self.log_due(state.step)  # for the numbers of its row, so the device has its answer ready
         self.check(state, wait=waited or self.validation_due(state) or state.save_request == SAVE_NOW)

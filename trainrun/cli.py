@@ -43,7 +43,7 @@ MODULES = {"import": "import_weights", "help": "manual"}  # where the file has a
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command line; every fault of the user's is one short message and exit code 2."""
+    """Run one command line; every fault of the user's is one short message and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         check_surroundings(words)
@@ -210,7 +210,7 @@ def train_one(words: list[str], paths: list[str]) -> int:
 
 @contextlib.contextmanager
 def others_dismissed() -> Iterator[None]:
-    """Ends the other ranks that torchrun or Slurm started, which wait for rank 0, if it finds a mistake."""
+    """End the other ranks that torchrun or Slurm started, which wait for rank 0, if it finds a mistake."""
     from trainrun.parallel.external import external_ranks
 
     try:

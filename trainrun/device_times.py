@@ -73,7 +73,7 @@ class DeviceTimes:
         self._numbers = {"steps": 0, "copies": 0}
 
     def due(self, what: str) -> bool:
-        """Counts one of `steps` or `copies`; whether it is to be sampled, and can be."""
+        """Count one of `steps` or `copies`; whether it is to be sampled, and can be."""
         self._numbers[what] += 1
         if self._numbers[what] % self._every:
             return False

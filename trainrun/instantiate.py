@@ -230,7 +230,7 @@ def word_faults(node: dict[str, Any], key: str) -> list[str]:
 def argument_faults(
     target: Callable[..., Any], node: dict[str, Any], key: str, extra: Sequence[str]
 ) -> list[str]:
-    """Binds the node's arguments to the target's signature; nothing to say where it has none to rely on."""
+    """Bind the node's arguments to the target's signature; nothing to say where it has none to rely on."""
     parameters = parameters_of(target)
     if parameters is None:
         return []

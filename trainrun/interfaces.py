@@ -191,7 +191,7 @@ class Batches(Protocol):
         """The micro-batches of one epoch from position `start` on, found without reading those before."""
 
     def close(self) -> None:
-        """Ends worker processes; the stream can be opened again afterwards."""
+        """End worker processes; the stream can be opened again afterwards."""
 
 
 @dataclass(slots=True)
@@ -213,7 +213,7 @@ class Precision(Protocol):
         """Surrounds forward and loss, in training and in evaluation."""
 
     def backward(self, loss_sum: Tensor, share: float) -> None:
-        """Adds the gradient of `share * loss_sum` to the parameters."""
+        """Add the gradient of `share * loss_sum` to the parameters."""
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, want_norm: bool) -> GradReport:
         """Unscale, check, clip, update, and clear the gradients, in this order."""

@@ -59,7 +59,7 @@ class Ledger:
         self._seconds = [0.0] * len(ACCOUNTS)
 
     def open(self, account: int) -> int:
-        """Closes the open account and opens another; returns the one that was open."""
+        """Close the open account and open another; return the one that was open."""
         now = self._clock()
         was = self._open
         self._seconds[was] += now - self._since

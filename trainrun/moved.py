@@ -50,5 +50,5 @@ def with_targets_of_today(value: Any) -> Any:
 
 @cache
 def _note(target: str, today: str) -> None:
-    """Prints once, though a run reads its config several times."""
+    """Print once, though a run reads its config several times."""
     say(f"note: _target_={target} is read as {today}", file=sys.stderr)

@@ -24,7 +24,7 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
 
 
 def redraw(text: str = "") -> None:
-    """Puts a text in place of the last line of the terminal."""
+    """Put a text in place of the last line of the terminal."""
     print(f"\r\033[K{plain(text)}", end="", flush=True)
 
 

@@ -105,7 +105,7 @@ class Parts:
         return {"samples_per_batch": samples, "num_samples": self.train.num_samples, "order": ORDER}
 
     def load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-        """Copies a saved tree into the parts, random states last. own: None if the ranks changed.
+        """Copy a saved tree into the parts, random states last. own: None if the ranks changed.
 
         Raises CheckpointError, before anything is copied, where model or data are others.
         """

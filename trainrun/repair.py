@@ -30,7 +30,7 @@ def tell(text: str) -> None:
 
 
 def repair(run: RunDir, note: Callable[[str], None] = tell) -> None:
-    """Makes the folder of a run fit to go on with. Only the process that holds its lock may call it.
+    """Make the folder of a run fit to go on with. Only the process that holds its lock may call it.
 
     Raises ConfigError if nothing can be written.
     """

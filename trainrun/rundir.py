@@ -145,7 +145,7 @@ class RunDir:
         return self.root / f".error-rank{rank}.json"
 
     def create(self) -> None:
-        """Makes the folder; refuses a place where nothing can be written."""
+        """Make the folder; refuse a place where nothing can be written."""
         if ascii(str(self.root)) != ascii(os.fsencode(self.root).decode("utf-8", "replace")):
             raise ConfigError(f"output_dir={self.root}: not UTF-8; name another folder with output_dir=...")
         try:
@@ -205,7 +205,7 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:
-    """Replaces a file as a whole: nobody ever sees half of it. Its folder is there.
+    """Replace a file as a whole: nobody ever sees half of it. Its folder is there.
 
     durable: also after a power loss, where else an empty file could have taken its place.
     """

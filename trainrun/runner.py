@@ -81,7 +81,7 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
 
 
 def new_run(composition: Composition, words: list[str], run: RunDir | None = None) -> RunDir:
-    """Makes the folder of a new run and writes down what was asked for."""
+    """Make the folder of a new run and write down what was asked for."""
     run = run or RunDir(_folder_of(composition))
     assert not run.config.exists()
     run.create()

@@ -65,7 +65,7 @@ class TrainState:
     last_metrics: dict[str, float] = field(default_factory=dict)
 
     def advance(self, window: list[MicroBatch], report: StepReport) -> None:
-        """Counts a step after its effect."""
+        """Count a step after its effect."""
         if report.grad.skipped:
             self.bad = BadStep(window, report.losses, self.epoch, self.batches)
             self.skipped_steps += 1

@@ -155,7 +155,7 @@ def give_up(run: RunDir, config: RunConfig, number: int, twice: bool) -> None:
 
 
 def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
-    """Ends this process from any thread, whatever the others do; how an ended run stands is not touched."""
+    """End this process from any thread, whatever the others do; how an ended run stands is not touched."""
     with contextlib.suppress(OSError):
         if is_there(run) and read_status(run).get("state") in (None, "running"):
             write_status(run, config, state=state, exit_code=exit_code, message=message)
@@ -202,7 +202,7 @@ def _is_a(value: Any, kinds: tuple[type, ...]) -> bool:
 def write_status(
     run: RunDir, config: RunConfig, state: str, exit_code: int | None, message: str, **facts: Any
 ) -> None:
-    """Replaces `status.json`; what an earlier status knew (best value, steps) is kept until it is given again."""
+    """Replace `status.json`; what an earlier status knew (best value, steps) is kept until it is given again."""
     earlier = read_status(run)
     overrides: list[str] = []
     with contextlib.suppress(OSError, ValueError):

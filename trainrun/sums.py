@@ -45,7 +45,7 @@ def _wide(value: Any, name: str, task: Any) -> Tensor:
 
 
 def add_sums(sums: dict[str, Tensor], new: Sums, task: Any, counts: bool = True) -> None:
-    """Adds `new` to `sums` in place, or zeros of its names and shapes. PluginError: a shape is another than before."""
+    """Add `new` to `sums` in place, or zeros of its names and shapes. PluginError: a shape is another than before."""
     for name, value in flat_sums(new, task).items():
         before, value = sums.get(name), value if counts else torch.zeros_like(value)
         if before is not None and before.shape != value.shape:

@@ -172,7 +172,7 @@ class TaskCalls:
             )
 
     def load_state_dict(self, place: str, kept: Mapping[str, Any]) -> str:
-        """Returns what there is to say about it. Raises CheckpointError if the task's own method fails."""
+        """Return what there is to say about it. Raises CheckpointError if the task's own method fails."""
         if not isinstance(self._task, KeepsState):
             return ""
         if "state" not in kept:

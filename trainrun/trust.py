@@ -148,7 +148,7 @@ def targets_in(value: Any) -> Iterator[str]:
 
 
 def add_run(run: RunDir, config: dict[str, Any]) -> None:
-    """Lists what this user trains with from now on: the code that the run names, the places it writes to, its links."""
+    """List what this user trains with from now on: the code that the run names, the places it writes to, its links."""
     add_to_list(run, [*foreign_nodes(config)])
 
 

@@ -54,7 +54,7 @@ def kept_backends() -> Iterator[None]:
 
 
 def kept_rounding() -> Callable[[], None]:
-    """Puts back what float32 products may round to, in torch's two ways to say it (the newer since 2.9).
+    """Put back what float32 products may round to, in torch's two ways to say it (the newer since 2.9).
 
     Torch refuses to read the older one where a user has set both.
     """

@@ -154,7 +154,7 @@ def applied(config: RunConfig) -> str:
 
 
 def check_alike(config: RunConfig, sources: dict[str, Any]) -> None:
-    """Refuses inputs that become floats in training alone: a conversion there belongs to validation as well."""
+    """Refuse inputs that become floats in training alone: a conversion there belongs to validation as well."""
     for split in ("val", "test"):
         source = sources[split]
         if not config.data.transform or source is None or transform_key(config, split):

@@ -24,7 +24,7 @@ NO_BLOCKS = (
 
 
 def save_memory(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
-    """Changes the model in place, before it is compiled. Raises ConfigError if nothing could be saved."""
+    """Change the model in place, before it is compiled. Raises ConfigError if nothing could be saved."""
     trainer, mode = config.trainer, config.trainer.gradient_checkpointing
     if faults := needs_gpu(config, device.type):
         raise ConfigError(*faults)

@@ -110,7 +110,7 @@ class Site:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Binds every open node to its target's signature; raises ConfigError with all faults together."""
+    """Bind every open node to its target's signature; raise ConfigError with all faults together."""
     faults: list[str] = []
     data = config.data
     nodes = {"data.train": data.train, "data.val": data.val, "data.test": data.test, "model": config.model}

@@ -123,7 +123,7 @@ def commit(temporary: Path, facts: Manifest, reports: list[Report], files: FileL
 
 
 def write_metric(folder: Path, metric: Metric, files: FileLayer) -> None:
-    """Adds a metric that was measured after the checkpoint was committed; its manifest is replaced as a whole."""
+    """Add a metric that was measured after the checkpoint was committed; its manifest is replaced as a whole."""
     manifest = replace(read_manifest(folder), metric=metric)
     temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
     with file_faults(f"cannot add {metric.name} to checkpoint {folder}", folder.parent):
@@ -133,7 +133,7 @@ def write_metric(folder: Path, metric: Metric, files: FileLayer) -> None:
 
 
 def set_aside(folder: Path, files: FileLayer, prefix: str = ".bad") -> Path:
-    """Renames a folder so that it is never taken for a checkpoint again, and never deleted either."""
+    """Rename a folder so that it is never taken for a checkpoint again, and never deleted either."""
     number = 1
     while os.path.lexists(target := folder.with_name(f"{prefix}-{folder.name}-{number}")):
         number += 1

@@ -65,7 +65,7 @@ class FileLayer:
         os.replace(source, target)
 
     def fsync_dir(self, path: Path) -> None:
-        """Makes the names in a folder survive a power loss."""
+        """Make the names in a folder survive a power loss."""
         self._before("fsync_dir", path)
         descriptor = os.open(path, os.O_RDONLY)
         try:

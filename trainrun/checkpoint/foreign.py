@@ -38,7 +38,7 @@ SCRIPT = ("constants.pkl", "code", "extra")  # of a TorchScript archive
 
 
 def main(source: str, target: str, keys: list[str]) -> None:
-    """Reads `source`, writes its tensors to the new file `target`, and prints what was found, or the fault."""
+    """Read `source`, write its tensors to the new file `target`, and print what was found, or the fault."""
     torch.set_num_threads(1)
     try:
         check_torch(torch.__version__)

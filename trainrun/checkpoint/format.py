@@ -61,7 +61,7 @@ def is_sound(folder: Path, run_id: str) -> bool:
 
 
 def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> Loaded:
-    """Reads and verifies; rank 0 looks at the files of all ranks, the others at what they need.
+    """Read and verify; rank 0 looks at the files of all ranks, the others at what they need.
 
     run_id: the run that the checkpoint must be of. Raises CheckpointError that names the file and
     what is wrong with it; Incompatible where nothing is damaged.

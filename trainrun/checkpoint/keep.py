@@ -107,7 +107,7 @@ class Checkpoints:
         return SAVE_NOW if late else SAVE_NONE
 
     def save(self, parts: HasTree, state: TrainState) -> None:
-        """Ends the save under way where that is due, and saves the state, or keeps a new best in memory.
+        """End the save under way if that is due, and save the state, or keep a new best in memory.
 
         Raises CheckpointError on every rank; for the save under way too.
         """
@@ -124,7 +124,7 @@ class Checkpoints:
             self._settle(state)
 
     def close(self) -> None:
-        """Ends the save under way and commits what waits. Among several ranks that is dropped: where they come
+        """End the save under way and commit what waits. Among several ranks that is dropped: where they come
         to their end together, `save` has committed it."""
         self._settle(None)
         if self._waiting and self._parallel.world_size == 1:
@@ -261,7 +261,7 @@ class Checkpoints:
         self._last_commit = self._clock()
 
     def _settle(self, state: TrainState | None) -> None:
-        """Waits for the save under way; of one that failed nothing is taken for saved."""
+        """Wait for the save under way; of one that failed nothing is taken for saved."""
         save, began = self._saves.under_way, time.monotonic()
         if save is None:
             return
@@ -280,7 +280,7 @@ class Checkpoints:
             self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")
 
     def _go_on_from(self, loaded: Loaded) -> None:
-        """Forgets what lies beyond the step; the ranking is told from the manifests up to it."""
+        """Forget what lies beyond the step; the ranking is told from the manifests up to it."""
         step, options = loaded.manifest.step, self.options
 
         def look() -> list[tuple[int, float]]:

@@ -55,7 +55,7 @@ class Ranking:
         return entry in self._with(entry)
 
     def add(self, entry: Entry) -> None:
-        """Takes an entry in its place, and the worst out, if the entry is admitted."""
+        """Take an entry in its place, and the worst out, if the entry is admitted."""
         if self.admits(entry):
             self._entries = self._with(entry)
 
@@ -89,7 +89,7 @@ def committed_values(folder: Path, metric: str | None, up_to: int) -> list[tuple
 
 
 def write_best(folder: Path, metric: str, mode: str, entries: list[Entry], files: FileLayer) -> None:
-    """Replaces `best.json` as a whole. A lost one can be told from the manifests again."""
+    """Replace `best.json` as a whole. A lost one can be told from the manifests again."""
     value = {
         "metric": metric,
         "mode": mode,

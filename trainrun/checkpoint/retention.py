@@ -37,7 +37,7 @@ class Retention:
 
 
 def sweep(folder: Path, files: FileLayer, note: Callable[[str], None]) -> None:
-    """Removes what a killed save or deletion left."""
+    """Remove what a killed save or deletion left."""
     for path in sorted(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             _remove(path, files, note)

@@ -157,7 +157,7 @@ class Saves:
         self.under_way = Save(self._root, records, prepared, self._parallel, self._files, finish, low)
 
     def settle(self) -> Save | None:
-        """Waits for the save under way and returns it. Raises CheckpointError on every rank, if it failed on one."""
+        """Wait for the save under way and return it. Raises CheckpointError on every rank, if it failed on one."""
         save, self.under_way = self.under_way, None
         if save is None:
             return None

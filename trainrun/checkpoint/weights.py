@@ -49,7 +49,7 @@ def weights_of(loaded: Loaded) -> tuple[dict[str, Tensor], bool]:
 
 
 def load_initial(model: nn.Module, init_from: str, parallel: Parallel) -> str:
-    """Copies weights into a model that has exactly those; the line that says so. All ranks call it together.
+    """Copy weights into a model that has exactly those; the line that says so. All ranks call it together.
 
     init_from: a run (its best checkpoint, else its last), a checkpoint, or a safetensors file. Numbers are rounded
     to the model's own types where the source has others of the same kind. Raises CheckpointError.

@@ -12,7 +12,7 @@ from trainrun.runner import open_run
 
 
 def main(argv: list[str]) -> int:
-    """Prints the metrics and writes them to `evaluation-SPLIT.json` in the run folder."""
+    """Print the metrics and write them to `evaluation-SPLIT.json` in the run folder."""
     parser = run_parser("evaluate", "Loss and metrics of a saved model, each sample counted once.")
     add_checkpoint(parser)
     words = parse(parser, argv)

@@ -25,7 +25,7 @@ CHILD = (
 
 
 def main(argv: list[str]) -> int:
-    """Writes DEST and prints how a run begins with it."""
+    """Write DEST and print how a run begins with it."""
     words = import_parser().parse_args(argv)
     source, dest = Path(words.file).expanduser(), Path(words.dest).expanduser()
     if not source.is_file():

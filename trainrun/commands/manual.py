@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "manual"
 
 
 def main(argv: list[str]) -> int:
-    """Prints one topic of the manual, one section of it, or the help of a setting; without a topic, the topics."""
+    """Print one topic of the manual, one section of it, or the help of a setting; without a topic, the topics."""
     parser = Parser(
         prog="trainrun help", allow_abbrev=False,
         description="Prints a topic of the manual, or one section of it. Without a topic it lists them.",

@@ -92,7 +92,7 @@ def predict_split(parts: Parts, split: str) -> dict[str, Tensor]:
 
 
 def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
-    """Replaces the file as a whole."""
+    """Replace the file as a whole."""
     temporary = out.with_name(f".{out.name}.tmp")
     if out.suffix == ".parquet":
         try:

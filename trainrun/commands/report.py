@@ -18,7 +18,7 @@ NOT_SEARCHED = ("checkpoints", "plots", "node_modules", "__pycache__")
 
 
 def main(argv: list[str]) -> int:
-    """Draws `plots/*.png` and `report.html` of each run, and for several `compare.html` too."""
+    """Draw `plots/*.png` and `report.html` of each run, and for several `compare.html` too."""
     parser = Parser(
         prog="trainrun report", allow_abbrev=False,
         description="Draws the plots and report.html of runs again, from what they logged; several runs are "

@@ -8,7 +8,7 @@ from trainrun.runner import open_run, resume_run
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code of the run."""
+    """Return the exit code of the run."""
     parser = run_parser(
         "resume", "Goes on with a run in the same folder, bit for bit as if it had never stopped."
     )

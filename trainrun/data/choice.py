@@ -149,7 +149,7 @@ def roomy_batch_size(columns: Columns, batch_size: int, scaled: bool) -> int:
 
     Integers may be tokens, whose outputs are far larger than they are: those are left alone, unless they are
     scaled to numbers. So a batch of them takes less memory and time than a training step, and a signal, which is
-    heard between two batches, does not wait longer.
+    handled between two batches, does not wait longer.
     """
     inputs = as_tensor(columns.values[0][:1])
     if not (inputs.is_floating_point() or scaled):

@@ -72,7 +72,7 @@ Scores = dict[str, list[float]]
 
 def contest(candidates: Sequence[Candidate], alone: Alone, left: float, measure: Measure,
             prefetch_factor: int = 2, cores: int = 1) -> Outcome:  # fmt: skip
-    """Measures those that could win, until one is left, nothing changes, or time is up.
+    """Measure those that could win, until one is left, nothing changes, or time is up.
 
     candidates: the simplest first; `alone` was measured with the first of them. left: seconds that all
     of it may take. measure: times a candidate over a number of batches, with the step. cores: that this

@@ -150,7 +150,7 @@ def labels_in(source: Any, key: str) -> Any:
 
 
 def check_labels(source: Any, key: str, allowed: Labels) -> None:
-    """Refuses labels in memory that are no class; other sources cannot be checked ahead."""
+    """Refuse labels in memory that are no class; other sources cannot be checked ahead."""
     target = labels_in(source, key)
     if target is None:
         return
@@ -168,7 +168,7 @@ def check_labels(source: Any, key: str, allowed: Labels) -> None:
 
 
 def check_real(source: Any, key: str, number: int, taker: str) -> None:
-    """Refuses complex numbers in memory. number: of the element in a sample; taker: who cannot take them, as typed."""
+    """Refuse complex numbers in memory. number: of the element in a sample; taker: who cannot take them, as typed."""
     columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
     values = () if columns is None else columns.values[number : number + 1]
     if any(is_complex(value) for value in values):
@@ -189,7 +189,7 @@ def place_of(source: Any, key: str, index: int) -> str:
 
 
 def check_number_of_classes(source: Any, key: str, num_classes: int) -> None:
-    """Refuses a number of classes that one label makes: a network of that size is not what is meant."""
+    """Refuse a number of classes that one label makes: a network of that size is not what is meant."""
     target = labels_in(source, key)
     if target is None or num_classes <= max(PLAUSIBLE_CLASSES, CLASSES_PER_LABEL * math.prod(target.shape)):
         return

@@ -168,7 +168,7 @@ class BatchReader:
         return self._transform(self._read(epoch, index), epoch, index)
 
     def try_out(self, epoch: int, indices: Sequence[int]) -> None:
-        """Reads single samples while nothing else draws. Raises GlobalDraw if reading one draws globally."""
+        """Read single samples while nothing else draws. Raises GlobalDraw if reading one draws globally."""
         trial = BatchReader(self._dataset, self._recipe, watched)
         with kept_random_state():
             for index in indices:

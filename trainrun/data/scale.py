@@ -2,7 +2,7 @@
 
 What: a data set of pictures whose samples are float32 keeps (and hands on) uint8 with a `Scale`: a quarter of the
 memory, of every cache, of what workers send and of what is copied to a GPU. Code of the user's that sees
-single samples (`data.transform`, `data.collate_fn`) gets the float32 numbers, and so does whoever indexes the
+single samples (`data.transform`, `data.collate_fn`) gets the float32 numbers, and so does code that indexes the
 data set. When: `data=image_folder` with dtype=float32 and `data=fashion_mnist`, always. When not: other formats,
 which give what they hold. Source: FFCV and DALI normalise on the device alike. Gain: a quarter of the bytes; a batch
 of 128 grey pictures of 28x28 takes 0.05 ms more (one core of a busy machine).

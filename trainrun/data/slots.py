@@ -2,8 +2,8 @@
 
 What: a worker copies the tensors of a batch into one of its slots and sends word of where they lie; they are copied out
 where the batch is unpickled. Torch's way opens a file for each tensor and sends it through a socket, for which both
-processes wake several times. When: workers are forked, and tensors fit into a slot. When not: larger tensors, beside
-which that is nothing, and those that are more than their memory; these go torch's way, and share it no longer with
+processes wake several times. When: workers are forked, and tensors fit into a slot. When not: larger tensors, for
+which that saves nothing, and those that are more than their memory; these go torch's way, and share it no longer with
 those that do not. Nobody's containers notice.
 Source: torch.multiprocessing.reductions has the other way.
 Gain: `python scripts/bench_data.py handover`.

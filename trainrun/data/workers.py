@@ -262,7 +262,7 @@ def _send(worker: BaseProcess, number: int) -> None:
 
 
 def shut_down(iterator: Any, owner: int) -> None:
-    """Ends the workers of a DataLoader's iterator; torch has no public way to do so.
+    """End the workers of a DataLoader's iterator; torch has no public way to do so.
 
     Stopped ones are continued, as torch waits 10 seconds for each, and longer for a batch that is to be pinned.
     owner: id of the process that started them. A forked child that drops its copy must not end them.

@@ -239,7 +239,7 @@ class Subject:
             yield from own.children(recursive=True)
 
     def close(self) -> None:
-        """Ends the run with all its processes, whatever they are doing. It may be called again."""
+        """End the run with all its processes, whatever they are doing. It may be called again."""
         if self._closed:
             return
         if self._gate is not None:

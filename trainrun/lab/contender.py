@@ -31,7 +31,7 @@ class Contender(Protocol):
         """The first steps; first of all, and once."""
 
     def pace(self, seconds: float) -> None:
-        """Finds how many steps a turn of so many seconds has. The first of them are slow, and are not counted."""
+        """Find how many steps a turn of so many seconds has. The first of them are slow, and are not counted."""
 
     def turn(self) -> Turn: ...
 

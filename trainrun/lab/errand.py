@@ -39,7 +39,7 @@ def new_folder(command: str, run_name: str, own: str | None) -> Path:
 
 
 def forget(file: Path) -> None:
-    """Takes away what an interrupted command began, with the three folders above it as far as they are empty then."""
+    """Take away what an interrupted command began, with the three folders above it as far as they are empty then."""
     file.unlink(missing_ok=True)
     for above in list(file.parents)[:3]:
         try:
@@ -60,7 +60,7 @@ def progress() -> Callable[[str, float], None]:
 
 
 def end_progress() -> None:
-    """Takes the line away again."""
+    """Take the line away again."""
     if sys.stdout.isatty():
         redraw()
 

@@ -2,7 +2,7 @@
 
 What: the tensors of the weights, buffers, running averages, and of the optimizer's and the precision's state. They are
 put back into the same memory, of which captured graphs know the addresses. Plain numbers (the step's, learning rates),
-random states and the place in the data go on. When: a turn without the update, or of ranks that do not hear of each
+random states and the place in the data go on. When: a turn without the update, or of ranks that do not wait for each
 other, leaves no trace in the run (`diagnose`); all turns of settings that are compared start as one (`tune`, `ladder`).
 When not: where a second copy has no room, on any rank.
 """

@@ -245,7 +245,7 @@ class Subject:
         return Path(tuple(losses), tuple(items), str(file))
 
     def _windows(self) -> Iterator[list[MicroBatch]]:
-        """Reads on where the training is; what is read here is not trained on."""
+        """Read on where the training is; what is read here is not trained on."""
         state = self._state
         for window in loop.windows_from(self._parts, state):
             state.batches += len(window)

@@ -266,7 +266,7 @@ class Tuner:
         return outcome
 
     def _prune(self) -> None:
-        """Takes out what is not missed, one after the other."""
+        """Take out what is not missed, one after the other."""
         self._rungs = apart(self._rungs)
         time_left = min(self._left(ABLATION_SHARE), self._left() - seconds_for(self._starter.measure))
         ends = self._stand.clock() + max(0.0, time_left)

@@ -90,7 +90,7 @@ class WindowStart:
 
     @torch.no_grad()
     def restore(self) -> str:
-        """Puts back what `mark` found; says what cannot be put back ("" if all is)."""
+        """Put back what `mark` found; say what cannot be put back ("" if all is)."""
         states = [generator.get_state() for generator in self._generators]
         if not self._draws and not same(states, self._states):
             return "a random number of torch was drawn, which the first window did not do"

@@ -146,7 +146,7 @@ class Gpt(nn.Module):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each pair (i, i + half) of the last dimension by the angle of its position."""
+    """Rotate each pair (i, i + half) of the last dimension by the angle of its position."""
     others = torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
     return torch.addcmul(x * cos.to(x.dtype), others, sin.to(x.dtype))
 

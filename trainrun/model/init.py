@@ -18,7 +18,7 @@ WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def initialize(model: nn.Module, scheme: str, zero_init_residual: bool = False) -> None:
-    """Overwrites the weights in place, with numbers from torch's global generator; biases become zero.
+    """Overwrite the weights in place, with numbers from torch's global generator; biases become zero.
 
     zero_init_residual: every residual block begins as the identity, because the last layer of its
         branch (the norm, or the convolution where there is no norm) is zero, whatever the scheme. It
@@ -38,7 +38,7 @@ def initialize(model: nn.Module, scheme: str, zero_init_residual: bool = False) 
 
 
 def fill(layer: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d, scheme: str) -> None:
-    """Draws the weight of one layer."""
+    """Draw the weight of one layer."""
     if scheme == "xavier":
         nn.init.xavier_uniform_(layer.weight)
     else:

@@ -107,7 +107,7 @@ class Console:
             self._print(line)
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Give the terminal back."""
         if self._live is not None:
             live, self._live = self._live, None
             try:

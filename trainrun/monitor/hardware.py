@@ -59,7 +59,7 @@ class Hardware:
             LOG.warning("hardware is no longer sampled: %s: %s", type(error).__name__, error)
 
     def close(self) -> None:
-        """Ends the thread after a last sample; may be called twice."""
+        """End the thread after a last sample; may be called twice."""
         if self._ending.is_set():
             return
         self._ending.set()

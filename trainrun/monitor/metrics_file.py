@@ -46,7 +46,7 @@ class MetricsFile:
         self._step = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Takes one row of any kind; values are plain numbers, texts, lists and mappings."""
+        """Take one row of any kind; values are plain numbers, texts, lists and mappings."""
         line = _line(row)
         with self._lock:
             self._lines.append(line)
@@ -54,12 +54,12 @@ class MetricsFile:
                 self._flush()
 
     def flush(self) -> None:
-        """Writes what was held back."""
+        """Write what was held back."""
         with self._lock:
             self._flush()
 
     def sync(self) -> None:
-        """Writes what was held back, and returns when the disk has it."""
+        """Write what was held back, and return when the disk has it."""
         with self._lock:
             self._flush()
             if self._path.exists():
@@ -112,7 +112,7 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def mend_end(path: Path) -> None:
-    """Takes away a last line that was cut off, before anything is appended to it. No file is fine."""
+    """Take away a last line that was cut off, before anything is appended to it. No file is fine."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -138,7 +138,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
-    """Drops the rows behind `step`, ends of earlier sessions, a line that was cut off. No file is fine.
+    """Drop the rows behind `step`, ends of earlier sessions, a line that was cut off. No file is fine.
 
     validated: whether the validation of that very step is part of what the run goes on from; else it is done again.
     """

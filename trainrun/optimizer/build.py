@@ -150,7 +150,7 @@ def _try_out(
 
 
 def start_momentum(optimizer: Optimizer) -> None:
-    """Lets torch's fused SGD begin with a momentum of 0 instead of none, which gives the same numbers.
+    """Let torch's fused SGD begin with a momentum of 0 instead of none, which gives the same numbers.
 
     Without it, it leaves the momentum uninitialised where the first update is skipped, and fails where a
     parameter gets its first gradient later than others (torch 2.13). Only without dampening: with it,

@@ -51,7 +51,7 @@ class Ema:
 
     @torch.no_grad()  # here, because it takes 1.2 us where there is nothing to average
     def _look(self, newest: float) -> None:
-        """Mixes the weights in; `newest` is the weight of what is seen now, 1 at the first look."""
+        """Mix the weights in; `newest` is the weight of what is seen now, 1 at the first look."""
         lerp_(self._averages, [_roomy(param) for param in self._model.parameters()], newest)
         rounded = zip(self.module.parameters(), self._averages, strict=True)
         # asked again each time: a model may replace a buffer instead of writing into it

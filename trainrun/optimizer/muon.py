@@ -109,7 +109,7 @@ class Muon(Optimizer):
             self._update_others()
 
     def _adopt(self, adamw: Optimizer, others: list[dict[str, Any]]) -> None:
-        """Gives it today's groups and state: this may be a copy with others, or have loaded them."""
+        """Give it today's groups and state: this may be a copy with others, or have loaded them."""
         mine = adamw.param_groups
         same = adamw.state is self.state and len(mine) == len(others) and all(map(is_, others, mine))
         if not same or self._update_others is _nothing:

@@ -53,7 +53,7 @@ def load_named_optimizer_state(
     configured: Collection[str] = (),
     device: torch.device | None = None,
 ) -> None:
-    """Puts copies of the stored state into a freshly built optimizer of the same parameters.
+    """Put copies of the stored state into a freshly built optimizer of the same parameters.
 
     configured: group fields that the config names (`weight_decay`): those stay as it says now. device: where the state
     is put; None is next to the parameters, where there may be no room for it.

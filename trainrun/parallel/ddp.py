@@ -159,7 +159,7 @@ class Ddp:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Gives what DDP raises in forward and backward a name that says what to do."""
+        """Give what DDP raises in forward and backward a name that says what to do."""
         try:
             yield
         except RuntimeError as error:
@@ -193,7 +193,7 @@ def kind_of(tensor: Tensor) -> tuple[str, str]:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Refuses what DDP cannot wrap, before it fails with words about processes."""
+    """Refuse what DDP cannot wrap, before it fails with words about processes."""
     name = type(model).__name__
     parameters = list(model.parameters())
     if not parameters:
@@ -222,7 +222,7 @@ def fix_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def backward_of_zeros(ddp: DistributedDataParallel) -> None:
-    """Adds 0 to every gradient, after which DDP averages what is there."""
+    """Add 0 to every gradient, after which DDP averages what is there."""
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     total = torch.zeros((), device=parameters[0].device)
     for parameter in parameters:  # backward visits them from the last to the first

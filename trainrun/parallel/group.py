@@ -67,7 +67,7 @@ def init_group(device: torch.device, timeout_seconds: float, store: Store | None
 
 
 def destroy() -> None:
-    """Leaves the group; the other ranks need not be there any more."""
+    """Leave the group; the other ranks need not be there any more."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -50,7 +50,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     note: Callable[[str], None] = lambda text: say(text, file=sys.stderr),
 ) -> int:
-    """Runs all ranks to their end; returns 0, or 75 / 130 if they were stopped and saved.
+    """Run all ranks to their end; return 0, or 75 / 130 if they were stopped and saved.
 
     command_for: attempt (from 0) -> the command of every rank; a later attempt resumes.
     grace_seconds: time for the ranks to finish their step and save, once a signal asked them to stop.
@@ -191,7 +191,7 @@ def watch(
     ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds: float, alone_seconds: float,
     store: Path,
 ) -> int:  # fmt: skip
-    """Waits for the ranks, passes a stop on, and finds out what went wrong if something did.
+    """Wait for the ranks, pass a stop on, and find out what went wrong if something did.
 
     A Ctrl-C is not kept for ranks that still import: they have nothing to save.
     """
@@ -253,7 +253,7 @@ def still_there(ranks: list[Rank]) -> list[int]:
 
 
 def explain(ranks: list[Rank], run_dir: RunDir, received: list[int], deaths: dict[int, float]) -> RankFailed:
-    """Lets the other ranks notice and write down what they saw, then names where it began.
+    """Let the other ranks notice and write down what they saw, then name where it began.
 
     That is the earliest error that is not an echo: a rank that lost contact to another only tells
     that the other one died.
@@ -280,7 +280,7 @@ def send(ranks: list[Rank], number: int) -> None:
 
 
 def kill(ranks: list[Rank]) -> None:
-    """Ends ranks at once, and with each the processes it started."""
+    """End ranks at once, and with each the processes it started."""
     for rank in ranks:
         if rank.poll() is None:
             os.killpg(rank.pid, signal.SIGKILL)

@@ -79,7 +79,7 @@ def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int]) -> int:
 
 
 def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
-    """Writes the error file of this rank.
+    """Write the error file of this rank.
 
     kind: `fault` a user can cause, `echo` of another rank's death, or `bug`, which keeps its traceback.
     """

@@ -196,7 +196,7 @@ def note_gaps(ax: Axes, curves: Sequence[Series]) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Replaces the picture as a whole."""
+    """Replace the picture as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

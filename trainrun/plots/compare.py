@@ -35,7 +35,7 @@ class Comparison:
 
 
 def compare(runs: list[RunDir], out: Path) -> Comparison:
-    """Writes `compare_loss.png`, `compare_metrics.png` (if there are rows) and `compare.html`."""
+    """Write `compare_loss.png`, `compare_metrics.png` (if there are rows) and `compare.html`."""
     histories = dict(zip(short_names(runs), (read_history(run) for run in runs), strict=True))
     head, rows = comparison_table(histories)
     names = _metric_names(list(histories.values()))

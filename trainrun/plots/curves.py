@@ -35,7 +35,7 @@ TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
-    """Draws all pictures that the rows of a run allow into `plots/`; returns their paths.
+    """Draw all pictures that the rows of a run allow into `plots/`; return their paths.
 
     window_size: log points that curves are averaged over; None takes `monitor.window_size` of the run.
     Raises DataError if a file of the run is damaged, OSError if there are no rows.

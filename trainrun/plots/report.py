@@ -16,7 +16,7 @@ MOST_NOTES = 200
 
 
 def draw_report(run: RunDir) -> Path:
-    """Puts the pictures in `plots/` and the facts of the run on one page.
+    """Put the pictures in `plots/` and the facts of the run on one page.
 
     Raises DataError if the metrics file is damaged, OSError if there is none.
     """

@@ -102,7 +102,7 @@ def data_float_dtype(mode: str) -> torch.dtype:
 
 
 def prepare_model(model: nn.Module, mode: str) -> nn.Module:
-    """Converts the weights for the `true` modes, in place; to be called before the optimizer is built.
+    """Convert the weights for the `true` modes, in place; to be called before the optimizer is built.
 
     Whatever floating-point tensors the model is called with are cast to the type of its weights, so
     data and tasks need not know it.
@@ -143,7 +143,7 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def set_matmul(matmul: str, device: torch.device) -> str:
-    """Sets how far float32 products may round, for the whole process; returns a note ("" at the default)."""
+    """Set how far float32 products may round, for the whole process; return a note ("" at the default)."""
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = matmul != "highest"
     if matmul == "highest":

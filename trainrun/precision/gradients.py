@@ -83,7 +83,7 @@ def fused_norm(groups: Groups, device: torch.device) -> Tensor:
 
 
 def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
-    """Sets `found` (0-d float32) to 1 if any value is not finite; never back to 0. The host does not wait.
+    """Set `found` (0-d float32) to 1 if any value is not finite; never back to 0. The host does not wait.
 
     One pass: 2.5 us for four small tensors on a CPU, where their norms or their sums take 6. `one` is a 1
     on the device of `found`: the kernel is that of loss scaling, and here the scale is 1.

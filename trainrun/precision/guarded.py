@@ -235,7 +235,7 @@ class Guarded:
         return ""
 
     def _look(self) -> None:
-        """Takes the flag from the device to the host, which waits for it."""
+        """Take the flag from the device to the host, which waits for it."""
         if self._lazy and not self._stopped:
             self._stopped = self._found.item() != 0
 

@@ -14,7 +14,7 @@ MODULE = (
 
 
 def module_command(name: str, *words: str) -> list[str]:
-    """Runs a module as a program. The working directory comes first among its imports only where it does here."""
+    """Run a module as a program. The working directory comes first among its imports only where it does here."""
     with suppress(OSError):  # the working directory may be gone
         if sys.path and sys.path[0] not in ("", os.getcwd()):
             return [sys.executable, "-c", MODULE.format(name=name), *words]

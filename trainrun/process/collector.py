@@ -50,7 +50,7 @@ def kept_collector() -> Iterator[None]:
 
 
 def collect_as_usual() -> None:
-    """Ends `rest_while_starting`; what the user set stays."""
+    """End `rest_while_starting`; what the user set stays."""
     if gc.get_threshold() == STARTING:
         gc.set_threshold(*_usual)
 

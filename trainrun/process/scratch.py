@@ -34,7 +34,7 @@ def scratch_folder(kind: str = "", place: str | None = None) -> Iterator[Path]:
 
 
 def sweep(place: Path) -> None:
-    """Takes away this user's folders whose process is gone; what is not ours has no such file in it."""
+    """Take away this user's folders whose process is gone; what is not ours has no such file in it."""
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():

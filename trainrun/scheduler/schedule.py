@@ -107,7 +107,7 @@ class Schedule:
             set_lr(group, base * multiplier)
 
     def on_validation(self, metrics: dict[str, float]) -> None:
-        """Lets ReduceLROnPlateau look at its metric; every other schedule ignores validations."""
+        """Let ReduceLROnPlateau look at its metric; every other schedule ignores validations."""
         if not isinstance(self._wrapped, ReduceLROnPlateau) or self._count < self.warmup_steps:
             return
         name = self._metric or "val/loss"

@@ -26,7 +26,7 @@ NEGLIGIBLE = 0.03  # of a step: loading that cannot matter
 
 
 def choose_engine(parts: Parts, stage: Stage, spent: float = 0.0) -> str:
-    """Decides how `parts.train` is read. Returns choice and reason in one line; "" if there is no choice.
+    """Decide how `parts.train` is read. Returns choice and reason in one line; "" if there is no choice.
 
     spent: seconds that other measurements of this start took. Every rank calls it: they measure at the same time,
     and the slowest counts.

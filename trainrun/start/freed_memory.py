@@ -17,7 +17,7 @@ class FreedMemory:
     """`trainer.freed_memory` of one run. Every rank decides for itself: no number depends on it."""
 
     def __init__(self, parts: Parts) -> None:
-        """Sets it at once, unless only a forecast can tell whether memory is ample."""
+        """Set it at once, unless only a forecast can tell whether memory is ample."""
         self._parts, self._free = parts, free_bytes(parts.parallel.device) / parts.parallel.local_world_size
         self._wanted, self._told = parts.config.trainer.freed_memory, ""
         self._undecided = self._wanted == "auto" and parts.parallel.device.type == "cpu" and can_keep()

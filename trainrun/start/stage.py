@@ -61,7 +61,7 @@ class Stage:
             torch.cuda.empty_cache()
 
     def first_look(self, candidate: Candidate, started: float) -> Heard:
-        """Loads a few batches with nothing else to do, then trains on them with nothing else to do.
+        """Load a few batches with nothing else to do, then train on them with nothing else to do.
 
         Once for each number of threads of an operation.
         """

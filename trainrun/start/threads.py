@@ -27,7 +27,7 @@ MARGIN = 1.2
 
 
 def choose_threads(parts: Parts, recorded: int | None, stage: Stage) -> str:
-    """Sets the number for this process. recorded: what the run began with. Returns a line to show, or "".
+    """Set the number for this process. recorded: what the run began with. Returns a line to show, or "".
 
     Every rank calls it and sets the same.
     """

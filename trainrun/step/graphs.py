@@ -40,7 +40,7 @@ def compiled(function: Function, inputs: list[Tensor], backend: str, mode: str |
 
 
 def keep_scalars(graph: torch.fx.GraphModule) -> None:
-    """Makes numbers that come from numbers alone (Adam's bias corrections) outputs, where others read them.
+    """Make numbers that come from numbers alone (Adam's bias corrections) outputs, where others read them.
 
     Inductor writes an output down once. Otherwise, on a CPU, it computes them again for every vector of
     weights: two powers in float64, which took 200 us in a step of 50,000 weights (torch 2.13).

@@ -57,7 +57,7 @@ class Sweep:
     wanted: list[int]
 
     def note(self, num: int, result: Result) -> None:
-        """Remembers how a job stands, on the disk too."""
+        """Remember how a job stands, on the disk too."""
         self.jobs[num] = replace(self.jobs[num], result=result)
         self.save()
 

@@ -81,7 +81,7 @@ def job_command(words: list[str], folder: Path) -> list[str]:
 
 
 def run_sweep(words: list[str], folder: Path | None, command: Command = job_command) -> int:
-    """Runs every job that the words make, and returns the exit code. Raises ConfigError before the first.
+    """Run every job that the words make, and return the exit code. Raises ConfigError before the first.
 
     folder: of the sweep; a new one under `sweeps/` where None. The table, `sweep.csv` and `sweep.png`
     come at the end, however it ends.
@@ -120,7 +120,7 @@ def locked_sweep(words: list[str], folder: Path | None) -> Iterator[Sweep]:
 
 
 def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Command) -> Result:
-    """Runs one job to its end, or keeps the result of an earlier call."""
+    """Run one job to its end, or keep the result of an earlier call."""
     folder = sweep.folder / job.folder
     if is_done(folder):
         result = read_result(folder)

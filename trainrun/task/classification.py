@@ -209,7 +209,7 @@ def check_range(lowest: int, highest: int, num_classes: int) -> None:
 
 
 def confusion(prediction: Tensor, target: Tensor, num_classes: int) -> Tensor:
-    """Counts (C, C) int64: row the target, column the prediction.
+    """Count (C, C) int64: row the target, column the prediction.
 
     Left out: pairs with a target or a prediction outside the classes (ignored places, spare outputs).
     """

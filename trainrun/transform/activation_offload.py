@@ -21,7 +21,7 @@ LARGE_BYTES = 1 << 16  # below, the copies cost more than the memory is worth
 
 
 def activation_offload(model: nn.Module) -> None:
-    """Changes the model in place; its parameters and buffers must be where they stay."""
+    """Change the model in place; its parameters and buffers must be where they stay."""
     model.forward = Offloading(model, model.forward)
 
 

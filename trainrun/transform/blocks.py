@@ -40,7 +40,7 @@ Forward = Callable[..., Any]
 
 
 def wrap_blocks(blocks: list[Block], wrap: Callable[[Forward, list[nn.Module]], Forward]) -> None:
-    """Replaces the forward of every block, in place; names and modules stay.
+    """Replace the forward of every block, in place; names and modules stay.
 
     wrap: given the forward, and the modules it uses.
     """

@@ -21,7 +21,7 @@ FEWEST_CHANNELS = 8  # from here on no layer was found that needs the guard
 
 
 def channels_last(model: nn.Module) -> nn.Module:
-    """Changes the model in place, before parameters are aliased anywhere (flat buffers, DDP).
+    """Change the model in place, before parameters are aliased anywhere (flat buffers, DDP).
 
     A model without 4-D weights stays as it is: no call of it pays for the look at its inputs.
     """

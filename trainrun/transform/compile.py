@@ -43,7 +43,7 @@ class CompileOptions:
 def compile_model(
     model: nn.Module, options: CompileOptions, sizes: Collection[int] = (), regional: bool = False
 ) -> nn.Module:
-    """Marks the model, in place, so that the names in its `state_dict` stay.
+    """Mark the model, in place, so that the names in its `state_dict` stay.
 
     sizes: the rows of full batches; others, the last of an epoch, run plain, so that they are never a
         reason to compile again. Empty: everything is compiled. regional: only the repeated blocks.

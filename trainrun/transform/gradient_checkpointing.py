@@ -26,7 +26,7 @@ Around = Callable[[Callable[..., Any], list[nn.Module]], Callable[..., Any]]
 
 
 def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
-    """Changes the model in place; how many blocks will be computed again, 0 if it has none.
+    """Change the model in place; how many blocks will be computed again, 0 if it has none.
 
     mode: full, selective, or the share of the blocks that is left alone, above 0 and below 1: the last ones,
     whose activations are the first to go in the backward.

@@ -26,7 +26,7 @@ Fetch = Callable[[Tensor], Tensor]
 
 
 def parameter_offload(model: nn.Module, device: torch.device) -> int:
-    """Changes the model in place; how many blocks have their weights on the host now, 0 if it has none.
+    """Change the model in place; how many blocks have their weights on the host now, 0 if it has none.
 
     Parameters outside of blocks, or shared with what is outside, and all buffers stay on the device.
     """

@@ -189,7 +189,7 @@ def _flag_fault(word: str, flag: str, value: str) -> str:
 
 
 def translate(words: Words, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool]) -> None:
-    """Replaces other trainers' names, shorthands and numbers in place, and notes what was meant."""
+    """Replace other trainers' names, shorthands and numbers in place, and note what was meant."""
     out: list[str] = []
     typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
     may_vary = not {"--multirun", "-m"}.isdisjoint(words.flags)

@@ -25,7 +25,7 @@ def unread_path(config: RunConfig) -> list[str]:
 
 
 def follow_path(data: DataConfig, before: str | None) -> None:
-    """Puts `data.path` where a saved run, whose references are resolved, has the path of `before`."""
+    """Put `data.path` where a saved run, whose references are resolved, has the path of `before`."""
     for node in (data.train, data.val, data.test):
         if isinstance(node, dict):
             _exchange(node, before, data.path)

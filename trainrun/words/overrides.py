@@ -174,7 +174,7 @@ def _put(cfg: DictConfig, override: Override, folders: list[Path]) -> str:
 
 
 def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, folders: list[Path]) -> str:
-    """Sets one value. What is wrong with it in a line; empty if nothing is. text: the value as it was typed."""
+    """Set one value. What is wrong with it in a line; empty if nothing is. text: the value as it was typed."""
     try:
         if fault := misplaced(cfg, key, f"{key}={text}", may_be_new, folders):
             return fault

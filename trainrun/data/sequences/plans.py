@@ -27,7 +27,7 @@ def share_of(group: Tensor, base: Plan, device: torch.device | None) -> Share | 
 
 
 def marked(shares: Iterator[Share | None]) -> Iterator[Share]:
-    """Leaves out what is None, and marks the last."""
+    """Leave out what is None, and mark the last."""
     waiting = None
     for share in shares:
         if share is not None:

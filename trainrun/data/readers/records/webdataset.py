@@ -169,7 +169,7 @@ class TarReader:
 
 
 def indexed(shards: Shards) -> Index:
-    """Reads the headers of all shards. DataError: damaged, compressed, or two members with one name."""
+    """Read the headers of all shards. DataError: damaged, compressed, or two members with one name."""
     extensions: dict[str, int] = {}
     tables = [array("q") for _ in range(5)]
     starts = array("q")

@@ -2,8 +2,8 @@
 
 Bytes of one plain file need nothing made: the file is its tokens. Of several files, of packed ones and
 with a tokenizer, the tokens are written into a folder of the cache, named by a hash of what they
-come from: names, sizes and times of the files, the tokenizer's content, the arguments. Whoever comes
-first makes it, under another name until it is whole; several processes may do so at the same time.
+come from: names, sizes and times of the files, the tokenizer's content, the arguments. The process that
+comes first makes it, under another name until it is whole; several processes may do so at the same time.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _build(place: Path, text: Text, tokens: Tokens) -> None:
 
 
 def _written(text: Text, tokens: Tokens, out: IO[bytes], folder: Path) -> dict[str, Any]:
-    """Writes all tokens; the index of what was written. DataError: the disk or the memory will not hold them."""
+    """Write all tokens; the index of what was written. DataError: the disk or the memory will not hold them."""
     num_tokens, num_bytes, num_lines, current = 0, 0, 0, -1
     file_ends: list[int] = []
     sample_ends: list[Ends] = []
