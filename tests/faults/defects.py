@@ -20,6 +20,7 @@ from trainrun.parallel import ddp
 from trainrun.parts import Parts
 from trainrun.rundir import RunDir, write_text
 from trainrun.scheduler.schedule import Schedule
+from trainrun.words import compose
 
 
 def plant(name: str) -> None:
@@ -150,7 +151,7 @@ def no_fsync_of_rows() -> None:
 
 
 def no_fsync_of_the_config() -> None:
-    runner.write_text = lambda path, text, durable=False: write_text(path, text)  # type: ignore[assignment]
+    compose.write_text = lambda path, text, durable=False: write_text(path, text)  # type: ignore[assignment]
 
 
 # what only a power loss shows

@@ -169,7 +169,7 @@ def test_without_room_on_any_rank_nothing_is_kept(
     run = started()
     monkeypatch.setattr(snapshot, "LARGE_BYTES", 0)
     monkeypatch.setattr(kept_state, "free_bytes", lambda device: 2**40 if not others else 4 * 1000)
-    parallel = SimpleNamespace(world_size=1, gather=lambda mine: [mine, others])
+    parallel = SimpleNamespace(world_size=1, local_world_size=1, gather=lambda mine: [mine, others])
     parts = SimpleNamespace(
         **{name: getattr(run.parts, name) for name in ("model", "optimizer", "ema", "precision")}
     )

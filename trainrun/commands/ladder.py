@@ -68,6 +68,7 @@ def told(typed: list[str], found: Heights, budget: float, folder: Path) -> int:
     say(ladder_report.table(found))
     for line in ladder_report.summary(found):
         say(line)
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(
         folder / "ladder.json", {"machine": machine(), "words_typed": masked_words(typed), **found.row()}
     )
