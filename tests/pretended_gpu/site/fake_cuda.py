@@ -19,7 +19,7 @@ started = False
 
 def start() -> None:
     global started
-    started = True
+    started = torch.cuda._initialized = True
 
 
 def index_of(device: Any = None) -> int:
