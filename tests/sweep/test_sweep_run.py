@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trainrun.process.child import module_command
 from trainrun.sweep.run import job_command, run_sweep
 
 Command = Callable[[list[str], Path], list[str]]
@@ -95,9 +96,9 @@ def test_finished_jobs_are_kept_and_failed_ones_start_anew(tmp_path: Path, comma
 
 
 def test_a_job_with_a_checkpoint_goes_on(tmp_path: Path):
-    assert job_command(["lr=1"], tmp_path)[1:] == ["-m", "trainrun", "lr=1", f"hydra.run.dir={tmp_path}"]
+    assert job_command(["lr=1"], tmp_path) == module_command("trainrun", "lr=1", f"hydra.run.dir={tmp_path}")
     (tmp_path / "checkpoints" / "step-7").mkdir(parents=True)
-    assert job_command(["lr=1"], tmp_path)[1:] == ["-m", "trainrun", "resume", str(tmp_path)]
+    assert job_command(["lr=1"], tmp_path) == module_command("trainrun", "resume", str(tmp_path))
 
 
 def test_a_second_try_that_dies_early_does_not_show_the_first_ones_end(tmp_path: Path, command: Command):
