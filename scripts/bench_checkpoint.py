@@ -5,19 +5,15 @@
 A model of about 100 M parameters with AdamW (weights and two averages: 1.2 GB) trains on all cores. Each
 way has a process of its own and takes its turn in every round: what the way before left to be written is waited
 for, then come some steps alone, one save, and steps until the save is durable. Freed memory is kept for the next
-step, as trainrun keeps it. All six need about 15 GB of memory. The ways:
+step, as trainrun keeps it. All five need about 15 GB of memory. The ways:
 
     trainrun            checkpoint.async_save=true, with SHA-256, manifest, fsync and rename
     trainrun sync       checkpoint.async_save=false, the same files
-    torch.save          no checksum but a CRC32, no fsync: durable is when it returns
-    torch.save + fsync
+    torch.save          + fsync; no checksum but a CRC32
     safetensors         save_file, + fsync
     dcp async           torch.distributed.checkpoint.async_save, by a thread
 
-Printed are medians over rounds: the stall in ms; the worst later step while the save was under way, in
-medians of the steps alone; seconds until durable, by the clock of the thread that saves; seconds of training
-that the save cost in all (stall and what the steps after it took longer). The first save is a row of its own:
-its memory is fresh.
+Printed are medians over rounds; the first save, whose memory is fresh, is a row of its own.
 """
 
 from __future__ import annotations
@@ -41,18 +37,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
-from trainrun.checkpoint import background
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.keep import Checkpoints
-from trainrun.checkpoint.reasons import KeepOptions
-from trainrun.data.memory import host_memory
+from trainrun.checkpoint.manager import CheckpointManager
+from trainrun.checkpoint.policy import KeepOptions
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.process.host_memory import keep_freed_memory
-from trainrun.state import SAVE_NONE, SAVE_NOW, TrainState
+from trainrun.runtime.free_memory import host_memory
+from trainrun.runtime.host_memory import keep_freed_memory
+from trainrun.training.state import SAVE_NONE, SAVE_NOW, TrainState
 
 ALONE = 6  # steps before a save
-WAYS = ["trainrun", "trainrun sync", "torch.save", "torch.save + fsync", "safetensors", "dcp async"]
+WAYS = ["trainrun", "trainrun sync", "torch.save", "safetensors", "dcp async"]
 
 
 class Turn(NamedTuple):
@@ -67,13 +62,8 @@ class Training:
     """A model and its steps; as much work as a small batch makes of it."""
 
     def __init__(self, layers: int, width: int, batch: int, device: str = "cpu") -> None:
-        self.model = nn.Sequential(
-            *[
-                m
-                for _ in range(layers)
-                for m in (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            ]
-        ).to(device)
+        pairs = [(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)]
+        self.model = nn.Sequential(*[module for pair in pairs for module in pair]).to(device)
         self.device = device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.batch = torch.randn(batch, width, device=device)
@@ -106,7 +96,7 @@ class Trainrun:
         self.training, self.state = training, TrainState(step=1)
         root = folder / f"trainrun-{async_save}"
         self.durable_at, self._root, self._committed = 0.0, root, False
-        self.keep = Checkpoints(
+        self.keep = CheckpointManager(
             root, "bench", options, Single(choose_device(training.device)), dict, print,
             lambda: host_memory().free, FileLayer(self._heard),
         )  # fmt: skip
@@ -138,18 +128,16 @@ class Trainrun:
 
 
 class Blocking:
-    """A function that writes one file, and whether the disk is waited for."""
+    """A function that writes one file, and the disk is waited for."""
 
-    def __init__(self, write: Callable[[Path], None], folder: Path, sync: bool) -> None:
-        self.write, self.path, self.sync, self.durable_at = write, folder / "file", sync, 0.0
+    def __init__(self, write: Callable[[Path], None], folder: Path) -> None:
+        self.write, self.path, self.durable_at = write, folder / "file", 0.0
 
     def begin(self) -> None:
         self.path.unlink(missing_ok=True)
         self.write(self.path)
-        if self.sync:
-            descriptor = os.open(self.path, os.O_RDWR)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
         self.durable_at = time.perf_counter()
 
     def done(self) -> bool:
@@ -188,18 +176,11 @@ def one_turn(training: Training, way: Any) -> Turn:
 
 
 def way_of(name: str, training: Training, folder: Path) -> Any:
-    def plain(path: Path) -> None:
-        torch.save(training.tree(), path)
-
-    def safe(path: Path) -> None:
-        save_file(training.flat(), path)
-
     made: dict[str, Callable[[], Any]] = {
         "trainrun": lambda: Trainrun(training, folder, async_save=True),
         "trainrun sync": lambda: Trainrun(training, folder, async_save=False),
-        "torch.save": lambda: Blocking(plain, folder, sync=False),
-        "torch.save + fsync": lambda: Blocking(plain, folder, sync=True),
-        "safetensors": lambda: Blocking(safe, folder, sync=True),
+        "torch.save": lambda: Blocking(lambda path: torch.save(training.tree(), path), folder),
+        "safetensors": lambda: Blocking(lambda path: save_file(training.flat(), path), folder),
         "dcp async": lambda: Dcp(training, folder),
     }
     return made[name]()
@@ -209,7 +190,6 @@ def serve(connection: Connection, name: str, folder: Path, given: argparse.Names
     """The process of one way: a turn whenever it is told to, until it is told that there are no more."""
     torch.set_num_threads(given.threads)
     keep_freed_memory()
-    background.LOWER_BY = given.lower_by
     training = Training(given.layers, given.width, given.batch, given.device)
     training.step()
     folder.mkdir()
@@ -223,13 +203,10 @@ def show(name: str, turns: list[Turn]) -> None:
     def middle(values: list[float]) -> float:
         return statistics.median(values)
 
-    print(
-        f"{name:20} stall {1e3 * middle([t.stall for t in turns]):7.0f} ms   worst later step "
-        f"{middle([t.worst / t.median for t in turns]):5.2f} x {1e3 * middle([t.median for t in turns]):4.0f} ms   "
-        f"durable after {middle([t.durable for t in turns]):6.2f} s   "
-        f"lost {middle([t.lost for t in turns]):6.2f} s   ({len(turns)})",
-        flush=True,
-    )
+    stall, durable, lost = (middle([getattr(t, key) for t in turns]) for key in ("stall", "durable", "lost"))
+    worst, step = middle([t.worst / t.median for t in turns]), 1e3 * middle([t.median for t in turns])
+    print(f"{name:20} stall {1e3 * stall:7.0f} ms   worst later step {worst:5.2f} x {step:4.0f} ms   "
+          f"durable after {durable:6.2f} s   lost {lost:6.2f} s   ({len(turns)})", flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -241,12 +218,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument(
-        "--folder", type=Path, help="on the disk to be measured; a temporary folder by default"
-    )
-    parser.add_argument(
-        "--lower-by", type=int, default=background.LOWER_BY, help="of the hashing threads, as of `nice`"
-    )
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     add_device(parser)
     parser.add_argument("--only", nargs="+", default=WAYS, choices=WAYS, metavar="WAY")
     given = parser.parse_args()

@@ -6,7 +6,6 @@ For each fault of each workload: the first verdict, the gain it promises, and th
 away, measured in turns of pairs of processes, with what the faulty run chose for itself held fixed. The clean
 workloads must be healthy. What came is measured until the interval of its turns is within 5 %, in up to six pairs of
 processes.
-others: cores that other processes kept busy meanwhile.
 The exit code is 0 whatever is found. `.item()` in every step costs nothing on a CPU, so it must not be named there.
 Not planted: more threads than cores, which no run takes.
 """
@@ -26,13 +25,13 @@ sys.path.insert(0, str(HERE))
 import as_the_command  # noqa: E402,F401  # ahead of torch
 from bench_kit import machine  # noqa: E402
 
-import trainrun.rank  # noqa: E402,F401  # once, for all runs under test
-from trainrun.lab.bench import Bench  # noqa: E402
-from trainrun.lab.choices import config_of, exchanged, key_of, measured_choices  # noqa: E402
-from trainrun.lab.diagnosis import diagnose  # noqa: E402
-from trainrun.lab.duel import Side, steps_for  # noqa: E402
-from trainrun.lab.statistics import Ratio, Spent, ratio_of_totals  # noqa: E402
-from trainrun.lab.verdict import verdict  # noqa: E402
+from trainrun.benchmark.budget import Budget, PacedTurns, steps_for  # noqa: E402
+from trainrun.benchmark.diagnose.diagnosis import diagnose  # noqa: E402
+from trainrun.benchmark.diagnose.rounds import spent  # noqa: E402
+from trainrun.benchmark.diagnose.verdict import verdict  # noqa: E402
+from trainrun.benchmark.run_overrides import config_of, key_of, own_choices, replaced  # noqa: E402
+from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
+from trainrun.timing.paired import Ratio, Spent, ratio_of_totals  # noqa: E402
 
 PAIRS = 7  # of turns, of the run with the fault and the one without, in one pair of processes
 FEWEST, MOST = 2, 6  # pairs of processes; those that come after the fewest take more turns
@@ -97,7 +96,7 @@ def main() -> None:
     )
     chosen = parser.parse_args()
     print(machine())
-    columns = f"{'took':>5} {'others':>6} {'verdict':<11} {'right':<5} {'promised':>8} {'real':>22}  error"
+    columns = f"{'took':>5} {'verdict':<11} {'right':<5} {'promised':>8} {'real':>22}  error"
     print(f"{'workload':<8} {'fault':<25} {columns}")
     right: list[bool] = []
     errors: list[float] = []
@@ -121,30 +120,23 @@ def judged(workload: str, fault: Fault, budget: float) -> tuple[bool, float | No
     """Whether the verdict was right, and how far the promise was from what came."""
     base, began = WORKLOADS[workload], time.monotonic()
     words = without_twice([*base, *fault.words])
-    found = diagnose(words, began + budget, lambda about: None)
+    found = diagnose(words, Budget(budget), lambda about, left: None)
     told = verdict(found)
     good = told.first == fault.expected
-    took = f"{time.monotonic() - began:.0f} s"
-    numbers = f"{took:>5} {found.others:>6.2f} {told.first:<11} {'yes' if good else 'NO':<5}"
-    line = f"{workload:<8} {fault.name:<25} {numbers}"
-    if fault.expected == "healthy":
-        if fault.words:
-            own = measured_choices(config_of(words), found.ready)
-            line += f" {'none':>8} {realised(words, base, own)!s:>22}"
-        print(line, *("" if good else [told.text]), flush=True)
-        return good, None
-    promises = [
-        *(cause.what_if for cause in told.causes),
-        *found.what_ifs,
-    ]  # what is said in words comes first
-    promised = next((each.gain.value for each in promises if each.name == fault.expected), float("nan"))
-    if fault.without is None:
-        print(f"{line} {promised:>7.2f}x", *("" if good else [told.text]), flush=True)
-        return good, None
-    own = measured_choices(config_of(words), found.ready)
-    real = realised(words, without_twice([*base, *fault.without]), own)
-    error = abs(promised / real.value - 1)
-    print(f"{line} {promised:>7.2f}x {real!s:>22}  {error:.0%}", *("" if good else [told.text]), flush=True)
+    took, right = f"{time.monotonic() - began:.0f} s", "yes" if good else "NO"
+    line = f"{workload:<8} {fault.name:<25} {took:>5} {told.first:<11} {right:<5}"
+    error = None
+    if fault.expected != "healthy":
+        # What is said in words comes first.
+        promises = [*(cause.what_if for cause in told.causes), *found.what_ifs]
+        promised = next((each.gain.value for each in promises if each.name == fault.expected), float("nan"))
+        line += f" {promised:>7.2f}x"
+        if fault.without is not None:
+            own = own_choices(config_of(words), found.info)
+            real = realised(words, without_twice([*base, *fault.without]), own)
+            error = abs(promised / real.value - 1)
+            line += f" {real!s:>22}  {error:.0%}"
+    print(line, *("" if good else [told.text]), flush=True)
     return good, error
 
 
@@ -157,14 +149,14 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
             break
         # Each pair in another order, or all of them read the same batches, with the same number of rare stalls.
         order_of_data = [f"seed={number + 1}"]
-        with Bench() as bench:
-            first = bench.start(config_of(exchanged(faulty, [*own, *order_of_data])))
+        with WorkerPool() as pool:
+            first = pool.start(config_of(replaced(faulty, [*own, *order_of_data])))
             said = {key_of(word) for word in clean}
-            held = exchanged(clean, order_of_data)
-            second = bench.start(config_of([*held, *(word for word in own if key_of(word) not in said)]))
+            held = replaced(clean, order_of_data)
+            second = pool.start(config_of([*held, *(word for word in own if key_of(word) not in said)]))
             steps = steps_for(lambda steps, first=first: first.train(steps, variant="whole"))
             sides = [
-                Side(lambda steps, each=each: each.train(steps, variant="whole"), steps)
+                PacedTurns(lambda steps, each=each: each.train(steps, variant="whole"), steps)
                 for each in (first, second)
             ]
             for side in sides:
@@ -174,11 +166,11 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
     return ratio_of_totals(pairs)
 
 
-def pair_of(sides: list[Side], number: int) -> tuple[Spent, Spent]:
+def pair_of(sides: list[PacedTurns], number: int) -> tuple[Spent, Spent]:
     """The second comes first in every other pair."""
     turns = [side() for side in (sides if number % 2 == 0 else sides[::-1])]
     first, second = turns if number % 2 == 0 else turns[::-1]
-    return Spent(first.seconds, first.items), Spent(second.seconds, second.items)
+    return spent(first), spent(second)
 
 
 def sure(gain: Ratio) -> bool:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,23 +13,19 @@ from typing import NamedTuple
 
 import torch
 
-from trainrun import loop
-from trainrun.build.listeners import Listeners
-from trainrun.build.parts import Site, build_parts
-from trainrun.lab.statistics import resampled
-from trainrun.ledger import Ledger
+from trainrun.assemble.assemble import RunContext, build_components
+from trainrun.assemble.monitors import Listeners
+from trainrun.config.compose import compose_run
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.parts import Parts
-from trainrun.process.collector import collect_between_steps, kept_collector
-from trainrun.process.signals import StopFlag
-from trainrun.randomness import derive_seed, seed_everything
-from trainrun.rundir import RunDir
-from trainrun.runner import new_run
-from trainrun.start.stage import Stage
-from trainrun.start.threads import choose_threads
-from trainrun.state import TrainState
-from trainrun.words.compose import compose_run
+from trainrun.runs.run import new_run
+from trainrun.runtime.collector import collect_between_steps, kept_collector
+from trainrun.runtime.signals import StopFlag
+from trainrun.seeding import derive_seed, seed_everything
+from trainrun.timing.phases import PhaseTimer
+from trainrun.training import loop
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
 
 SEED = 42
 
@@ -62,13 +57,10 @@ Hand = Iterator[tuple[float, float]]  # loss and items since the last turn; the 
 
 
 class TakesTurns:
-    """A monitor: whenever the runner has done its part, every hand-written loop does the same.
+    """A monitor: whenever the runner has validated, every hand-written loop does the same."""
 
-    at: `eval`, where both validate, or `step`: log points, without the validation of either.
-    """
-
-    def __init__(self, hands: Mapping[str, Hand], state: TrainState, at: str, threads: int | None) -> None:
-        self.hands, self.state, self.at, self.threads = dict(hands), state, at, threads
+    def __init__(self, hands: Mapping[str, Hand], state: TrainState) -> None:
+        self.hands, self.state = dict(hands), state
         self.ours: list[Turn] = []
         self.theirs: dict[str, list[Turn]] = {name: [] for name in hands}
         self.mark = self.items = 0.0
@@ -78,24 +70,19 @@ class TakesTurns:
             next(hand)
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        if self.at == "step":
-            self._turn(row["train/loss"])
+        """Nothing: turns end where both validate."""
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        if self.at == "eval":
-            self._turn(row["val/loss"])
+        self._turn(row["val/loss"])
         self.mark = now()
 
     def _turn(self, loss: float) -> None:
         self.ours.append(Turn(now() - self.mark, loss, self.state.items - self.items))
         self.items = self.state.items
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads or threads)
         for name, hand in self.hands.items():
             started = now()
             found = next(hand)
             self.theirs[name].append(Turn(now() - started, *found))
-        torch.set_num_threads(threads)
         self.mark = now()
 
     def on_note(self, text: str) -> None: ...
@@ -107,67 +94,46 @@ class TakesTurns:
 
 class Round(NamedTuple):
     turns: TakesTurns
-    parts: Parts
+    run: Components
     state: TrainState
 
 
-def one_round(words: list[str], folder: Path, hands: Callable[[Parts], Mapping[str, Hand]], at: str = "eval",
-              threads: int | None = None, device: str = "cpu") -> Round:  # fmt: skip
-    """The runner's `loop.fit` with all that its config switches on, and the hand-written loops in its pauses.
-
-    threads: of the hand-written loops; None: as many as the runner takes.
-    """
+def one_round(words: list[str], folder: Path, hands: Callable[[Components], Mapping[str, Hand]],
+              device: str = "cpu") -> Round:  # fmt: skip
+    """The runner's `loop.fit` with all that its config switches on, and the hand-written loops in its pauses."""
     composition = compose_run([*words, on(device), f"seed={SEED}", f"output_dir={folder / 'run'}"])
     config = composition.config
-    run = new_run(composition, words)
-    ledger = Ledger()
-    listeners = Listeners(run, config, ledger)
+    run_dir = new_run(composition, words)
+    phases = PhaseTimer()
+    listeners = Listeners(run_dir, config, phases)
     monitors = list(listeners.monitors)
-    site = Site(
-        run,
-        "bench",
-        Single(choose_device(device)),
-        StopFlag(),
-        monitors,
-        listeners.on_position,
-        listeners.on_log,
-        ledger=ledger,
-    )
+    parallel, heard = Single(choose_device(device)), (listeners.on_position, listeners.on_log)
+    site = RunContext(run_dir, "bench", parallel, StopFlag(), monitors, *heard, phases=phases, measures=True)
     before = torch.get_num_threads()
     closing = contextlib.ExitStack()
     closing.enter_context(kept_collector())
     try:
         seed_everything(derive_seed(SEED))
-        parts, facts = build_parts(config, site)
-        with Stage(parts) as stage:
-            choose_threads(parts, None, stage)
+        run, facts = build_components(config, site)
         state = TrainState()
-        turns = TakesTurns(hands(parts), state, at, threads)
+        turns = TakesTurns(hands(run), state)
         monitors.append(turns)
-        listeners.attach(parts, state)
+        listeners.attach(run, state)
         if config.trainer.python_gc == "between_steps":
             collect_between_steps()
-        parts.cadence.start(state)
+        run.triggers.start(state)
         seed_everything(derive_seed(SEED))
-        parts.board.on_start(facts, state)
+        run.monitors.on_start(facts, state)
         turns.mark = now()
-        loop.fit(parts, state)
-        parts.checkpoints.close()  # what is still being written counts
-        if at == "eval":  # the best and the last checkpoint
-            last = turns.ours.pop()
-            turns.ours.append(last._replace(seconds=last.seconds + now() - turns.mark))
-        return Round(turns, parts, state)
+        loop.fit(run, state)
+        run.checkpoints.close()  # what is still being written counts
+        last = turns.ours.pop()  # with the best and the last checkpoint
+        turns.ours.append(last._replace(seconds=last.seconds + now() - turns.mark))
+        return Round(turns, run, state)
     finally:
         closing.close()
         listeners.close()
         torch.set_num_threads(before)
-
-
-def built(words: list[str], device: str = "cpu") -> Parts:
-    """Parts for their data and model; nothing is trained or written with them."""
-    composition = compose_run([*words, on(device), f"seed={SEED}"])
-    site = Site(RunDir(Path("nowhere")), "bench", Single(choose_device(device)), StopFlag(), [])
-    return build_parts(composition.config, site)[0]
 
 
 @contextlib.contextmanager
@@ -181,11 +147,6 @@ def silence() -> Iterator[None]:
         os.dup2(stdout, 1)
         os.close(null)
         os.close(stdout)
-
-
-def spread(values: list[float]) -> str:
-    low, high = resampled(values, 0.95)
-    return f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f}, {len(values)} pairs)"
 
 
 def machine() -> str:

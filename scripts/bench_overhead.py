@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import tempfile
 from pathlib import Path
@@ -31,7 +30,8 @@ from torch.nn import functional
 
 from trainrun.data.readers.builtin import digits
 from trainrun.model.mlp import Mlp
-from trainrun.randomness import derive_seed
+from trainrun.seeding import derive_seed
+from trainrun.timing.paired import Spent, ratio_of_totals
 
 
 def hand_written(epochs: int, hidden: list[int], folder: Path, device: str = "cpu") -> bench_kit.Hand:
@@ -101,18 +101,6 @@ def one_round(
     return turns
 
 
-def interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """95 % of the ratio of the sums, by resampling the pairs of epochs."""
-    draw = random.Random(0)
-    pairs = list(zip(ours, theirs, strict=True))
-    ratios = []
-    for _ in range(1000):
-        sample = draw.choices(pairs, k=len(pairs))
-        ratios.append(sum(one for one, _ in sample) / sum(other for _, other in sample))
-    ratios.sort()
-    return ratios[25], ratios[974]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -145,7 +133,8 @@ def main() -> None:
         if number:
             ours += one
             theirs += other
-    low, high = interval(ours, theirs)
+    pairs = [(Spent(one, 1.0), Spent(other, 1.0)) for one, other in zip(theirs, ours, strict=True)]
+    _, high, low, _ = (1 / one for one in ratio_of_totals(pairs))
     epochs = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
     print(f"runner / hand {sum(ours) / sum(theirs):.3f} ({low:.3f} to {high:.3f}, {len(ours)} pairs of epochs); "
           f"median epoch {epochs:.3f}")  # fmt: skip

@@ -1,7 +1,7 @@
 """Data sets and models for `bench_data.py`: each loads in a way of its own, for a model that fills the cores
 and one that waits.
 
-A sample is a grey picture (1, 28, 28) and a label, whatever it costs to get it; of `Verses`, a line of words.
+A sample is a grey picture (1, 28, 28) and a label, whatever it costs to get it.
 Any of them may be read by several threads at once.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import tempfile
 import time
-import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-
-from trainrun.data.readers.builtin import fashion_mnist
 
 SAMPLES = 4096
 
@@ -55,18 +52,6 @@ class Computes(Waits):
         return picture(index), (index + 0 * total) % 10
 
 
-class Releases(Waits):
-    """C code that lets go of the lock: what is decompressed takes `seconds` or so."""
-
-    def __init__(self, seconds: float, samples: int = SAMPLES) -> None:
-        super().__init__(seconds, samples)
-        noise = np.random.default_rng(0).integers(0, 64, int(seconds * 1.5e8), dtype=np.uint8)
-        self.packed = zlib.compress(noise.tobytes(), 1)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return picture(index) + 0 * zlib.decompress(self.packed)[0], index % 10
-
-
 class Jpegs:
     """A JPEG of 256x256, decoded and scaled down."""
 
@@ -88,21 +73,6 @@ class Jpegs:
         return torch.from_numpy(np.array(image, dtype=np.float32) / 255)[None], index % 10
 
 
-class Large:
-    """A picture of 512x512, of which a part is used: 1 MB is moved for every sample."""
-
-    thread_safe = True
-
-    def __init__(self) -> None:
-        self.picture = torch.rand(1, 512, 512)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.picture.clone()[:, :28, :28].contiguous(), index % 10
-
-
 def tiny() -> tuple[Tensor, Tensor]:
     """In memory."""
     return torch.stack([picture(i) for i in range(SAMPLES)]), torch.arange(SAMPLES) % 10
@@ -118,43 +88,6 @@ def mapped_file() -> Path:
     path = Path(tempfile.mkdtemp()) / "pictures.npy"
     np.save(path, tiny()[0].numpy())
     return path
-
-
-def fashion_bytes() -> tuple[Tensor, Tensor]:
-    """The 60,000 pictures of Fashion-MNIST as they are: grey, uint8."""
-    data = fashion_mnist.load("train", normalize=False)
-    return (data.tensors[0] * 255).round().byte(), data.tensors[1]
-
-
-class Rows:
-    """One tensor a sample, indexed one by one, as most people write it."""
-
-    thread_safe = True
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return picture(index), index % 10
-
-
-class Verses:
-    """Lines of 4 to 120 words, looked up one by one in a vocabulary of 2,000."""
-
-    thread_safe = True
-
-    def __init__(self) -> None:
-        draws = np.random.default_rng(0)
-        self.lengths = np.clip(draws.lognormal(3.3, 0.6, SAMPLES), 4, 120).astype(np.int64)
-        self.numbers = {f"word{i}": i for i in range(2000)}
-        words = np.array(list(self.numbers))
-        self.lines = [" ".join(words[draws.integers(0, 2000, length)]) for length in self.lengths]
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.tensor([self.numbers[word] for word in self.lines[index].split()]), index % 10
 
 
 class Filling(nn.Module):
@@ -183,32 +116,6 @@ class Waiting(nn.Module):
         return self.layer(inputs.flatten(1))
 
 
-class FillingText(nn.Module):
-    """The same for words, about 15 ms a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(2000, 128)
-        self.layers = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
-        self.last = nn.Linear(128, 10)
-
-    def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden = self.layers(self.words(inputs)) * attention_mask.unsqueeze(-1)
-        return self.last(hidden.mean(1))
-
-
-class WaitingText(nn.Module):
-    """The same for words: a step that waits 15 ms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.EmbeddingBag(2000, 10)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        time.sleep(0.015)
-        return self.words(inputs)
-
-
 def source(name: str, *words: str, batch_size: int = 64) -> list[str]:
     return ["data=custom", "data.num_classes=10", f"data.batch_size={batch_size}", "trainer.max_epochs=40",
             f"data.train._target_=bench_sets.{name}", *words]  # fmt: skip
@@ -217,20 +124,16 @@ def source(name: str, *words: str, batch_size: int = 64) -> list[str]:
 REGIMES = {
     "tiny": source("tiny"),
     "mapped": source("mapped"),
-    "rows": source("Rows"),
     "jpeg": source("Jpegs"),
-    "large": source("Large"),
     "slow-disk": source("Waits", "data.train.seconds=0.0005"),
     "python": source("Computes", "data.train.seconds=0.0002"),
-    "zlib": source("Releases", "data.train.seconds=0.0003"),
-    "text": source("Verses", "data.padding=bucket"),
 }
 MODELS = ("fills", "waits")
 
 
-def words_of(regime: str, model: str) -> list[str]:
+def settings_of(regime: str, model: str) -> list[str]:
     """The command line of a cell."""
-    name = {"fills": "Filling", "waits": "Waiting"}[model] + ("Text" if regime == "text" else "")
+    name = {"fills": "Filling", "waits": "Waiting"}[model]
     return [*REGIMES[regime], "model=custom", f"model._target_=bench_sets.{name}"]
 
 

@@ -2,7 +2,6 @@
 
     python scripts/faults.py [F1 F3 ...]        the suites named, all of them if none is
     python scripts/faults.py --full             every suite in full size
-    python scripts/faults.py F12 --full         one of them: 20,000 sealed headers and states that make no sense
     python scripts/faults.py F15 --full --part 2/4      the second quarter of its cases
     python scripts/faults.py --soak 2000        that many mixed faults
     python scripts/faults.py --case "fp32 kill@mark=40 enospc@file=17"      one case again, its files kept
@@ -46,8 +45,8 @@ OWN = {  # not made of cases that are played
 }  # fmt: skip
 ELSEWHERE = """\
 Not here: F5 (sharded models), which trainrun has not; what the tests show without a fault from outside: F20 (no memory,
-tests/test_retry.py, tests/runs/test_out_of_memory.py), F22 (a resume elsewhere, tests/test_resumption.py), F23 (two
-processes in one folder, tests/test_runlock.py)."""
+tests/training/recovery/test_retry.py, tests/runs/test_out_of_memory.py), F22 (a resume elsewhere,
+tests/assemble/test_resumption.py), F23 (two processes in one folder, tests/runs/test_lock.py)."""
 
 
 def main() -> int:
@@ -147,7 +146,12 @@ def plan(referee: Referee, words: argparse.Namespace, folder: Path) -> Iterator[
 
 
 def played(
-    referee: Referee, words: argparse.Namespace, make: Make, rng: random.Random, size: float, tally: Tally
+    referee: Referee,
+    words: argparse.Namespace,
+    make: Make,
+    rng: random.Random,
+    size: float,
+    tally: Tally,
 ) -> None:
     first, every = words.part
     judge(referee, make(referee.reference, rng, size)[first - 1 :: every], words.judges, tally.add)

@@ -6,9 +6,9 @@
 | phase | decides | minutes |
 | --- | --- | --- |
 | smoke | whether anything works at all; the tests marked `gpu` | 9 |
-| bugs | what a GPU alone shows: recomputed dropout, recurrent nets in graphs, memory near its limit, waits | 6 |
-| speed | compilation, graphs, number types, offloading; a hand-written loop with the same model | 9 |
-| start | automatic choices and presets, `diagnose` and `tune`, the tests marked `gpu` and `slow` | 6 |
+| bugs | what a GPU alone shows: recurrent nets in graphs, memory near its limit, waits | 6 |
+| speed | compilation, graphs, number types, offloading; with and without each | 9 |
+| start | automatic choices and presets, `diagnose` and `autotune`, the tests marked `gpu` and `slow` | 6 |
 | last | the memory checker of CUDA, a large checkpoint during training | 5 |
 
 Every case is a process of its own with its own limit, so that one hang or fault of CUDA costs no other. Texts are in
@@ -53,7 +53,6 @@ GPT = (
 MIXED = ("data.batch_size=32", "precision=bf16-mixed", "trainer.max_steps=60")
 PICTURES = ("data=synthetic", "data.shape=[3,32,32]", "data.train.num_samples=50000", *STEPS)
 CNN = (*PICTURES, "model=cnn", "model.norm=batch", "data.batch_size=512", "trainer.max_steps=200")
-RESNET = (*PICTURES, "model=resnet", "data.batch_size=512", "trainer.max_steps=100")
 MLP = ("data=digits", *STEPS, "data.batch_size=64", "trainer.max_steps=3000")
 LSTM = (
     *TEXT, "model=lstm", "data.train.block_size=256", "data.batch_size=32", "trainer.max_epochs=null",
@@ -65,10 +64,6 @@ FP8 = (
 )  # fmt: skip
 GRAPHS, STEP = ("trainer.cuda_graphs=true",), ("trainer.compile=step",)
 SHORT = ("trainer.max_steps=60", "monitor.sync_debug=true")
-BAD_LABELS = (
-    "data=custom", "data.train._target_=bad_labels.load", "data.shape=[64]", "data.num_classes=10", "data.val=null",
-    "trainer.max_epochs=1",
-)  # fmt: skip
 LARGE = (*GPT, *MIXED, "trainer.max_steps=200", "checkpoint.every_n_train_steps=50")
 
 # name: (phase, seconds, words). What is read from each: state, seconds, speed, peak memory, notes.
@@ -76,50 +71,31 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "smoke mlp": ("smoke", 90, ("data=digits", "trainer.max_epochs=2")),
     "smoke cnn fast": ("smoke", 120, ("data=digits", "model=cnn", "trainer.max_epochs=2", "preset=fast")),
     "smoke gpt bf16": ("smoke", 120, (*SMALL, *STEPS, "precision=bf16-mixed", "trainer.max_steps=30")),
-    "smoke ddp1": (
-        "smoke",
-        120,
-        ("data=digits", "trainer.max_epochs=2", "parallel=ddp", "parallel.devices=1"),
-    ),
     "smoke compile": ("smoke", 180, (*SMALL, *STEPS, "trainer.max_steps=30", "trainer.compile=model")),
     "lstm plain": ("bugs", 120, LSTM),
     "lstm graphs": ("bugs", 120, (*LSTM, *GRAPHS)),  # the validation losses of both must fall alike
     "fp8 ragged": ("bugs", 120, FP8),
     "sync mlp": ("bugs", 90, (*MLP, *SHORT)),
     "sync gpt": ("bugs", 90, (*SMALL, *STEPS, *SHORT)),
-    "sync graphs": ("bugs", 90, (*MLP, *GRAPHS, *SHORT)),
     "gpt plain": ("speed", 120, (*GPT, *MIXED)),
     "gpt compile": ("speed", 240, (*GPT, *MIXED, "trainer.compile=model")),
     "gpt step": ("speed", 240, (*GPT, *MIXED, *STEP)),
     "gpt step graphs": ("speed", 240, (*GPT, *MIXED, *STEP, *GRAPHS)),
     "gpt graphs": ("speed", 120, (*GPT, *MIXED, *GRAPHS)),
-    "gpt one chunk": ("speed", 120, (*GPT, *MIXED, "task.loss_chunks=1")),
     "gpt muon": ("speed", 120, (*GPT, *MIXED, "optimizer=muon")),
-    "gpt selective": ("speed", 120, (*GPT, *MIXED, "trainer.gradient_checkpointing=selective")),
     "gpt full": ("speed", 120, (*GPT, *MIXED, "trainer.gradient_checkpointing=full")),
     "gpt act offload": (
         "speed",
         120,
-        (*GPT, *MIXED, "trainer.activation_offload=true", "trainer.max_steps=20"),
-    ),
-    "gpt opt offload": (
-        "speed",
-        120,
-        (*GPT, *MIXED, "trainer.cpu_offload=optimizer", "trainer.max_steps=20"),
+        (*GPT, "data.batch_size=32", "trainer.activation_offload=true", *SHORT),
     ),
     "cnn plain": ("speed", 90, CNN),
-    "cnn high": ("speed", 90, (*CNN, "precision.matmul=high")),
     "cnn bf16 last": ("speed", 90, (*CNN, "precision=bf16-mixed", "trainer.channels_last=true")),
-    "cnn benchmark": ("speed", 90, (*CNN, "trainer.benchmark=true")),
     "cnn graphs": ("speed", 90, (*CNN, *GRAPHS)),
-    "resnet plain": ("speed", 90, RESNET),
-    "resnet graphs": ("speed", 90, (*RESNET, *GRAPHS)),
-    "resnet step graphs": ("speed", 240, (*RESNET, *STEP, *GRAPHS)),
     "mlp plain": ("speed", 60, MLP),
     "mlp graphs": ("speed", 60, (*MLP, *GRAPHS)),
     "mlp step graphs": ("speed", 180, (*MLP, *STEP, *GRAPHS)),
     "preset fast": ("start", 120, ("data=digits", "model=cnn", "preset=fast", "trainer.max_epochs=200")),
-    "preset max": ("start", 240, ("data=digits", "model=cnn", "preset=max-perf", "trainer.max_epochs=200")),
 }
 
 
@@ -148,69 +124,12 @@ def machine_facts() -> dict[str, Any]:
     import torch
 
     free, total = torch.cuda.mem_get_info()
-    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-    for _ in range(3):
-        a @ a
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(20):
-        a @ a
-    last.record()
-    torch.cuda.synchronize()
-    return {
-        "torch": torch.__version__, "cuda": torch.version.cuda, "name": torch.cuda.get_device_name(),
-        "free_gb": free / 1e9, "total_gb": total / 1e9, "python": sys.version.split()[0],
-        "tflops": 20 * 2 * 8192**3 / first.elapsed_time(last) / 1e9, "cpus": os.cpu_count(),
-    }  # fmt: skip
-
-
-def attention_draws() -> dict[str, Any]:
-    """Whether a fused kernel with dropout moves the generator on the host."""
-    import torch
-
-    q = torch.randn(2, 4, 256, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    before = torch.cuda.get_rng_state()
-    torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
-    return {"moved": not torch.equal(before, torch.cuda.get_rng_state())}
-
-
-def recomputed_dropout(layers: int = 3, width: int = 256, batch: int = 8) -> dict[str, Any]:
-    """How far gradients of recomputed blocks are from those of kept ones: rounding in all four."""
-    import torch
-
-    from trainrun.model.gpt import Gpt
-    from trainrun.transform.gradient_checkpointing import gradient_checkpointing
-
-    found = {}
-    for drop in (0.0, 0.1):
-        grads = {}
-        for mode in ("none", "full", "selective"):
-            torch.manual_seed(0)
-            model = Gpt(vocab_size=256, context=256, layers=layers, width=width, heads=4, dropout=drop).to(
-                DEVICE
-            )
-            if mode != "none":
-                gradient_checkpointing(model, mode)
-            tokens = torch.randint(256, (batch, 256), device=DEVICE)
-            torch.manual_seed(1)
-            with torch.autocast(DEVICE, torch.bfloat16):
-                loss = torch.nn.functional.cross_entropy(
-                    model(tokens).flatten(0, 1).float(), tokens.flatten()
-                )
-            loss.backward()
-            grads[mode] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        for mode in ("full", "selective"):
-            gap = (grads[mode] - grads["none"]).norm() / grads["none"].norm()
-            found[f"dropout {drop}, {mode}"] = gap.item()
-    return found
+    names = {"torch": torch.__version__, "cuda": torch.version.cuda, "name": torch.cuda.get_device_name()}
+    return names | {"free_gb": free / 1e9, "total_gb": total / 1e9, "cpus": os.cpu_count()}
 
 
 NEAR_WORDS = (
     *GPU, *GPT, "data.batch_size=32", "precision=auto", "trainer.max_steps=4000", "trainer.max_time=60",
-)  # fmt: skip
-OFFLOAD_WORDS = (
-    *GPU[:-1], *GPT, "data.batch_size=1", "precision=bf16-mixed", "trainer.cpu_offload=optimizer",
-    "trainer.max_steps=3",
 )  # fmt: skip
 
 
@@ -222,101 +141,20 @@ def near_the_limit() -> dict[str, Any]:
     return one_run(*NEAR_WORDS)
 
 
-def offloaded_resume() -> dict[str, Any]:
-    import torch
-
-    from trainrun.cli import main
-
-    assert main([*OFFLOAD_WORDS, "output_dir=off"]) == 0
-    first = torch.cuda.max_memory_allocated()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    assert main(["resume", "off", "trainer.max_steps=6"]) == 0
-    return {"first_peak_gb": first / 1e9, "resume_peak_gb": torch.cuda.max_memory_allocated() / 1e9}
-
-
-def deterministic_second() -> dict[str, Any]:
-    """CUBLAS_WORKSPACE_CONFIG is read at the first product of a process."""
-    one_run(*GPU, "data=digits", "trainer.max_steps=5")
-    return one_run(*GPU, "data=digits", "trainer.max_steps=5", "trainer.deterministic=true")
-
-
-def label_file() -> None:
-    Path("bad_labels.py").write_text(
-        "import torch\nfrom torch.utils.data import TensorDataset\n"
-        "def load():\n    y = torch.arange(6400) % 10\n    y[3000] = 10\n"
-        "    return TensorDataset(torch.randn(6400, 64), y)\n"
-    )
-    sys.path.insert(0, os.getcwd())
-
-
-def label_out_of_range() -> dict[str, Any]:
-    label_file()
-    return one_run(*GPU, *BAD_LABELS)
-
-
-def hand_written(layers: int = 12, width: int = 768, heads: int = 12, context: int = 1024, vocab: int = 50304,
-                 batch: int = 32, steps: int = 60) -> dict[str, Any]:  # fmt: skip
-    """The loop to compare `gpt plain` with: the same model in bf16, fused AdamW, tokens that lie on the device."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    from trainrun.model.gpt import Gpt
-
-    def synchronize() -> None:
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-
-    torch.manual_seed(0)
-    model = Gpt(vocab_size=vocab, context=context, layers=layers, width=width, heads=heads).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    tokens = torch.randint(vocab, (8, batch, context + 1), device=DEVICE)
-    start, warm = 0.0, steps // 3
-    for step in range(steps):
-        if step == warm:
-            synchronize()
-            start = time.perf_counter()
-        block = tokens[step % len(tokens)]
-        with torch.autocast(DEVICE, torch.bfloat16):
-            logits = model(block[:, :-1])
-        loss = cross_entropy(logits.flatten(0, 1).float(), block[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    synchronize()
-    seconds = time.perf_counter() - start
-    return {
-        "seconds": round(seconds, 3),
-        "samples_per_second": (steps - warm) * batch / seconds,
-        "tokens_per_second": (steps - warm) * batch * context / seconds,
-        "loss": loss.item(),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if DEVICE == "cuda" else None,
-    }
-
-
 SNIPPETS: dict[str, tuple[str, int, Callable[[], dict[str, Any]]]] = {
     "facts": ("smoke", 90, machine_facts),
-    "selective with dropout": ("bugs", 120, recomputed_dropout),
-    "attention draws": ("bugs", 60, attention_draws),
     "auto near the limit": ("bugs", 150, near_the_limit),
-    "offloaded resume": ("bugs", 180, offloaded_resume),
-    "deterministic second": ("bugs", 90, deterministic_second),
-    "label out of range": ("bugs", 60, label_out_of_range),
-    "gpt by hand": ("speed", 120, hand_written),
     "large checkpoints": ("last", 180, lambda: one_run(*GPU[:-1], *LARGE)),
 }
 
-TRAINRUN, PYTEST = (
-    ("-m", "trainrun"),
-    ("-m", "pytest", "-o", "filterwarnings=default", "-p", "no:cacheprovider", "-q"),
-)
+TRAINRUN = ("-m", "trainrun")
+PYTEST = ("-m", "pytest", "-o", "filterwarnings=default", "-p", "no:cacheprovider", "-q")
 # words of Python, from the root of the repository or, of the command, from a folder that is thrown away
 COMMANDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "tests": ("smoke", 370, (*PYTEST, "-n", "4", "-m", "gpu and not slow", "--maxfail=30", "tests")),
     "slow tests": ("start", 400, (*PYTEST, "-m", "gpu and slow", "tests")),
     "diagnose gpt": ("start", 150, (*TRAINRUN, "diagnose", "--budget", "60", *GPU, *GPT, *MIXED)),
-    "tune cnn": ("start", 180, (*TRAINRUN, "tune", "--budget", "60", *GPU, *CNN)),
+    "autotune cnn": ("start", 180, (*TRAINRUN, "autotune", "--budget", "60", *GPU, *CNN)),
     "memory checker": ("last", 300, (*TRAINRUN, *GPU, *MLP, *GRAPHS, "trainer.max_steps=20")),
 }
 
@@ -324,12 +162,7 @@ COMMANDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 def composed_words() -> dict[str, tuple[str, ...]]:
     """The words of a run of every case that has some."""
     found = {name: (*GPU, *words) for name, (_, _, words) in RUNS.items()}
-    found |= {
-        "near": NEAR_WORDS,
-        "offload": OFFLOAD_WORDS,
-        "labels": (*GPU, *BAD_LABELS),
-        "large": (*GPU[:-1], *LARGE),
-    }
+    found |= {"near": NEAR_WORDS, "large": (*GPU[:-1], *LARGE)}
     for name, (_, _, words) in COMMANDS.items():
         if words[:2] == TRAINRUN:
             found[name] = tuple(word for word in words if "=" in word)
@@ -338,13 +171,12 @@ def composed_words() -> dict[str, tuple[str, ...]]:
 
 def check() -> int:
     """How many cases have words that this version does not know."""
-    from trainrun.words.compose import compose_run
+    from trainrun.config.compose import compose_run
 
     faults = 0
     with tempfile.TemporaryDirectory() as folder:
         before = os.getcwd()
         os.chdir(folder)
-        label_file()
         for name, words in composed_words().items():
             try:
                 compose_run(list(words))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainrun.config import RunConfig
-from trainrun.words.help import setting_rows
+from trainrun.config.help_text import setting_rows
 
 TARGET = Path(__file__).resolve().parents[1] / "trainrun" / "manual" / "settings.md"
 HEAD = """\
@@ -19,7 +18,7 @@ brings along (`model.width`, `optimizer.lr`) are listed by `trainrun --help mode
 def settings_text() -> str:
     """The whole file: one table a section."""
     tables: dict[str, list[str]] = {}
-    for name, default, meaning in setting_rows(RunConfig()):
+    for name, default, meaning in setting_rows():
         section = name.rpartition(".")[0] or "the run itself"
         shown = meaning.replace("|", "\\|")
         tables.setdefault(section, []).append(f"| `{name}` | `{default}` | {shown} |")

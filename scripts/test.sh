@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # From nothing to checked code: makes .venv, installs the pinned packages, and runs scripts/check.
-# Further words go to pytest:  bash scripts/test.sh tests/sweep -x
+#   bash scripts/test.sh                   the tests that start no process
+#   bash scripts/test.sh all               every test that this machine can run
+#   bash scripts/test.sh tests/sweep -x    other arguments go to pytest
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent
+# Importable by name, in a config too, as a user's own code is.
+sys.path += [
+    str(TESTS / room) for room in (".", "runs", "step", "benchmark", "autotune", "convert", "data/cache")
+]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU
 # Whoever starts the tests may ignore or block signals (`nohup`, a job in the background of a script): tests do not.
@@ -18,7 +23,32 @@ signal.pthread_sigmask(signal.SIG_SETMASK, [])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+import lanes  # noqa: E402  # imports torch, which reads the environment
+
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
+watch = lanes.Watch()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    watch.install()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by `-m`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives each test its lane. The longest come first, so that no process waits for another at the end."""
+    for item in items:
+        if not any(mark.name in lanes.LANES for mark in item.iter_markers()):
+            room = item.path.relative_to(TESTS).parts[0]
+            needs_gpu = item.get_closest_marker("gpu") is not None
+            item.add_marker(lanes.PROCESS if needs_gpu else lanes.LANE_OF.get(room, lanes.UNIT))
+    items.sort(key=lambda item: -lanes.LANES.index(lanes.lane_of_item(item)))
+
+
+@pytest.fixture(autouse=True)
+def lane(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test does no more than its lane allows."""
+    with watch.of_lane(lanes.lane_of_item(request.node)):
+        yield
 
 
 @pytest.fixture(autouse=True)

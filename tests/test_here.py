@@ -66,6 +66,7 @@ def test_one_that_was_imported_already_wins_no_more(folder: Path) -> None:
         assert build({"_target_": target}, "model")() == ("trainrun.here.here_common.part", 1)
 
 
+@pytest.mark.process
 def test_pickled_and_in_another_process(folder: Path) -> None:
     (folder / "sched.py").write_text(NET)
     made = build({"_target_": "sched.Net", "width": 4}, "data.train")

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainrun.errors import TrainrunError as TrainrunError
-    from trainrun.record import Run as Run
-    from trainrun.record import load_run as load_run
-    from trainrun.record import train as train
+    from trainrun.runs.api import Run as Run
+    from trainrun.runs.api import load_run as load_run
+    from trainrun.runs.api import train as train
 
 __all__ = ["Run", "TrainrunError", "load_model", "load_run", "train"]
 
 
 def load_model(run_dir: str | Path, which: str = "best", trust: bool = False) -> nn.Module:
     """The trained network of a run folder, in evaluation mode, on the CPU. trust: run the code that it names."""
-    from trainrun.record import load_run
+    from trainrun.runs.api import load_run
 
     return load_run(run_dir, trust).load_model(which)
 
@@ -31,7 +31,7 @@ def load_model(run_dir: str | Path, which: str = "best", trust: bool = False) ->
 def __getattr__(name: str) -> Any:
     """Imported when asked for: the command line must not pay for it."""
     if name in ("Run", "load_run", "train"):
-        from trainrun import record
+        from trainrun.runs import api as record
 
         return getattr(record, name)
     if name == "TrainrunError":

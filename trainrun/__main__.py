@@ -3,11 +3,11 @@
 import os
 import sys
 
-import trainrun.ledger  # noqa: F401  (it looks at the clock)
+import trainrun.timing.phases  # noqa: F401  (it looks at the clock)
 from trainrun.output import complain
-from trainrun.process.collector import nothing_to_collect, rest_while_starting
-from trainrun.process.signals import leave_at_interrupt
-from trainrun.process.streams import guard_streams
+from trainrun.runtime.collector import nothing_to_collect, rest_while_starting
+from trainrun.runtime.signals import leave_at_interrupt
+from trainrun.runtime.streams import guard_streams
 
 # GNU's OpenMP counts looks, LLVM's and Intel's milliseconds
 WAITING = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
@@ -20,7 +20,7 @@ def entry() -> None:
     leave_at_interrupt()
     rest_while_starting()
     wait_briefly()
-    from trainrun.cli import main
+    from trainrun.cli.main import main
 
     code = main()
     if "torch" not in sys.modules:  # no run was built, and no code of the user's was called
@@ -35,7 +35,7 @@ def wait_briefly() -> None:
     has taken the core of the one that is waited for, this takes the core from it too: next to one busy process a step
     of a small GPT took 286 to 366 ms with two threads, 98 to 100 this way and 69 asleep at once. But a core that sleeps
     is slow to wake where nobody else uses it: quiet, that step took 37 ms in the usual way, 39 this way and 57 to 58
-    asleep at once (2 cores of an Intel Xeon, a virtual machine; `python scripts/bench_speed.py waiting --rounds 2`).
+    asleep at once (2 cores of an Intel Xeon, a virtual machine).
 
     Read when OpenMP is loaded, so set here, ahead of torch; ranks and workers inherit it.
     """

@@ -40,6 +40,13 @@ def is_node(value: Any) -> bool:
     return isinstance(value, dict) and TARGET in value
 
 
+def named_nodes(value: Any) -> dict[str, Any]:
+    """The nodes that stand by name in a place without a target of its own; empty in every other place."""
+    if not isinstance(value, dict) or value.get(TARGET):
+        return {}
+    return {name: inner for name, inner in value.items() if is_node(inner)}
+
+
 def locate(target: Any, key: str) -> Any:
     """The callable at a dotted path: modules are imported, the rest are attributes.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from trainrun.errors import PluginError
@@ -238,6 +238,9 @@ class Agreed(NamedTuple):
     save: int
 
 
+NOT_AGREED = Agreed(-1.0, 0, 0)  # of a step that asked nobody
+
+
 class Parallel(Protocol):
     """Who else trains the same model, and how the ranks talk to each other."""
 
@@ -254,8 +257,24 @@ class Parallel(Protocol):
     def local_world_size(self) -> int:
         """Ranks on this machine: they share its cores and memory."""
 
+    def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """The new model, its tensors where this backend wants them."""
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module to call in training: it averages gradients over the ranks."""
+
+    def grad_norm(self, norm: Tensor) -> Tensor:
+        """The 2-norm of all gradients (0-d), from that of the gradients of this rank after their exchange."""
+
+    def any_rank(self, flag: Tensor) -> Tensor:
+        """Raise a flag (0-d, of this rank's gradients after their exchange) in place where any rank raised it."""
+
+    def state_dict(self, tree: Any) -> Any:
+        """A tree of state as checkpoints hold it: every tensor whole. All ranks call it together."""
+
+    def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
+        """The tree again as this rank holds it. like: the model's tensors by name; state below such a name belongs to
+        that tensor."""
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         """Surrounds forward and backward of a micro-batch; ranks exchange gradients in the last only."""
@@ -275,7 +294,7 @@ class Parallel(Protocol):
 
 
 @runtime_checkable
-class Careful(Protocol):
+class DeferredSync(Protocol):
     """A backend whose ranks can wait with the exchange until every one of them has its gradients.
 
     cannot_wait: why it cannot, with these options; "" if it can.
@@ -298,7 +317,7 @@ class Careful(Protocol):
 class Gradients(NamedTuple):
     """What forward and backward of a window give besides the gradients; the fields of `StepReport`.
 
-    items: a tensor until `Counting.settle`, where outputs on a device say them.
+    items: a tensor until they are settled, where outputs on a device say them.
     """
 
     losses: list[Tensor]
@@ -319,24 +338,21 @@ class Counting(Protocol):
     def late(self, out: StepOutput) -> Any:
         """The items that only the output says, an int or a 0-d tensor; 0 if they are known already."""
 
-    def settle(self, found: Gradients) -> Gradients:
-        """After the last backward of a window: gradients divided by what came late, and the items of the step."""
-
 
 @dataclass(slots=True)
 class StepReport:
     """Facts of one optimizer step. Tensors stay on the device until a monitor asks.
 
-    losses: per micro-batch, 0-d, summed over the items of this rank.
-    items: items of this rank; agreed: what all ranks agreed on.
-    sums: the task's sums over the step on this rank; empty unless they were asked for.
+    losses: per micro-batch, 0-d and detached, summed over the items of this rank.
+    items: items of this rank; agreed: what all ranks agreed on, by `run.agree`; asked after the step if it did not.
+    sums: the task's sums over the step on this rank; empty unless `run.triggers.log` asks for them.
     """
 
     losses: list[Tensor]
     items: int
-    agreed: Agreed
-    sums: dict[str, Tensor]
-    grad: GradReport
+    agreed: Agreed = NOT_AGREED
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    grad: GradReport = field(default_factory=lambda: GradReport(None, False))
 
 
 @dataclass(frozen=True)
@@ -344,7 +360,7 @@ class RunFacts:
     """What is known when the ranks are built, for the first lines on the screen.
 
     choices: what was chosen for the user, with the reason, one line each. update: optimizer, learning rate and
-    schedule in words.
+    schedule in words. run_id: the same after a resume. config: as in `config.yaml`, without secrets.
     """
 
     name: str
@@ -363,12 +379,15 @@ class RunFacts:
     num_trainable: int
     choices: tuple[str, ...] = ()
     update: str = ""
+    run_id: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Monitor(Protocol):
-    """Listens to a run; it cannot change it. Called on rank 0 only.
+    """Listens to a run; it cannot change it. Called on rank 0 only, by the thread that trains.
 
-    One of the user's own (`monitor.listeners.NAME._target_`) may leave out any method.
+    One of the user's own (`monitor.NAME._target_`) may leave out any method. A method `on_row(row)` gets every row
+    as it stands in `metrics.jsonl`: those of training and validation again, and those of hardware, phases and notes.
 
     Rows are flat: names as users type them (`train/loss`, `val/acc`, `lr`), plain numbers.
     """
@@ -390,6 +409,33 @@ class Monitor(Protocol):
 
     def close(self) -> None:
         """Always called, after a failure too."""
+
+
+class Hook(Protocol):
+    """Acts on a run (`hook.NAME._target_`): every method may be left out; called on every rank.
+
+    run: `trainrun.training.components.Components`; state: `trainrun.training.state.TrainState`. With `state_dict` and
+    `load_state_dict` its own state is saved with every checkpoint and resumed. What it sets elsewhere is saved where
+    that is (weights); what the config names (`weight_decay` of the optimizer) it sets again in `on_start`.
+    """
+
+    def on_start(self, run: Any, state: Any) -> None:
+        """Before the first step of a session; `state.step` is above 0 after a resume."""
+
+    def on_epoch_start(self, run: Any, state: Any) -> None:
+        """Before the first step of an epoch."""
+
+    def on_epoch_end(self, run: Any, state: Any) -> None:
+        """After the last step of an epoch, before its validation and checkpoint."""
+
+    def on_validation_end(self, run: Any, state: Any, metrics: Mapping[str, float]) -> None:
+        """metrics: as `val/loss`."""
+
+    def on_checkpoint(self, run: Any, state: Any) -> None:
+        """Just before a checkpoint is taken."""
+
+    def on_end(self, run: Any, state: Any) -> None:
+        """After the last step, also when the run was stopped."""
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from trainrun.build.data import REGRESSION, build_sources
+from trainrun.assemble.data_pipeline import REGRESSION, build_sources
+from trainrun.config.compose import compose_run
 from trainrun.errors import DataError
 from trainrun.instantiate import locate
 from trainrun.task.regression import Regression
-from trainrun.words.compose import compose_run
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 import pytest
 from torch import nn
 
-from trainrun.build.optimizer import build_optimizer_of, build_schedule_of, describe_update
-from trainrun.cadence import Rhythm
-from trainrun.words.compose import compose_run
+from trainrun.assemble.optimizer_and_schedule import build_optimizer_of, build_schedule_of, describe_update
+from trainrun.config.compose import compose_run
+from trainrun.training.triggers import Intervals
+
+pytestmark = pytest.mark.train
 
 
 @pytest.mark.parametrize(
@@ -23,5 +25,5 @@ def test_the_line_says_what_was_built(words, line):
     config = compose_run(words).config
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     optimizer = build_optimizer_of(config, model, 1, [])
-    rhythm = Rhythm(20, 1, None, 1.0, 1, 50, 200)
+    rhythm = Intervals(20, 1, None, 1.0, 1, 50, 200)
     assert describe_update(config, build_schedule_of(config, optimizer, rhythm)) == line

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from trainrun.build.plan import data_at
-from trainrun.build.resumption import differences, last_step
-from trainrun.cli import main
+from trainrun.assemble.resumption import differences, last_step
+from trainrun.assemble.run_plan import data_at
+from trainrun.cli.main import main
+
+pytestmark = pytest.mark.process
 
 WORDS = [
     "model=mlp", "trainer.max_epochs=null", "trainer.val_check_interval=100", "monitor.log_every_n_steps=1",
@@ -90,7 +92,7 @@ def test_data_that_is_not_looked_at(workdir: Path, path: object, monkeypatch: py
     for name in "abc":
         (Path("many") / name).touch()
     assert data_at("many/[ab]").startswith("2 files, 0 bytes, ")
-    monkeypatch.setattr("trainrun.build.plan.MOST_FILES", 2)
+    monkeypatch.setattr("trainrun.assemble.run_plan.MOST_FILES", 2)
     assert data_at(path) == ""
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainrun.build.backends import FEW_WEIGHTS, set_threads
+from trainrun.assemble.backends import FEW_WEIGHTS, set_threads
+from trainrun.config.compose import compose_run
 from trainrun.model.cnn import Cnn
 from trainrun.model.mlp import Mlp
-from trainrun.words.compose import compose_run
 
 SMALL, HEAVY = Mlp([64], 10), Mlp([64], 10, hidden=[1024, 1024])
 

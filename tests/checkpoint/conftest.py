@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.keep import Checkpoints
-from trainrun.checkpoint.reasons import KeepOptions
-from trainrun.state import TrainState
+from trainrun.checkpoint.manager import CheckpointManager
+from trainrun.checkpoint.policy import KeepOptions
+from trainrun.training.state import TrainState
 
 
 class OneRank:
@@ -22,6 +22,9 @@ class OneRank:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def load_state_dict(self, tree: Any, like: Any) -> Any:
+        return tree
 
 
 class ThreadRank:
@@ -37,6 +40,9 @@ class ThreadRank:
         answer = list(self._slots)
         self._barrier.wait(timeout=20)
         return answer
+
+    def load_state_dict(self, tree: Any, like: Any) -> Any:
+        return tree
 
 
 def run_ranks(count: int, work: Callable[[Any], Any]) -> list[Any]:
@@ -111,7 +117,7 @@ class Run:
         self.folder, self.notes, self.now = folder, [], 0.0
         self.free_bytes = 2**40
         self.state, self.parts = TrainState(), FakeParts(self.parallel.rank)
-        self.keep = Checkpoints(
+        self.keep = CheckpointManager(
             folder,
             "run-1",
             KeepOptions(**defaults | options),

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint
 from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
-from trainrun.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW
+from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW
 
 MakeRun = Callable[..., Any]
 Ranks = Callable[[int, Callable[[Any], Any]], list[Any]]
@@ -63,7 +63,7 @@ def test_off_a_save_is_on_the_disk_when_it_returns(make_run: MakeRun) -> None:
     assert run.go(1, save_request=SAVE_NOW)
     assert run.steps() == [1]
     assert run.keep.time_request() == SAVE_NONE
-    assert run.keep._snapshots._unused == []  # nor was anything copied
+    assert run.keep._snapshots._kept == {}  # nor was anything copied
 
 
 def test_both_ways_write_the_same_bytes(make_run: MakeRun, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_both_ways_write_the_same_bytes(make_run: MakeRun, tmp_path: Path) -> No
 def test_a_fault_of_the_thread_is_raised_at_the_next_step(make_run: MakeRun, faults: Any) -> None:
     run = make_run(faults=faults(at=4, error=disk_full), async_save=True, every_n_train_steps=2)
     run.go(2)
-    run.keep._saves.under_way.thread.wait()
+    run.keep._saves.under_way.outcome.exception()
     assert run.keep.time_request() == SAVE_FAILED
     with pytest.raises(
         SaveError, match=r"step-00000002: No space left on device .*; free space, then"
@@ -110,7 +110,7 @@ def test_a_fault_of_the_last_save_is_raised_by_close(make_run: MakeRun, faults: 
 def test_a_second_save_waits_for_the_first_and_says_so(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.keep.LONG_SECONDS", 0.2)
+    monkeypatch.setattr("trainrun.checkpoint.manager.LONG_SECONDS", 0.2)
     disk = SlowDisk()
     run = make_run(faults=disk, async_save=True, every_n_train_steps=1)
     settle = run.keep._saves.settle
@@ -146,7 +146,7 @@ def test_a_new_best_is_kept_in_memory_while_a_save_is_under_way(make_run: MakeRu
 def test_without_memory_for_a_copy_the_training_waits_and_it_is_said_once(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.snapshot.LARGE_BYTES", 1)
+    monkeypatch.setattr("trainrun.checkpoint.state_copy.LARGE_BYTES", 1)
     run = make_run(async_save=True, every_n_train_steps=1)
     run.free_bytes = 10
     for step in (1, 2):
@@ -163,7 +163,7 @@ def test_without_memory_for_a_copy_the_training_waits_and_it_is_said_once(
 def test_a_large_last_state_is_not_copied_into_fresh_memory(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.snapshot.LARGE_BYTES", 1)
+    monkeypatch.setattr("trainrun.checkpoint.state_copy.LARGE_BYTES", 1)
     run = make_run(async_save=True)
     run.go(1, stop="done")
     assert run.keep._saves.under_way is None
@@ -189,14 +189,14 @@ def test_the_memory_of_copies_is_used_again(make_run: MakeRun) -> None:
 def test_memory_for_a_large_state_is_made_ready_after_the_first_step(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in ("keep", "snapshot"):
+    for place in ("manager", "state_copy"):
         monkeypatch.setattr(f"trainrun.checkpoint.{place}.LARGE_BYTES", 1)
     run = make_run(async_save=True, every_n_train_steps=4)
     run.keep.start(run.parts, run.state)
     for step in (0, 1, 2, 3):
         assert not run.go(step)
         assert (run.keep._snapshots._touching is None) == (step == 0)
-    ready = run.keep._snapshots._touching.result()
+    ready = run.keep._snapshots._kept
     run.go(4)
     copies = run.keep._saves.under_way.records[0].part.tensors
     assert {t.data_ptr() for t in copies.values()} == {t.data_ptr() for t in ready.values()}
@@ -266,7 +266,7 @@ def test_ranks_settle_when_the_last_of_them_is_done(make_run: MakeRun, ranks: Ra
         for step in (5, 6):
             if step == 6:
                 disk.go.set()
-                run.keep._saves.under_way.thread.wait()
+                run.keep._saves.under_way.outcome.exception()
             requests = parallel.gather(run.keep.time_request())
             agreed.append((max(requests), run.go(step, save_request=max(requests))))
         return agreed, run.keep._saves.under_way is None
@@ -298,7 +298,7 @@ def test_a_fault_of_one_ranks_thread_is_raised_by_all(
 def test_a_rank_that_never_reports_is_not_waited_for_forever(
     make_run: MakeRun, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.saving.LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr("trainrun.checkpoint.save.LEAVE_SECONDS", 0.2)
     disk = SlowDisk()  # rank 1 hangs, as if it were dead
 
     def work(parallel: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainrun.checkpoint.resume import resolve
+from trainrun.checkpoint.load import resolve
 from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
 
 
@@ -131,7 +131,7 @@ def test_a_full_disk_is_told_with_numbers(
 ) -> None:
     run = make_run()
     monkeypatch.setattr("trainrun.checkpoint.commit.free_bytes", lambda folder: 10)
-    monkeypatch.setattr("trainrun.checkpoint.together.free_bytes", lambda folder: 10)
+    monkeypatch.setattr("trainrun.checkpoint.files.free_bytes", lambda folder: 10)
     with pytest.raises(
         SaveError, match=r"step-00000001: No space left on device \(needs \d+ bytes, 10 are free\)"
     ) as raised:

@@ -1,276 +1,382 @@
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import pickle
-import random
-import shutil
-from collections.abc import Callable
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from trainrun.checkpoint import blocks, strict_json
-from trainrun.checkpoint.commit import write_metric
-from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import is_sound, read_checkpoint
-from trainrun.checkpoint.manifest import Incompatible, Metric, read_manifest
+from trainrun.checkpoint.format import (
+    DTYPES,
+    dumps,
+    flatten,
+    is_dense,
+    loads,
+    read_tensors,
+    stream,
+    unflatten,
+)
 from trainrun.errors import CheckpointError
 
-FILES = ("MANIFEST.json", "state.json", "shared.safetensors")
+
+def there_and_back(tree: Any) -> Any:
+    """Through JSON text, and through contiguous copies as a file makes them."""
+    plain, tensors = flatten(tree)
+    stored = {
+        name: tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+        for name, tensor in tensors.items()
+    }
+    return unflatten(loads(dumps(plain), "test"), stored, "test")
 
 
-@pytest.fixture
-def saved(make_run: Callable[..., Any]) -> Path:
-    """A checkpoint of step 4, with one of step 2 before it."""
-    run = make_run(every_n_train_steps=2)
-    for step in (2, 4):
-        assert run.go(step, acc=step / 10)
-    return run.folder / "step-00000004"
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack(">d", a) == struct.pack(">d", b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return (
+            list(a) == list(b)
+            and all(type(x) is type(y) for x, y in zip(a, b, strict=True))
+            and all(same(a[k], b[k]) for k in a)
+        )
+    return bool(a == b)
 
 
-def reseal(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> None:
-    """Makes hashes fit again, as an attacker would."""
-    path = folder / "MANIFEST.json"
-    value = json.loads(path.read_bytes()[:-65])
-    for name in value["files"]:
-        data = (folder / name).read_bytes()
-        value["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    if change is not None:
-        change(value)
-    text = strict_json.dumps(value, indent=1) + b"\n"
-    path.write_bytes(text + hashlib.sha256(text).hexdigest().encode() + b"\n")
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=8),
+    st.text(max_size=6),
+)  # fmt: skip
+keys = st.one_of(
+    st.text(max_size=4),
+    st.sampled_from(["$int", "$", "a/b"]),
+    st.integers(),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+    ),
+    max_leaves=20,
+)
 
 
-def test_what_was_saved_comes_back(saved: Path) -> None:
-    loaded = read_checkpoint(saved, rank=0, run_id="run-1")
-    assert torch.equal(loaded.shared["model"]["w"], torch.full((2, 3), 4.0))
-    assert loaded.shared["state"] == {"step": 4, "saved_step": 4}
-    assert loaded.own["rng"].tolist() == [0, 4]
-    manifest = loaded.manifest
-    assert (manifest.run_id, manifest.step, manifest.kind, manifest.world_size) == ("run-1", 4, "periodic", 1)
-    assert manifest.metric is not None
-    assert (manifest.metric.name, manifest.metric.mode, manifest.metric.value) == ("val/acc", "max", 0.4)
-    assert manifest.fingerprint == {"torch": str(torch.__version__)}
-    assert sorted(path.name for path in saved.iterdir()) == sorted(FILES)
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(trees)
+def test_any_plain_tree_comes_back_exactly(tree: Any) -> None:
+    assert same(there_and_back(tree), tree)
 
 
-def test_another_rank_gets_what_is_shared_only(saved: Path) -> None:
-    loaded = read_checkpoint(saved, rank=1)
-    assert loaded.shared["state"]["step"] == 4
-    assert loaded.own is None
+def test_nasty_values() -> None:
+    tree = {
+        "ints": [0, -1, 2**53, 2**53 + 1, -(2**64), 10**6000],
+        "floats": [math.inf, -math.inf, math.nan, -0.0, 5e-324, 0.1 + 0.2, 1e308],
+        "surrogate": "\udc80",
+        "the same as one": "\U0001f600",
+        1: "an int key",
+        "1": "a str key",
+        "$tensor": ["looks like a tag"],
+        "nested": {"$dict": [[1, 2]]},
+        "bytes": bytes(range(256)),
+        "empty": [(), [], {}, b"", ""],
+    }
+    assert same(there_and_back(tree), tree)
+    nan = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
+    assert same(there_and_back([nan]), [nan])
 
 
-def test_the_last_line_of_the_manifest_is_the_hash_of_the_text_before(saved: Path) -> None:
-    *text, last = (saved / "MANIFEST.json").read_bytes().splitlines(keepends=True)
-    assert last.decode().strip() == hashlib.sha256(b"".join(text)).hexdigest()
-    assert json.loads(b"".join(text))["files"]["state.json"]["size"] == (saved / "state.json").stat().st_size
+def test_containers_of_torch_and_numpy() -> None:
+    back = there_and_back({"milestones": Counter({30: 1, 80: 2}), "state": OrderedDict(b=1, a=2)})
+    assert same(back, {"milestones": Counter({30: 1, 80: 2}), "state": {"b": 1, "a": 2}})
+    numbers = [np.float32(0.1), np.float64(0.5), np.int64(-3), np.uint8(7), np.bool_(True), np.str_("x")]
+    assert same(there_and_back(torch.__version__), str(torch.__version__))
+    assert same(there_and_back(numbers), [float(np.float32(0.1)), 0.5, -3, 7, True, "x"])
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_flipped_byte_is_ever_loaded(saved: Path, name: str) -> None:
-    path = saved / name
-    data = path.read_bytes()
-    dice = random.Random(name)
-    for position in range(len(data)):
-        flipped = bytearray(data)
-        flipped[position] ^= 1 << dice.randrange(8)
-        path.write_bytes(flipped)
-        with pytest.raises(CheckpointError, match=name):
-            read_checkpoint(saved)
-    path.write_bytes(data)
-    read_checkpoint(saved)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_keeps_its_bits(dtype: torch.dtype) -> None:
+    count = 24
+    data = torch.arange(count * dtype.itemsize, dtype=torch.int64).to(torch.uint8)
+    tensor = (data % 2).bool() if dtype == torch.bool else data.view(dtype)
+    for one in (tensor, tensor[3], tensor[:0], tensor.reshape(2, 3, 4)):
+        back = there_and_back({"x": one})["x"]
+        assert (back.dtype, back.shape) == (dtype, one.shape)
+        assert bits(back) == bits(one)
 
 
-@pytest.fixture
-def long(make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint whose tensors were hashed in five pieces, the last of them shorter."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2**16)
-    run = make_run(every_n_train_steps=2)
-    run.parts.weight = torch.zeros(70000)
-    assert run.go(2)
-    return run.folder / "step-00000002"
+def bits(tensor: Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def test_no_byte_of_any_piece_is_loaded_flipped(long: Path) -> None:
-    path, expected = long / FILES[2], read_manifest(long).files
-    assert expected[FILES[2]].piece_bytes == 2**16
-    assert expected["state.json"].piece_bytes == 0
-    data = path.read_bytes()
-    assert 4 * 2**16 < len(data) < 5 * 2**16
-    for position in [0, *range(9999, len(data), 9999), len(data) - 1]:
-        flipped = bytearray(data)
-        flipped[position] ^= 1
-        path.write_bytes(flipped)
-        with pytest.raises(CheckpointError, match=FILES[2]):
-            read_checkpoint(long)
-        assert not is_sound(long, "run-1")
-    path.write_bytes(data[2**16 : 2**17] + data[: 2**16] + data[2**17 :])
-    assert not is_sound(long, "run-1")  # whole pieces that changed places
-    path.write_bytes(data)
-    assert is_sound(long, "run-1")
-    assert torch.equal(read_checkpoint(long).shared["model"]["w"], torch.full((70000,), 2.0))
+@pytest.mark.parametrize("channels", [1, 3])
+def test_memory_formats_come_back(channels: int) -> None:
+    image = torch.rand(2, channels, 4, 5).to(memory_format=torch.channels_last)
+    tree = {
+        "channels_last": image,
+        "transposed": torch.rand(3, 4).t(),
+        "permuted": torch.rand(2, 3, 4).permute(2, 0, 1),
+    }
+    back = there_and_back(tree)
+    for name, tensor in tree.items():
+        assert torch.equal(back[name], tensor)
+        assert back[name].stride() == tensor.stride()
+    assert back["channels_last"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_checkpoint_of_before_the_pieces_is_verified_and_goes_on_being_so(long: Path) -> None:
-    reseal(long, lambda value: value.update(format=1))
-    assert read_manifest(long).files[FILES[2]].piece_bytes == 0
-    assert torch.equal(read_checkpoint(long).shared["model"]["w"], torch.full((70000,), 2.0))
-    write_metric(long, Metric("val/acc", "max", 0.5), FileLayer())
-    assert is_sound(long, "run-1")
-    with (long / FILES[2]).open("r+b") as file:
-        file.seek(99999)
-        file.write(b"x")
-    with pytest.raises(CheckpointError, match="damaged"):
-        read_checkpoint(long)
+def test_gaps_and_expansions_become_dense() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    back = there_and_back([base[:, ::2], torch.ones(1).expand(5), base[:, 1]])
+    assert torch.equal(back[0], base[:, ::2])
+    assert back[0].is_contiguous()
+    assert back[1].stride() == (1,)
+    assert torch.equal(back[2], base[:, 1])
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_cut_extended_or_zeroed_file_is_ever_loaded(saved: Path, name: str) -> None:
-    path = saved / name
-    data = path.read_bytes()
-    for wrong in (b"", data[:1], data[: len(data) // 2], data[:-1], data + b"\n", bytes(len(data))):
-        path.write_bytes(wrong)
-        with pytest.raises(CheckpointError, match=name):
-            read_checkpoint(saved)
+def test_lazy_conjugates_are_not_taken_for_their_base() -> None:
+    base = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
+    back = there_and_back([base, base.conj()])
+    assert back[0].tolist() == [1 + 2j, 3 - 1j]
+    assert back[1].tolist() == [1 - 2j, 3 + 1j]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file(saved: Path, name: str) -> None:
-    (saved / name).unlink()
-    with pytest.raises(
-        CheckpointError, match="it has no MANIFEST" if name == FILES[0] else f"{name}: missing"
-    ):
-        read_checkpoint(saved)
+def test_complex_numbers_of_two_doubles() -> None:
+    table = torch.complex(torch.rand(2, 3, dtype=torch.float64), torch.rand(2, 3, dtype=torch.float64))
+    values = [table, table.t(), table.conj(), table[:, ::2], table[:0], table[0, 0]]
+    back = there_and_back(values)
+    for value, again in zip(values, back, strict=True):
+        assert again.dtype == torch.complex128
+        assert torch.equal(again, value)
+    assert back[1].stride() == table.t().stride()
+    tied = there_and_back([nn.Parameter(table), table])
+    tied[0].fill_(7)
+    assert tied[1].eq(7).all()
 
 
-def test_an_extra_file_and_files_of_another_step(saved: Path) -> None:
-    before = saved.with_name("step-00000002")
-    for name in FILES[1:]:
-        kept = (saved / name).read_bytes()
-        shutil.copy(before / name, saved / name)
-        with pytest.raises(CheckpointError, match=f"{name}: damaged .* expected"):
-            read_checkpoint(saved)
-        (saved / name).write_bytes(kept)
-    (saved / "rank-00001.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=r"rank-00001\.json: not in the manifest"):
-        read_checkpoint(saved)
+def test_tied_tensors_stay_tied() -> None:
+    weight = nn.Parameter(torch.rand(3, 2))
+    _, tensors = flatten(
+        {"embed": weight, "head": weight.detach(), "other": weight.t(), "copy": weight.clone()}
+    )
+    assert list(tensors) == ["embed", "other", "copy"]
+    back = there_and_back({"embed": weight, "head": weight.detach(), "copy": weight.clone()})
+    back["embed"].fill_(7)
+    assert back["head"].eq(7).all()
+    assert not back["copy"].eq(7).any()
+    assert type(back["embed"]) is Tensor
 
 
-def test_a_folder_with_the_name_of_another_step(saved: Path) -> None:
-    moved = saved.rename(saved.with_name("step-00000009"))
-    with pytest.raises(CheckpointError, match="is step-00000009, its manifest says step 4"):
-        read_checkpoint(moved)
+def test_empty_tensors_keep_shape_and_dtype() -> None:
+    back = there_and_back([torch.empty(0), torch.empty(0, dtype=torch.int8), torch.empty(2, 0)])
+    assert [(t.dtype, tuple(t.shape)) for t in back] == [
+        (torch.float32, (0,)),
+        (torch.int8, (0,)),
+        (torch.float32, (2, 0)),
+    ]
 
 
-def test_sizes_and_hashes_are_told(saved: Path) -> None:
-    size = (saved / "state.json").stat().st_size
-    with (saved / "state.json").open("ab") as file:
-        file.write(b" ")
-    with pytest.raises(CheckpointError, match=f"{size + 1} bytes, expected {size}"):
-        read_checkpoint(saved)
+def test_names_that_would_collide() -> None:
+    tree = {
+        "a/b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+        "__metadata__": torch.full((1,), 2.0),
+        5: torch.full((1,), 3.0),
+    }
+    tree["5"] = torch.full((1,), 4.0)
+    back = there_and_back(tree)
+    assert [back["a/b"], back["a"]["b"], back["__metadata__"], back[5], back["5"]] == [0, 1, 2, 3, 4]
+    assert "__metadata__" not in flatten(tree)[1]
 
 
-def test_another_run_and_a_newer_format_are_no_damage(saved: Path) -> None:
-    with pytest.raises(Incompatible, match=r"of another run \(run-1; this one is run-2\)"):
-        read_checkpoint(saved, run_id="run-2")
-    reseal(saved, lambda value: value.update(format=3, unheard_of=1))
-    with pytest.raises(Incompatible, match=r"made by a newer version of trainrun \(checkpoint format 3"):
-        read_checkpoint(saved)
-
-
-@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-@pytest.mark.parametrize("name", FILES)
-def test_only_plain_files_are_opened(saved: Path, name: str, kind: str) -> None:
-    path = saved / name
-    elsewhere = path.rename(saved.parent / "elsewhere")
-    {"link": lambda: path.symlink_to(elsewhere), "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}[
-        kind
-    ]()
-    with pytest.raises(CheckpointError, match=f"{name}: not a plain file"):
-        read_checkpoint(saved)
-
-
-class Payload:
-    def __reduce__(self) -> Any:
-        return (Path("canary").touch, ())
-
-
-def test_a_pickle_with_fitting_hashes_runs_nothing(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in FILES[1:]:
-        kept = (saved / name).read_bytes()
-        (saved / name).write_bytes(pickle.dumps(Payload()))
-        reseal(saved)
-        with pytest.raises(CheckpointError, match=name):
-            read_checkpoint(saved)
-        (saved / name).write_bytes(kept)
-    assert not (tmp_path / "canary").exists()
+class Strange(Tensor):
+    pass
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "value",
     [
-        (b"[" * 100_000, "nested deeper"),
-        (b'{"shared": NaN, "rank": 1}', "NaN"),
-        (b'{"shared": 1, "shared": 1, "rank": 1}', "there twice"),
-        (b"[]", "nothing names the tensor"),
-        (
-            b'{"rank": {"$tensor": ["rank/rng"]}, "shraed": {"$tensor": ["shared/model/w"]}}',
-            "not the state of rank 0",
-        ),
-        (b'{"shared": {"$eval": "1"}, "rank": 1}', "unknown tag"),
+        {1, 2}, object(), 1j, defaultdict(int), torch.float32, torch.device("cpu"), np.zeros(2),
+        torch.Size([1]),
+        np.longdouble(1), torch.zeros(2).to_sparse(),
+        torch.empty(1, device="meta"), torch.zeros(1).as_subclass(Strange),
+        {True: 1}, {1.5: 1}, {None: 1}, {(1,): 1},
     ],
-)
-def test_hostile_state_with_fitting_hashes(saved: Path, text: bytes, message: str) -> None:
-    (saved / "state.json").write_bytes(text)
-    reseal(saved)
-    with pytest.raises(CheckpointError, match=message):
-        read_checkpoint(saved)
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_cannot_be_saved_is_named_with_its_path(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot save scheduler/items/1[:/]"):
+        flatten({"scheduler": {"items": [0, value]}})
+
+
+def test_a_tree_that_holds_itself_is_refused() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
+    with pytest.raises(TypeError, match="nested deeper"):
+        flatten(tree)
+    deep: Any = 1
+    for _ in range(64):
+        deep = {1: deep}
+    assert same(there_and_back(deep), deep)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("plain", "message"),
     [
-        (lambda value: value.pop("kind"), "needs exactly"),
-        (lambda value: value.pop("metric"), "needs exactly"),
-        (lambda value: value.update(extra=1), "needs exactly"),
-        (lambda value: value.update(kind="wonderful"), "no step, epoch or kind"),
-        (lambda value: value.update(step=-4), "no step, epoch or kind"),
-        (lambda value: value.update(step="4"), "step is no int"),
-        (lambda value: value.update(step=True), "step is no int"),
-        (lambda value: value.update(format="1"), "no format version"),
-        (lambda value: value.pop("format"), "no format version"),
-        (lambda value: value.update(world_size=2), "2 files for 2 ranks"),
-        (lambda value: value.update(world_size=0, files={}), "0 files for 0 ranks"),
-        (lambda value: value.update(world_size=10**12), "files for 1000000000000 ranks"),
-        (lambda value: value["files"].update({"../../x": value["files"].pop("state.json")}), "expected"),
-        (lambda value: value["files"].update({"state.json": 5}), "needs exactly sha256, size"),
-        (lambda value: value["files"]["state.json"].update(piece_bytes=1), "in pieces of 1 bytes"),
-        (lambda value: value["files"]["state.json"].update(piece_bytes=2**40), "in pieces of 1099511627776"),
-        (lambda value: value["files"]["state.json"].update(piece_bytes="8"), "piece_bytes is no int"),
-        (lambda value: value["metric"].update(value="0.5"), "value is no float"),
-        (lambda value: value.update(metric=[1]), "metric is no dict"),
+        ({"$pickle": "x"}, "unknown tag"),
+        ({"$int": "0x1", "more": 1}, "unknown tag"),
+        ({"a": 1, "$b": 2}, "unknown tag"),
+        ({"$int": "zz"}, "no int"),
+        ({"$int": 12}, "no int"),
+        ({"$float": "7ff8"}, "no float"),
+        ({"$float": "zz"}, "no float"),
+        ({"$bytes": "ABC"}, "no bytes"),
+        ({"$bytes": [1]}, "no bytes"),
+        ({"$str": "ff"}, "no str"),
+        ({"$tuple": {"a": 1}}, "no tuple"),
+        ({"$dict": [[1]]}, "no dict"),
+        ({"$dict": {}}, "no dict"),
+        ({"$dict": [[1, 1], [1, 2]]}, "there twice"),
+        ({"$dict": [[[1], 1]]}, "another type"),
+        ({"$dict": [[True, 1]]}, "another type"),
+        ({"$counter": [["a", "b"], 1]}, "no counter"),
+        ({"$tensor": "x"}, "no tensor"),
+        ({"$tensor": ["y"]}, "no tensor"),
+        ({"$tensor": [["y"]]}, "no tensor"),
+        ({"$tensor": ["x", [1]]}, "no tensor"),
+        ({"$tensor": ["x", [0, 0]]}, "no memory format"),
+        ({"$tensor": ["x", [1, 1]]}, "no memory format"),
+        ({"$tensor": ["x", [-3, 1]]}, "no memory format"),
+        ({"$tensor": ["x", [4, 1]]}, "no memory format"),
+        ({"$tensor": ["x", [3.0, 1]]}, "no memory format"),
+        ([{"$tensor": ["x"]}, {"$tensor": ["x", [1, 2]]}], "two memory formats"),
+        ({"$complex": [1, 2]}, "no complex"),
+        ({"$complex": {"$tensor": ["x"]}}, "no complex"),
+        ([], "nothing names"),
     ],
 )
-def test_hostile_manifests_with_a_fitting_hash(saved: Path, change: Any, message: str) -> None:
-    reseal(saved, change)
+def test_hostile_trees_are_refused(plain: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_manifest(saved)
+        unflatten(plain, {"x": torch.zeros(2, 3)}, "state.json")
+    if "$complex" in plain:
+        with pytest.raises(CheckpointError, match=message):
+            unflatten(plain, {"x": torch.zeros(2, 3, dtype=torch.float64)}, "state.json")
 
 
-def test_an_unreadable_number_of_bytes_is_not_read(saved: Path) -> None:
-    with (saved / "MANIFEST.json").open("r+b") as file:
-        file.truncate(20 * 2**20)
-    with pytest.raises(CheckpointError, match="longer than"):
-        read_manifest(saved)
+def test_deep_trees_are_refused() -> None:
+    tagged: Any = 1
+    for _ in range(500):
+        tagged = {"$complex": tagged}
+    for deep in (loads(b"[" * 200 + b"]" * 200, "x"), tagged):
+        with pytest.raises(
+            CheckpointError, match="nested deeper|no complex"
+        ):  # as deep as the process may go
+            unflatten(deep, {}, "state.json")
+    for text in (b"[" * 100_000, b"\xff", b"\xef\xbb\xbf1", b"[1,]", b"1 2", b"", b"1" * 5000):
+        with pytest.raises(CheckpointError, match="not valid JSON"):
+            loads(text, "state.json")
 
 
-def test_steps_beyond_the_folder_names_are_refused(make_run: Callable[..., Any]) -> None:
-    with pytest.raises(CheckpointError, match="numbered up to 99999999"):
-        make_run().go(10**8, stop="done")
+def test_dense() -> None:
+    assert is_dense((2, 3), (3, 1))
+    assert is_dense((2, 3), (1, 2))
+    assert is_dense((2, 1, 3), (3, 99, 1))
+    assert not is_dense((2, 3), (4, 1))
+    assert not is_dense((2, 3), (1, 1))
+    assert is_dense((), ())
+
+
+TENSORS = {
+    "a": torch.arange(5, dtype=torch.int8),
+    "b": torch.rand(2, 3),
+    "channels_last": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "double": torch.rand((), dtype=torch.float64),
+    "half": torch.rand(3).bfloat16(),
+    "none": torch.empty(0, 4),
+    "yes": torch.tensor([True, False]),
+}
+
+
+def file_of(header: Any, data: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(start: int, stop: int, dtype: str = "U8", shape: list[Any] | None = None) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "shape": [stop - start] if shape is None else shape,
+        "data_offsets": [start, stop],
+    }
+
+
+def test_the_library_reads_what_we_write_and_we_what_the_library_writes(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    contiguous = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
+    for data in (b"".join(stream(TENSORS)), safetensors.torch.save(contiguous, {"by": "the library"})):
+        path.write_bytes(data)
+        for found in (safetensors.torch.load_file(path), read_tensors(path)):
+            assert found.keys() == TENSORS.keys()
+            assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+            assert all(found[name].dtype == TENSORS[name].dtype for name in TENSORS)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values() if tensor.numel()}) == 6
+    path.write_bytes(bytes(len(data)))
+    assert torch.equal(found["b"], TENSORS["b"])  # no view of the file
+
+
+def test_every_dtype_comes_back_from_a_file(tmp_path: Path) -> None:
+    tensors = {
+        name: torch.ones(3, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.ones(3).to(dtype)
+        for dtype, name in DTYPES.items()
+    }
+    (tmp_path / "x").write_bytes(b"".join(stream(tensors)))
+    found = read_tensors(tmp_path / "x")
+    assert all(found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(bits(found[name]) == bits(tensor) for name, tensor in tensors.items())
+
+
+def test_lazy_bits_are_settled(tmp_path: Path) -> None:
+    base = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
+    (tmp_path / "x").write_bytes(b"".join(stream({"conjugate": base.conj(), "negative": base.conj().imag})))
+    found = read_tensors(tmp_path / "x")
+    assert found["conjugate"].tolist() == [1 - 2j, 3 + 1j]
+    assert found["negative"].tolist() == [-2, 1]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00" * 7,
+        (2**63).to_bytes(8, "little") + b"{}",
+        file_of({"a": entry(0, 4)}, b"1234")[:-10],
+        file_of(b"[]", b""),
+        file_of(b'{"a": NaN}', b""),
+        file_of(b'{"a":' * 1000, b""),
+        file_of({"a": entry(0, 4), "b": entry(2, 6)}, b"123456"),
+        file_of({"a": entry(0, 4), "b": entry(5, 6)}, b"123456"),
+        file_of({"a": entry(1, 4)}, b"1234"),
+        file_of({"a": entry(0, 4)}, b"12345"),
+        file_of({"a": entry(0, 10**12, "U8")}, b"1234"),
+        file_of({"a": entry(0, 4, "F32", [2])}, b"1234"),
+        file_of({"a": entry(0, 4, "F31", [1])}, b"1234"),
+        file_of({"a": entry(0, 4, "U8", [-4])}, b"1234"),
+        file_of({"a": entry(0, 2, "BOOL")}, b"\x01\x02"),
+    ],
+)
+def test_hostile_files_are_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: "):
+        read_tensors(tmp_path / "x.safetensors")

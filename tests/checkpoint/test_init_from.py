@@ -14,10 +14,12 @@ from torch import Tensor
 
 import trainrun
 from trainrun.checkpoint import weights
-from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint
 from trainrun.checkpoint.weights import weights_of
-from trainrun.cli import main
+from trainrun.cli.main import main
 from trainrun.model.mlp import Mlp
+
+pytestmark = pytest.mark.train
 
 WORDS = [
     "model.hidden=[8]", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.checkpoint.ranking import Entry, Ranking
-from trainrun.checkpoint.resume import resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.policy import Entry, Ranking
 from trainrun.errors import ConfigError
 
 MakeRun = Callable[..., Any]
@@ -205,7 +204,7 @@ def test_a_best_long_after_a_commit_is_committed_at_once(make_run: MakeRun) -> N
 
 
 def test_a_large_best_does_not_wait(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.keep.DEFER_BYTES", 3000)
+    monkeypatch.setattr("trainrun.checkpoint.manager.DEFER_BYTES", 3000)
     run = make_run(save_top_k=5)
     run.parts.weight = torch.zeros(200)
     run.go(1, acc=0.1)

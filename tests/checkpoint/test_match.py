@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainrun.checkpoint.match import check_tensors, tensor_kinds
+from trainrun.checkpoint.weights import check_tensors, tensor_kinds
 from trainrun.errors import CheckpointError
 
 

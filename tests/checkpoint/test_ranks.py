@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.checkpoint.manifest import Incompatible
+from trainrun.checkpoint.files import Incompatible
+from trainrun.checkpoint.load import read_checkpoint
 from trainrun.errors import CheckpointError, SaveError
 
 MakeRun = Callable[..., Any]

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.checkpoint.manifest import Incompatible
-from trainrun.checkpoint.resume import resolve
+from trainrun.checkpoint.files import Incompatible
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.errors import CheckpointError
 
 MakeRun = Callable[..., Any]
@@ -21,7 +20,7 @@ MakeRun = Callable[..., Any]
 
 @pytest.fixture
 def run(make_run: MakeRun) -> Any:
-    """Checkpoints of the steps 1 (best), 2, 3."""
+    """CheckpointManager of the steps 1 (best), 2, 3."""
     run = make_run(every_n_train_steps=1, keep_last=2)
     for step, acc in enumerate([0.9, 0.5, 0.6], start=1):
         run.go(step, acc=acc)
@@ -71,6 +70,8 @@ def test_what_cannot_be_read_just_now_is_not_damaged(
         return real(path, *rest, **more)
 
     monkeypatch.setattr(os, call, fails)
+    if hasattr(Path, "_accessor"):  # Python 3.10 keeps the functions of `os`
+        monkeypatch.setattr(Path._accessor, call, fails, raising=False)
     wanted = number
     for _ in range(2):
         with pytest.raises(

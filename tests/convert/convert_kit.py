@@ -10,12 +10,13 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
 
-from trainrun.build.parts import build_sources
-from trainrun.cli import main
-from trainrun.convert.samples import Samples, leaves_of
-from trainrun.words.compose import compose_run
+from trainrun.assemble.assemble import build_sources
+from trainrun.cli.main import main
+from trainrun.config.compose import compose_run
+from trainrun.convert.part_samples import Samples, leaves_of
 
 N = 24
 RNG = np.random.default_rng(0)
@@ -110,7 +111,7 @@ def text_blocks(folder: Path) -> list[str]:
 
 
 def hugging_face(folder: Path) -> list[str]:
-    import datasets
+    datasets = pytest.importorskip("datasets", reason="needs the extra datasets")
 
     table = {"tokens": [list(range(i % 5 + 1)) for i in range(N)], "label": LABELS.tolist()}
     datasets.Dataset.from_dict(table).save_to_disk(str(folder / "hf"))

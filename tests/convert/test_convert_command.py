@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from trainrun.cli import main
-from trainrun.convert.samples import Samples
+from trainrun.cli.main import main
+from trainrun.convert.part_samples import Samples
 from trainrun.convert.usage import target_of
 from trainrun.convert.write import write_parts
 

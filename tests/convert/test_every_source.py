@@ -16,7 +16,7 @@ from convert_kit import (
     use_of,
 )
 
-from trainrun.cli import main
+from trainrun.cli.main import main
 
 
 def refused(kind: str, to: str) -> str:

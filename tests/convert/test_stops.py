@@ -17,8 +17,10 @@ from own_sources import Points
 
 from trainrun.convert import array_files, record_files
 from trainrun.convert.folder import temporary_of, whole_file
-from trainrun.convert.samples import Samples
+from trainrun.convert.part_samples import Samples
 from trainrun.convert.usage import target_of
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 SLOW = ["data.train._target_=own_sources.Points", "data.train.count=120"]
@@ -35,7 +37,7 @@ def start(*words: str) -> subprocess.Popen[str]:
     code = (
         "import sys; from trainrun.convert import array_files, record_files; "
         "array_files.RANGE_BYTES = record_files.UNIT_BYTES = 320; "
-        "from trainrun.cli import main; sys.exit(main(['convert', *sys.argv[1:]]))"
+        "from trainrun.cli.main import main; sys.exit(main(['convert', *sys.argv[1:]]))"
     )
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen([sys.executable, "-c", code, *words], env={**os.environ, "PYTHONPATH": path},

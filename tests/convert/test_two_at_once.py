@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from convert_kit import convert
 
-from trainrun.cli import main
+from trainrun.cli.main import main
 from trainrun.convert.folder import LOCK, locked
 from trainrun.errors import ConfigError
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 SLOW = ["custom", "out", "--to", "npy", "--num-workers", "1", "data.train._target_=own_sources.Points",

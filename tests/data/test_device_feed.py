@@ -9,10 +9,10 @@ from torch.utils.data import Dataset
 
 from trainrun.data.augment.augmented import Augmented, NamedAugmentation
 from trainrun.data.batch import map_leaves
-from trainrun.data.device_feed import DeviceFeed, fed, pinned
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
-from trainrun.data.pieces import cut
+from trainrun.data.engines.device_feed import DeviceFeed, fed, pinned
+from trainrun.data.pipeline import open_batches
+from trainrun.data.split_batch import cut
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 from trainrun.interfaces import CountsSamples, MicroBatch
 from trainrun.task.classification import Classification
@@ -102,6 +102,7 @@ class Images(Dataset):
         return torch.full((3, 64, 64), float(index)), index
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("words", [{"num_workers": 2}, {"engine": "threads", "num_threads": 2}])
 def test_it_stands_behind_workers_and_threads(words):
     options = StreamOptions("data.train", True, 4, 0, device=META, **words)

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from trainrun.data.open import open_batches, open_candidates
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
+
+pytestmark = pytest.mark.process
 
 N = 23
 ENGINES = {
@@ -84,10 +86,10 @@ CASES = {
     "at once": (NoisyAtOnce, {"transform": jitter}, SINGLE),
     "subset": (lambda: Subset(Noisy(), range(1, N)), {"transform": jitter}, SINGLE),
     "subset at once": (lambda: Subset(NoisyAtOnce(), range(1, N)), {}, SINGLE),
-    "faults": (Faulty, {"on_error": "skip", "max_skipped_share": 1.0}, SINGLE),
-    "faults, evaluation": (Faulty, {"on_error": "skip", "max_skipped_share": 1.0, "training": False}, SINGLE),
-    "faults at once": (FaultyAtOnce, {"on_error": "skip", "max_skipped_share": 1.0}, SINGLE),
-    "faults in single samples": (Faulty, {"on_error": "skip", "max_skipped_share": 1.0, "batch_size": 1}, SINGLE),
+    "faults": (Faulty, {"on_error": "skip", "max_skipped_fraction": 1.0}, SINGLE),
+    "faults, evaluation": (Faulty, {"on_error": "skip", "max_skipped_fraction": 1.0, "training": False}, SINGLE),
+    "faults at once": (FaultyAtOnce, {"on_error": "skip", "max_skipped_fraction": 1.0}, SINGLE),
+    "faults in single samples": (Faulty, {"on_error": "skip", "max_skipped_fraction": 1.0, "batch_size": 1}, SINGLE),
 }  # fmt: skip
 
 
@@ -158,17 +160,17 @@ def test_the_users_data_is_not_changed():
     assert torch.equal(data[0], before)
 
 
-SKIP = {"on_error": "skip", "max_skipped_share": 1.0}
+SKIP = {"on_error": "skip", "max_skipped_fraction": 1.0}
 
 
 @pytest.mark.parametrize(("source", "changes"), [(columns, {}), (Noisy, {}), (Faulty, SKIP)])
 def test_candidates_are_the_same_stream(monkeypatch, source, changes):
-    monkeypatch.setattr("trainrun.data.choice.usable_cores", lambda: 2)
-    found = open_candidates(source(), options(**changes))
+    monkeypatch.setattr("trainrun.data.engines.choice.usable_cores", lambda: 2)
+    found = open_batches(source(), options(**changes))[0].options
     assert len(found) >= 4
     results = []
-    for candidate in found:
-        stream = candidate.open()
+    for option in found:
+        stream = option.open()
         results.append(bits(stream.epoch(1, 1)))
         stream.close()
     assert all(result == results[0] for result in results)

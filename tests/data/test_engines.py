@@ -5,9 +5,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
-from trainrun.data.resident import ResidentBatches
+from trainrun.data.engines.in_memory import ResidentBatches
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
+
+pytestmark = pytest.mark.process
 
 N = 25  # leaves one sample over for any number of ranks
 

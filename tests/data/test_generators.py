@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from trainrun.data.engines.generators import generator_of, moved, states, takes
 from trainrun.data.facts import facts_of
-from trainrun.data.generators import generator_of, moved, states, takes
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
+
+pytestmark = pytest.mark.process
 
 
 class Noise:
@@ -116,7 +118,7 @@ def test_which_generator_was_used(draw, which):
 
 def test_guarding_a_thread_does_not_import_the_compiler():
     code = (
-        "import sys, torch; from trainrun.data.generators import guarded\n"
+        "import sys, torch; from trainrun.data.engines.generators import guarded\n"
         "with guarded((1,), 'it'): torch.ones(2) + 1\n"
         "assert 'torch._dynamo' not in sys.modules"
     )

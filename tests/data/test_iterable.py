@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 
@@ -60,6 +60,7 @@ def contents(batches):
     return [([part.tolist() for part in batch.data[:2]], batch.real, batch.last) for batch in batches]
 
 
+@pytest.mark.process
 def test_workers_and_resumes_change_nothing():
     alone, worker = opened(Stream()), opened(Stream(), num_workers=1)
     for epoch in (0, 1):
@@ -120,6 +121,7 @@ def test_a_length_that_is_not_true(count):
         list(opened(Sized(count, 11)).epoch(0))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 1])
 def test_faults(workers):
     def fault(source, start=0, **changes):
@@ -149,6 +151,7 @@ def test_refused_settings():
         opened(Sized(), batch_size=30)
 
 
+@pytest.mark.process
 def test_close_ends_the_worker_and_the_stream_opens_again():
     stream = opened(Stream(), num_workers=1)
     batches = stream.epoch(0)

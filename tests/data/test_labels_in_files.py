@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainrun.build.data import check_classes, check_numbers
+from trainrun.assemble.data_pipeline import check_classes, check_numbers
+from trainrun.config.compose import compose_run
 from trainrun.data.facts import facts_of
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.errors import DataError
-from trainrun.words.compose import compose_run
 
 N, WRONG = 40, 11  # samples, and the one whose label is wrong
 

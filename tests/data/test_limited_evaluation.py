@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
 
 N, CLASSES = 400, 4
 X, Y = torch.arange(N, dtype=torch.float32)[:, None], torch.arange(N) // (N // CLASSES)  # class by class
@@ -59,6 +59,7 @@ def test_a_part_of_data_that_comes_class_by_class_has_every_class_and_its_order(
     assert part != seen((X, Y), seed=4)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("source", "changes"),
     [

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
+
+pytestmark = pytest.mark.process
 
 N = 14
 
@@ -196,7 +198,7 @@ def test_workers_ignore_stop_signals(opened):
 
 def test_a_worker_that_hangs_is_killed(opened, monkeypatch, capfd):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    monkeypatch.setattr("trainrun.data.workers.STACK_SECONDS", 2.0)
+    monkeypatch.setattr("trainrun.data.engines.workers.STACK_SECONDS", 2.0)
     hanging = Broken(lambda: time.sleep(600), index=1)
     stream = opened(hanging, shuffle=False, num_workers=1, timeout_seconds=5)
     with pytest.raises(

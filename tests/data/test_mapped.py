@@ -5,12 +5,12 @@ import psutil
 import pytest
 import torch
 
-from trainrun.data import choice
-from trainrun.data.columns import is_mapped, tensor_view
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.engines import choice
+from trainrun.data.engines.in_memory import ResidentBatches
+from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files as arrays
-from trainrun.data.resident import ResidentBatches
+from trainrun.data.stream_options import StreamOptions
+from trainrun.data.tensor_dataset import is_mapped, tensor_view
 
 N = 31
 KINDS = {
@@ -44,6 +44,7 @@ def batches(stream):
     return [(str(data.dtype), tuple(data.shape), data.numpy().tobytes(), indices) for data, indices in rows]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("changes", [{}, {"engine": "resident"}, {"num_workers": 0, "engine": "workers"},
                                      {"num_workers": 1}, {"engine": "threads"}], ids=str)  # fmt: skip

@@ -9,10 +9,12 @@ from torch.utils.data import DataLoader
 
 from trainrun.data.batch import Preparation
 from trainrun.data.cache.cached import cached
-from trainrun.data.columns import columns_of
-from trainrun.data.loader import KeySource
-from trainrun.data.reader import BatchReader, Key, Recipe
+from trainrun.data.engines.batch_reader import BatchReader, Key, Recipe
+from trainrun.data.engines.loader import KeySource
 from trainrun.data.readers.arrays.numpy_files import open_mapped
+from trainrun.data.tensor_dataset import columns_of
+
+pytestmark = pytest.mark.process
 
 N = 5000
 SMALL = 2500  # bytes of a pickle
@@ -75,7 +77,6 @@ class Source:
 @pytest.mark.parametrize("spec", ["memory", "disk"])
 def test_a_spawned_worker_maps_the_cache(spec, tmp_path):
     kept = cached(Source(), f"disk:{tmp_path}" if spec == "disk" else spec, "data.train")
-    kept.prefill()
     columns = columns_of(kept, "data.train")
     if spec == "disk":
         assert len(pickle.dumps(columns)) < SMALL

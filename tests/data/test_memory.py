@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from trainrun.data import memory
-from trainrun.data.memory import Load, host_memory, memory_line, too_much
-from trainrun.data.open import open_batches, open_candidates
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
+from trainrun.runtime import free_memory as memory
+from trainrun.runtime.free_memory import MemoryLoad, host_memory, memory_line, too_much
 
 
 class Large(Dataset):
@@ -43,13 +43,17 @@ def test_shared_memory_that_is_too_small_is_said_before_the_run(small_shared):
 
 
 def test_workers_that_were_not_asked_for_become_fewer(small_shared, monkeypatch):
-    monkeypatch.setattr("trainrun.data.choice.usable_cores", lambda: 8)
+    monkeypatch.setattr("trainrun.data.engines.choice.usable_cores", lambda: 8)
     _, line = opened()
     assert line == "data.train: 3 loader workers (more do not fit: see /dev/shm and ulimit -n)"
-    names = [
-        candidate.name for candidate in open_candidates(Large(), StreamOptions("data.train", True, 8, 0))
+    stream, _ = open_batches(Large(), StreamOptions("data.train", True, 8, 0))
+    assert [option.name for option in stream.options] == [
+        "workers=0",
+        "threads=1",
+        "workers=1",
+        "workers=2",
+        "workers=3",
     ]
-    assert names == ["threads=1", "workers=0", "workers=1", "workers=2"]
 
 
 def test_a_real_limit_of_open_files(monkeypatch):
@@ -70,14 +74,14 @@ def test_a_real_limit_of_open_files(monkeypatch):
 def test_what_is_too_much(monkeypatch):
     monkeypatch.setattr(memory, "shared_free_bytes", lambda: 300)
     monkeypatch.setattr(memory, "files_left", lambda: 60)
-    assert too_much(Load(1, 2, 100, 1)) == ""  # exactly: 2 ahead, 1 in use
-    assert "/dev/shm" in too_much(Load(1, 2, 101, 1))
-    assert too_much(Load(1, 2, 1, 7)) == ""
-    assert "ulimit -n" in too_much(Load(1, 2, 1, 8))
-    assert too_much(Load(0, 2, 10**9, 1)) == ""
+    assert too_much(MemoryLoad(1, 2, 100, 1)) == ""  # exactly: 2 ahead, 1 in use
+    assert "/dev/shm" in too_much(MemoryLoad(1, 2, 101, 1))
+    assert too_much(MemoryLoad(1, 2, 1, 7)) == ""
+    assert "ulimit -n" in too_much(MemoryLoad(1, 2, 1, 8))
+    assert too_much(MemoryLoad(0, 2, 10**9, 1)) == ""
     monkeypatch.setattr(memory, "shared_free_bytes", lambda: None)
     monkeypatch.setattr(memory, "files_left", lambda: None)
-    assert too_much(Load(64, 2, 10**9, 9)) == ""
+    assert too_much(MemoryLoad(64, 2, 10**9, 9)) == ""
 
 
 def test_the_memory_of_a_container(tmp_path, monkeypatch):

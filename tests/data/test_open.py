@@ -3,15 +3,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainrun.data import choice
-from trainrun.data.columns import Arrays
+from trainrun.data.engines import choice
+from trainrun.data.engines.auto_stream import AutoStream
+from trainrun.data.engines.in_memory import ResidentBatches
+from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.facts import Labels, check_labels, facts_of
-from trainrun.data.iterable import IterableBatches
-from trainrun.data.loader import LoaderBatches
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
-from trainrun.data.resident import ResidentBatches
-from trainrun.data.undecided import Undecided
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 
 X, Y = torch.zeros(10, 3), torch.arange(10) % 4
@@ -38,7 +37,7 @@ def opened(source, **changes):
     """The stream that reads, and the line about it."""
     fields = {"key": "data.train", "training": True, "batch_size": 2, "seed": 0}
     stream, line = open_batches(source, StreamOptions(**fields | changes))
-    return (stream.stream(stream.default.name) if isinstance(stream, Undecided) else stream), line
+    return (stream.stream(stream.default.name) if isinstance(stream, AutoStream) else stream), line
 
 
 @pytest.mark.parametrize(
@@ -57,8 +56,8 @@ def opened(source, **changes):
         (Samples(), {"world_size": 2, "local_world_size": 2}, LoaderBatches,
          "read in the main process (4 cores for 2 ranks)"),
         (Samples(), {"num_workers": 0}, LoaderBatches, "read in the main process (asked for)"),
-        (Stream(), {}, IterableBatches, "read in the main process (an IterableDataset)"),
-        (Stream(), {"num_workers": 1}, IterableBatches, "1 loader worker (asked for)"),
+        (Stream(), {}, LoaderBatches, "read in the main process (an IterableDataset)"),
+        (Stream(), {"num_workers": 1}, LoaderBatches, "1 loader worker (asked for)"),
     ],
 )  # fmt: skip
 def test_choices_and_their_reasons(monkeypatch, source, changes, kind, line):

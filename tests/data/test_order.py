@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainrun.data.order import Plan, epoch_order, limited, share_bounds
+from trainrun.data.order.sampler import Plan, epoch_order, limited, share_bounds
 from trainrun.errors import DataError
 
 SMALL = settings(derandomize=True, deadline=None, max_examples=150)
@@ -90,7 +90,7 @@ def test_the_last_batch_and_no_other_is_marked(n, batch_size, world_size, traini
 
 
 def test_more_batches_than_are_cut_at_once(monkeypatch):
-    monkeypatch.setattr("trainrun.data.order.ROWS_AT_ONCE", 4)
+    monkeypatch.setattr("trainrun.data.order.sampler.ROWS_AT_ONCE", 4)
     plan = Plan(23, 2)
     assert joined(indices for indices, _, _ in shares(plan)) == epoch_order(23, 0, 0, True).tolist()
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainrun.data import order
-from trainrun.data.order import LISTED, Plan, epoch_order
-from trainrun.data.permutation import KeyedPermutation
+from trainrun.data.order import sampler as order
+from trainrun.data.order.permutation import KeyedPermutation
+from trainrun.data.order.sampler import LISTED, Plan, epoch_order
 
 FAR = 5.0  # standard deviations: chance exceeds them once in two million draws, and the keys are fixed
 

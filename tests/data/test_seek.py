@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
 
 COUNT, BATCH, AHEAD = 10_400_000, 4, 2
 FAR = 10_000_000 // BATCH

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
-from trainrun.data.skips import Skips, report_to
+from trainrun.data.bad_samples import Skips, report_to
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 N = 40
@@ -29,15 +29,16 @@ class Samples(Dataset):
 
 def opened(source, notes=None, **changes):
     fields = {"key": "data.train", "training": True, "batch_size": 4, "seed": 1, "shuffle": False}
-    fields |= {"num_workers": 0, "on_error": "skip", "max_skipped_share": 0.1}
+    fields |= {"num_workers": 0, "on_error": "skip", "max_skipped_fraction": 0.1}
     report = (lambda text: None) if notes is None else notes.append
     return open_batches(source, StreamOptions(**fields | {"report": report} | changes))[0]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("engine", EVERY, ids=str)
 def test_a_sample_that_cannot_be_read_is_left_out_and_reported_once_an_epoch(engine):
     notes = []
-    stream = opened(Samples(5, 21), notes, max_skipped_share=0.5, **engine)
+    stream = opened(Samples(5, 21), notes, max_skipped_fraction=0.5, **engine)
     for epoch in (0, 1):
         batches = list(stream.epoch(epoch))
         assert [len(batch.data) for batch in batches] == [4, 3, 4, 4, 4, 3, 4, 4, 4, 4]
@@ -53,6 +54,7 @@ def test_a_sample_that_cannot_be_read_is_left_out_and_reported_once_an_epoch(eng
     assert "sample 21 (21.png)" in notes[1]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("engine", EVERY, ids=str)
 def test_more_than_the_share_is_a_fault(engine):
     assert len(list(opened(Samples(0), **engine).epoch(0))) == 10  # one is always allowed
@@ -62,7 +64,7 @@ def test_more_than_the_share_is_a_fault(engine):
     stream = opened(Samples(0, 1, 2, 3, 5), **engine)
     with pytest.raises(
         DataError,
-        match=r"data.max_skipped_share=0.1: 5 of the first 8 samples .*more than this share of 40",
+        match=r"data.max_skipped_fraction=0.1: 5 of the first 8 samples .*more than this fraction of 40",
     ):
         list(stream.epoch(0))
 
@@ -74,30 +76,31 @@ def test_in_a_long_epoch_it_is_held_against_the_samples_so_far():
         skips.add(0, ["damaged"] * number)
 
     failing(10, 0)
-    with pytest.raises(DataError, match="11 of the first 11 samples .* share of 1000"):
+    with pytest.raises(DataError, match="11 of the first 11 samples .* fraction of 1000"):
         failing(11, 0)
     failing(21, 2200)
-    with pytest.raises(DataError, match="23 of the first 2223 samples .* share of 2223"):
+    with pytest.raises(DataError, match="23 of the first 2223 samples .* fraction of 2223"):
         failing(23, 2200)
 
 
 def test_a_resume_is_never_stricter_than_the_run_without_a_stop():
-    whole = opened(Samples(29, 30), max_skipped_share=0.07)
+    whole = opened(Samples(29, 30), max_skipped_fraction=0.07)
     assert len(list(whole.epoch(0))) == 10
     assert len(list(whole.epoch(0, 7))) == 3
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("engine", EVERY, ids=str)
 def test_a_batch_that_lost_all_samples_is_filled_in_training_and_left_out_in_evaluation(engine):
     broken = Samples(4, 5, 6, 7, 8, 39, *range(36, 40))
-    stream = opened(broken, max_skipped_share=1.0, **engine)
+    stream = opened(broken, max_skipped_fraction=1.0, **engine)
     batches = list(stream.epoch(0))
     assert [batch.real for batch in batches] == [True, False, *[True] * 7, False]
     assert batches[1].data.tolist() == batches[1].indices.tolist() == [9]  # 8 is broken too
     assert batches[-1].data.tolist() == [0]
     assert [batch.last for batch in batches] == [*[False] * 9, True]
     stream.close()
-    evaluation = opened(broken, max_skipped_share=1.0, training=False, **engine)
+    evaluation = opened(broken, max_skipped_fraction=1.0, training=False, **engine)
     batches = list(evaluation.epoch(0))
     assert len(batches) == 8
     assert all(batch.real for batch in batches)
@@ -136,7 +139,7 @@ def test_faults_of_a_transform_are_skipped_and_those_of_collating_are_not():
 
 def test_without_a_single_readable_sample():
     with pytest.raises(DataError, match="neither sample 3 nor the 100 after it can be read"):
-        list(opened(Samples(*range(N)), max_skipped_share=1.0).epoch(0))
+        list(opened(Samples(*range(N)), max_skipped_fraction=1.0).epoch(0))
 
 
 def test_the_report_names_three_and_counts_the_others(capsys):

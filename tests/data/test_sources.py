@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainrun.data.columns import columns_of
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.order.split import hold_out
+from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.readers.arrays.idx_files import read_idx
 from trainrun.data.readers.builtin import digits, fashion_mnist, synthetic
-from trainrun.data.split import hold_out
+from trainrun.data.stream_options import StreamOptions
+from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import DataError
 
 
@@ -216,6 +216,7 @@ def named_arrays():
     return {"x_train": np.arange(12.0).reshape(6, 2), "y_train": np.arange(6), "x_val": np.ones((2, 2))}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["npz", "folder"])
 def test_arrays(tmp_path, named_arrays, kind):
     if kind == "npz":

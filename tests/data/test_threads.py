@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from trainrun.data.generators import GlobalDraw, Guard, guarded
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
-from trainrun.data.threads import ThreadBatches
+from trainrun.data.engines.generators import GlobalDraw, Guard, guarded
+from trainrun.data.engines.threads import ThreadBatches
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 N = 12
@@ -157,7 +157,7 @@ def test_threads_end_with_the_epoch_its_generator_the_stream_and_its_last_refere
 
 
 def test_a_hanging_read_is_said_and_let_go(monkeypatch):
-    monkeypatch.setattr("trainrun.data.threads.JOIN_SECONDS", 0.05)
+    monkeypatch.setattr("trainrun.data.engines.threads.JOIN_SECONDS", 0.05)
     release = threading.Event()
     stream = opened(Samples(lambda: release.wait(30), at=1), timeout_seconds=0.2)
     with pytest.raises(
@@ -285,8 +285,8 @@ def test_the_guard_is_of_one_thread_and_lets_generators_pass():
 
 SCRIPT = """
 import os, signal, sys, threading, time, torch
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
 
 class Samples:
     def __len__(self): return 1000
@@ -306,6 +306,7 @@ for number, batch in enumerate(stream.epoch(0)):
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("engine", ["threads", "workers"])
 @pytest.mark.parametrize("what", ["interrupt", "raise"])
 def test_nothing_is_left_after_ctrl_c_or_a_fault(engine, what):

@@ -15,7 +15,7 @@ import psutil
 from faults.evidence import differences, facts_of
 from faults.judges import Tally
 from faults.subjects import SUBJECTS
-from trainrun.parallel.rank import SAVE_SECONDS
+from trainrun.parallel.rank_place import SAVE_SECONDS
 
 what = "kill -9 of the whole process group, and of the command alone: real commands in new processes"
 what_starts = "the same words in new processes, also with other numbers of workers: the same bits"

@@ -1,4 +1,4 @@
-"""F11, F12, F13, F25, F27: the corpora in full, each in a forked process with a home and a folder of its own."""
+"""F11, F13, F25, F27: the corpora in full, each in a forked process with a home and a folder of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from faults import corpus_damage, corpus_folder, corpus_fuzz, corpus_hostile, corpus_inputs
+from faults import corpus_damage, corpus_folder, corpus_hostile, corpus_inputs
 from faults.corpus_case import Case
 from faults.forks import run_forked
 from faults.judges import Tally
@@ -18,8 +18,6 @@ Make = Callable[[int, int], list[Case]]  # how many, and with which seed
 CORPORA: dict[str, tuple[str, Make, Callable[[Path], None], Callable[[Case, Path], str], int]] = {
     "F11": ("checkpoints with wrong bytes, files swapped, missing and old", corpus_damage.cases,
             corpus_damage.with_base, corpus_damage.check, 1000),
-    "F12": ("headers and states that are sealed and make no sense", corpus_fuzz.cases,
-            corpus_fuzz.with_base, corpus_fuzz.check, 20_000),
     "F13": ("files and folders of a stranger that want to run something", lambda count, seed: corpus_hostile.cases(),
             corpus_hostile.with_base, corpus_hostile.check, 0),
     "F25": ("bad words, configs, data and checkpoints", lambda count, seed: corpus_inputs.cases(),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainrun.cli import main
+from trainrun.cli.main import main
 
 QUIET = (
     "monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false",

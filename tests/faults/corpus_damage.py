@@ -1,4 +1,4 @@
-"""Checkpoints with wrong bytes: none is ever loaded, the one before it is, and one line says why."""
+"""CheckpointManager with wrong bytes: none is ever loaded, the one before it is, and one line says why."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 from faults.corpus_case import BASE, Case, call, room, train_base
 from trainrun.checkpoint.commit import Record, build_part, commit, prepare, write_part
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import Loaded, read_checkpoint
+from trainrun.checkpoint.load import Loaded, load_latest, read_checkpoint
 from trainrun.checkpoint.manifest import Manifest, committed_steps, folder_name
-from trainrun.checkpoint.resume import load_latest
 from trainrun.errors import CheckpointError
 from trainrun.parallel.single import Single
 

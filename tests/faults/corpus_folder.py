@@ -15,7 +15,7 @@ import torch
 
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
 from faults.corpus_damage import equal
-from trainrun.checkpoint.format import read_checkpoint
+from trainrun.checkpoint.load import read_checkpoint
 from trainrun.checkpoint.manifest import folder_name
 
 WORDS = (*SMALL, "trainer.max_steps=6")

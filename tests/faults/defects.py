@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
-from trainrun import parts, runner
-from trainrun.cadence import Cadence
-from trainrun.checkpoint import files, keep, saving
+from trainrun.checkpoint import files
+from trainrun.checkpoint import manager as keep
+from trainrun.checkpoint import save as saving
 from trainrun.checkpoint.files import FileLayer
+from trainrun.config import compose
 from trainrun.monitor import metrics_file
 from trainrun.optimizer.ema import Ema
 from trainrun.parallel import ddp
-from trainrun.parts import Parts
-from trainrun.rundir import RunDir, write_text
+from trainrun.runs import run as runner
+from trainrun.runs.run_folder import RunDir, write_text
 from trainrun.scheduler.schedule import Schedule
-from trainrun.words import compose
+from trainrun.training import components as parts
+from trainrun.training.components import Components
+from trainrun.training.triggers import Triggers
 
 
 def plant(name: str) -> None:
@@ -33,18 +36,18 @@ def no_random_state() -> None:
 
 def random_state_before_iter() -> None:
     """Making an iterator of a loader draws a number, as torch's own does, after the states were put back."""
-    start = Cadence.start
+    start = Triggers.start
 
-    def started(self: Cadence, state: Any) -> None:
+    def started(self: Triggers, state: Any) -> None:
         torch.empty((), dtype=torch.int64).random_()
         start(self, state)
 
-    Cadence.start = started  # type: ignore[method-assign]
+    Triggers.start = started  # type: ignore[method-assign]
 
 
 def no_position() -> None:
     """A resume begins its epoch again."""
-    Parts._position = lambda self, place, shared: 0  # type: ignore[method-assign]
+    Components._position = lambda self, place, shared: 0  # type: ignore[method-assign]
 
 
 def no_optimizer_state() -> None:
@@ -60,7 +63,7 @@ def no_average() -> None:
 
 
 def no_loss_scale() -> None:
-    from trainrun.precision import guarded
+    from trainrun.precision import update as guarded
 
     for value in vars(guarded).values():
         if isinstance(value, type) and hasattr(value, "load_state_dict"):
@@ -68,19 +71,19 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-    from trainrun.build import listeners
+    from trainrun.assemble import monitors as listeners
 
     listeners.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
 
 
 def rows_after_the_commit() -> None:
     """Rows are not flushed ahead of a checkpoint."""
-    init = keep.Checkpoints.__init__
+    init = keep.CheckpointManager.__init__
 
     def without(self: Any, *rest: Any, **more: Any) -> None:
         init(self, *rest, **{**more, "before_commit": None})
 
-    keep.Checkpoints.__init__ = without  # type: ignore[method-assign]
+    keep.CheckpointManager.__init__ = without  # type: ignore[method-assign]
 
 
 def deletion_before_the_commit() -> None:

@@ -137,7 +137,7 @@ class ForkedRank:
 def fork_ranks(prepare: Callable[[int], None]) -> None:
     """From now on the launcher forks its ranks. prepare: called in each, with its number, before it begins."""
     from trainrun.parallel import launch
-    from trainrun.process.signals import stops_held_back
+    from trainrun.runtime.signals import stops_held_back
 
     def start_rank(command: Sequence[str], rank: int, run_dir: Any, env: dict[str, str]) -> ForkedRank:
         with stops_held_back():
@@ -171,7 +171,7 @@ def _be_rank(
             os.dup2(descriptor, 2)
         os.write(int(os.environ[ARMED]), f"{rank} {os.getpid()}\n".encode())
         prepare(rank)
-        from trainrun import rank as rank_module
+        from trainrun.runs import rank as rank_module
 
         code = rank_module.main(words)
     except BaseException:

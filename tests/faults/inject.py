@@ -12,13 +12,12 @@ from faults import own
 from faults.history import write_line
 from faults.plan import CODE, DISK, SIGNALS, Fault
 from faults.taps import Hook, Operation, Tap
-from trainrun.cadence import Cadence
-from trainrun.checkpoint import saving
-from trainrun.data import workers
-from trainrun.data.patience import Patience
-from trainrun.ledger import Ledger
+from trainrun.checkpoint import save as saving
+from trainrun.data.engines import workers
 from trainrun.parallel import worker
 from trainrun.parallel.group import init_group
+from trainrun.timing.phases import PhaseTimer
+from trainrun.training.triggers import Triggers
 
 NUMBERS = {"kill": 9, "segv": 11, "term": 15, "int": 2, "usr1": 10, "usr2": 12, "stop": 19}
 ERRORS = {name: getattr(errno, name.upper()) for name in DISK}
@@ -29,9 +28,9 @@ COUNTS = "FAULTS_COUNTS"  # a file that is told how many marks, batches and file
 
 def keep_history() -> None:
     """Lines of a life's start and of every commit that the runner was told of."""
-    start, settle = Cadence.start, saving.Saves.settle
+    start, settle = Triggers.start, saving.Saves.settle
 
-    def started(self: Cadence, state: Any) -> None:
+    def started(self: Triggers, state: Any) -> None:
         write_line(f"start {state.step}")
         start(self, state)
 
@@ -41,7 +40,7 @@ def keep_history() -> None:
             write_line(f"commit {step}")
         return save
 
-    Cadence.start = started  # type: ignore[method-assign]
+    Triggers.start = started  # type: ignore[method-assign]
     saving.Saves.settle = settled  # type: ignore[method-assign]
 
 
@@ -49,7 +48,8 @@ def be_patient(fault: Fault | None) -> None:
     """A busy machine is no fault: short timeouts of a subject hold where something stands still. The config keeps
     them, for the run goes on with it."""
     if fault is None or fault.action != "worker-stop":
-        workers.Patience = lambda seconds, end: Patience(max(seconds, WORKER_SECONDS), end)  # type: ignore
+        limit = workers.TimeLimit
+        workers.TimeLimit = lambda seconds, processes: limit(max(seconds, WORKER_SECONDS), processes)  # type: ignore
     if fault is None or fault.kind != "stop":
         worker.init_group = lambda device, seconds, store=None: init_group(  # type: ignore
             device, max(seconds, RANK_SECONDS), store
@@ -113,14 +113,14 @@ def _tell_counts(path: Path, counters: dict[str, Counter]) -> None:
 
 
 def _mark(counter: Counter) -> None:
-    opened = Ledger.open
+    opened = PhaseTimer.open
 
-    def open_(self: Ledger, account: int) -> int:
+    def open_(self: PhaseTimer, account: int) -> int:
         if counter.pass_by():
             counter.signal()
         return opened(self, account)
 
-    Ledger.open = open_  # type: ignore[method-assign]
+    PhaseTimer.open = open_  # type: ignore[method-assign]
 
 
 def _batch(counter: Counter) -> Any:

@@ -27,14 +27,14 @@ from faults.judges import Tally
 from faults.referee import Referee
 from faults.subjects import SUBJECTS
 from faults.taps import Operation, Tap
-from trainrun.checkpoint import saving
+from trainrun.checkpoint import save as saving
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.resume import load_latest
+from trainrun.checkpoint.load import load_latest
+from trainrun.config.compose import load_config
 from trainrun.errors import TrainrunError
 from trainrun.monitor.metrics_file import cut_rows_after, read_rows
 from trainrun.parallel.single import Single
-from trainrun.rundir import RunDir, read_identity
-from trainrun.words.compose import load_config
+from trainrun.runs.run_folder import RunDir, read_identity
 
 what = "power loss: the states that the recorded file operations may leave"
 MOST_PENDING = 6  # up to here all combinations are made

@@ -20,11 +20,11 @@ from faults.inject import COUNTS, NUMBERS, arm, be_patient, keep_history
 from faults.plan import CODE, DISK, SIGNALS, WORKER, Case, Fault
 from faults.small_disk import leave_free, small_disk
 from faults.subjects import SUBJECTS, Subject
-from trainrun.cli import main
+from trainrun.cli.main import main
+from trainrun.config import compose
+from trainrun.config.compose import Composition, compose_run
 from trainrun.errors import TrainrunError
-from trainrun.process.signals import leave_at_interrupt
-from trainrun.words import compose
-from trainrun.words.compose import Composition, compose_run
+from trainrun.runtime.signals import leave_at_interrupt
 
 TIMEOUT = 60.0
 AGAIN_TIMEOUT = 180.0  # of ranks that start again, up to twelve times

@@ -11,10 +11,10 @@ import torch.distributed.algorithms.join
 import torch.nn.parallel
 import torch.utils.data
 
-import trainrun.commands.resume
+import trainrun.cli.resume_command
 import trainrun.parallel.worker
-import trainrun.rank
-import trainrun.runner
+import trainrun.runs.rank
+import trainrun.runs.run
 
 torch.set_num_threads(1)
 

@@ -46,6 +46,7 @@ def test_the_measure_sees_what_is_too_long(tmp_path: Path):
     assert too_long(tmp_path) == {"trainrun/a.py": 501}
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="not a checkout")
 def test_the_top_level_holds_what_belongs_there() -> None:
     told = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.cli import main
-from trainrun.commands.manual import FOLDER, manual_text, sections, slug, topics
+from trainrun.cli.main import main
+from trainrun.cli.manual_pages import FOLDER, manual_text, sections, slug, topics
 from trainrun.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ PAGES = [README, *sorted(FOLDER.glob("*.md"))]
 
 def test_the_readme_is_short_and_the_manual_has_few_files() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
-    assert 1 < len(topics()) <= 12
+    assert 1 < len(topics()) <= 13
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -69,7 +69,7 @@ def test_help_prints_the_topics_one_topic_or_one_section(capsys: pytest.CaptureF
     assert manual_text("Signals and exit codes").startswith("## Signals")
     assert "](" not in "".join(manual_text(name) for name in topics())
     assert manual_text("trainer.max_steps").startswith("trainer.max_steps=")
-    assert manual_text("tune").startswith("## Tune")
+    assert manual_text("autotune").startswith("## Autotune")
     assert manual_text("trainer").startswith("trainer.max_epochs=")
     assert main(["--help"]) == 0
     assert "trainrun help [TOPIC]" in capsys.readouterr().out

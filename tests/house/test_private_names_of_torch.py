@@ -58,10 +58,10 @@ REASONS = {
     "torch._inductor": "options of a mode, the C++ compiler; a step that is one graph",
     "torch._ops": "which operators write, in a step that is one graph",
     "torch.compiler._is_compiling_flag": "optimizers that do not wait for the device, in a step that is one graph",
+    "torch.utils.data._utils": "torch's handler of SIGCHLD, which raises anywhere, is never put in place",
     # Documented or in wide use, though private by their place
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils._pytree": "trees of tensors as flat lists",
-    "torch.utils.data._utils": "a loader worker's death is named",
     "torch.utils.flop_counter._FlopCounterMode": "torch's compiler stays unloaded (1.3 s)",
 }
 TODAY = 16  # the goal is 8

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,6 +35,6 @@ def test_no_torch(words: list[str], code: int, tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     imported = set(re.findall(r"^import time:[ \d]+\|[ \d]+\|\s+([\w.]+)$", done.stderr, re.MULTILINE))
-    assert "trainrun.cli" in imported
+    assert "trainrun.cli.main" in imported
     assert not {name for name in imported if name.split(".")[0] in ("torch", "matplotlib", "sklearn")}
     assert list(tmp_path.iterdir()) == []

@@ -1,13 +1,15 @@
 """Mlp and Cnn: shapes, options, and that everything in them trains."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from trainrun.model import layers, names
+from trainrun.model import choices as names
+from trainrun.model import layers
 from trainrun.model.cnn import Cnn
 from trainrun.model.mlp import Mlp
 
@@ -102,4 +104,4 @@ def test_wrong_values_are_refused_in_words(build: Callable[[], nn.Module], text:
 
 
 def test_every_name_of_an_activation_is_one() -> None:
-    assert tuple(layers.ACTIVATIONS) == names.ACTIVATIONS
+    assert tuple(layers.ACTIVATIONS) == get_args(names.Activation)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from trainrun.model import names
+from trainrun.model import choices as names
 from trainrun.model.layers import Residual
 from trainrun.model.resnet import SIZES, ResNet
 

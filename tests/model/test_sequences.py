@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.model.attention import causal_attention, fastest_kernel
+from trainrun.model.choices import GPT_SIZES, KERNELS
 from trainrun.model.gpt import SIZES, Gpt
 from trainrun.model.lstm import Lstm
-from trainrun.model.names import GPT_SIZES, KERNELS
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 24}
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from trainrun.formatting import counted, duration, figure, quantity
 from trainrun.interfaces import RunFacts
-from trainrun.monitor.bar import Bar
+from trainrun.monitor.bar import ProgressBar
 from trainrun.monitor.console import Console, place_line, start_lines
-from trainrun.monitor.readable import counted, duration, figure, quantity
 
 FACTS = RunFacts(
     "digits-mlp", "runs/x", "cpu", 2, 32, 4, 1437, 360, 45, 900, 20, "MLP (layers)", 19210, 19210,
@@ -149,7 +149,7 @@ def test_epochs_are_said_of_runs_that_see_one(steps_per_epoch, total_steps, step
 def test_the_length_names_epochs_where_they_end_the_run() -> None:
     facts = replace(FACTS, steps_per_epoch=10**6, total_steps=5000)
     assert "  length  5,000 steps, 1,000,000 an epoch" in start_lines(facts, 0, True)
-    drawn = Bar(5000, 10**6, 20, 0, clock=lambda: 0.0).draw(80, 1200, {}, None).plain
+    drawn = ProgressBar(5000, 10**6, 20, 0, clock=lambda: 0.0).draw(80, 1200, {}, None).plain
     assert drawn.startswith("training  ")
 
 
@@ -232,6 +232,7 @@ def test_no_bar_where_none_is_wanted_or_possible(
     assert "epoch 3/20  step 135" in stream.getvalue()
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_prints_without_the_lock_of_the_bar() -> None:
     """A child that prints while the parent's drawing thread held its lock would wait for ever."""
@@ -260,7 +261,8 @@ console.close()
 sys.exit(status)
 """
     result = subprocess.run(
-        [sys.executable, "-c", code],
+        # Python 3.12 warns of the fork, and the warning would wait for the lock
+        [sys.executable, "-W", "ignore", "-c", code],
         env={**os.environ, "TERM": "xterm"},
         capture_output=True,
         text=True,
@@ -270,6 +272,7 @@ sys.exit(status)
     assert "from the child" in result.stdout
 
 
+@pytest.mark.process
 def test_rich_is_not_imported_without_a_terminal() -> None:
     code = f"""
 import sys
@@ -285,7 +288,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "rich"]
 
 @pytest.mark.parametrize("width", [20, 60, 80, 200])
 def test_the_bar_fits_the_terminal(width: int) -> None:
-    bar = Bar(100_000, 45, 20, 0, clock=lambda: 0.0)
+    bar = ProgressBar(100_000, 45, 20, 0, clock=lambda: 0.0)
     first = bar.draw(width, 50_000, {"train/loss": 0.5}, 1e4).plain.splitlines()[0]
     if width >= 60:
         assert len(first) <= width
@@ -296,7 +299,7 @@ def test_the_bar_fits_the_terminal(width: int) -> None:
 
 def test_the_time_left_follows_the_recent_speed() -> None:
     times = iter((0.0, 0.0, 10.0, 100.0, 110.0, 129.0))
-    bar = Bar(1000, None, None, 0, clock=lambda: next(times))
+    bar = ProgressBar(1000, None, None, 0, clock=lambda: next(times))
     assert "? left" in bar.draw(80, 0, {}, None).plain
     for step in (10, 100, 200, 390):
         drawn = bar.draw(80, step, {}, None).plain
@@ -304,9 +307,9 @@ def test_the_time_left_follows_the_recent_speed() -> None:
 
 
 def test_a_bar_of_unknown_length_and_in_plain_letters() -> None:
-    open_end = Bar(None, None, None, 0, clock=lambda: 0.0).draw(80, 1234, {}, None).plain
+    open_end = ProgressBar(None, None, None, 0, clock=lambda: 0.0).draw(80, 1234, {}, None).plain
     assert open_end.splitlines()[0] == "training  step 1,234  0.0 s"
-    plain = Bar(10, 5, None, 5, ascii_only=True, clock=lambda: 0.0).draw(80, 5, {}, None).plain
+    plain = ProgressBar(10, 5, None, 5, ascii_only=True, clock=lambda: 0.0).draw(80, 5, {}, None).plain
     assert plain.splitlines()[0] == f"epoch 2  {'#' * 20}{'-' * 20}  5/10  50%  ? left"
 
 

@@ -15,6 +15,8 @@ import torch
 
 from trainrun.monitor.hardware import Hardware, Sampler
 
+pytestmark = pytest.mark.process
+
 
 def test_rows_are_written_until_it_is_closed() -> None:
     rows: list[dict[str, Any]] = []

@@ -11,6 +11,7 @@ import pytest
 
 from trainrun.errors import DataError
 from trainrun.interfaces import RunFacts
+from trainrun.monitor.bus import Bus
 from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, mend_end, read_rows
 
 FACTS = RunFacts("nan", "runs/x", "cpu", 1, 32, 1, 100, 20, 4, 8, 2, "MLP", 10, 10, ("a=1: why",))
@@ -22,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_rows_of_every_kind_come_back(path: Path) -> None:
-    file = MetricsFile(path)
+    file = Bus(MetricsFile(path))
     file.on_start(FACTS, 0)
     file.on_step(2, 0.5, {"train/loss": 1.5})
     file.on_note("saved a <checkpoint>\nwith ünicode")
@@ -42,7 +43,7 @@ def test_rows_of_every_kind_come_back(path: Path) -> None:
 
 
 def test_numbers_that_are_not_finite_are_strict_json_and_come_back(path: Path) -> None:
-    file = MetricsFile(path)
+    file = Bus(MetricsFile(path))
     file.on_start(FACTS, 0)
     file.on_step(1, 0.1, {"train/loss": math.nan, "grad_norm": math.inf, "lr": -math.inf})
     file.write({"kind": "confusion", "step": 1, "class_names": ["nan", "inf"], "matrix": [[1, 0], [0, 1]]})
@@ -63,7 +64,7 @@ def test_numbers_that_are_not_finite_are_strict_json_and_come_back(path: Path) -
 
 
 def test_rows_are_held_back_until_an_evaluation(path: Path) -> None:
-    file = MetricsFile(path, flush_seconds=1e9)
+    file = Bus(MetricsFile(path, flush_seconds=1e9))
     file.on_step(1, 0.1, {"train/loss": 1.0})
     assert not path.exists()
     file.on_eval(1, 0.1, {"val/loss": 1.0})
@@ -75,7 +76,7 @@ def test_rows_are_held_back_until_an_evaluation(path: Path) -> None:
 
 
 def test_a_row_reaches_the_disk_after_the_flush_time(path: Path) -> None:
-    file = MetricsFile(path, flush_seconds=0)
+    file = Bus(MetricsFile(path, flush_seconds=0))
     file.on_step(1, 0.1, {"train/loss": 1.0})
     assert len(read_rows(path)) == 1
 
@@ -99,7 +100,7 @@ def test_a_damaged_last_line_that_was_written_whole_is_no_cut(path: Path) -> Non
 
 
 def test_rows_behind_the_step_of_a_resume_are_cut(path: Path) -> None:
-    file = MetricsFile(path)
+    file = Bus(MetricsFile(path))
     file.on_start(FACTS, 0)
     for step in (2, 4, 6):
         file.on_step(step, step / 4, {"train/loss": math.nan})
@@ -118,7 +119,7 @@ def test_rows_behind_the_step_of_a_resume_are_cut(path: Path) -> None:
 
 
 def test_what_an_ended_session_wrote_at_its_end_is_cut(path: Path) -> None:
-    file = MetricsFile(path)
+    file = Bus(MetricsFile(path))
     file.on_eval(4, 1.0, {"val/loss": 1.0})
     file.write({"kind": "confusion", "step": 4, "split": "val", "class_names": [], "matrix": []})
     file.on_end({"step": 4})
@@ -127,7 +128,7 @@ def test_what_an_ended_session_wrote_at_its_end_is_cut(path: Path) -> None:
 
 
 def test_a_validation_that_a_resume_does_again_is_cut(path: Path) -> None:
-    file = MetricsFile(path)
+    file = Bus(MetricsFile(path))
     for step in (2, 4):
         file.on_step(step, step / 4, {"train/loss": 1.0})
         file.on_eval(step, step / 4, {"val/loss": 1.0})
@@ -145,7 +146,7 @@ def test_nothing_is_cut_where_there_is_no_file(path: Path) -> None:
 
 
 def test_rows_of_several_threads_stay_whole(path: Path) -> None:
-    file = MetricsFile(path, flush_seconds=0)
+    file = Bus(MetricsFile(path, flush_seconds=0))
 
     def write(first: int) -> None:
         for step in range(first, first + 50):
@@ -164,7 +165,7 @@ def test_a_full_disk_leaves_no_half_line() -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")
-    file = MetricsFile(full)
+    file = Bus(MetricsFile(full))
     file.on_step(1, 0.1, {"train/loss": 1.0})
     with pytest.raises(OSError):
         file.close()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
 from trainrun.errors import PluginError
-from trainrun.optimizer.build import build_optimizer
+from trainrun.optimizer.build_optimizer import build_optimizer
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import LBFGS
 
 import trainrun as package
-from trainrun.cli import main
-from trainrun.fused_adam import plain_step
+from trainrun.cli.main import main
+from trainrun.optimizer.fused_adam import plain_step
+
+pytestmark = pytest.mark.train
 
 WORDS = (
     "optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=1", "optimizer.lr=0.1", "data.batch_size=64", "seed=3",

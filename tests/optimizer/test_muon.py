@@ -15,10 +15,10 @@ from trainrun.errors import PluginError
 from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
 from trainrun.model.mlp import Mlp
-from trainrun.optimizer.build import build_optimizer
+from trainrun.optimizer.build_optimizer import build_optimizer
 from trainrun.optimizer.muon import Muon, hidden_matrices, orthogonal
-from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
-from trainrun.precision.guarded import takes_flag
+from trainrun.optimizer.named_state import load_named_optimizer_state, named_optimizer_state
+from trainrun.precision.update import takes_flag
 from trainrun.scheduler.schedule import Schedule
 
 

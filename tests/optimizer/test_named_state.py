@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from trainrun.errors import CheckpointError
-from trainrun.optimizer.build import start_momentum
-from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
+from trainrun.optimizer.build_optimizer import start_momentum
+from trainrun.optimizer.named_state import load_named_optimizer_state, named_optimizer_state
 
 
 class Nested(Optimizer):

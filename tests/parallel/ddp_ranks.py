@@ -16,10 +16,10 @@ from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.group import Group
 from trainrun.parallel.worker import run_as_rank
-from trainrun.precision.guarded import Guarded
-from trainrun.precision.shadow import Shadow
-from trainrun.process.signals import StopFlag
-from trainrun.rundir import RunDir, write_json
+from trainrun.precision.master_weights import Shadow
+from trainrun.precision.update import Update
+from trainrun.runs.run_folder import RunDir, write_json
+from trainrun.runtime.signals import StopFlag
 
 OPTIONS = SimpleNamespace(
     mode="ddp", accelerator="cpu", sync_batchnorm=False, find_unused_parameters=False, static_graph=False,
@@ -151,7 +151,7 @@ def update_copies(parallel: Ddp, seen: dict[str, Any]) -> None:
     """Weights whose updates happen on copies of another type, each rank with other data."""
     model = nn.Linear(4, 2).bfloat16()
     wrapped = (again := another(parallel)).wrap(model)
-    shadow = Shadow(Guarded(model, parallel.device), model, torch.float32)
+    shadow = Shadow(Update(model, parallel.device), model, torch.float32)
     optimizer = shadow.built(lambda: torch.optim.SGD(model.parameters(), lr=0.1))
     generator = torch.Generator().manual_seed(parallel.rank)
     for _ in range(3):

@@ -18,7 +18,9 @@ from trainrun.parallel.ddp import Ddp, check_parameters
 from trainrun.parallel.failures import RankFailed
 from trainrun.parallel.group import Group
 from trainrun.parallel.launch import launch
-from trainrun.rundir import RunDir, read_json
+from trainrun.runs.run_folder import RunDir, read_json
+
+pytestmark = pytest.mark.process
 
 NUM_STEPS = 4
 # per step, rank and micro-batch: how many samples; the third window is shorter than the others
@@ -185,7 +187,7 @@ LOSES_A_RANK = """
     from types import SimpleNamespace
     import torch
     from torch import nn
-    from trainrun.parallel.rank import LostContact
+    from trainrun.parallel.rank_place import LostContact
     from trainrun.parallel.worker import run_as_rank
 
     def work(parallel, flag):

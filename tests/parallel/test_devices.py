@@ -16,6 +16,8 @@ from trainrun.errors import ConfigError
 from trainrun.parallel import devices
 from trainrun.parallel.devices import choose_device, installed_gpus, num_devices, num_visible
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 
@@ -172,7 +174,7 @@ def test_choice_of_device_with_a_gpu() -> None:
 def test_the_driver_imports_no_torch() -> None:
     program = (
         "import sys, trainrun.parallel.devices as d, trainrun.parallel.launch, trainrun.parallel.external, "
-        "trainrun.parallel.rank; d.num_devices('ddp', 'auto', 'auto'); sys.exit('torch' in sys.modules)"
+        "trainrun.parallel.rank_place; d.num_devices('ddp', 'auto', 'auto'); sys.exit('torch' in sys.modules)"
     )
     env = dict(os.environ, PYTHONPATH=str(ROOT))
     assert subprocess.run([sys.executable, "-c", program], env=env, check=False).returncode == 0

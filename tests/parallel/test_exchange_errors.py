@@ -6,7 +6,7 @@ import pytest
 
 from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
 from trainrun.parallel.exchange_errors import exchange_failure
-from trainrun.parallel.rank import LostContact
+from trainrun.parallel.rank_place import LostContact
 
 HEAD = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.27.5\n"

@@ -44,6 +44,7 @@ def test_an_address_that_the_user_gave_is_kept() -> None:
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.7", "29500")
 
 
+@pytest.mark.process
 def test_a_node_whose_name_does_not_resolve_is_found_at_slurms_own_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.rundir import RunDir, read_json
+from trainrun.runs.run_folder import RunDir, read_json
+
+pytestmark = pytest.mark.process
 
 RANK = """
     import os, time
@@ -18,7 +20,7 @@ RANK = """
     from trainrun.parallel.external import external_ranks
     from trainrun.parallel.handshake import follow, lead
     from trainrun.parallel.worker import run_as_rank
-    from trainrun.rundir import write_json
+    from trainrun.runs.run_folder import write_json
 
     assert external_ranks()
     rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -44,10 +46,10 @@ RANK = """
 
 WITHOUT_FOLDER = """
     import os
-    from trainrun import external_run
+    from trainrun.runs import torchrun as external_run
     from trainrun.errors import ConfigError
     from trainrun.parallel.handshake import lead
-    from trainrun.rundir import write_json
+    from trainrun.runs.run_folder import write_json
 
     external_run.FOLDER_SECONDS = 0.3
     run.config.write_text("of an older run, on a disk of this machine's own")

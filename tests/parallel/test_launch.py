@@ -16,7 +16,9 @@ import pytest
 
 from trainrun.parallel.failures import RankFailed
 from trainrun.parallel.launch import launch, rank_environment
-from trainrun.rundir import RunDir
+from trainrun.runs.run_folder import RunDir
+
+pytestmark = pytest.mark.process
 
 Script = Callable[[str], list[str]]
 Start = Callable[..., int]
@@ -24,8 +26,8 @@ Start = Callable[..., int]
 RANK = """
 import os, signal, time
 from trainrun.errors import DataError, TrainingError
-from trainrun.parallel.rank import LostContact, die_with_parent, run_rank, say_listening, show_stacks_when_asked
-from trainrun.process.signals import EXIT_CODE_OF_STOP, StopFlag, catch_signals
+from trainrun.parallel.rank_place import LostContact, die_with_parent, run_rank, say_listening, show_stacks_when_asked
+from trainrun.runtime.signals import EXIT_CODE_OF_STOP, StopFlag, catch_signals
 die_with_parent(float(os.environ.get("SAVE_SECONDS", "30")))
 rank = int(os.environ["RANK"])
 flag = StopFlag()
@@ -85,7 +87,7 @@ def driver(script: Script, tmp_path: Path, run_dir: RunDir, rank_env: dict[str, 
             import sys
             from trainrun.errors import TrainrunError
             from trainrun.parallel.launch import launch
-            from trainrun.rundir import RunDir, write_text
+            from trainrun.runs.run_folder import RunDir, write_text
             from pathlib import Path
             run = RunDir(Path({str(run_dir.root)!r}))
             try:

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from trainrun import cli, runner
-from trainrun.rundir import RunDir
-from trainrun.words.compose import load_config
+from trainrun.cli import main as cli
+from trainrun.config.compose import load_config
+from trainrun.runs import run as runner
+from trainrun.runs.run_folder import RunDir
+
+pytestmark = pytest.mark.train
 
 
 def test_a_seed_that_was_drawn_is_kept(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

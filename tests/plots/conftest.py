@@ -12,8 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from trainrun.interfaces import RunFacts
+from trainrun.monitor.bus import Bus
 from trainrun.monitor.metrics_file import MetricsFile
-from trainrun.rundir import RunDir, write_json, write_text
+from trainrun.runs.run_folder import RunDir, write_json, write_text
 
 MakeRun = Callable[..., RunDir]
 
@@ -33,7 +34,7 @@ def write_run(
 ) -> RunDir:
     run = RunDir(root)
     run.create()
-    file = MetricsFile(run.metrics)
+    file = Bus(MetricsFile(run.metrics))
     file.on_start(facts(name=name, choices=choices), 0)
     for step in range(2, 101, 2):
         loss = 1000.0 / step**1.5
@@ -73,10 +74,10 @@ def make_run() -> MakeRun:
 
 
 @pytest.fixture
-def open_run(tmp_path: Path) -> tuple[RunDir, MetricsFile]:
+def open_run(tmp_path: Path) -> tuple[RunDir, Bus]:
     """An empty run folder and the file to write its rows with."""
     run = RunDir(tmp_path / "run")
     run.create()
-    file = MetricsFile(run.metrics)
+    file = Bus(MetricsFile(run.metrics))
     file.on_start(facts(), 0)
     return run, file

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.cli import main
+from trainrun.cli.main import main
+
+pytestmark = pytest.mark.train
 
 OWN = """
 from pathlib import Path
@@ -28,7 +30,7 @@ def test_a_run_whose_pictures_cannot_be_drawn_has_ended_all_the_same(
         "monitor.progress_bar=false",
         "hydra.run.dir=run",
     ]
-    assert main([*words, "monitor.listeners.mine._target_=own.InTheWay"]) == 0
+    assert main([*words, "monitor.mine._target_=own.InTheWay"]) == 0
     run = workdir / "run"
     (told,) = [line for line in capsys.readouterr().out.splitlines() if "not all pictures" in line]
     place = run / "plots"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from trainrun.plots.compare import compare, compare_picture, differing_keys, short_names, text_table
-from trainrun.plots.curves import draw_run
 from trainrun.plots.history import flat, read_history
 from trainrun.plots.report import draw_report
-from trainrun.rundir import RunDir
+from trainrun.plots.run_curves import draw_run
+from trainrun.runs.run_folder import RunDir
 
 EVIL = '<script>alert("x")</script>&'
 

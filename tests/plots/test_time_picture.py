@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainrun.plots.history import read_history
-from trainrun.plots.ledger import Block, blocks_of, ledger_picture, merged
+from trainrun.plots.time_stack import StackBlock, blocks_of, ledger_picture, merged
 
 
 def row(**seconds: float) -> dict[str, Any]:
@@ -17,14 +17,14 @@ def row(**seconds: float) -> dict[str, Any]:
 def test_blocks_are_differences_and_a_resume_counts_anew() -> None:
     rows = [row(start_up=2.0), row(start_up=2.0, data=1.0, forward=3.0), row(start_up=1.0), row(start_up=1.0)]
     assert blocks_of(rows) == [
-        Block(0.0, 2.0, {"start-up": 2.0}),
-        Block(2.0, 4.0, {"start-up": 0.0, "data": 1.0, "forward": 3.0}),
-        Block(6.0, 1.0, {"start-up": 1.0}),
+        StackBlock(0.0, 2.0, {"start-up": 2.0}),
+        StackBlock(2.0, 4.0, {"start-up": 0.0, "data": 1.0, "forward": 3.0}),
+        StackBlock(6.0, 1.0, {"start-up": 1.0}),
     ]
 
 
 def test_merging_keeps_every_second() -> None:
-    blocks = [Block(float(i), 1.0, {"data" if i % 2 else "forward": 1.0}) for i in range(7)]
+    blocks = [StackBlock(float(i), 1.0, {"data" if i % 2 else "forward": 1.0}) for i in range(7)]
     joined = merged(blocks, most=3)
     assert [(block.start, block.width) for block in joined] == [(0.0, 3.0), (3.0, 3.0), (6.0, 1.0)]
     assert sum(sum(block.seconds.values()) for block in joined) == pytest.approx(7.0)
@@ -38,5 +38,4 @@ def test_the_picture_names_what_is_large(make_run: Any, tmp_path: Any) -> None:
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == ["forward 60.0 % (3.0 s)", "start-up 40.0 % (2.0 s)"]
     assert ax.get_ylim() == (0, 100)
-    tops = [bar.get_y() + bar.get_height() for bar in ax.patches]
-    assert max(tops) == pytest.approx(100)
+    assert max(max(shape.get_data().values) for shape in ax.patches) == pytest.approx(100)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainrun.config import PRECISIONS
-from trainrun.precision.amp import PrecisionOptions, build_precision, data_float_dtype, prepare_model
-from trainrun.precision.guarded import Guarded
+from trainrun.config.schema import PRECISIONS
+from trainrun.precision.autocast import PrecisionOptions, build_precision, data_float_dtype, prepare_model
+from trainrun.precision.update import Update
 
 FIXED = [mode for mode in PRECISIONS if mode != "auto"]  # which is one of the others
 
@@ -34,7 +34,7 @@ def data(mode: str) -> tuple[Tensor, Tensor]:
     return x, torch.randint(4, (ITEMS,), generator=generator)
 
 
-def run_window(precision: Guarded, model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> None:
+def run_window(precision: Update, model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> None:
     """As the loop does it: the loss of each part is a sum, the share is one over all items."""
     total = sum(len(y) for _, y in parts)
     for x, y in parts:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.fused_adam import plain_step
-from trainrun.precision.amp import (
+from trainrun.optimizer.fused_adam import plain_step
+from trainrun.parallel.single import Single
+from trainrun.precision.autocast import (
     PrecisionOptions,
     build_precision,
     matmul_note,
@@ -22,7 +23,7 @@ from trainrun.precision.amp import (
     set_matmul,
     type_notes,
 )
-from trainrun.precision.guarded import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Guarded
+from trainrun.precision.update import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Update
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, Callable[[Any, bool], Optimizer]] = {
@@ -38,7 +39,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
 
 
-def feed(precision: Guarded, model: nn.Module, scale: float = 1.0, seed: int = 0) -> None:
+def feed(precision: Update, model: nn.Module, scale: float = 1.0, seed: int = 0) -> None:
     """Adds gradients; with a `scale` of inf or nan, bad ones."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
     with precision.autocast():
@@ -72,7 +73,7 @@ def test_stop_leaves_everything_as_it_was_from_the_first_bad_step_on(
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters(), fused)
     limit = None if clip is None else 0.5
-    precision = Guarded(model, CPU, clip_value=limit, clip_algorithm=clip or "norm", lazy=lazy)
+    precision = Update(model, CPU, clip_value=limit, clip_algorithm=clip or "norm", lazy=lazy)
     for _ in range(2):
         feed(precision, model)
         assert not precision.optimizer_step(optimizer, want_norm=False).skipped
@@ -91,7 +92,7 @@ def test_stop_leaves_everything_as_it_was_from_the_first_bad_step_on(
 def test_a_bad_first_step_leaves_no_state_behind(name: str, fused: bool, lazy: bool) -> None:
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters(), fused)
-    precision = Guarded(model, CPU, lazy=lazy)
+    precision = Update(model, CPU, lazy=lazy)
     before = frozen(model, optimizer)
     feed(precision, model, float("nan"))
     assert precision.optimizer_step(optimizer, want_norm=False).skipped
@@ -105,7 +106,7 @@ def test_the_flag_on_the_device_changes_no_good_step(name: str, fused: bool) -> 
     for lazy in (True, False):
         model = network()
         optimizer = OPTIMIZERS[name](model.parameters(), fused)
-        precision = Guarded(model, CPU, clip_value=0.5, lazy=lazy)
+        precision = Update(model, CPU, clip_value=0.5, lazy=lazy)
         for step in range(4):
             feed(precision, model, seed=step)
             precision.optimizer_step(optimizer, want_norm=step % 2 == 0)
@@ -121,7 +122,7 @@ def test_skip_equals_a_run_without_the_bad_step(name: str, fused: bool) -> None:
     for scales in ([1.0, float("inf"), 1.0], [1.0, 1.0]):
         model = network()
         optimizer = OPTIMIZERS[name](model.parameters(), fused)
-        precision = Guarded(model, CPU, nan_policy="skip", lazy=True)
+        precision = Update(model, CPU, nan_policy="skip", lazy=True)
         skipped = []
         for scale in scales:
             feed(precision, model, scale)
@@ -164,7 +165,7 @@ def test_clipping_is_that_of_torch_and_the_norm_is_from_before(
     model, reference = network(), network()
     precision, _ = build_precision(PrecisionOptions("32-true", limit, algorithm, policy), model, CPU)
     optimizer, other = SGD(model.parameters(), lr=0.1), SGD(reference.parameters(), lr=0.1)
-    plain = Guarded(reference, CPU)
+    plain = Update(reference, CPU)
     for step in range(3):
         feed(precision, model, seed=step)
         feed(plain, reference, seed=step)
@@ -261,24 +262,24 @@ def test_a_loss_of_the_wrong_kind_is_named(make: Callable[..., Tensor]) -> None:
 def test_the_stop_survives_a_resume() -> None:
     model = network()
     optimizer = SGD(model.parameters(), lr=0.1)
-    precision = Guarded(model, CPU)
+    precision = Update(model, CPU)
     feed(precision, model, float("nan"))
     precision.optimizer_step(optimizer, want_norm=False)
-    later = Guarded(model, CPU)
+    later = Update(model, CPU)
     later.load_state_dict(precision.state_dict())
     assert later.failure(wait=False) == precision.failure(wait=False) != ""
-    later.load_state_dict(Guarded(model, CPU).state_dict())
+    later.load_state_dict(Update(model, CPU).state_dict())
     assert later.failure(wait=True) == ""
 
 
 def test_a_good_state_ends_a_stop_that_the_device_holds() -> None:
     model = network()
     optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
-    precision = Guarded(model, CPU, lazy=True)
+    precision = Update(model, CPU, lazy=True)
     for scale in (1.0, float("nan")):
         feed(precision, model, scale)
         precision.optimizer_step(optimizer, want_norm=False)
-    precision.load_state_dict(Guarded(model, CPU).state_dict())
+    precision.load_state_dict(Update(model, CPU).state_dict())
     before = copy.deepcopy(model.state_dict())
     feed(precision, model)
     precision.optimizer_step(optimizer, want_norm=False)
@@ -399,3 +400,30 @@ def test_hooks_schedulers_and_foreign_optimizers_keep_their_own_step() -> None:
     hooked.register_step_post_hook(lambda *_: None)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     assert all(plain_step(optimizer) == optimizer.step for optimizer in (own, hooked, scheduled))
+
+
+class Halves(Single):
+    """A backend whose two ranks hold half of the gradients each; the other rank's are as these, or not finite."""
+
+    other_is_bad = False
+
+    def grad_norm(self, norm: Tensor) -> Tensor:
+        return norm * 2**0.5
+
+    def any_rank(self, flag: Tensor) -> Tensor:
+        return flag.fill_(1) if self.other_is_bad else flag
+
+
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_backend_joins_norms_and_flags_of_ranks_that_hold_parts(mode: str, bad: bool) -> None:
+    model, halves = torch.nn.Linear(3, 1), type("Other", (Halves,), {"other_is_bad": bad})(CPU)
+    options = PrecisionOptions(mode, clip_value=None if mode == "16-mixed" else 1e6, nan_policy="skip")
+    precision, _ = build_precision(options, model, CPU, parallel=halves)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision.backward(model(torch.ones(1, 3)).sum(), 1.0)
+    before = model.weight.detach().clone()
+    report = precision.optimizer_step(optimizer, want_norm=True)
+    assert report.norm is not None
+    assert report.norm.item() == pytest.approx(2**0.5 * 2)  # four ones here, four there
+    assert report.skipped == bad == torch.equal(model.weight, before)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from trainrun.errors import PluginError
 from trainrun.model.gpt import Gpt
-from trainrun.optimizer.build import build_optimizer
-from trainrun.precision.guarded import Guarded
+from trainrun.optimizer.build_optimizer import build_optimizer
 from trainrun.precision.in_backward import InBackward
+from trainrun.precision.update import Update
 from trainrun.transform.gradient_checkpointing import gradient_checkpointing
 
 CPU = torch.device("cpu")
@@ -51,9 +51,9 @@ def test_the_same_bits_as_plain(kind: str, recompute: bool) -> None:
     if recompute:
         gradient_checkpointing(on, "full")
     optimizer, _ = build_optimizer(factory, dict(keywords), plain)
-    train(plain, Guarded(plain, CPU, nan_policy="ignore"), optimizer)
+    train(plain, Update(plain, CPU, nan_policy="ignore"), optimizer)
     other, _ = build_optimizer(factory, dict(keywords), on)
-    precision = InBackward(Guarded(on, CPU, nan_policy="ignore"), other, on)
+    precision = InBackward(Update(on, CPU, nan_policy="ignore"), other, on)
     train(on, precision, other)
     for a, b in zip(plain.state_dict().values(), on.state_dict().values(), strict=True):
         assert torch.equal(a, b)
@@ -72,7 +72,7 @@ def test_never_are_two_gradients_there() -> None:
     wanting = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in wanting:
         parameter.register_post_accumulate_grad_hook(look)
-    precision = InBackward(Guarded(model, CPU, nan_policy="ignore"), optimizer, model)
+    precision = InBackward(Update(model, CPU, nan_policy="ignore"), optimizer, model)
     precision.backward(model(torch.randint(20, (3, 12))).square().sum(), 1.0)
     assert counts == [1] * len(wanting)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -89,4 +89,4 @@ def test_optimizers_that_may_look_at_several_parameters_are_refused() -> None:
         with pytest.raises(
             PluginError, match=f"trainer.optimizer_in_backward=true: {factory.__name__} may look"
         ):
-            InBackward(Guarded(model, CPU), optimizer, model)
+            InBackward(Update(model, CPU), optimizer, model)

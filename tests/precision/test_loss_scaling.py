@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from trainrun.precision.amp import PrecisionOptions, build_precision
-from trainrun.precision.guarded import Guarded
+from trainrun.precision.autocast import PrecisionOptions, build_precision
+from trainrun.precision.update import Update
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
 
 
-def loss_of(precision: Guarded, model: nn.Module, x: Tensor) -> Tensor:
+def loss_of(precision: Update, model: nn.Module, x: Tensor) -> Tensor:
     with precision.autocast():
         out = model(x)
     return out.float().square().sum()
@@ -67,7 +67,7 @@ def test_clipping_sees_unscaled_gradients(algorithm: str, fused: bool) -> None:
         assert (left - right).norm() < 0.01 * moved
 
 
-def scale_of(precision: Guarded) -> float:
+def scale_of(precision: Update) -> float:
     return float(precision.state_dict()["scaler"]["scale"])
 
 
@@ -100,7 +100,7 @@ def test_a_share_below_the_smallest_float16_is_not_lost() -> None:
     torch.testing.assert_close(model.weight.grad.item() / scale_of(precision), 4e-9, rtol=2e-2, atol=0)
 
 
-def fit(precision: Guarded, model: nn.Module, optimizer: Optimizer, steps: range) -> list[bool]:
+def fit(precision: Update, model: nn.Module, optimizer: Optimizer, steps: range) -> list[bool]:
     skipped = []
     for step in steps:
         factor = float("inf") if step in (2, 5) else 1.0
@@ -110,7 +110,7 @@ def fit(precision: Guarded, model: nn.Module, optimizer: Optimizer, steps: range
 
 
 def test_a_resume_in_the_middle_goes_on_bit_by_bit() -> None:
-    def start() -> tuple[Guarded, nn.Module, Optimizer]:
+    def start() -> tuple[Update, nn.Module, Optimizer]:
         model = network()
         options = PrecisionOptions("16-mixed", 0.5)
         return build_precision(options, model, CPU)[0], model, AdamW(model.parameters(), lr=0.01, fused=True)

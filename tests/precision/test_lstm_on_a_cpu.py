@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainrun.precision.amp import computes_lstm
+from trainrun.precision.autocast import computes_lstm
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 TEXT = ("data=text", "data.train.block_size=16", "data.train.max_bytes=20000", "model=lstm", "model.width=8",

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.errors import CheckpointError
 from trainrun.model.mlp import Mlp
-from trainrun.optimizer.build import build_optimizer
-from trainrun.optimizer.names import load_named_optimizer_state, named_optimizer_state
-from trainrun.precision.amp import prepare_model
-from trainrun.precision.guarded import Guarded
-from trainrun.precision.shadow import Shadow
+from trainrun.optimizer.build_optimizer import build_optimizer
+from trainrun.optimizer.named_state import load_named_optimizer_state, named_optimizer_state
+from trainrun.precision.autocast import prepare_model
+from trainrun.precision.master_weights import Shadow
+from trainrun.precision.update import Update
 
 CPU = torch.device("cpu")
 FACTORIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -32,7 +32,7 @@ def model_of(mode: str = "32-true") -> nn.Module:
 
 def shadowed(model: nn.Module, kind: str, dtype: torch.dtype | None, device: torch.device | None = None):
     factory, keywords = FACTORIES[kind]
-    shadow = Shadow(Guarded(model, CPU, clip_value=1.0), model, dtype, device)
+    shadow = Shadow(Update(model, CPU, clip_value=1.0), model, dtype, device)
     return shadow, shadow.built(lambda: build_optimizer(factory, dict(keywords), model)[0])
 
 
@@ -59,7 +59,7 @@ def test_copies_of_the_same_type_change_nothing(kind: str) -> None:
     optimizer, _ = build_optimizer(factory, dict(keywords), plain)
     a: list[Tensor] = []
     b: list[Tensor] = []
-    train(plain, Guarded(plain, CPU, clip_value=1.0), optimizer, range(5), a)
+    train(plain, Update(plain, CPU, clip_value=1.0), optimizer, range(5), a)
     shadow, other = shadowed(on, kind, None, CPU)
     weights = [parameter.data_ptr() for parameter in on.parameters()]
     train(on, shadow, other, range(5), b)
@@ -90,7 +90,7 @@ def test_small_updates_add_up() -> None:
     def after(master: bool) -> float:
         model = nn.Linear(1, 1, bias=False).bfloat16()
         nn.init.ones_(model.weight)
-        guarded: Any = Guarded(model, CPU)
+        guarded: Any = Update(model, CPU)
         shadow = Shadow(guarded, model, torch.float32) if master else guarded
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001, foreach=False)
         for _ in range(500):
@@ -128,9 +128,9 @@ def test_a_checkpoint_without_masters_starts_from_the_weights() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    shadow.load_state_dict(Guarded(model, CPU).state_dict())
+    shadow.load_state_dict(Update(model, CPU).state_dict())
     assert all((value == 0.5).all() for value in shadow.state_dict()["master"].values())
-    wrong = Guarded(model, CPU).state_dict() | {"master": {"other": torch.zeros(1)}}
+    wrong = Update(model, CPU).state_dict() | {"master": {"other": torch.zeros(1)}}
     with pytest.raises(CheckpointError, match="belong to another model"):
         shadow.load_state_dict(wrong)
 

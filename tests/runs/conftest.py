@@ -1,14 +1,9 @@
-"""Makes `exact_parts` importable, by name in a config, as a user's own code is; and the package `faults`."""
+"""A fixture of several files."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 @pytest.fixture

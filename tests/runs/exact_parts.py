@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import functools
 import json
 import os
@@ -20,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainrun import loop
-from trainrun.build.parts import Site, build_parts
-from trainrun.config import RunConfig
+from trainrun.assemble.assemble import RunContext, build_components
+from trainrun.config.compose import compose_run
+from trainrun.config.schema import RunConfig, with_values
 from trainrun.interfaces import Parallel
-from trainrun.ledger import Ledger
 from trainrun.parallel.single import Single
 from trainrun.parallel.worker import run_as_rank
-from trainrun.parts import Parts
-from trainrun.process.signals import StopFlag
-from trainrun.randomness import derive_seed, seed_everything
-from trainrun.rundir import RunDir, write_json
-from trainrun.state import TrainState
-from trainrun.words.compose import compose_run
+from trainrun.runs.run_folder import RunDir, write_json
+from trainrun.runtime.signals import StopFlag
+from trainrun.seeding import derive_seed, seed_everything
+from trainrun.timing.phases import PhaseTimer
+from trainrun.training import loop
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
 
 FEATURES, CLASSES, TOKENS = 5, 3, 7
 WORDS = (
@@ -125,37 +124,36 @@ def composed(words: tuple[str, ...]) -> RunConfig:
 
 
 def parts_of(words: tuple[str, ...], recorder: Recorder | None = None, parallel: Parallel | None = None,
-             ledger: Ledger | None = None, **data: Any) -> Parts:  # fmt: skip
-    """Real `Parts`. data: fields of the section `data`, and `accumulate`, without composing anew."""
-    config = copy.deepcopy(composed(words))
-    config.trainer.accumulate_grad_batches = data.pop("accumulate", config.trainer.accumulate_grad_batches)
-    config.data.train = config.data.train | {k: data.pop(k) for k in ("count", "bad") if k in data}
-    for name, value in data.items():
-        setattr(config.data, name, value)
+             phases: PhaseTimer | None = None, **data: Any) -> Components:  # fmt: skip
+    """Real `Components`. data: fields of the section `data`, and `accumulate`, without composing anew."""
+    config = composed(words)
+    inner = {f"data.train.{name}": data.pop(name) for name in ("count", "bad") if name in data}
+    more = {"trainer.accumulate_grad_batches": data.pop("accumulate")} if "accumulate" in data else {}
+    config = with_values(config, inner | more | {f"data.{name}": value for name, value in data.items()})
     seed_everything(derive_seed(config.seed))
     ranks = parallel or Single(torch.device("cpu"))
-    site = Site(RunDir(FOLDER), "exact", ranks, StopFlag(), [recorder] if recorder else [],
-                ledger=ledger or Ledger())  # fmt: skip
-    return build_parts(config, site)[0]
+    site = RunContext(RunDir(FOLDER), "exact", ranks, StopFlag(), [recorder] if recorder else [],
+                phases=phases or PhaseTimer())  # fmt: skip
+    return build_components(config, site)[0]
 
 
-def fitted(parts: Parts) -> TrainState:
+def fitted(run: Components) -> TrainState:
     state = TrainState()
-    parts.cadence.start(state)
-    state = loop.fit(parts, state)
-    parts.checkpoints.close()
-    parts.train.close()
+    run.triggers.start(state)
+    state = loop.fit(run, state)
+    run.checkpoints.close()
+    run.train.close()
     return state
 
 
 def result(words: tuple[str, ...], parallel: Parallel | None = None, **data: Any) -> dict[str, Any]:
     """What a run ends with: weights, averaged weights and all rows."""
     recorder = Recorder()
-    parts = parts_of(words, recorder, parallel, **data)
-    state = fitted(parts)
+    run = parts_of(words, recorder, parallel, **data)
+    state = fitted(run)
     return {
-        "weights": [p.double().flatten().tolist() for p in parts.model.parameters()],
-        "averaged": [p.double().flatten().tolist() for p in parts.averaged.parameters()],
+        "weights": [p.double().flatten().tolist() for p in run.model.parameters()],
+        "averaged": [p.double().flatten().tolist() for p in run.averaged.parameters()],
         "train": recorder.train,
         "eval": recorder.eval,
         "skipped": state.skipped_steps,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import trainrun as package
-from trainrun.cli import main
-from trainrun.rundir import RunDir
+from trainrun.cli.main import main
+from trainrun.runs.run_folder import RunDir
 
 AUGMENT = "trainrun.data.augment"
 SMALL = [

@@ -12,12 +12,12 @@ import torch
 from torch.utils import deterministic as deterministic_memory
 
 import trainrun as package
-from trainrun.build.backends import OF_TORCH, SMALLEST, flushes_denormal, kept_backends, set_backends
-from trainrun.config import RunConfig
+from trainrun.assemble.backends import OF_TORCH, SMALLEST, flushes_denormal, kept_backends, set_backends
+from trainrun.config.compose import compose_run
+from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
-from trainrun.runner import resume_run
-from trainrun.words.compose import compose_run
+from trainrun.runs.run import resume_run
 
 SHORT = ("trainer.max_steps=2", "monitor.plots=false", "trainer.num_threads=1")
 Words = Callable[..., RunConfig]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 import trainrun
-from trainrun.cli import main
+from trainrun.cli.main import main
 from trainrun.data.facts import bytes_per_token
 from trainrun.data.readers.text.text import load
 from trainrun.errors import ConfigError

@@ -13,8 +13,8 @@ from knotted import Knot, Knotted, most, seen
 from torch import Tensor
 
 import trainrun as package
-from trainrun.process.collector import BETWEEN, STARTING, Tidy, kept_collector, rest_while_starting
-from trainrun.runner import resume_run
+from trainrun.runs.run import resume_run
+from trainrun.runtime.collector import BETWEEN, STARTING, Tidy, kept_collector, rest_while_starting
 
 SHORT = ("model=knotted.Knotted", "trainer.max_epochs=100", "monitor.plots=false", "trainer.num_threads=1")
 STEPS, EVERY = 60, 10

@@ -6,7 +6,6 @@ import io
 import tarfile
 from pathlib import Path
 
-import datasets
 import h5py
 import lmdb
 import numpy
@@ -16,7 +15,7 @@ from PIL import Image
 from pyarrow import parquet
 
 import trainrun as package
-from trainrun.config import conf_dir, groups, options
+from trainrun.config.conf_folders import conf_dir, groups, options
 from trainrun.data.readers.builtin.fashion_mnist import find_folder
 from trainrun.data.readers.records.example import encode_example
 from trainrun.data.readers.records.lmdb_file import key_of
@@ -97,6 +96,7 @@ def webdataset_words(workdir: Path) -> list[str]:
 
 
 def datasets_words(workdir: Path) -> list[str]:
+    datasets = pytest.importorskip("datasets", reason="needs the extra datasets")
     rows = datasets.Dataset.from_dict({"x": [[1.0, 2.0]] * 128, "y": [i % 3 for i in range(128)]})
     rows.save_to_disk(workdir / "rows")
     return ["data.path=rows", "data.train.columns=[x,y]", "data.num_classes=3"]

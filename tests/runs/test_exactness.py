@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainrun.config import PRECISIONS
-from trainrun.loop import evaluate, windows_from
+from trainrun.config.schema import PRECISIONS
 from trainrun.parallel.launch import launch
-from trainrun.parts import Parts
-from trainrun.randomness import derive_seed, seed_everything
-from trainrun.rundir import RunDir, read_json, write_json
-from trainrun.state import TrainState
+from trainrun.runs.run_folder import RunDir, read_json, write_json
+from trainrun.seeding import derive_seed, seed_everything
+from trainrun.training.components import Components
+from trainrun.training.evaluate import evaluate
+from trainrun.training.loop import windows_from
+from trainrun.training.state import TrainState
 
 FIXED = [mode for mode in PRECISIONS if mode != "auto"]  # which is one of the others
 
@@ -67,12 +68,12 @@ def test_micro_batches_equal_one_big_batch(precision: str, kind: str, data: st.D
     assert losses[0] == pytest.approx(losses[1], rel=LOSS_TOLERANCES[precision])
 
 
-def reference(parts: Parts, accumulate: int, algorithm: str, limit: float) -> list[Tensor]:
+def reference(run: Components, accumulate: int, algorithm: str, limit: float) -> list[Tensor]:
     """The same epoch by hand, in float32: mean over counted items, clip, SGD."""
-    seed_everything(derive_seed(parts.config.seed))
+    seed_everything(derive_seed(run.config.seed))
     model = exact_parts.Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    batches = [batch.data for batch in parts.train.epoch(0)]
+    batches = [batch.data for batch in run.train.epoch(0)]
     for first in range(0, len(batches), accumulate):
         x = torch.cat([x for x, _ in batches[first : first + accumulate]]).float()
         y = torch.cat([y for _, y in batches[first : first + accumulate]]).flatten()
@@ -95,27 +96,27 @@ def test_gradients_are_clipped_after_unscale_as_by_hand(precision: str, algorith
         f"trainer.gradient_clip_algorithm={algorithm}",
         "data.train.count=29", "data.batch_size=3", "trainer.accumulate_grad_batches=4",
     )  # fmt: skip
-    parts = parts_of(words)
-    start = [p.detach().clone() for p in parts.model.parameters()]
-    by_hand = reference(parts, 4, algorithm, limit)
-    fitted(parts)
+    run = parts_of(words)
+    start = [p.detach().clone() for p in run.model.parameters()]
+    by_hand = reference(run, 4, algorithm, limit)
+    fitted(run)
     tolerance = max(1e-6, TOLERANCES[precision])
-    assert difference(list(parts.model.parameters()), by_hand) <= tolerance
+    assert difference(list(run.model.parameters()), by_hand) <= tolerance
     if precision != "bf16-true":  # whose weights hardly feel so small updates
         moved = [[a.double() - b.double() for a, b in zip(end, start, strict=True)]
-                 for end in (parts.model.parameters(), by_hand)]  # fmt: skip
+                 for end in (run.model.parameters(), by_hand)]  # fmt: skip
         assert difference(*moved) <= 30 * tolerance
 
 
 class Trace:
     """The rate before every update that was made, and the weights after it."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, run: Components) -> None:
         self.rates: list[float] = []
         self.weights: list[Tensor] = []
-        self._params = list(parts.model.parameters())
-        parts.optimizer.register_step_pre_hook(self._before)
-        parts.optimizer.register_step_post_hook(self._after)
+        self._params = list(run.model.parameters())
+        run.optimizer.register_step_pre_hook(self._before)
+        run.optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self.rates.append(optimizer.param_groups[0]["lr"])
@@ -132,12 +133,12 @@ def test_rates_and_average_know_made_updates_only(cause: str) -> None:
         "scheduler=cosine", f"scheduler.warmup_steps={warmup}", "ema=true", f"trainer.ema.decay={decay}",
     )  # fmt: skip
     extra = ("data.train.bad=5", "trainer.nan_policy=skip") if cause == "nan" else ("precision=16-mixed",)
-    parts = parts_of((*words, *extra))
+    run = parts_of((*words, *extra))
     if cause == "overflow":
-        saved = parts.precision.state_dict()
-        parts.precision.load_state_dict(saved | {"scaler": saved["scaler"] | {"scale": 2.0**22}})
-    trace = Trace(parts)
-    state = fitted(parts)
+        saved = run.precision.state_dict()
+        run.precision.load_state_dict(saved | {"scaler": saved["scaler"] | {"scale": 2.0**22}})
+    trace = Trace(run)
+    state = fitted(run)
     assert state.step == total
     made = total - state.skipped_steps
     assert state.skipped_steps == 4 if cause == "nan" else 2 <= state.skipped_steps <= 8
@@ -147,7 +148,7 @@ def test_rates_and_average_know_made_updates_only(cause: str) -> None:
     shares = torch.tensor([decay ** (made - 1 - i) for i in range(made)], dtype=torch.float64)
     average = (torch.stack(trace.weights) * shares[:, None]).sum(0) / shares.sum()
     assert torch.isfinite(average).all()
-    torch.testing.assert_close(numbers(list(parts.averaged.parameters())), average, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(numbers(list(run.averaged.parameters())), average, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["resident", "workers"])
@@ -161,13 +162,13 @@ def test_an_epoch_is_every_sample_once(
 ) -> None:
     size = min(size, count)
     words = ("data.train._target_=exact_parts.samples", f"data.engine={engine}", "data.num_workers=0")
-    parts = parts_of(
+    run = parts_of(
         words, count=count, batch_size=size, accumulate=accumulate, drop_last=drop_last, shuffle=shuffle
     )
     every = exact_parts.samples(count)[0].float()
     orders = []
     for epoch in (0, 1):
-        windows = windows_from(parts, TrainState(epoch=epoch))
+        windows = windows_from(run, TrainState(epoch=epoch))
         seen = []
         while True:
             seen.append(next(windows))
@@ -181,7 +182,7 @@ def test_an_epoch_is_every_sample_once(
         used = count - count % size if drop_last else count
         assert len(orders[-1]) == used == len(set(orders[-1]))
         assert shuffle or orders[-1] == list(range(used))
-    parts.train.close()
+    run.train.close()
     assert count < 12 or drop_last or not shuffle or orders[0] != orders[1]
 
 
@@ -191,11 +192,11 @@ def test_an_epoch_is_every_sample_once(
 def test_evaluation_counts_every_sample_once(kind: str, count: int, size: int) -> None:
     words = ("precision=64", f"data.train._target_=exact_parts.{kind}")
     val = {"_target_": f"exact_parts.{kind}", "count": count, "seed": 9}
-    parts = parts_of(words, batch_size=1, val=val, val_batch_size=size)
-    metrics = evaluate(parts, "val")
+    run = parts_of(words, batch_size=1, val=val, val_batch_size=size)
+    metrics = evaluate(run, "val")
     x, y = getattr(exact_parts, kind)(count, 9)
     with torch.no_grad():
-        logits = parts.model(x).flatten(0, -2)
+        logits = run.model(x).flatten(0, -2)
     y = y.flatten()
     counted = y != -100
     loss = nn.functional.cross_entropy(logits, y).item()
@@ -213,10 +214,10 @@ def test_a_step_without_any_counted_token_changes_nothing_but_momentum() -> None
         "optimizer.momentum=0",
     )
     recorder = exact_parts.Recorder()
-    parts = parts_of(words, recorder, batch_size=2)
-    trace = Trace(parts)
-    start = numbers([p.detach().clone() for p in parts.model.parameters()])
-    fitted(parts)
+    run = parts_of(words, recorder, batch_size=2)
+    trace = Trace(run)
+    start = numbers([p.detach().clone() for p in run.model.parameters()])
+    fitted(run)
     assert torch.equal(trace.weights[0], start)
     assert not torch.equal(trace.weights[1], start)
     assert math.isnan(recorder.train[0]["train/loss"])

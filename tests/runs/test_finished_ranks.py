@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trainrun import cli
+from trainrun.cli.main import main as cli
+
+pytestmark = pytest.mark.process
 
 WORDS = ["trainer.max_steps=1", "monitor=none", "output_dir=run"]
 
@@ -24,7 +26,7 @@ def free_port() -> str:
 def test_every_rank_of_a_finished_run_ends_at_once(
     workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(WORDS) == 0
+    assert cli(WORDS) == 0
     files = {path: path.stat().st_mtime_ns for path in (workdir / "run").rglob("*") if path.name != ".lock"}
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "LOCAL_RANK": "0"}
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
@@ -34,7 +36,7 @@ def test_every_rank_of_a_finished_run_ends_at_once(
     for name, value in (env | {"RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     try:
-        assert cli.main(WORDS) == 0
+        assert cli(WORDS) == 0
         assert other.wait(300) == 0
     finally:
         other.kill()

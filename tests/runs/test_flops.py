@@ -9,16 +9,16 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainrun.monitor.console import compute_line
-from trainrun.record import train
+from trainrun.runs.api import train
 from trainrun.summary import at_end, flops
 from trainrun.summary.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work, peak_flops
 
 
 def test_an_mlp_counts_as_by_hand():
-    parts = exact_parts.parts_of((), batch_size=4)
+    run = exact_parts.parts_of((), batch_size=4)
     first, second = 2 * exact_parts.FEATURES * 9, 2 * 9 * exact_parts.CLASSES
     # Forward; gradients of both weights; the gradient of the hidden units, not of the inputs.
-    assert flops_per_item(parts) == 2 * first + 3 * second
+    assert flops_per_item(run) == 2 * first + 3 * second
 
 
 def test_attention_on_a_cpu_counts_as_its_two_products():
@@ -44,22 +44,22 @@ def test_an_lstm_counts_as_its_weights_at_every_position(layers):
 
 
 def test_counting_moves_nothing():
-    parts = exact_parts.parts_of((), batch_size=4)
-    parts.model.layers.extend([nn.BatchNorm1d(exact_parts.CLASSES), nn.Dropout()])
-    before = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    run = exact_parts.parts_of((), batch_size=4)
+    run.model.layers.extend([nn.BatchNorm1d(exact_parts.CLASSES), nn.Dropout()])
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
     random = torch.get_rng_state()
-    work = measured_work(parts)
+    work = measured_work(run)
     assert work is not None
     assert work.flops > 0
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(before[name], value) for name, value in parts.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in parts.model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
 def test_a_model_that_cannot_be_repeated_gives_no_figure():
-    parts = exact_parts.parts_of((), batch_size=4)
-    parts.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
-    assert measured_work(parts) is None
+    run = exact_parts.parts_of((), batch_size=4)
+    run.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
+    assert measured_work(run) is None
 
 
 def test_the_peak_is_that_of_the_type():

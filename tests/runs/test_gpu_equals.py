@@ -9,7 +9,7 @@ import torch
 from test_on_a_gpu import QUIET, close
 
 import trainrun as package
-from trainrun.cli import main
+from trainrun.cli.main import main
 from trainrun.errors import TrainingError
 from trainrun.parallel.devices import Installed
 

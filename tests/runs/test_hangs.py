@@ -15,10 +15,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from trainrun.cli import main
-from trainrun.ledger import Ledger
-from trainrun.process.signals import StopFlag
-from trainrun.process.watchdog import Watchdog
+from trainrun.cli.main import main
+from trainrun.runtime.signals import StopFlag
+from trainrun.runtime.watchdog import Watchdog
+from trainrun.timing.phases import PhaseTimer
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -139,7 +141,12 @@ def test_the_stacks_of_the_other_ranks_are_waited_for(tmp_path: Path) -> None:
     other.write_text("of ranks that were started before")
     os.utime(other, (1, 1))
     watchdog = Watchdog(
-        1, Ledger(time.perf_counter()), StopFlag(), tmp_path / "stacks-rank0.txt", [other], lambda *why: None
+        1,
+        PhaseTimer(time.perf_counter()),
+        StopFlag(),
+        tmp_path / "stacks-rank0.txt",
+        [other],
+        lambda *why: None,
     )
     later = threading.Timer(0.3, other.write_text, ["where it stood"])
     later.start()
@@ -150,14 +157,14 @@ def test_the_stacks_of_the_other_ranks_are_waited_for(tmp_path: Path) -> None:
 
 def test_who_goes_on_while_the_others_write_is_not_ended(tmp_path: Path) -> None:
     other, flag = tmp_path / "stacks-rank1.txt", StopFlag()
-    parts = SimpleNamespace(board=SimpleNamespace(step=3), cadence=SimpleNamespace(looks=0))
+    run = SimpleNamespace(monitors=SimpleNamespace(step=3), triggers=SimpleNamespace(looks=0))
     watchdog = Watchdog(
-        1, Ledger(time.perf_counter()), flag, tmp_path / "stacks-rank0.txt", [other], lambda *why: None
+        1, PhaseTimer(time.perf_counter()), flag, tmp_path / "stacks-rank0.txt", [other], lambda *why: None
     )
-    watchdog.begin(parts)  # type: ignore[arg-type]
-    found = watchdog._progress(parts)  # type: ignore[arg-type]
+    watchdog.begin(run)  # type: ignore[arg-type]
+    found = watchdog._progress(run)  # type: ignore[arg-type]
     other.write_text("where it stood")
-    parts.board.step = 4
+    run.monitors.step = 4
     assert not watchdog._bark(found)
     assert flag.fault is None
 
@@ -187,10 +194,10 @@ def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(pr
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("trainer.watchdog_seconds=-1", "must be 0 or more"),
-        ("trainer.watchdog_seconds=soon", "must be a whole number or auto"),
-        ("trainer.stop_grace_seconds=-1", "must be 0 or more"),
-        ("trainer.stop_grace_seconds=null", "is not Optional"),
+        ("trainer.watchdog_seconds=-1", "must be a whole number, 0 or more"),
+        ("trainer.watchdog_seconds=soon", "must be a whole number, 0 or more, or auto"),
+        ("trainer.stop_grace_seconds=-1", "must be a number, 0 or more"),
+        ("trainer.stop_grace_seconds=null", "must be a number, 0 or more"),
     ],
 )
 def test_wrong_words(project: Path, word: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.cli import main
+from trainrun.cli.main import main
+
+pytestmark = pytest.mark.process
 
 CODE = """
 import os, signal
@@ -60,7 +62,7 @@ QUIET = [
 @pytest.fixture
 def project(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # for a run in this process, which would end with it
-    monkeypatch.setattr("trainrun.process.deadline.LAST_WORDS_SECONDS", 60.0)
+    monkeypatch.setattr("trainrun.runtime.deadline.LAST_WORDS_SECONDS", 60.0)
     (workdir / "own.py").write_text(CODE)
     yield workdir
     sys.modules.pop("own", None)
@@ -136,7 +138,7 @@ def test_ranks_that_still_import_are_not_shown_as_crashed(project: Path, trainru
 
 def test_until_a_run_begins_the_process_leaves_on_the_spot(project: Path) -> None:
     code = (
-        "import os, signal\nfrom trainrun.process.signals import leave_at_interrupt\nleave_at_interrupt()\n"
+        "import os, signal\nfrom trainrun.runtime.signals import leave_at_interrupt\nleave_at_interrupt()\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    print('goes on')\nexcept BaseException:\n    pass\n"
     )
     done = subprocess.run(

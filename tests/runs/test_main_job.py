@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import trainrun as package
-from trainrun.config import PRECISIONS
+from trainrun.config.schema import PRECISIONS
 from trainrun.data.readers.builtin import digits
 from trainrun.errors import ConfigError
+
+pytestmark = pytest.mark.process
 
 QUIET = ["monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false"]
 

@@ -1,7 +1,7 @@
 """Every command of README and manual is run in a user's folder, with the limits of a short run added.
 
-Commands of long measurements (`tune`, the benches) are checked without being run: their settings compose, and their
-scripts know their flags. tests/lab, tests/verify and tests/scripts run these. A line marked `# on a cluster` or
+Commands of long measurements (`autotune`, the benches) are checked without being run: their settings compose, and their
+scripts know their flags. tests/benchmark, tests/verify and tests/scripts run these. A line marked `# on a cluster` or
 `# on a GPU` is composed only.
 """
 
@@ -17,9 +17,11 @@ import pytest
 import torch
 from PIL import Image
 
-from trainrun.cli import COMMANDS, main
-from trainrun.commands.manual import FOLDER
-from trainrun.words.compose import compose_run
+from trainrun.cli.main import COMMANDS, main
+from trainrun.cli.manual_pages import FOLDER
+from trainrun.config.compose import compose_run
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *FOLDER.glob("*.md")]}
@@ -28,7 +30,7 @@ SHORT = [
     "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
     "monitor.plots=false", "trainer.num_threads=1",
 ]  # fmt: skip
-LONG = ("diagnose", "verify", "tune", "ladder")
+LONG = ("diagnose", "verify", "autotune")
 ELSEWHERE = ("on a cluster", "on a GPU")
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import trainrun as package
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.checkpoint.resume import resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
-from trainrun.words.compose import compose_run
 
 QUIET = (
     "monitor.plots=false",
@@ -92,9 +91,8 @@ def test_on_equals_off_and_a_resumed_run_equals_one_that_never_stopped(workdir: 
 
 
 REFUSED = [
-    (["trainer.gradient_checkpointing=ful"], "must be one of none, auto, full, selective, or the share"),
-    (["trainer.gradient_checkpointing=1.5"], "above 0 and below 1"),
-    (["trainer.gradient_checkpointing=true"], "must be one of none"),
+    (["trainer.gradient_checkpointing=ful"], "must be none, auto, full, selective, or a number"),
+    (["trainer.gradient_checkpointing=1.5"], "more than 0 and below 1"),
     (["trainer.gradient_checkpointing=full", "trainer.compile.enabled=true"], "use one of the two"),
     (["trainer.gradient_checkpointing=full", "parallel.sync_batchnorm=true"], "exchange the statistics"),
     (

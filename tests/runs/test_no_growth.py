@@ -1,4 +1,4 @@
-"""Runs one after the other in one process leave nothing behind; the long version is scripts/leaks.py."""
+"""Runs one after the other in one process leave nothing behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import psutil
 import pytest
 
 import trainrun as package
+
+pytestmark = pytest.mark.process
 
 WORDS = [
     "data=digits", "model=mlp", "data.engine=workers", "data.batch_size=512", "trainer.max_steps=2",

@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainrun.rundir import RunDir
-from trainrun.runlock import only_writer
+from trainrun.runs.lock import only_writer
+from trainrun.runs.run_folder import RunDir
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path("/dev/shm")

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.checkpoint.resume import resolve
-from trainrun.cli import main
+from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.cli.main import main
 
 CODE = """
 import torch
@@ -123,8 +122,8 @@ def test_skip_leaves_no_trace_in_the_averages_of_batch_norm(
 def test_skip_gives_up_where_too_many_are_left_out(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainrun.mishaps.nonfinite.LEAST_STEPS", 10)
-    monkeypatch.setattr("trainrun.mishaps.nonfinite.MAX_WRITTEN", 1)
+    monkeypatch.setattr("trainrun.training.recovery.nonfinite.LEAST_STEPS", 10)
+    monkeypatch.setattr("trainrun.training.recovery.nonfinite.MAX_WRITTEN", 1)
     words = ["data.train.bad=[1,5,9,17,22,30]", "trainer.nan_policy=skip"]
     assert main([*WORDS, TWO, *words, "output_dir=run"]) == 1
     said = capsys.readouterr().err
@@ -176,7 +175,7 @@ def test_rollback_without_an_earlier_checkpoint_goes_back_to_the_start_and_is_bo
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["trainer.max_rollbacks=0"], "trainer.max_rollbacks=0: must be 1 or more"),
+        (["trainer.max_rollbacks=0"], "trainer.max_rollbacks=0: must be a whole number, 1 or more"),
         (["trainer.nan_policy=rolback"], "Did you mean rollback?"),
         (
             ["trainer.nan_policy=rollback", "checkpoint.enabled=false"],
@@ -190,6 +189,7 @@ def test_wrong_words(project: Path, words: list[str], told: str, capsys: pytest.
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_the_rank_that_had_it_is_named_and_all_ranks_write_their_part(
     project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,13 +14,13 @@ from test_resume import WORDS, own, stop_at
 from torch.nn.functional import cross_entropy
 
 import trainrun as package
-from trainrun.build import parts as building
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.cli import main
+from trainrun.assemble import assemble as building
+from trainrun.autotune.forecast import forecast
+from trainrun.checkpoint.load import read_checkpoint
+from trainrun.cli.main import main
 from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
-from trainrun.optimizer.build import build_optimizer
-from trainrun.start.forecast import forecast
+from trainrun.optimizer.build_optimizer import build_optimizer
 
 __all__ = ["own"]  # the fixture
 pytestmark = [
@@ -244,7 +244,7 @@ def test_a_forecast_tells_the_peak(name: str) -> None:
         cross_entropy(logits.flatten(0, -2), target, reduction="sum").backward()
 
     optimizer, _ = build_optimizer(torch.optim.AdamW, {}, model)
-    found = forecast(model, step, data, optimizer, False)
+    found = forecast(model, step, data, optimizer)
     step(data[:2])  # kernels take workspaces of their own at first
     model.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats()

@@ -16,11 +16,12 @@ import torch
 from exact_parts import Recorder, fitted, parts_of, result
 
 import trainrun as package
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.checkpoint.resume import resolve
+from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.errors import TrainingError
 from trainrun.parallel.launch import launch
-from trainrun.rundir import RunDir, read_json, write_json
+from trainrun.runs.run_folder import RunDir, read_json, write_json
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPPED = ("model=exact_parts.Capped", "data.train.count=29", "data.batch_size=8", "precision=64-true")
@@ -47,16 +48,16 @@ def test_off_and_on_are_the_same_bits_where_memory_suffices() -> None:
 def test_a_run_that_is_split_computes_what_the_whole_batches_would(limit: int, accumulate: int) -> None:
     words = (*CAPPED, f"trainer.accumulate_grad_batches={accumulate}")
     recorder = Recorder()
-    parts = parts_of((*words, f"model.limit={limit}"), recorder)
-    state = fitted(parts)
+    run = parts_of((*words, f"model.limit={limit}"), recorder)
+    state = fitted(run)
     whole = result((*words, "model.limit=100"))
-    close({**whole, "weights": [p.flatten().tolist() for p in parts.model.parameters()]}, whole)
+    close({**whole, "weights": [p.flatten().tolist() for p in run.model.parameters()]}, whole)
     assert [row["train/loss"] for row in recorder.train] == pytest.approx(
         [row["train/loss"] for row in whole["train"]], rel=1e-12
     )
-    assert parts.retry.pieces == {1: 8, 2: 4, 3: 4, 4: 2, 7: 2}[limit]
-    assert max(parts.model.seen) <= limit
-    assert sum(parts.model.seen) >= 29  # what failed later in its window was counted before
+    assert run.retry.pieces == {1: 8, 2: 4, 3: 4, 4: 2, 7: 2}[limit]
+    assert max(run.model.seen) <= limit
+    assert sum(run.model.seen) >= 29  # what failed later in its window was counted before
     assert (state.epoch, state.items) == (1, 29.0)
 
 
@@ -65,9 +66,9 @@ def test_float32_gradients_agree_to_one_in_a_million() -> None:
     start = [p.detach().clone() for p in parts_of((*words, "model.limit=100")).model.parameters()]
     ends = []
     for limit in (3, 100):
-        parts = parts_of((*words, f"model.limit={limit}"))
-        fitted(parts)
-        ends.append([p.detach() - s for p, s in zip(parts.model.parameters(), start, strict=True)])
+        run = parts_of((*words, f"model.limit={limit}"))
+        fitted(run)
+        ends.append([p.detach() - s for p, s in zip(run.model.parameters(), start, strict=True)])
     for split, whole in zip(*ends, strict=True):
         assert (split - whole).norm() <= 1e-6 * whole.norm()
 
@@ -97,11 +98,11 @@ def test_the_choice_is_told_once_and_a_resume_begins_with_it(workdir: Path) -> N
 
 
 def test_stop_ends_the_run_with_advice_and_begins_whole_again() -> None:
-    parts = parts_of((*CAPPED, "model.limit=4", "trainer.out_of_memory=stop"))
-    parts.retry.load_state_dict({"pieces": 4})
+    run = parts_of((*CAPPED, "model.limit=4", "trainer.out_of_memory=stop"))
+    run.retry.load_state_dict({"pieces": 4})
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        fitted(parts)
-    assert parts.retry.pieces == 1
+        fitted(run)
+    assert run.retry.pieces == 1
 
 
 def test_where_one_sample_is_too_much_the_message_says_so(workdir: Path) -> None:
@@ -159,15 +160,15 @@ REAL = """
 
     sys.modules["wide"] = sys.modules["__main__"]
     import trainrun
-    from trainrun import rank
+    from trainrun.runs import rank
 
-    build_parts = rank.build_parts
+    build_components = rank.build_components
     def limited(config, site):
-        built = build_parts(config, site)
+        built = build_components(config, site)
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]) * 2**20, -1))
         return built
-    rank.build_parts = limited
+    rank.build_components = limited
     run = trainrun.train("model=wide.Wide", "data.batch_size=64", "data.val_batch_size=4", "trainer.max_steps=2",
                          "trainer.limit_val_batches=1", "monitor.hardware=false", "monitor.plots=false",
                          "checkpoint.enabled=false", "optimizer=sgd")

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.cli import main
+from trainrun.cli.main import main
+
+pytestmark = pytest.mark.process
 
 NET = """
 from torch import nn
@@ -62,10 +64,10 @@ class TopTwo:
         loss = functional.cross_entropy(logits, y, reduction="sum")
         return StepOutput(loss, {"top2": lambda: (logits.topk(2).indices == y[:, None]).any(1).sum()})
 
-def fit(parts, state):
-    from trainrun import loop
-    parts.board.note("my own loop")
-    return loop.fit(parts, state)
+def fit(run, state):
+    from trainrun.training import loop
+    run.monitors.note("my own loop")
+    return loop.fit(run, state)
 """
 QUIET = [
     "monitor.progress_bar=false",

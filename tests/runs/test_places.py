@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 from faults.forks import run_forked
 
-from trainrun import runner
-from trainrun.cli import main
-from trainrun.process.signals import leave_at_interrupt
-from trainrun.rundir import RunDir
-from trainrun.status import read_status
+from trainrun.cli.main import main
+from trainrun.runs import run as runner
+from trainrun.runs.run_folder import RunDir
+from trainrun.runs.status import read_status
+from trainrun.runtime.signals import leave_at_interrupt
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and links as Linux has them")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="forks and links as Linux has them"),
+]
 WORDS = [
     "model.hidden=[8]", "trainer.max_steps=6", "checkpoint.every_n_train_steps=2", "checkpoint.keep_last=9",
     "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false", "trainer.num_threads=1",

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import trainrun as package
-from trainrun.cli import main
-from trainrun.config import conf_dir, options
-from trainrun.words.compose import compose_run
+from trainrun.cli.main import main
+from trainrun.config.compose import compose_run
+from trainrun.config.conf_folders import conf_dir, options
 
 QUIET = [
     "monitor.plots=false",
@@ -40,6 +40,7 @@ def trained(*words: str) -> torch.Tensor:
     return weights(package.train(*words).folder)
 
 
+@pytest.mark.process
 def test_micro_batches_and_ranks_of_a_vae_equal_one_big_batch(workdir: Path) -> None:
     words = [*VAE, "precision=64", "trainer.max_epochs=2", "trainer.limit_train_batches=1.0"]
     whole = trained(*words, "data.batch_size=128")

@@ -14,9 +14,8 @@ import pytest
 from faults.evidence import facts_of, same
 
 import trainrun as package
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.checkpoint.resume import resolve
-from trainrun.cli import main
+from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.cli.main import main
 
 # A dataset that draws random numbers for every sample, a network with dropout and running
 # statistics, and a listener that sends a signal to its own process at a named step.
@@ -100,6 +99,7 @@ def stop_at(step: int, name: str) -> list[str]:
     ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("step", "precision", "workers"),
     [(1, "32", 0), (4, "32", 0), (7, "bf16", 0), (9, "16", 0), (10, "64", 0), (5, "32", 2)],
@@ -119,6 +119,7 @@ def test_a_run_stopped_anywhere_ends_with_the_same_bits(
     assert whole[1] == resumed[1]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("at", "words"),
     [
@@ -150,6 +151,7 @@ def test_a_validation_that_a_signal_cut_short_is_as_if_it_had_not_begun(
     assert whole[1] == again[1]
 
 
+@pytest.mark.process
 def test_another_number_of_workers_goes_on_with_the_same_stream(own: Path) -> None:
     assert main([*WORDS, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
     assert main([*WORDS, "data.num_workers=1", *stop_at(6, "SIGTERM"), "output_dir=stopped"]) == 75
@@ -157,6 +159,7 @@ def test_another_number_of_workers_goes_on_with_the_same_stream(own: Path) -> No
     same(facts_of(own / "whole")[0], facts_of(own / "stopped")[0])
 
 
+@pytest.mark.process
 def test_two_ranks_go_on_with_the_same_bits(own: Path, trainrun) -> None:
     words = changed(WORDS, "parallel=ddp", "data.batch_size=4")
     assert trainrun(*words, *stop_at(-1, "SIGTERM"), "output_dir=whole").returncode == 0
@@ -170,6 +173,7 @@ def test_two_ranks_go_on_with_the_same_bits(own: Path, trainrun) -> None:
     assert whole[1] == again[1]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("parallel", "name", "code"), [("single", "SIGINT", 130), ("ddp", "SIGINT", 130), ("ddp", "SIGTERM", 75)]
 )
@@ -329,6 +333,7 @@ def test_more_patience_goes_on_behind_an_early_stop(own: Path) -> None:
     assert whole[1] == longer[1]
 
 
+@pytest.mark.process
 def test_a_run_killed_again_and_again_ends_with_the_same_bits_and_rows(own: Path, trainrun) -> None:
     words = changed(WORDS, "checkpoint.every_n_train_steps=2", "trainer.val_check_interval=1.0")
     assert main([*words, *stop_at(-1, "SIGKILL"), "output_dir=whole"]) == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import trainrun as package
-from trainrun.cli import main
+from trainrun.cli.main import main
 
 QUIET = [
     "monitor.plots=false",
@@ -22,10 +22,10 @@ def test_an_order_that_changed_is_not_gone_on_with(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as before:
-        before.setattr("trainrun.parts.ORDER", 1)
+        before.setattr("trainrun.training.components.ORDER", 1)
         package.train("trainer.max_steps=2", "output_dir=run", *QUIET)
     with monkeypatch.context() as large:
-        large.setattr("trainrun.parts.LISTED", 1000)  # digits has 1,437 samples
+        large.setattr("trainrun.training.components.LISTED", 1000)  # digits has 1,437 samples
         assert main(["resume", "run", "trainer.max_steps=3"]) == 2
         assert "put more than 1,000 samples in another order" in capsys.readouterr().err
     assert main(["resume", "run", "trainer.max_steps=3"]) == 0

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 from test_resume import facts_of, same
 
-from trainrun.cli import main
+from trainrun.cli.main import main
 
 OWN = """
 import os
@@ -216,6 +216,7 @@ def test_a_task_that_alternates_is_told_once(own: Path, accumulate: int, task: s
         assert note.endswith("use trainer.accumulate_grad_batches=1")
 
 
+@pytest.mark.process
 def test_alternation_is_seen_among_ranks_too(own: Path, trainrun) -> None:
     words = ["task=own.Turns", "trainer.accumulate_grad_batches=2", "output_dir=run"]
     ranks = ["parallel=ddp", "parallel.find_unused_parameters=true"]

@@ -12,9 +12,9 @@ import torch
 from faults.evidence import other_ranks_of
 from test_resume import facts_of, same
 
-from trainrun.cli import main
-from trainrun.state import TrainState
-from trainrun.task_calls import Place, TaskCalls
+from trainrun.cli.main import main
+from trainrun.training.state import TrainState
+from trainrun.training.task_calls import Place, TaskCalls
 
 OWN = """
 import os
@@ -180,6 +180,7 @@ def test_state_that_a_task_saves_makes_a_resume_exact(own: Path, accumulate: int
     assert notes_of(own / "whole") == []
 
 
+@pytest.mark.process
 def test_two_ranks_get_their_own_state_again(own: Path, trainrun: Any) -> None:
     words = [*WORDS, "task=own.Center", "parallel=ddp"]
     assert trainrun(*words, "output_dir=whole").returncode == 0
@@ -315,7 +316,7 @@ def test_nothing_is_looked_at_after_the_first_log_point() -> None:
 
 
 def test_checksums_tell_contents_apart() -> None:
-    from trainrun.task_watch import comparable
+    from trainrun.training.checks.task_watch import comparable
 
     one = {"a": torch.ones(3), "b": [1, 2.0, None]}
     assert comparable(one, set(), 6) == comparable({"a": torch.ones(3), "b": [1, 2.0, None]}, set(), 6)

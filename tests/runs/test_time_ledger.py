@@ -14,13 +14,16 @@ from types import SimpleNamespace
 import exact_parts
 import pytest
 
-from trainrun import loop
-from trainrun.ledger import ACCOUNTS, LOOP, Ledger
-from trainrun.monitor import board
+from trainrun.formatting import quantity
+from trainrun.monitor import metric_logger as board
 from trainrun.monitor.console import Console
-from trainrun.monitor.readable import quantity
-from trainrun.precision import guarded
-from trainrun.record import train
+from trainrun.precision import update as guarded
+from trainrun.runs.api import train
+from trainrun.timing.phases import ACCOUNTS, LOOP, PhaseTimer
+from trainrun.training import evaluate
+from trainrun.training.train_step import train_step
+
+pytestmark = pytest.mark.process
 
 WORDS = ("trainer.max_epochs=2", "data.val._target_=exact_parts.samples", "trainer.gradient_clip_val=0.1")
 DELAYS = {
@@ -44,32 +47,32 @@ class Clock:
         self.told[account] = self.told.get(account, 0.0) + DELAYS[account]
 
 
-def slowed(parts, clock):
+def slowed(run, clock):
     """The parts with a delay in every phase."""
 
     class Stream:
         def __getattr__(self, name):
-            return getattr(parts.train, name)
+            return getattr(run.train, name)
 
         def epoch(self, *args):
-            for batch in parts.train.epoch(*args):
+            for batch in run.train.epoch(*args):
                 clock.delay("data")
                 yield batch
 
     class Task:
-        count = staticmethod(parts.task.count)
+        count = staticmethod(run.task.count)
 
         def step(self, model, batch):
             clock.delay("forward" if model.training else "validation")
-            return parts.task.step(model, batch)
+            return run.task.step(model, batch)
 
     class Parallel:
         def __getattr__(self, name):
-            return getattr(parts.parallel, name)
+            return getattr(run.parallel, name)
 
         def agree(self, *args):
             clock.delay("ranks")
-            return parts.parallel.agree(*args)
+            return run.parallel.agree(*args)
 
     def later(account, function):
         def call(*args):
@@ -78,72 +81,74 @@ def slowed(parts, clock):
 
         return call
 
-    parts.model.layers[0].weight.register_hook(later("backward", lambda grad: None))
+    run.model.layers[0].weight.register_hook(later("backward", lambda grad: None))
     checkpoints = SimpleNamespace(
         close=lambda: None, due=lambda state: state.step % 2, save=later("checkpoint", lambda *args: None)
     )
     schedule = SimpleNamespace(
-        step=later("optimizer", parts.schedule.step),
+        step=later("optimizer", run.schedule.step),
         on_validation=lambda metrics: None,
         end_epoch=lambda: None,
     )
-    parts.board.on_step = later("logging", parts.board.on_step)
+    run.monitors.on_step = later("logging", run.monitors.on_step)
     return dataclasses.replace(
-        parts, train=Stream(), task=Task(), parallel=Parallel(), checkpoints=checkpoints, schedule=schedule
+        run, train=Stream(), task=Task(), parallel=Parallel(), checkpoints=checkpoints, schedule=schedule
     )
 
 
 def test_injected_delays_are_on_their_accounts_and_nothing_else_is(monkeypatch):
     clock = Clock()
-    ledger = Ledger(clock=clock)
-    parts = exact_parts.parts_of(WORDS, ledger=ledger, batch_size=4, accumulate=2, val_batch_size=4)
+    phases = PhaseTimer(clock=clock)
+    run = exact_parts.parts_of(WORDS, phases=phases, batch_size=4, accumulate=2, val_batch_size=4)
     clip = guarded.clip_norm_
     monkeypatch.setattr(guarded, "clip_norm_", lambda *args: (clock.delay("clip"), clip(*args))[1])
-    exact_parts.fitted(slowed(parts, clock))
+    exact_parts.fitted(slowed(run, clock))
     assert set(clock.told) == set(DELAYS)
-    assert ledger.read() == pytest.approx(clock.told)
+    assert phases.read() == pytest.approx(clock.told)
 
 
 def test_the_throughput_on_the_screen_is_items_over_the_seconds_of_the_account(monkeypatch):
     clock, stream = Clock(), io.StringIO()
     monkeypatch.setattr(board, "perf_counter", clock)
-    ledger, console = Ledger(clock=clock), Console(False, stream=stream)
+    phases, console = PhaseTimer(clock=clock), Console(False, stream=stream)
     words = (*WORDS, "monitor.log_every_n_steps=3")
-    parts = exact_parts.parts_of(words, console, ledger=ledger, batch_size=2, val_batch_size=4, count=26)
-    monkeypatch.setattr(loop, "perf_counter", clock)
+    run = exact_parts.parts_of(words, console, phases=phases, batch_size=2, val_batch_size=4, count=26)
+    monkeypatch.setattr(evaluate, "perf_counter", clock)
     slow = iter([5.0, 3.0, 2.0])  # the first steps of a run are its slowest
 
-    def step(parts, window, log):
+    def step(run, window):
         clock.now += next(slow, 0.25)
-        return loop.train_step(parts, window, log)
+        return train_step(run, window)
 
-    state = exact_parts.fitted(dataclasses.replace(slowed(parts, clock), stepper=step))
-    book = ledger.read()
+    state = exact_parts.fitted(dataclasses.replace(slowed(run, clock), step=step))
+    book = phases.read()
     seconds = sum(book.get(name, 0.0) for name in (*LOOP, "checkpoint"))
     assert (state.step, state.items) == (26, 52)
     assert console._speed() == pytest.approx(52 / seconds)
     assert stream.getvalue().endswith(f"  {quantity(52 / seconds)} samples/s\n")
 
 
-def interrupted(ledger, clock):
-    with ledger.on(ACCOUNTS.index("plots")):
+def interrupted(phases, clock):
+    with phases.on(ACCOUNTS.index("plots")):
         clock.now = 2.0
         raise KeyError
 
 
 def test_all_seconds_add_up_and_errors_close_their_account():
     clock = Clock()
-    ledger = Ledger(began=-3.0, clock=clock)
+    phases = PhaseTimer(began=-3.0, clock=clock)
     with pytest.raises(KeyError):
-        interrupted(ledger, clock)
+        interrupted(phases, clock)
     clock.now = 2.5
-    assert ledger.read() == {"start-up": 3.5, "plots": 2.0}
-    ledger.move(ACCOUNTS.index("plots"), ACCOUNTS.index("compile"), 5.0)  # no account goes below nothing
-    assert ledger.read() == {"start-up": 3.5, "compile": 2.0}
+    assert phases.read() == {"start-up": 3.5, "plots": 2.0}
+    phases.move(ACCOUNTS.index("plots"), ACCOUNTS.index("compile"), 5.0)  # no account goes below nothing
+    assert phases.read() == {"start-up": 3.5, "compile": 2.0}
 
 
 def test_what_a_script_did_before_its_exec_is_not_the_runs_time():
-    code = "from time import *; from trainrun.ledger import *; print(process_start() - command_start())"
+    code = (
+        "from time import *; from trainrun.timing.phases import *; print(process_start() - command_start())"
+    )
     words = ["sh", "-c", f"sleep 0.5; exec {sys.executable} -c '{code}'"]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert -float(done.stdout) > 0.4

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainrun.build.parts import unit_of
-from trainrun.cli import main
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
-from trainrun.data.sequences.useful import Tally
+from trainrun.assemble.assemble import unit_of
+from trainrun.cli.main import main
+from trainrun.data.pipeline import open_batches
+from trainrun.data.sequences.token_counter import TokenCounter
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import PluginError
 from trainrun.task.classification import Classification
 
@@ -77,7 +77,7 @@ def test_beside_samples_where_sequences_are_classified(workdir: Path, padding: s
 def test_every_mode_counts_what_is_no_padding(padding: str) -> None:
     lengths = [1 + i * 7 % 40 for i in range(60)]
     source = [{"input_ids": torch.arange(length)} for length in lengths]
-    tally = Tally()
+    tally = TokenCounter()
     stream, _ = open_batches(source, StreamOptions(
         "data.train", training=True, batch_size=4, seed=1, engine="workers", num_workers=0, tally=tally,
         padding=padding, max_tokens=200 if padding == "token_budget" else None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError, DataError
-from trainrun.record import train
-from trainrun.words.compose import compose_run
+from trainrun.runs.api import train
 
 
 def test_an_autoencoder_without_its_task_is_refused_before_anything_starts():

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.scheduler import curves
-from trainrun.scheduler.build import Warmup, build_schedule, resolve_warmup
+from trainrun.scheduler.build_schedule import Warmup, build_schedule, resolve_warmup
 from trainrun.scheduler.scaling import scaled_lr
 
 

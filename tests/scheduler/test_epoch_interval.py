@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
-from trainrun.cli import main
+from trainrun.cli.main import main
 from trainrun.errors import CheckpointError, ConfigError
-from trainrun.scheduler.build import build_schedule
+from trainrun.scheduler.build_schedule import build_schedule
 from trainrun.scheduler.curves import cosine
 
 STEPLR = [
@@ -97,7 +97,7 @@ def test_a_run_and_its_resume_in_the_middle_of_an_epoch(workdir: Path, accumulat
     [
         (
             [*STEPLR[:-1], "scheduler.interval=epochs"],
-            "scheduler.interval=epochs: must be step or epoch. Did you mean",
+            "scheduler.interval=epochs: must be one of step, epoch. Did you mean epoch?",
         ),
         (
             [*STEPLR, "loop._target_=math.floor"],

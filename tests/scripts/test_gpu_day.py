@@ -80,14 +80,3 @@ def test_the_phases_come_in_their_order(day: ModuleType) -> None:
     phases = [phase for _, phase, _ in day.cases([])]
     assert phases == sorted(phases, key=day.PHASES.index)
     assert set(phases) == set(day.PHASES)
-
-
-def test_the_hand_written_loop_learns(day: ModuleType) -> None:
-    small = {"layers": 1, "width": 32, "heads": 2, "context": 16, "vocab": 8, "batch": 4}
-    first, last = (day.hand_written(steps=steps, **small) for steps in (3, 60))
-    assert last["loss"] < first["loss"]
-    assert last["tokens_per_second"] > 0
-
-
-def test_recomputed_blocks_have_the_gradients_of_kept_ones(day: ModuleType) -> None:
-    assert set(day.recomputed_dropout(layers=1, width=32, batch=2).values()) == {0.0}

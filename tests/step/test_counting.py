@@ -12,20 +12,20 @@ from torch import nn
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import StepOutput
-from trainrun.loop import evaluate
+from trainrun.training.evaluate import evaluate
 
 TOKENS = ("data.train._target_=exact_parts.tokens", "data.train.count=29", "data.batch_size=4")
 CLIPPED = ("trainer.gradient_clip_val=0.05",)
 
 
 def weights(task: str, *words: str, **data: Any) -> torch.Tensor:
-    parts = parts_of((*TOKENS, f"task=exact_tasks.{task}", *words), **data)
-    if scaler := (saved := parts.precision.state_dict())[
+    run = parts_of((*TOKENS, f"task=exact_tasks.{task}", *words), **data)
+    if scaler := (saved := run.precision.state_dict())[
         "scaler"
     ]:  # low enough for all of a batch in one product
-        parts.precision.load_state_dict(saved | {"scaler": scaler | {"scale": 2.0**8}})
-    assert fitted(parts).skipped_steps == 0
-    return torch.cat([p.detach().double().flatten() for p in parts.model.parameters()])
+        run.precision.load_state_dict(saved | {"scaler": scaler | {"scale": 2.0**8}})
+    assert fitted(run).skipped_steps == 0
+    return torch.cat([p.detach().double().flatten() for p in run.model.parameters()])
 
 
 def largest(left: torch.Tensor, right: torch.Tensor) -> float:
@@ -54,10 +54,10 @@ def test_micro_batches_counted_late_equal_one_large_batch(precision: str, tolera
 
 def test_a_window_that_is_cut_has_the_gradient_of_the_whole() -> None:
     words = ("model=exact_parts.Capped", "precision=64-true")
-    parts = parts_of((*TOKENS, "task=exact_tasks.Mean", *words, "model.limit=1"), accumulate=2)
-    state = fitted(parts)
-    assert parts.retry.pieces == 4
-    cut = torch.cat([p.detach().flatten() for p in parts.model.parameters()])
+    run = parts_of((*TOKENS, "task=exact_tasks.Mean", *words, "model.limit=1"), accumulate=2)
+    state = fitted(run)
+    assert run.retry.pieces == 4
+    cut = torch.cat([p.detach().flatten() for p in run.model.parameters()])
     assert largest(cut, weights("Before", *words, "model.limit=99", accumulate=2)) <= 1e-12
     whole = parts_of((*TOKENS, "task=exact_tasks.Before", *words, "model.limit=99"), accumulate=2)
     assert state.items == fitted(whole).items
@@ -120,7 +120,7 @@ class Counted(Odd):
 def test_what_says_no_count_or_two_is_refused(
     task: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainrun.build.parts.build_task", lambda config, facts: task)
+    monkeypatch.setattr("trainrun.assemble.assemble.build_task", lambda config, facts: task)
     with pytest.raises(PluginError, match=message):
         fitted(parts_of(TOKENS))
 
@@ -146,12 +146,12 @@ def test_metrics_of_several_counts_and_of_a_matrix_are_those_of_all_samples() ->
     )
     found = []
     for size in (23, 4):
-        parts = parts_of((*TOKENS, "task=exact_tasks.Rich", *words), val_batch_size=size)
-        found.append(evaluate(parts, "val"))
+        run = parts_of((*TOKENS, "task=exact_tasks.Rich", *words), val_batch_size=size)
+        found.append(evaluate(run, "val"))
 
     x, y = exact_parts.tokens(23, 5)
     with torch.no_grad():
-        logits = parts.model(x)
+        logits = run.model(x)
     real, right = y != -100, logits.argmax(-1) == y
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100)
     scores = []

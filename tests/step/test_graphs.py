@@ -39,6 +39,7 @@ def three(shared: bool) -> list[Tensor]:
     return [memory[:4], memory[2:6] if shared else torch.arange(4.0), torch.arange(4.0)]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.slow
 def test_what_torch_wraps_around_code_is_left_out_unless_inputs_share_memory(

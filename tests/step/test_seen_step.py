@@ -14,16 +14,16 @@ import exact_parts
 import pytest
 import torch
 
-from trainrun import cli
-from trainrun.build.step import seen_step
-from trainrun.data.device_feed import DeviceFeed
-from trainrun.device_times import SLOTS, Copying, DeviceTimes, times_of
+from trainrun.assemble.step_function import seen_step
+from trainrun.cli.main import main as cli
+from trainrun.data.engines.device_feed import DeviceFeed
 from trainrun.errors import ConfigError
 from trainrun.interfaces import MicroBatch
-from trainrun.ledger import COPY, FORWARD, Ledger
-from trainrun.record import train
-from trainrun.step.sampled import sampled
-from trainrun.step.watched import Watched
+from trainrun.runs.api import train
+from trainrun.timing.cuda_events import SLOTS, Copying, DeviceTimes, times_of
+from trainrun.timing.phases import COPY, FORWARD, PhaseTimer
+from trainrun.timing.sampled import sampled
+from trainrun.training.checks.sync_debug import Watched
 
 SYNC = "called a synchronizing CUDA operation (Triggered internally at c10/cuda/CUDAFunctions.cpp:1)"
 
@@ -56,10 +56,10 @@ class Device:
 def test_phases_of_sampled_steps_are_read_once_the_device_passed_them():
     device = Device()
     times = DeviceTimes(device.event, every=3)
-    parts = exact_parts.parts_of((), batch_size=4, count=24)
-    step = sampled(parts.stepper, times)
-    for batch in parts.train.epoch(0):  # 6 steps, of which 2 are sampled
-        step(parts, [batch], False)
+    run = exact_parts.parts_of((), batch_size=4, count=24)
+    step = sampled(run.step, times)
+    for batch in run.train.epoch(0):  # 6 steps, of which 2 are sampled
+        step(run, [batch])
     assert times.read() == {"steps": 2, "pending": 2}  # the device is not that far, and nobody waits for it
     device.passed = 1e9
     found = times.read()
@@ -67,17 +67,17 @@ def test_phases_of_sampled_steps_are_read_once_the_device_passed_them():
     assert {"forward", "backward", "optimizer", "runner"} <= found.keys()
     assert found["forward"] == pytest.approx(0.002)
     assert sum(found.values()) == pytest.approx((device.now - 2) / 1000)  # of n events there are n - 1 spans
-    assert parts.ledger.read()["forward"] > 0  # the host's books go on
+    assert run.phases.read()["forward"] > 0  # the host's books go on
 
 
 def test_a_step_is_the_same_when_it_is_timed():
     ends = []
     for every in (1, 10**9):
-        parts = exact_parts.parts_of((), batch_size=4)
-        step = sampled(parts.stepper, DeviceTimes(Device().event, every=every))
-        for batch in parts.train.epoch(0):
-            step(parts, [batch], False)
-        ends.append([p.detach().clone() for p in parts.model.parameters()])
+        run = exact_parts.parts_of((), batch_size=4)
+        step = sampled(run.step, DeviceTimes(Device().event, every=every))
+        for batch in run.train.epoch(0):
+            step(run, [batch])
+        ends.append([p.detach().clone() for p in run.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
@@ -118,15 +118,15 @@ def test_copies_have_an_account_of_their_own():
         def epoch(self, epoch, start=0):
             yield from (MicroBatch(torch.ones(1)), MicroBatch(torch.ones(1)))
 
-    ledger = Ledger(clock=Clock())
-    with ledger.on(FORWARD):  # whatever is open is open again after a copy
-        batches = list(DeviceFeed(Source(), torch.device("meta"), Copying(ledger, None)).epoch(0))
+    phases = PhaseTimer(clock=Clock())
+    with phases.on(FORWARD):  # whatever is open is open again after a copy
+        batches = list(DeviceFeed(Source(), torch.device("meta"), Copying(phases, None)).epoch(0))
     assert all(batch.data.device.type == "meta" for batch in batches)
-    assert ledger.read()["copy"] == 2.0
+    assert phases.read()["copy"] == 2.0
     device = Device()
     times = DeviceTimes(device.event, every=2)
     for _ in range(4):
-        with Copying(ledger, times)("a stream"):
+        with Copying(phases, times)("a stream"):
             pass
     device.passed = 1e9
     assert times.read() == pytest.approx({"copy": 0.002, "copies": 2, "pending": 0})
@@ -141,16 +141,16 @@ def waits(model):
 def test_lines_that_wait_are_named_once_and_counted():
     modes, notes = [], []
 
-    def step(parts, window, log):
+    def step(run, window):
         for _ in range(2):
             waits(None)
         warnings.warn("something else", UserWarning, stacklevel=1)
 
     watched = Watched(step, notes.append, modes.append)
     with pytest.warns(UserWarning, match="something else"):
-        watched(None, [], False)
+        watched(None, [])
     with pytest.warns(UserWarning, match="something else"):
-        watched(None, [], False)
+        watched(None, [])
     place = f"{__file__}:{waits.__code__.co_firstlineno + 1}"
     assert watched.found == {place: 4}
     assert notes == [
@@ -165,42 +165,42 @@ def test_what_torch_says_of_its_own_switch_is_not_shown():
             "Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=1
         )
 
-    watched = Watched(lambda parts, window, log: log, lambda text: None, set_mode)
+    watched = Watched(lambda run, window: window, lambda text: None, set_mode)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        assert watched(None, [], True)
+        assert watched(None, ["batch"])
     assert [str(one.message) for one in heard] == []
 
 
 def test_what_another_thread_waits_for_is_no_line_of_the_step():
-    def step(parts, window, log):
+    def step(run, window):
         other = threading.Thread(target=waits, args=(None,))
         other.start()
         other.join()
 
     watched = Watched(step, lambda text: None, lambda mode: None)
-    watched(None, [], False)
+    watched(None, [])
     assert not watched.found
 
 
 def test_what_the_backward_waits_for_in_a_thread_of_torch_is_heard():
-    def step(parts, window, log):
+    def step(run, window):
         done = threading.Lock()
         done.acquire()
         _thread.start_new_thread(lambda: (waits(None), done.release()), ())  # as Python sees one of torch's
         done.acquire()
 
     watched = Watched(step, lambda text: None, lambda mode: None)
-    watched(None, [], False)
+    watched(None, [])
     assert watched.found == {f"{__file__}:{waits.__code__.co_firstlineno + 1}": 1}
 
 
 def test_it_is_refused_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["monitor.sync_debug=true", "parallel.accelerator=cpu"]) == 2
+    assert cli(["monitor.sync_debug=true", "parallel.accelerator=cpu"]) == 2
     said = capsys.readouterr().err
     assert "monitor.sync_debug=true: does not go with parallel.accelerator=cpu" in said
-    assert cli.main(["monitor.sync_debug=yes-please"]) == 2
+    assert cli(["monitor.sync_debug=yes-please"]) == 2
     assert "monitor.sync_debug" in capsys.readouterr().err
     config = exact_parts.composed(("monitor.sync_debug=true",))
     with pytest.raises(ConfigError, match="this run is on cpu; use monitor.sync_debug=false"):

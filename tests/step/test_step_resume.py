@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from test_resume import WORDS, facts_of, own, same, stop_at
 
-from trainrun.cli import main
+from trainrun.cli.main import main
 
 __all__ = ["own"]  # the fixture
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("step", "backend"), [(1, "eager"), (4, "eager"), pytest.param(8, "inductor", marks=pytest.mark.slow)]
 )

@@ -12,11 +12,11 @@ from exact_parts import CLASSES, FEATURES, Net, Recorder, fitted, parts_of
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, PluginError, TrainingError
-from trainrun.parts import Parts
-from trainrun.state import TrainState
 from trainrun.step.body import Holdings
 from trainrun.step.captured import AHEAD, Queue, captured
-from trainrun.step.readiness import is_ready
+from trainrun.step.traceable import is_ready
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
 
 STEP = ("trainer.compile=step", "trainer.compile.backend=eager")  # traced like any other, and run as traced
 DOUBLE = ("precision=64-true", "trainer.max_epochs=4")
@@ -41,14 +41,14 @@ def optimizer(name: str) -> tuple[str, ...]:
 ADAMW = optimizer("adamw")
 
 
-def run(*words: str, **data: Any) -> tuple[Parts, TrainState, Recorder]:
+def run(*words: str, **data: Any) -> tuple[Components, TrainState, Recorder]:
     recorder = Recorder()
-    parts = parts_of(words, recorder, **data)
-    return parts, fitted(parts), recorder
+    components = parts_of(words, recorder, **data)
+    return components, fitted(components), recorder
 
 
-def weights_of(parts: Parts) -> list[Tensor]:
-    return [*parts.model.parameters(), *parts.model.buffers(), *parts.averaged.parameters()]
+def weights_of(components: Components) -> list[Tensor]:
+    return [*components.model.parameters(), *components.model.buffers(), *components.averaged.parameters()]
 
 
 def compare(
@@ -111,6 +111,7 @@ def test_a_step_that_is_not_finite_is_left_out() -> None:
     compare(("trainer.nan_policy=skip", "data.shuffle=false"), batch_size=4, bad=5)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_compiled_code_equals_the_plain_step() -> None:
     compare((*ADAMW, "trainer.gradient_clip_val=0.5"), ("trainer.compile=step",), 1e-12, batch_size=4)
@@ -121,9 +122,9 @@ def test_compiled_code_equals_the_plain_step() -> None:
 
 
 def test_off_is_the_plain_step() -> None:
-    from trainrun import loop
+    from trainrun.training.train_step import train_step
 
-    assert parts_of((), batch_size=4).stepper is loop.train_step
+    assert parts_of((), batch_size=4).step is train_step
 
 
 def test_it_stops_where_the_plain_step_stops() -> None:
@@ -306,9 +307,9 @@ def test_more_shapes_than_graphs_are_refused() -> None:
 
 
 def test_two_graphs_for_windows_however_many_steps() -> None:
-    parts, _, _ = run(*DOUBLE, *STEP, batch_size=2, accumulate=3)
-    assert parts.compile_log.graphs == 2
-    assert parts.compile_log.summary()["compiled_graphs"] == 2
+    components, _, _ = run(*DOUBLE, *STEP, batch_size=2, accumulate=3)
+    assert components.compile_log.graphs == 2
+    assert components.compile_log.summary()["compiled_graphs"] == 2
 
 
 def on_cpu(run_step: Any) -> Any:
@@ -329,16 +330,16 @@ def test_a_recorded_step_equals_the_plain_one(accumulate: int) -> None:
     words = (*DOUBLE, *ADAMW, "scheduler=cosine", "trainer.gradient_clip_val=0.5")
     plain, _, rows = run(*words, batch_size=4, accumulate=accumulate)
     recorder = Recorder()
-    parts = parts_of((*words, *STEP), recorder, batch_size=4, accumulate=accumulate)
+    components = parts_of((*words, *STEP), recorder, batch_size=4, accumulate=accumulate)
     recorded: list[int] = []
 
     def engine(function: Any, inputs: list[Tensor], num_held: int) -> Any:
         recorded.append(num_held)
         return captured(function, inputs, num_held, on_cpu)
 
-    parts.stepper._engine, parts.stepper._fixed = engine, True  # type: ignore[attr-defined]
-    fitted(parts)
-    for one, other in zip(weights_of(parts), weights_of(plain), strict=True):
+    components.step._engine, components.step._fixed = engine, True  # type: ignore[attr-defined]
+    fitted(components)
+    for one, other in zip(weights_of(components), weights_of(plain), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     for mine, his in zip(recorder.train, rows.train, strict=True):
         assert mine == pytest.approx(his, rel=1e-10)
@@ -369,13 +370,13 @@ def test_weights_that_a_validation_moves_are_trained_where_they_lie_now(fixed: b
     )
     plain, _, rows = run(*words, batch_size=4, count=12)
     recorder = Recorder()
-    parts = parts_of((*words, *STEP), recorder, batch_size=4, count=12)
+    components = parts_of((*words, *STEP), recorder, batch_size=4, count=12)
     if fixed:
-        stepper: Any = parts.stepper
-        stepper._engine = lambda function, inputs, held: captured(function, inputs, held, on_cpu)
-        stepper._fixed = True
-    fitted(parts)
-    for one, other in zip(weights_of(parts), weights_of(plain), strict=True):
+        step: Any = components.step
+        step._engine = lambda function, inputs, held: captured(function, inputs, held, on_cpu)
+        step._fixed = True
+    fitted(components)
+    for one, other in zip(weights_of(components), weights_of(plain), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     losses = [[row["val/loss"] for row in one.eval] for one in (recorder, rows)]
     assert len(losses[0]) == 4
@@ -425,26 +426,26 @@ def test_a_tensor_that_was_moved_is_not_overlooked() -> None:
         step(weights.clone(), torch.ones(2))
 
 
-def moved(parts: Parts) -> None:
-    weight = next(parts.model.parameters())
+def moved(components: Components) -> None:
+    weight = next(components.model.parameters())
     weight.data = weight.data.clone()
 
 
-def loaded(parts: Parts) -> None:
-    parts.optimizer.load_state_dict(copy.deepcopy(parts.optimizer.state_dict()))
+def loaded(components: Components) -> None:
+    components.optimizer.load_state_dict(copy.deepcopy(components.optimizer.state_dict()))
 
 
-def replaced(parts: Parts) -> None:
-    parts.model.seen = parts.model.seen + 1
+def replaced(components: Components) -> None:
+    components.model.seen = components.model.seen + 1
 
 
 @pytest.mark.parametrize("change", [moved, loaded, replaced])
 def test_what_is_held_is_made_anew_once_a_tensor_is_another(change: Any) -> None:
-    parts = parts_of((*ADAMW, "model=test_whole_step.Normed", *STEP), batch_size=5)
-    fitted(parts)
-    held = Holdings(parts, parts.precision, {}, [])  # type: ignore[arg-type]
+    components = parts_of((*ADAMW, "model=test_whole_step.Normed", *STEP), batch_size=5)
+    fitted(components)
+    held = Holdings(components, components.precision, {}, [])  # type: ignore[arg-type]
     assert held.are_current()
-    change(parts)
+    change(components)
     assert not held.are_current()
 
 

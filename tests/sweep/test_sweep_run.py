@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.process.child import module_command
-from trainrun.sweep.run import job_command, run_sweep
+from trainrun.runtime.child import module_command
+from trainrun.sweep.run_sweep import job_command, run_sweep
+
+pytestmark = pytest.mark.process
 
 Command = Callable[[list[str], Path], list[str]]
 DEADLINE_SECONDS = 300
@@ -118,7 +120,7 @@ class Driver:
             "import importlib.util as u, pathlib, sys\n"
             f"spec = u.spec_from_file_location('fakes', {conftest!r}); fakes = u.module_from_spec(spec)\n"
             "spec.loader.exec_module(fakes)\n"
-            "from trainrun.sweep.run import run_sweep\n"
+            "from trainrun.sweep.run_sweep import run_sweep\n"
             f"sys.exit(run_sweep({words!r}, pathlib.Path({str(folder)!r}), fakes.fake_command))"
         )
         self.process = subprocess.Popen(
@@ -184,5 +186,5 @@ def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path: Path):
 
 
 def test_a_sweep_imports_no_torch():
-    code = "import sys, trainrun.sweep.run, trainrun.sweep.picture; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainrun.sweep.run_sweep, trainrun.sweep.picture; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

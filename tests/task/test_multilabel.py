@@ -76,6 +76,7 @@ def several(count=160):
 """
 
 
+@pytest.mark.train
 def test_a_run_learns_the_labels(workdir: Path) -> None:
     (workdir / "my_data.py").write_text(DATA)
     run = package.train(

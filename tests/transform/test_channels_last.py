@@ -124,6 +124,7 @@ trainrun.train("model=resnet", "model.width=4", "model.blocks=[1,1]", "trainer.m
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not CHECKER, reason="glibc's libc_malloc_debug is not here")
 @pytest.mark.parametrize("last", ["true", "false"])
 def test_no_step_of_a_narrow_resnet_writes_outside_of_its_memory(workdir: Path, last: str) -> None:

@@ -40,6 +40,7 @@ def trained(model: nn.Module, num_steps: int = 3) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.process
 def test_training_equals_plain_and_every_parameter_changes() -> None:
     plain, on = two_models()
     before = [parameter.detach().clone() for parameter in on.parameters()]
@@ -98,6 +99,7 @@ def test_wrong_options_are_refused_with_the_right_ones(mode: str | None, backend
         compile_model(nn.Linear(2, 2), CompileOptions(mode, backend))
 
 
+@pytest.mark.process
 def test_without_a_compiler_the_message_says_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config, cpp_builder
 

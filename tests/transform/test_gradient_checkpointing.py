@@ -245,5 +245,6 @@ def test_products_that_were_written_into_are_told_and_full_computes_them_again()
         model(x).square().sum().backward()
     for a, b in zip(plain.parameters(), on.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
-    with pytest.raises(RuntimeError, match="writes into.*gradient_checkpointing=full"):
+    # torch 2.13 shows the product to the policy; older ones find it in the backward
+    with pytest.raises(RuntimeError, match=r"writes into.*gradient_checkpointing=full|has been mutated"):
         refused(x).square().sum().backward()

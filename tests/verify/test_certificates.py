@@ -10,16 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainrun import cli, loop
-from trainrun import parts as parts_module
-from trainrun.data import order
-from trainrun.precision.guarded import Guarded
-from trainrun.state import TrainState
+from trainrun.assemble import step_function
+from trainrun.cli.main import main as cli
+from trainrun.config.compose import compose_run
+from trainrun.data.order import sampler as order
+from trainrun.precision.update import Update
+from trainrun.training import components as parts_module
+from trainrun.training.state import TrainState
 from trainrun.verify import continuity
 from trainrun.verify.certificate import FAIL, NONE, PASS, NotApplicable, different_leaves, largest_difference
-from trainrun.verify.run import checks
+from trainrun.verify.run_checks import checks
 from trainrun.verify.trials import Outcome, Trials
-from trainrun.words.compose import compose_run
 
 WORDS = (
     "model=subjects.Net", "data.train._target_=subjects.samples", "data.val._target_=subjects.samples",
@@ -53,17 +54,17 @@ def plant(monkeypatch, owner, name, make):
 
 def test_an_average_of_averages(tmp_path, monkeypatch):
     def averaged(real):
-        def step(parts, window, log):
-            accumulate = parts.config.trainer.accumulate_grad_batches
-            sizes = iter([parts.task.count(batch.data) for batch in window])
+        def step(run, window):
+            accumulate = run.config.trainer.accumulate_grad_batches
+            sizes = iter([run.task.count(batch.data) for batch in window])
             with monkeypatch.context() as during:
-                plant(during, parts.precision, "backward",
+                plant(during, run.precision, "backward",
                       lambda back: lambda loss, share: back(loss, 1 / next(sizes) / accumulate))  # fmt: skip
-                return real(parts, window, log)
+                return real(run, window)
 
         return step
 
-    plant(monkeypatch, loop, "train_step", averaged)
+    plant(monkeypatch, step_function, "train_step", averaged)
     assert verdict(tmp_path, "accumulation") == PASS  # the windows are whole there
     assert verdict(tmp_path, "partial window") == FAIL
 
@@ -85,20 +86,20 @@ def test_clipping_before_the_window_is_complete(tmp_path, monkeypatch):
 
         return backward
 
-    plant(monkeypatch, Guarded, "backward", clipped)
+    plant(monkeypatch, Update, "backward", clipped)
     assert verdict(tmp_path, "accumulation") == FAIL
 
 
 def test_a_schedule_that_moves_with_micro_batches(tmp_path, monkeypatch):
     def often(real):
-        def step(parts, window, log):
+        def step(run, window):
             for _ in window[1:]:
-                parts.schedule.step()
-            return real(parts, window, log)
+                run.schedule.step()
+            return real(run, window)
 
         return step
 
-    plant(monkeypatch, loop, "train_step", often)
+    plant(monkeypatch, step_function, "train_step", often)
     assert verdict(tmp_path, "learning rate", "scheduler=linear") == FAIL
 
 
@@ -125,7 +126,7 @@ def test_a_state_that_a_resume_forgets(tmp_path, monkeypatch, name, words):
 def test_a_forgotten_loss_scale(tmp_path, monkeypatch):
     plant(
         monkeypatch,
-        Guarded,
+        Update,
         "load_state_dict",
         lambda real: lambda self, state: real(self, {**state, "scaler": None}),
     )
@@ -150,7 +151,7 @@ def test_clipping_before_unscaling(tmp_path, monkeypatch):
 
     words = ("precision=16-mixed", "trainer.gradient_clip_val=1.0", "optimizer=sgd", "optimizer.lr=0.5")
     assert verdict(tmp_path, "rounding", *words) == PASS
-    plant(monkeypatch, Guarded, "optimizer_step", scaled)  # float32 is not scaled, so it is the same there
+    plant(monkeypatch, Update, "optimizer_step", scaled)  # float32 is not scaled, so it is the same there
     assert verdict(tmp_path, "rounding", *words) == FAIL
 
 
@@ -160,12 +161,14 @@ def test_a_parameter_that_the_optimizer_does_not_have(tmp_path):
 
 
 def test_words_that_no_run_can_have_are_refused_before_the_table(capsys):
-    assert cli.main(["verify", *WORDS, "data.batch_size=1000"]) == 2
+    assert cli(["verify", *WORDS, "data.batch_size=1000"]) == 2
     told = capsys.readouterr()
     assert "data.batch_size=1000: larger than the data" in told.err
     assert told.out == ""
-    assert cli.main(["verify", *WORDS, "trainer.cuda_graphs=true", "parallel.accelerator=cpu"]) == 2
+    assert cli(["verify", *WORDS, "trainer.cuda_graphs=true", "parallel.accelerator=cpu"]) == 2
     assert capsys.readouterr().out == ""
+    assert cli(["verify", *WORDS, "step._target_=trainrun.training.train_step.train_step"]) == 2
+    assert "step: is your own" in capsys.readouterr().err
 
 
 def test_a_check_that_would_need_other_words_does_not_apply(tmp_path):
@@ -175,8 +178,8 @@ def test_a_check_that_would_need_other_words_does_not_apply(tmp_path):
 
 def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch):
     def padded(real):
-        def evaluate(parts, split):
-            stream = parts.splits()[split]
+        def evaluate(run, split):
+            stream = run.splits()[split]
 
             class Padded:
                 def epoch(self, epoch):
@@ -186,7 +189,7 @@ def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch):
                 def __getattr__(self, name):
                     return getattr(stream, name)
 
-            return real(dataclasses.replace(parts, val=Padded()), split)
+            return real(dataclasses.replace(run, validation={"val": Padded()}), split)
 
         return evaluate
 
@@ -235,7 +238,7 @@ def test_rounding_that_is_too_coarse(tmp_path, monkeypatch):
 
         return backward
 
-    plant(monkeypatch, Guarded, "backward", doubled)
+    plant(monkeypatch, Update, "backward", doubled)
     assert verdict(tmp_path, "rounding", "precision=16-mixed", "optimizer=sgd", "optimizer.lr=0.1") == FAIL
 
 
@@ -268,15 +271,15 @@ def test_good_configs_have_no_failure(tmp_path, words):
 def test_the_command_prints_a_table_and_its_exit_code(tmp_path, capsys, monkeypatch):
     sys.path.append(str(Path(__file__).parent))
     before = sorted(tmp_path.iterdir())
-    assert cli.main(["verify", *WORDS]) == 0
+    assert cli(["verify", *WORDS]) == 0
     table = capsys.readouterr().out
     assert "pass  ranks" in table
     assert "pass  engines" in table
     assert "none failed" in table
     assert sorted(tmp_path.iterdir()) == before  # nothing is left in the user's folder
-    assert cli.main(["verify", *WORDS, "task._target_=subjects.MeanTask"]) == 1
+    assert cli(["verify", *WORDS, "task._target_=subjects.MeanTask"]) == 1
     assert "FAIL  sum of losses" in capsys.readouterr().out
-    assert cli.main(["verify", "model=nonsense"]) == 2
+    assert cli(["verify", "model=nonsense"]) == 2
 
 
 def test_trees_and_tensors_are_compared_bit_by_bit():

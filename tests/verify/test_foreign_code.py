@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.cli import main
+from trainrun.cli.main import main
+from trainrun.config.compose import compose_run
 from trainrun.verify.certificate import FAIL, NONE, PASS, Certificate
-from trainrun.verify.run import certificates
-from trainrun.words.compose import compose_run
+from trainrun.verify.run_checks import certificates
 
 WORDS = (
     "data.train._target_=subjects.samples", "data.val._target_=subjects.samples", "data.val.seed=2",

@@ -10,17 +10,15 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from trainrun.checkpoint import strict_json
-from trainrun.checkpoint.file_hash import Written
-from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.format import MAX_STATE_BYTES, is_sound
+from trainrun.checkpoint.files import FileLayer, Written, file_faults, free_bytes, set_aside
+from trainrun.checkpoint.format import MAX_STATE_BYTES, dumps, flatten, stream
+from trainrun.checkpoint.load import is_sound
 from trainrun.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -30,10 +28,7 @@ from trainrun.checkpoint.manifest import (
     rank_files,
     read_manifest,
 )
-from trainrun.checkpoint.snapshot import num_bytes
-from trainrun.checkpoint.tensor_file import stream
-from trainrun.checkpoint.together import file_faults, free_bytes
-from trainrun.checkpoint.tree import flatten
+from trainrun.checkpoint.state_copy import num_bytes
 from trainrun.errors import CheckpointError
 
 HEADER_BYTES = 256  # of a tensor's entry, more than most need
@@ -42,7 +37,7 @@ Report = dict[str, tuple[int, str, int]]  # what a rank wrote: `Written` by file
 
 
 @dataclass(frozen=True)
-class Part:
+class CommitPart:
     """What one rank writes: the JSON text of its values, and its tensors.
 
     events: to be waited for before the tensors are read. is_copy: nothing but this object holds them.
@@ -64,18 +59,18 @@ class Record:
     """One checkpoint of one rank; `facts`: the manifest without its files."""
 
     facts: Manifest
-    part: Part
+    part: CommitPart
 
 
-def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> Part:
+def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> CommitPart:
     """`shared_tree` counts on rank 0 only. Raises TypeError that names what cannot be saved."""
     plain, tensors = flatten({"shared": shared_tree, "rank": rank_tree} if rank == 0 else {"rank": rank_tree})
-    text = strict_json.dumps(plain) + b"\n"
-    if len(text) > MAX_STATE_BYTES or strict_json.num_values(text) > strict_json.MAX_VALUES:
+    text = dumps(plain) + b"\n"
+    if len(text) > MAX_STATE_BYTES:
         raise CheckpointError(
             f"the state has {len(text):,} bytes of plain values; large ones belong in tensors"
         )
-    return Part(text, tensors)
+    return CommitPart(text, tensors)
 
 
 def prepare(root: Path, facts: Manifest, needed: int, files: FileLayer) -> str | None:
@@ -92,17 +87,15 @@ def prepare(root: Path, facts: Manifest, needed: int, files: FileLayer) -> str |
         return name
 
 
-def write_part(
-    temporary: Path, target: Path, rank: int, part: Part, files: FileLayer, low: bool = False
-) -> Report:
-    """The two files of one rank, on the disk when this returns. low: a training goes on meanwhile."""
+def write_part(temporary: Path, target: Path, rank: int, part: CommitPart, files: FileLayer) -> Report:
+    """The two files of one rank, on the disk when this returns."""
     for event in part.events:
         event.synchronize()
     text_name, tensors_name = rank_files(rank)
     with file_faults(f"cannot save checkpoint {target}", target.parent, part.num_bytes):
         return {
             text_name: files.write(temporary / text_name, [part.text]),
-            tensors_name: files.write(temporary / tensors_name, stream(part.tensors), low),
+            tensors_name: files.write(temporary / tensors_name, stream(part.tensors)),
         }
 
 
@@ -110,9 +103,7 @@ def commit(temporary: Path, facts: Manifest, reports: list[Report], files: FileL
     """The manifest and the rename. What lies at the target is no sound checkpoint of this run."""
     root = temporary.parent
     target = root / folder_name(facts.step)
-    written: Mapping[str, Written] = {
-        name: Written(*facts) for report in reports for name, facts in report.items()
-    }
+    written = {name: Written(*entry) for report in reports for name, entry in report.items()}
     with file_faults(f"cannot save checkpoint {target}", root):
         files.write(temporary / MANIFEST, [manifest_bytes(replace(facts, files=written))])
         files.fsync_dir(temporary)
@@ -130,12 +121,3 @@ def write_metric(folder: Path, metric: Metric, files: FileLayer) -> None:
         files.write(temporary, [manifest_bytes(manifest)])
         files.rename(temporary, folder / MANIFEST)
         files.fsync_dir(folder)
-
-
-def set_aside(folder: Path, files: FileLayer, prefix: str = ".bad") -> Path:
-    """Rename a folder so that it is never taken for a checkpoint again, and never deleted either."""
-    number = 1
-    while os.path.lexists(target := folder.with_name(f"{prefix}-{folder.name}-{number}")):
-        number += 1
-    files.rename(folder, target)
-    return target

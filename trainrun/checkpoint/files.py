@@ -1,15 +1,41 @@
-"""The file layer: every change that a checkpoint makes on disk goes through one object."""
+"""The file layer: every change that a checkpoint makes on disk goes through one object, and how its files are read."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
-from collections.abc import Callable, Iterable
+import shlex
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
-from trainrun.checkpoint import blocks
-from trainrun.checkpoint.file_hash import FileHash, Written
+from trainrun.errors import FULL, CheckpointError, SaveError
 
-BUFFER_BYTES = 1 << 20
+PIECE_BYTES = 8 << 20  # written and hashed at a time
+PASSING = (
+    errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN,
+)  # fmt: skip
+
+
+class Incompatible(CheckpointError):
+    """One that is not for this program or this run, or cannot be read just now: never set aside as damaged."""
+
+
+class Written(NamedTuple):
+    """The length of a file and its SHA-256 in hex.
+
+    piece_bytes: not 0 in checkpoints of earlier versions, whose long files were hashed in pieces of that size: the
+    SHA-256 is that of the pieces' digests, one after the other.
+    """
+
+    size: int
+    sha256: str
+    piece_bytes: int = 0
 
 
 def _nothing(operation: str, path: Path) -> None:
@@ -38,26 +64,21 @@ class FileLayer:
             path.mkdir(exist_ok=True)
             self.fsync_dir(path.parent)
 
-    def write(self, path: Path, chunks: Iterable[bytes | memoryview], low: bool = False) -> Written:
-        """A new file that is on the disk, not only in memory, when this returns. low: a training goes on meanwhile."""
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+        """A new file that is on the disk, not only in memory, when this returns."""
         self._before("open", path)
-        with (
-            open(path, "xb", buffering=0) as file,
-            blocks.BlockFile(file.fileno()) as target,
-            FileHash(blocks.BLOCK_BYTES, low) as content,
-        ):
-            for block in blocks.in_blocks(chunks):
+        content, size = hashlib.sha256(), 0
+        with open(path, "xb", buffering=0) as file:
+            for piece in _in_pieces(chunks):
                 self._before("write", path)
-                target.write(block)
-                content.update(block)
-                target.wait(blocks.AHEAD)
-                # longer ones stay as they are, but as long as one is not hashed it takes memory
-                gathered = len(block) <= blocks.BLOCK_BYTES
-                content.wait(blocks.AHEAD if gathered else blocks.AHEAD * blocks.MOST_BLOCKS)
-            target.wait()
+                rest = piece
+                while rest:  # the system may take a part
+                    rest = rest[file.write(rest) :]
+                content.update(piece)
+                size += len(piece)
             self._before("fsync", path)
             os.fsync(file.fileno())
-            return content.written()
+        return Written(size, content.hexdigest())
 
     def rename(self, source: Path, target: Path) -> None:
         """Atomic; a file at `target` is replaced."""
@@ -83,3 +104,85 @@ class FileLayer:
         else:
             self._before("unlink", path)
             path.unlink()
+
+
+def _in_pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """The same bytes: short chunks are joined, long ones are cut."""
+    joined = bytearray()
+    for chunk in chunks:
+        if len(chunk) < PIECE_BYTES:
+            joined += chunk
+        if joined and (len(joined) >= PIECE_BYTES or len(chunk) >= PIECE_BYTES):
+            yield memoryview(joined)
+            joined = bytearray()
+        if len(chunk) >= PIECE_BYTES:
+            view = memoryview(chunk)
+            yield from (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
+    if joined:
+        yield memoryview(joined)
+
+
+def set_aside(folder: Path, files: FileLayer, prefix: str = ".bad") -> Path:
+    """Rename a folder so that it is never taken for a checkpoint again, and never deleted either."""
+    number = 1
+    while os.path.lexists(target := folder.with_name(f"{prefix}-{folder.name}-{number}")):
+        number += 1
+    files.rename(folder, target)
+    return target
+
+
+def sha256_of(file: BinaryIO, piece_bytes: int = 0) -> str:
+    """In hex, from where the file stands to its end; see `Written`."""
+    whole = hashlib.sha256()
+    while data := file.read(piece_bytes or PIECE_BYTES):
+        whole.update(hashlib.sha256(data).digest() if piece_bytes else data)
+    return whole.hexdigest()
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """A plain file to read; no link, pipe or device. OSErrors of the block become CheckpointErrors."""
+    with readable(path):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(f"{path}: not a plain file")
+        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            yield file
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """OSErrors of the block become CheckpointErrors; Incompatible where the reason lies outside of the disk."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing") from error
+    except OSError as error:
+        if error.errno in PASSING:
+            raise Incompatible(f"{path}: cannot be read now ({error.strerror})") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+@contextmanager
+def file_faults(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn an OSError of the block into a SaveError that begins with `what`.
+
+    A full disk is reported with the bytes that were needed, what is free in `folder` (the run's
+    `checkpoints`), and how the run goes on.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in FULL:
+            if error.errno != errno.EFBIG:
+                reason += f" (needs {needed_bytes:,} bytes, {free_bytes(folder):,} are free)"
+            way = f"{FULL[error.errno]}, then: trainrun resume {shlex.quote(str(folder.parent))}"
+            raise SaveError(f"{what}: {reason}; {way}") from error
+        if error.filename is not None and str(error.filename) not in what:
+            reason += f" ({error.filename})"
+        raise SaveError(f"{what}: {reason}") from error
+
+
+def free_bytes(folder: Path) -> int:
+    """What can still be written to the file system of a folder."""
+    return shutil.disk_usage(folder if folder.exists() else folder.parent).free

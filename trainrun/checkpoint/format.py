@@ -1,132 +1,288 @@
-"""One checkpoint: a folder that is either complete and durable, or not there.
+"""The two files of a rank: a tree of plain values as JSON, and the tensors it names as safetensors.
 
-    step-00000042/
-        MANIFEST.json                               what it is, and the hash of every file; written last
-        state.json, shared.safetensors              what all ranks share, and what is rank 0's own
-        rank-00001.json, rank-00001.safetensors     what is rank 1's own, and so on
+What JSON has no word for is an object with one key that begins with `$`:
 
-`commit.py` writes it, this file reads it and trusts nothing.
+    {"$int": "0x..."}  {"$float": "<8 bytes, hex>"}  {"$bytes": "<hex>"}  {"$tuple": [...]}
+    {"$dict": [[key, value], ...]}  {"$counter": [[key, value], ...]}
+    {"$tensor": ["name"]}  {"$tensor": ["name", [stride, ...]]}
+    {"$complex": {"$tensor": ...}}   complex128, for which safetensors has no name: real and imaginary parts
+
+The round trip is exact, with these deliberate losses: an OrderedDict comes back as a dict, a NumPy
+scalar as the Python number, a kind of str as a str, a Parameter as a plain tensor on the CPU. Places
+that hold the same view of the same memory (tied weights) name the same tensor and share it again
+after reading; views that only overlap become tensors of their own.
+
+The package `safetensors` reads. Its writer opens the file itself, where neither the hash nor the tests of disk faults
+see what is written: `stream` makes the same bytes.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+import json
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainrun.checkpoint import strict_json
-from trainrun.checkpoint.blocks import AHEAD
-from trainrun.checkpoint.file_hash import FileHash, Written
-from trainrun.checkpoint.files import BUFFER_BYTES
-from trainrun.checkpoint.manifest import (
-    MANIFEST,
-    Incompatible,
-    Manifest,
-    open_regular,
-    rank_files,
-    read_manifest,
-    readable,
-)
-from trainrun.checkpoint.tensor_file import read_tensors
-from trainrun.checkpoint.tree import unflatten
+import numpy
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
 from trainrun.errors import CheckpointError
 
-MAX_STATE_BYTES = 64 * 2**20
+MAX_STATE_BYTES = 64 * 2**20  # of JSON
+MAX_DEPTH = 64  # levels of a tree
+SAFE_INT = 2**53  # what every JSON reader keeps exact
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+
+Keys = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A verified checkpoint: what all ranks share, and the own tree of the rank that asked.
-
-    own: None if the run that was saved had fewer ranks; `manifest.world_size` says how many.
-    """
-
-    folder: Path
-    manifest: Manifest
-    shared: Any
-    own: Any
+def dumps(value: Any, indent: int | None = None) -> bytes:
+    separators = (",", ":") if indent is None else (",", ": ")
+    return json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
 
 
-def is_sound(folder: Path, run_id: str) -> bool:
-    """Whether a complete, undamaged checkpoint of this run lies there."""
+def loads(data: bytes, place: str) -> Any:
+    """`place` begins the message of every CheckpointError; the caller has bounded the size."""
     try:
-        manifest = read_manifest(folder)
-        _check_listing(folder, manifest)
-        for name in manifest.files:
-            _check_file(folder / name, manifest.files[name])
-    except CheckpointError:
-        return False
-    return manifest.run_id == run_id
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place}: not valid JSON ({error})") from error
 
 
-def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> Loaded:
-    """Read and verify; rank 0 looks at the files of all ranks, the others at what they need.
+def stream(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file; a tensor on a device is copied to the host when its turn comes."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        tensor, start = tensors[name], offset
+        offset += tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, offset],
+        }  # fmt: skip
+    header = dumps(entries)
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for name in names:
+        tensor = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if tensor.numel():
+            yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
-    run_id: the run that the checkpoint must be of. Raises CheckpointError that names the file and
-    what is wrong with it; Incompatible where nothing is damaged.
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, contiguous and in memory of their own. Raises CheckpointError."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no dict
+                tensor = file.get_tensor(name)
+                if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+                    raise ValueError(f"{name[:200]!r} holds a byte that is neither true nor false")
+                tensors[name] = tensor.clone()  # it shows the mapped file
+    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path}: not a sound safetensors file ({problem})") from error
+    return tensors
+
+
+def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The JSON form of a tree and the tensors it names; nothing is copied.
+
+    Raises TypeError that names the path of a value that cannot be saved.
     """
-    manifest = read_manifest(folder)
-    if run_id is not None and manifest.run_id != run_id:
-        raise Incompatible(f"{folder}: of another run ({manifest.run_id}; this one is {run_id})")
-    _check_listing(folder, manifest)
-    if rank == 0:
-        for other in range(1, manifest.world_size):
-            for name in rank_files(other):
-                _check_file(folder / name, manifest.files[name])
-    first = _read_part(folder, manifest, 0)
-    own: dict[str, Any] = {"rank": None}
-    if rank < manifest.world_size:
-        own = first if rank == 0 else _read_part(folder, manifest, rank)
-    return Loaded(folder, manifest, first["shared"], own["rank"])
+    writer = _Writer()
+    return writer.encode(tree, ()), writer.tensors
 
 
-def _check_listing(folder: Path, manifest: Manifest) -> None:
-    with readable(folder):
-        found = set(os.listdir(folder))
-    expected = {MANIFEST, *manifest.files}
-    if found != expected:
-        name = min(found ^ expected)
-        raise CheckpointError(f"{folder / name}: {'missing' if name in expected else 'not in the manifest'}")
-
-
-def _check_file(path: Path, expected: Written) -> None:
-    with open_regular(path) as file, FileHash(expected.piece_bytes) as content:
-        _check_size(path, os.fstat(file.fileno()).st_size, expected)
-        while data := file.read(BUFFER_BYTES):
-            content.update(data)
-            content.wait(AHEAD)
-        found = content.written()
-    _check_hash(path, found.sha256, expected)
-
-
-def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    text_path, tensors_path = (folder / name for name in rank_files(rank))
-    expected = manifest.files[text_path.name]
-    if expected.size > MAX_STATE_BYTES:
-        raise CheckpointError(f"{text_path}: longer than {MAX_STATE_BYTES} bytes")
-    with open_regular(text_path) as file, FileHash(expected.piece_bytes) as content:
-        _check_size(text_path, os.fstat(file.fileno()).st_size, expected)
-        text = file.read(expected.size)
-        content.update(text)
-        _check_hash(text_path, content.written().sha256, expected)
-    expected = manifest.files[tensors_path.name]
-    with open_regular(tensors_path) as file:
-        size = os.fstat(file.fileno()).st_size
-        _check_size(tensors_path, size, expected)
-        tensors, read = read_tensors(file, size, str(tensors_path), expected.piece_bytes)
-    _check_hash(tensors_path, read.sha256, expected)
-    tree = unflatten(strict_json.loads(text, str(text_path)), tensors, str(text_path))
-    if not isinstance(tree, dict) or tree.keys() != ({"shared", "rank"} if rank == 0 else {"rank"}):
-        raise CheckpointError(f"{text_path}: not the state of rank {rank}")
+def unflatten(plain: Any, tensors: dict[str, Tensor], place: str) -> Any:
+    """The tree again, from contiguous tensors; `place` begins the message of every CheckpointError."""
+    reader = _Reader(tensors, place)
+    try:
+        tree = reader.decode(plain, ())
+    except RecursionError as error:
+        raise CheckpointError(f"{place}: nested deeper than {MAX_DEPTH}") from error
+    unused = tensors.keys() - reader.views.keys()
+    if unused:
+        raise CheckpointError(f"{place}: nothing names the tensor {min(unused)!r}")
     return tree
 
 
-def _check_size(path: Path, size: int, expected: Written) -> None:
-    if size != expected.size:
-        raise CheckpointError(f"{path}: damaged ({size} bytes, expected {expected.size})")
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill their memory without gap or overlap, in some order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
-def _check_hash(path: Path, sha256: str, expected: Written) -> None:
-    if sha256 != expected.sha256:
-        raise CheckpointError(f"{path}: damaged (SHA-256 {sha256}, expected {expected.sha256})")
+class _Writer:
+    """One walk over a tree; collects the tensors under names made of their paths."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._views: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: Keys) -> Any:
+        kind = type(value)
+        if kind is int:
+            return value if -SAFE_INT <= value <= SAFE_INT else {"$int": hex(value)}
+        if value is None or kind in (bool, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind is bytes:
+            return {"$bytes": value.hex()}
+        if len(path) >= MAX_DEPTH:
+            raise TypeError(f"cannot save {_name(path[:8])}/...: nested deeper than {MAX_DEPTH}")
+        if kind in (list, tuple):
+            items = [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if kind in (dict, OrderedDict, Counter):
+            return self._dict(value, path)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, numpy.generic) and type(value.item()) is not kind:
+            return self.encode(value.item(), path)
+        raise TypeError(f"cannot save {_name(path)}: {kind.__module__}.{kind.__qualname__} is no plain value")
+
+    def _dict(self, value: dict[Any, Any], path: Keys) -> Any:
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"cannot save {_name(path)}: the key {key!r} is neither str nor int")
+        items = [(key, self.encode(item, (*path, str(key)))) for key, item in value.items()]
+        if type(value) is Counter or not all(
+            type(key) is str and not key.startswith("$") for key, _ in items
+        ):
+            pairs = [[self.encode(key, path), item] for key, item in items]
+            return {"$counter" if type(value) is Counter else "$dict": pairs}
+        return dict(items)
+
+    def _tensor(self, tensor: Tensor, path: Keys) -> Any:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise TypeError(f"cannot save {_name(path)}: a {type(tensor).__name__} is no plain tensor")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise TypeError(f"cannot save {_name(path)}: a tensor without plain memory")
+        if tensor.dtype is torch.complex128:
+            return {"$complex": self._tensor(torch.view_as_real(tensor.detach().resolve_conj()), path)}
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"cannot save {_name(path)}: {tensor.dtype} has no place in a safetensors file")
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        bits = (tensor.is_conj(), tensor.is_neg())  # lazy: the memory is the same, the values are not
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, bits)
+        name = self._views.get(view)
+        if name is None:
+            name = self._views[view] = self._new_name(path)
+            self.tensors[name] = tensor
+        if tensor.is_contiguous() or not is_dense(shape, stride):
+            return {"$tensor": [name]}
+        return {"$tensor": [name, list(stride)]}
+
+    def _new_name(self, path: Keys) -> str:
+        name = plain = _name(path).encode("utf-8", "replace").decode()
+        number = 1
+        while name in self.tensors or name == "__metadata__":
+            number += 1
+            name = f"{plain}#{number}"
+        return name
+
+
+class _Reader:
+    """One walk over the JSON form. `views` holds what was handed out, by name."""
+
+    def __init__(self, tensors: dict[str, Tensor], place: str) -> None:
+        self._tensors, self._place = tensors, place
+        self.views: dict[str, Tensor] = {}
+        self._tags: dict[str, Callable[[Any, Keys], Any]] = {
+            "$int": lambda text, path: int(text, 16),
+            "$float": lambda text, path: struct.unpack(">d", bytes.fromhex(text))[0],
+            "$str": lambda text, path: bytes.fromhex(text).decode(
+                "utf-8", "surrogatepass"
+            ),  # earlier versions
+            "$bytes": lambda text, path: bytes.fromhex(text),
+            "$tuple": lambda items, path: tuple(self.decode(_list(items), path)),
+            "$dict": self._pairs,
+            "$counter": lambda pairs, path: Counter(self._pairs(pairs, path)),
+            "$tensor": self._tensor,
+            "$complex": self._complex,
+        }
+
+    def decode(self, value: Any, path: Keys) -> Any:
+        if len(path) > MAX_DEPTH:
+            raise CheckpointError(f"{self._place}: nested deeper than {MAX_DEPTH}")
+        if isinstance(value, list):
+            return [self.decode(item, (*path, str(i))) for i, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        tag = next((key for key in value if key.startswith("$")), None)
+        if tag is None:
+            return {key: self.decode(item, (*path, key)) for key, item in value.items()}
+        if len(value) != 1 or tag not in self._tags:
+            raise self._problem(path, f"unknown tag {tag[:40]!r}")
+        try:
+            return self._tags[tag](value[tag], path)
+        except (TypeError, ValueError, LookupError, struct.error, RuntimeError) as error:
+            if isinstance(error, RecursionError):
+                raise
+            raise self._problem(path, f"no {tag[1:]} ({' '.join(str(error).split())[:200]})") from error
+
+    def _problem(self, path: Keys, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._place}: {_name(path)[:200]}: {what}")
+
+    def _pairs(self, pairs: Any, path: Keys) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for key, item in map(_list, _list(pairs)):
+            key = self.decode(key, path)
+            if type(key) not in (str, int) or key in result:
+                raise TypeError("a key of another type, or there twice")
+            result[key] = self.decode(item, (*path, str(key)))
+        return result
+
+    def _tensor(self, content: Any, path: Keys) -> Tensor:
+        name, *more = _list(content)
+        stored = self._tensors[name]
+        stride = stored.stride()
+        if more:
+            (steps,) = more
+            stride = tuple(_list(steps))
+            if not all(type(step) is int for step in stride) or not is_dense(tuple(stored.shape), stride):
+                raise ValueError(f"no memory format for the shape {tuple(stored.shape)}")
+        if name not in self.views:
+            view = stored
+            if stride != stored.stride():
+                view = torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
+            self.views[name] = view
+        if self.views[name].stride() != stride:
+            raise ValueError(f"{name[:200]!r} has two memory formats")
+        return self.views[name]
+
+    def _complex(self, content: Any, path: Keys) -> Tensor:
+        halves = self.decode(content, path)
+        if not isinstance(halves, Tensor) or halves.dtype is not torch.float64:
+            raise TypeError("no real and imaginary parts")
+        return torch.view_as_complex(halves)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"a {type(value).__name__} in place of a list")
+    return value
+
+
+def _name(path: Keys) -> str:
+    return "/".join(path) or "the tree"

@@ -2,42 +2,36 @@
 
 It is written last and its own last line is the SHA-256 of the text before it, so a folder without a
 sound manifest was never finished.
+
+    step-00000042/
+        MANIFEST.json                               written last
+        state.json, shared.safetensors              what all ranks share, and what is rank 0's own
+        rank-00001.json, rank-00001.safetensors     what is rank 1's own, and so on
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
-import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from trainrun.checkpoint import strict_json
-from trainrun.checkpoint.file_hash import LARGEST_PIECE_BYTES, LEAST_PIECE_BYTES, Written
-from trainrun.checkpoint.tree import flatten, unflatten
+from trainrun.checkpoint.files import Incompatible, Written, open_regular, readable
+from trainrun.checkpoint.format import dumps, flatten, loads, unflatten
 from trainrun.errors import CheckpointError
 
-FORMAT = 2  # 1: every file has its plain SHA-256
+FORMAT = 2  # 1: without `piece_bytes`, which only earlier versions write
 MANIFEST = "MANIFEST.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_STEP = 10**8 - 1
 KINDS = ("last", "best", "periodic", "final", "stopped")
 MAX_NAME = 100  # letters of a run's id
-PASSING = (
-    errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT,
-    errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN,
-)  # fmt: skip
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**16, 2**26
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
-
-
-class Incompatible(CheckpointError):
-    """One that is not for this program or this run, or cannot be read just now: never set aside as damaged."""
 
 
 @dataclass(frozen=True)
@@ -93,36 +87,25 @@ def committed_steps(folder: Path) -> list[int]:
 
 def rank_files(rank: int) -> tuple[str, str]:
     """The names of the values and of the tensors that one rank writes."""
-    return (
-        ("state.json", "shared.safetensors")
-        if rank == 0
-        else (f"rank-{rank:05d}.json", f"rank-{rank:05d}.safetensors")
-    )
+    if rank == 0:
+        return "state.json", "shared.safetensors"
+    return f"rank-{rank:05d}.json", f"rank-{rank:05d}.safetensors"
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    metric = manifest.metric
-    plain, tensors = flatten(
-        {
-            "format": FORMAT,
-            "run_id": manifest.run_id,
-            "step": manifest.step,
-            "epoch": manifest.epoch,
-            "world_size": manifest.world_size,
-            "kind": manifest.kind,
-            "metric": metric and {"name": metric.name, "mode": metric.mode, "value": metric.value},
-            "fingerprint": dict(manifest.fingerprint),
-            "files": {name: _entry(written) for name, written in manifest.files.items()},
-        }
-    )
+    fields = {name: getattr(manifest, name) for name in ("run_id", "step", "epoch", "world_size", "kind")}
+    files = {name: _entry(written) for name, written in manifest.files.items()}
+    metric = asdict(manifest.metric) if manifest.metric else None
+    more = {"metric": metric, "fingerprint": dict(manifest.fingerprint), "files": files}
+    plain, tensors = flatten({"format": FORMAT, **fields, **more})
     assert not tensors
-    text = strict_json.dumps(plain, indent=1) + b"\n"
+    text = dumps(plain, indent=1) + b"\n"
     return text + hashlib.sha256(text).hexdigest().encode() + b"\n"
 
 
 def _entry(written: Written) -> dict[str, Any]:
-    pieces = {"piece_bytes": written.piece_bytes} if written.piece_bytes else {}
-    return {"size": written.size, "sha256": written.sha256, **pieces}
+    entry = written._asdict()
+    return entry if written.piece_bytes else {"size": entry["size"], "sha256": entry["sha256"]}
 
 
 def parse_manifest(data: bytes, place: str) -> Manifest:
@@ -132,8 +115,8 @@ def parse_manifest(data: bytes, place: str) -> Manifest:
     if last_line != digest.encode() + b"\n":
         found = last_line.decode("ascii", "replace").strip()
         raise CheckpointError(f"{place}: damaged (its last line is {found!r}, expected {digest})")
-    value = unflatten(strict_json.loads(text, place), {}, place)
-    version = value.get("format") if isinstance(value, dict) else None
+    value = unflatten(loads(text, place), {}, place)
+    version = value.pop("format", None) if isinstance(value, dict) else None
     if type(version) is not int or version < 1:
         raise CheckpointError(f"{place}: no format version")
     if version > FORMAT:
@@ -141,49 +124,27 @@ def parse_manifest(data: bytes, place: str) -> Manifest:
             f"{place}: made by a newer version of trainrun (checkpoint format {version}; this version reads "
             f"up to {FORMAT}): install that version to go on"
         )
-    return _manifest(value, place)
-
-
-def _manifest(value: dict[str, Any], place: str) -> Manifest:
     kinds = {
-        "format": int,
-        "run_id": str,
-        "step": int,
-        "epoch": int,
-        "world_size": int,
-        "kind": str,
-        "metric": type(None) if value.get("metric") is None else dict,
-        "fingerprint": dict,
-        "files": dict,
-    }
+        "run_id": str, "step": int, "epoch": int, "world_size": int, "kind": str,
+        "metric": type(None) if value.get("metric") is None else dict, "fingerprint": dict, "files": dict,
+    }  # fmt: skip
     _check(value, kinds, place)
     if not 0 <= value["step"] <= MAX_STEP or value["epoch"] < 0 or value["kind"] not in KINDS:
         raise CheckpointError(f"{place}: no step, epoch or kind of a checkpoint")
     if len(value["run_id"]) > MAX_NAME or not value["run_id"].isprintable():
         raise CheckpointError(f"{place}: no id of a run")
-    metric = value["metric"]
-    if metric is not None:
-        _check(metric, {"name": str, "mode": str, "value": float}, f"{place}: metric")
-        metric = Metric(metric["name"], metric["mode"], metric["value"])
+    if value["metric"] is not None:
+        _check(value["metric"], {"name": str, "mode": str, "value": float}, f"{place}: metric")
+        value["metric"] = Metric(**value["metric"])
     files, world_size = value["files"], value["world_size"]
     if world_size < 1 or len(files) != 2 * world_size:  # before a list as long as the ranks is made
         raise CheckpointError(f"{place}: {len(files)} files for {world_size} ranks")
     expected = {name for rank in range(world_size) for name in rank_files(rank)}
     if files.keys() != expected:
-        raise CheckpointError(
-            f"{place}: names {[name[:40] for name in sorted(files)[:8]]}, expected {sorted(expected)[:8]}"
-        )
-    written = {name: _written(entry, f"{place}: {name}") for name, entry in files.items()}
-    return Manifest(
-        value["run_id"],
-        value["step"],
-        value["epoch"],
-        world_size,
-        value["kind"],
-        metric,
-        value["fingerprint"],
-        written,
-    )
+        names = [name[:40] for name in sorted(map(str, files))[:8]]
+        raise CheckpointError(f"{place}: names {names}, expected {sorted(expected)[:8]}")
+    value["files"] = {name: _written(entry, f"{place}: {name}") for name, entry in files.items()}
+    return Manifest(**value)
 
 
 def _written(entry: Any, place: str) -> Written:
@@ -191,7 +152,7 @@ def _written(entry: Any, place: str) -> Written:
     _check(entry, {"size": int, "sha256": str} | ({"piece_bytes": int} if in_pieces else {}), place)
     if entry["size"] < 0 or not SHA256.fullmatch(entry["sha256"]):
         raise CheckpointError(f"{place}: no size and SHA-256")
-    if in_pieces and not LEAST_PIECE_BYTES <= entry["piece_bytes"] <= LARGEST_PIECE_BYTES:
+    if in_pieces and not MIN_PIECE_BYTES <= entry["piece_bytes"] <= MAX_PIECE_BYTES:
         raise CheckpointError(f"{place}: hashed in pieces of {entry['piece_bytes']} bytes")
     return Written(**entry)
 
@@ -220,26 +181,3 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: the folder is {folder.name}, its manifest says step {manifest.step}"
         )
     return manifest
-
-
-@contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """A plain file to read; no link, pipe or device. OSErrors of the block become CheckpointErrors."""
-    with readable(path):
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise CheckpointError(f"{path}: not a plain file")
-        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
-            yield file
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """OSErrors of the block become CheckpointErrors; Incompatible where the reason lies outside of the disk."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing") from error
-    except OSError as error:
-        if error.errno in PASSING:
-            raise Incompatible(f"{path}: cannot be read now ({error.strerror})") from error
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

@@ -1,39 +1,25 @@
-"""The weights that a run begins with (`init_from`): those of another run, or of a safetensors file."""
+"""The weights of a checkpoint or a safetensors file: whether they fit a model, and `init_from`."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from trainrun.checkpoint.format import Loaded
-from trainrun.checkpoint.manifest import open_regular
-from trainrun.checkpoint.match import check_tensors, tensor_kinds
-from trainrun.checkpoint.ranking import best_checkpoint
-from trainrun.checkpoint.resume import load_together, resolve
-from trainrun.checkpoint.tensor_file import parse_header, read_header, read_tensors
-from trainrun.checkpoint.together import on_rank_zero
+from trainrun.checkpoint.best import best_checkpoint
+from trainrun.checkpoint.collective import on_rank_zero
+from trainrun.checkpoint.format import read_tensors
+from trainrun.checkpoint.load import Loaded, load_together, resolve
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import Parallel
 
 KEY = "init_from"
 CHECKPOINTS = "checkpoints"  # in a run folder
-MOST_SHOWN = 20  # tensors that do not fit
+SHOWN, MOST_SHOWN = 5, 20  # tensors that do not fit
 
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file. Raises CheckpointError."""
-    with open_regular(path) as file:
-        return read_tensors(file, os.fstat(file.fileno()).st_size, str(path))[0]
-
-
-def check_file(path: Path) -> None:
-    """Raises CheckpointError unless the header describes the file to the last byte."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        header = read_header(file, size, str(path))
-        parse_header(header, size - 8 - len(header), str(path))
+Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 def weights_of(loaded: Loaded) -> tuple[dict[str, Tensor], bool]:
@@ -64,7 +50,7 @@ def load_initial(model: nn.Module, init_from: str, parallel: Parallel) -> str:
         check_tensors(place, "this model", tensor_kinds(here), tensor_kinds(there), MOST_SHOWN)
     except CheckpointError as error:
         raise CheckpointError(f"{KEY}={init_from}: {error}") from error
-    model.load_state_dict(there)
+    model.load_state_dict(parallel.load_state_dict(there, here))
     return f"weights: {len(there)} tensors of {init_from}{about}"
 
 
@@ -78,7 +64,7 @@ def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]
         return loaded.folder.name, weights, of_run + (", averaged" if averaged else "")
     if not path.is_file() or path.suffix != ".safetensors":
         raise CheckpointError(_what_it_is(path))
-    return path.name, read_weights(path), ""
+    return path.name, read_tensors(path), ""
 
 
 def _choice(path: Path) -> tuple[str, str]:
@@ -98,3 +84,44 @@ def _what_it_is(path: Path) -> str:
     if not path.exists():
         return "no such file or folder"
     return f"not a .safetensors file; trainrun import {path.name} makes one of a torch file"
+
+
+def tensor_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
+    """Shape and dtype by name, of a `state_dict()` for example."""
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def check_tensors(
+    place: str, owner: str, expected: Mapping[str, Kind], found: Mapping[str, Kind], shown: int = SHOWN
+) -> None:
+    """Raises CheckpointError with the first differences, in the order of the model.
+
+    place: the checkpoint; owner: what the tensors are for, as typed (`model=cnn`).
+    expected: of the model; found: of the checkpoint; shown: differences that are named at most.
+    """
+    names = [*expected, *(name for name in found if name not in expected)]
+    faults = [
+        fault for name in names if (fault := _difference(name[:200], expected.get(name), found.get(name)))
+    ]
+    if faults:
+        more = f", and {len(faults) - shown} more" if len(faults) > shown else ""
+        raise CheckpointError(
+            f"checkpoint {place} does not fit {owner}: {len(faults)} of {len(names)} tensors differ: "
+            f"{', '.join(faults[:shown])}{more}; build it with the same model and model.* as the checkpoint"
+        )
+
+
+def _difference(name: str, here: Kind | None, there: Kind | None) -> str:
+    if there is None:
+        return f"{name} is missing there"
+    if here is None:
+        return f"{name} is there only"
+    if here[0] != there[0]:
+        return f"{name} is {there[0]} there and {here[0]} here"
+    if here[1] != there[1]:
+        return f"{name} is {_plain(there[1])} there and {_plain(here[1])} here"
+    return ""
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -15,10 +15,10 @@ import numpy as np
 
 from trainrun.convert.folder import ENDING, publish, temporary_of
 from trainrun.convert.layout import layout_of
-from trainrun.convert.samples import Samples
+from trainrun.convert.part_samples import Samples
 from trainrun.convert.write import Unit, cut
-from trainrun.data.readers.extras import extra
-from trainrun.rundir import sync_path, write_text
+from trainrun.data.readers.optional_packages import extra
+from trainrun.runs.run_folder import sync_path, write_text
 
 RANGE_BYTES = 16 * 2**20
 

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from trainrun.config import DataConfig
+from trainrun.config.compose import compose_run
+from trainrun.config.schema import DataConfig
 from trainrun.convert.folder import Journal, check_folder, locked, writing_to
-from trainrun.convert.samples import Samples, leaves_of
+from trainrun.convert.part_samples import Samples, leaves_of
 from trainrun.convert.source import DEST, filled
 from trainrun.convert.usage import EXACT, node_of, paths_in, target_of
 from trainrun.convert.write import write_parts
 from trainrun.data.cache.fingerprint import own_fingerprint
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import bind_faults, build
-from trainrun.words.compose import compose_run
 
 SPLITS = ("train", "val", "test")
 NUM_CHECKED = 16

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from trainrun.errors import ConfigError, DataError
-from trainrun.rundir import read_json, sync_path, write_json
+from trainrun.runs.run_folder import read_json, sync_path, write_json
 
 NAME, LOCK, ENDING = "convert.json", ".convert.json.lock", ".tmp"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.convert.samples import Samples, array_of
+from trainrun.convert.part_samples import Samples, array_of
 from trainrun.errors import DataError
 
 FIXED = ("npy", "hdf5")  # formats of arrays with one shape for all samples
@@ -16,7 +16,7 @@ NO_TARGET = object()
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LeafLayout:
     """One value of a sample. form: "array" (one shape in all samples), "sequence" (1-D) or "picture" (a file)."""
 
     name: str
@@ -33,15 +33,15 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SampleLayout:
     """inputs: one array, or a dict of them if `named`. target: None if there is none."""
 
-    inputs: tuple[Leaf, ...]
+    inputs: tuple[LeafLayout, ...]
     named: bool
-    target: Leaf | None
+    target: LeafLayout | None
 
     @property
-    def leaves(self) -> tuple[Leaf, ...]:
+    def leaves(self) -> tuple[LeafLayout, ...]:
         return (*self.inputs, self.target) if self.target is not None else self.inputs
 
     def values(self, samples: Samples, number: int, sample: Any) -> list[np.ndarray[Any, Any]]:
@@ -64,7 +64,7 @@ class Layout:
         return arrays
 
 
-def layout_of(samples: Samples, to: str) -> Layout:
+def layout_of(samples: Samples, to: str) -> SampleLayout:
     """The layout of all samples by the first. DataError: `to` holds inputs and one target, and this is not that."""
     try:
         inputs, target = _divided(samples.probes[0])
@@ -72,7 +72,7 @@ def layout_of(samples: Samples, to: str) -> Layout:
             raise DataError(f"{samples.key}: its samples are dicts, which --to {to} cannot keep; {OTHERS}")
         files = samples.pictures and to not in FIXED
         named = inputs if isinstance(inputs, dict) else {"image" if files else "x": inputs}
-        picture = Leaf("image", "picture", np.dtype(np.uint8))  # decoded when it is read
+        picture = LeafLayout("image", "picture", np.dtype(np.uint8))  # decoded when it is read
         leaves = (picture,) if files else tuple(_leaf(samples, str(name), named[name], to) for name in named)
         name = "label" if files else "y"
         goal = None if target is NO_TARGET else _leaf(samples, name, target, to, is_target=True)
@@ -80,7 +80,7 @@ def layout_of(samples: Samples, to: str) -> Layout:
         raise DataError(
             f"{samples.describe(0)}: --to {to} holds an array (or a dict of arrays) and a target: {error}; {OTHERS}"
         ) from error
-    layout = Layout(leaves, isinstance(inputs, dict), goal)
+    layout = SampleLayout(leaves, isinstance(inputs, dict), goal)
     if to in FIXED:
         _check_shapes(samples, layout, to)
     return layout
@@ -95,12 +95,12 @@ def _divided(sample: Any) -> tuple[Any, Any]:
     return sample[0], sample[1] if len(sample) == 2 else NO_TARGET
 
 
-def _leaf(samples: Samples, name: str, value: Any, to: str, is_target: bool = False) -> Leaf:
+def _leaf(samples: Samples, name: str, value: Any, to: str, is_target: bool = False) -> LeafLayout:
     array = array_of(value)
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
         raise ValueError(f"{name} is a {type(value).__name__}, not an array of numbers")
     fixed = to in FIXED or array.ndim != 1 or samples.columns is not None or _lengths(samples) == {len(array)}
-    return Leaf(name, "array" if fixed else "sequence", array.dtype, array.shape, is_target)
+    return LeafLayout(name, "array" if fixed else "sequence", array.dtype, array.shape, is_target)
 
 
 def _lengths(samples: Samples) -> set[int]:
@@ -109,7 +109,7 @@ def _lengths(samples: Samples) -> set[int]:
     return set() if lengths is None else set(np.unique(np.asarray(lengths)).tolist())
 
 
-def _check_shapes(samples: Samples, layout: Layout, to: str) -> None:
+def _check_shapes(samples: Samples, layout: SampleLayout, to: str) -> None:
     """DataError: a difference that shows before the conversion; others are found at their sample."""
     parts = [_divided(sample)[: len(layout.leaves)] for sample in samples.probes]
     for leaf, values in zip(layout.leaves, zip(*parts, strict=True), strict=True):

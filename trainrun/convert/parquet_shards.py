@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from trainrun.convert.folder import whole_file
-from trainrun.convert.layout import OTHERS, Layout, Leaf, layout_of
-from trainrun.convert.samples import Samples
+from trainrun.convert.layout import OTHERS, LeafLayout, SampleLayout, layout_of
+from trainrun.convert.part_samples import Samples
 from trainrun.convert.write import Unit
 from trainrun.data.readers.tables.parquet_columns import pyarrow
 from trainrun.errors import DataError
@@ -29,13 +29,13 @@ MOST_TARGETS = 64  # numbers of a target that have columns of their own
 class Tables:
     """inputs, targets: one leaf for each column. rows: of a row group. class_names: of the target."""
 
-    layout: Layout
-    targets: tuple[Leaf, ...]
+    layout: SampleLayout
+    targets: tuple[LeafLayout, ...]
     rows: int
     class_names: tuple[str, ...]
 
     @property
-    def columns(self) -> tuple[Leaf, ...]:
+    def columns(self) -> tuple[LeafLayout, ...]:
         return (*self.layout.inputs, *self.targets)
 
     def write(self, path: Path, samples: Samples, unit: Unit) -> None:
@@ -90,7 +90,7 @@ def tables_of(samples: Samples) -> Tables:
         error = f"inputs have the name {goal.name!r} of the target"
     if error:
         raise DataError(f"{samples.key}: {error}; {OTHERS}")
-    targets: tuple[Leaf, ...] = () if goal is None else (goal,)
+    targets: tuple[LeafLayout, ...] = () if goal is None else (goal,)
     if goal is not None and goal.dtype.kind == "f" and goal.form == "array":
         size = int(np.prod(goal.shape))
         if 1 < size <= MOST_TARGETS:
@@ -99,7 +99,7 @@ def tables_of(samples: Samples) -> Tables:
     return Tables(layout, targets, max(1, min(MOST_ROWS, GROUP_BYTES // samples.sample_bytes)), classes)
 
 
-def _column(leaf: Leaf, cells: tuple[Any, ...]) -> Any:
+def _column(leaf: LeafLayout, cells: tuple[Any, ...]) -> Any:
     arrow = pyarrow()
     if leaf.form == "picture":
         return arrow.array(cells, _type(leaf))
@@ -111,7 +111,7 @@ def _column(leaf: Leaf, cells: tuple[Any, ...]) -> Any:
     return flat if leaf.single else arrow.FixedSizeListArray.from_arrays(flat, int(np.prod(leaf.shape)))
 
 
-def _type(leaf: Leaf) -> Any:
+def _type(leaf: LeafLayout) -> Any:
     arrow = pyarrow()
     if leaf.form == "picture":
         return arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])

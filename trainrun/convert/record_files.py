@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from trainrun.convert.folder import DISK_FULL, publish, temporary_of, whole_file
-from trainrun.convert.samples import Samples, array_of
+from trainrun.convert.part_samples import Samples, array_of
 from trainrun.convert.write import Unit, cut
-from trainrun.data.readers.extras import extra
+from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.records.example import encode_example
 from trainrun.data.readers.records.lmdb_file import key_of
 from trainrun.data.readers.records.record import META_KEY, META_NAME, Facts, encode_facts, encode_sample
@@ -34,7 +34,7 @@ KEPT_ORDER = 10**8  # below, the order of the keys is that of the numbers
 PICTURE = "jpg;jpeg;png"
 
 
-class Shards:
+class ShardWriter:
     """A folder of files for one part. write: one file as a whole; it is called in other processes.
 
     facts: length and classes stand in `meta.json` of the folder.

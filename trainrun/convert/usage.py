@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.convert.array_files import ArrayFiles
-from trainrun.convert.layout import Layout
+from trainrun.convert.layout import SampleLayout
 from trainrun.convert.parquet_shards import Tables, tables_of
-from trainrun.convert.record_files import PICTURE, Lmdb, Shards, tar_columns, write_tar, write_tfrecord
-from trainrun.convert.samples import Samples
+from trainrun.convert.part_samples import Samples
+from trainrun.convert.record_files import PICTURE, Lmdb, ShardWriter, tar_columns, write_tar, write_tfrecord
 from trainrun.convert.source import DEST
 from trainrun.convert.write import Target
 from trainrun.data.readers.records.webdataset import WHOLE
@@ -30,16 +30,16 @@ def target_of(
     if to == "lmdb":
         return Lmdb(dest, split, samples), []
     if to == "tfrecord":
-        return Shards(dest, split, samples, ".tfrecord", write_tfrecord, size), []
+        return ShardWriter(dest, split, samples, ".tfrecord", write_tfrecord, size), []
     if to == "parquet":
         tables = tables_of(samples)
         settings = _parquet_settings(tables, samples) + ([] if tables.class_names else _classes(samples))
-        return Shards(dest, split, samples, ".parquet", tables.write, size, facts=False), settings
+        return ShardWriter(dest, split, samples, ".parquet", tables.write, size, facts=False), settings
     columns = tar_columns(samples)
     settings = _picture_settings(samples) if samples.pictures else []
     if columns not in ([WHOLE], [PICTURE, "cls"]):
         settings.append(f"data.train.columns=[{','.join(columns)}]")
-    return Shards(dest, split, samples, ".tar", write_tar, size), settings
+    return ShardWriter(dest, split, samples, ".tar", write_tar, size), settings
 
 
 def paths_in(to: str, splits: Sequence[str]) -> list[str]:
@@ -64,7 +64,7 @@ def _classes(samples: Samples) -> list[str]:
     return [] if samples.num_classes is None else [f"data.num_classes={samples.num_classes}"]
 
 
-def _array_settings(to: str, layout: Layout) -> list[str]:
+def _array_settings(to: str, layout: SampleLayout) -> list[str]:
     if layout.target is None:
         return ["data.train.target=null"]
     wide = to == "hdf5" and layout.target.single and layout.target.dtype == "float64"

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trainrun.convert.folder import remove_temporary, writing_to
-from trainrun.convert.samples import Samples
+from trainrun.convert.part_samples import Samples
 from trainrun.errors import DataError
 
 WATCH_SECONDS = 0.5

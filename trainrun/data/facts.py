@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
-from trainrun.data.columns import Columns, columns_of
-from trainrun.data.reader import BatchReader, Recipe
+from trainrun.data.engines.batch_reader import BatchReader, Recipe
+from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.interfaces import DataFacts
-from trainrun.randomness import kept_random_state
+from trainrun.seeding import kept_random_state
 
 IGNORED_LABEL = -100  # torch's ignore_index
 LABELS_AT_ONCE = 2**22

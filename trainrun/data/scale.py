@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from trainrun.data.stream import Around
+from trainrun.data.engines.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
 
 

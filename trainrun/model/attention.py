@@ -2,18 +2,17 @@
 
 what: `flash` is torch's scaled_dot_product_attention; `fp32` the same on float32 copies; `plain` two matrix
     products around a softmax; `math` torch's own reference.
-when: `auto` is what a runner measured (`trainrun.start.attention_kernel`) and put in its place; until then, and
+when: `auto` is what a runner measured (`trainrun.autotune.number_choices`) and put in its place; until then, and
     without one, a rule: `flash`, but on a CPU in 16 bits `plain` where a sequence is shorter than 1024.
 when not: longer sequences in `plain`, which keeps a table of all pairs for the backward: in 16 bits 2 bytes for each,
     in every head, layer and sample. A runner that measures does not take it where that could fill an eighth of what
     is free.
-gain: bfloat16, one thread (`python scripts/bench_attention.py`), an Intel Xeon with AMX, torch 2.13, times as multiples
+gain: bfloat16, one thread, an Intel Xeon with AMX, torch 2.13, times as multiples
     of the best kernel's: of 16 shapes from 16x64 to 128x256 `plain` was the best on 12 and took at most 1.31x, `flash`
     1.4x to 7x; of 12 with 512 positions at most 1.8x and 1.6x, of 8 with 768 2.4x and 1.4x, of 4 with 1024 2.1x and
     1.3x. Without AMX (AMD EPYC, not quiet) `flash` took 1.25x to 16x, but for two narrow shapes with 1024. In float32
-    `flash` is the best, or within 1.2x of it. Whole steps with AMX and two threads, against float32 (`python
-    scripts/bench_speed.py gpt`, `gpt_small`): heads of 64, context 256, 2.0x as fast with `flash`, 2.5x with `plain`;
-    heads of 32, context 64, 0.84x and 1.48x.
+    `flash` is the best, or within 1.2x of it. Whole steps with AMX and two threads, against float32:
+    heads of 64, context 256, 2.0x as fast with `flash`, 2.5x with `plain`; heads of 32, context 64, 0.84x and 1.48x.
 source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """
 

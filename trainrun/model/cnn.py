@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainrun.limits import BelowOne, Count
+from trainrun.model.choices import Norm, Scheme
 from trainrun.model.init import initialize
 from trainrun.model.layers import Residual, checked_count, checked_sizes, dropout_layers, norm_layers
 
@@ -26,14 +28,14 @@ class Cnn(nn.Module):
 
     def __init__(
         self,
-        in_shape: Sequence[int],
-        num_classes: int,
-        width: int = 32,
-        dropout: float = 0.0,
-        norm: str = "batch",
+        in_shape: Sequence[Count],
+        num_classes: Count,
+        width: Count = 32,
+        dropout: BelowOne = 0.0,
+        norm: Norm = "batch",
         residual: bool = True,
         zero_init_residual: bool = True,
-        init: str = "he",
+        init: Scheme = "he",
     ) -> None:
         channels, rows, columns = shape = checked_picture(in_shape)
         narrow = checked_count("width", width)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
+from trainrun.limits import BelowOne, Count
 from trainrun.model.attention import causal_attention
+from trainrun.model.choices import GPT_SIZES, KERNELS, POSITIONS, GptSize, Kernel, Positions
 from trainrun.model.layers import checked_count
-from trainrun.model.names import GPT_SIZES, KERNELS, POSITIONS
 
 # layers, width, heads; the numbers are parameters with 256 tokens, the last one's with 50,257
 SIZES: dict[str, tuple[int, int, int]] = {
@@ -75,16 +76,16 @@ class Gpt(nn.Module):
 
     def __init__(
         self,
-        vocab_size: int,
-        context: int = 256,
-        size: str = "0.8M",
-        layers: int | None = None,
-        width: int | None = None,
-        heads: int | None = None,
-        dropout: float = 0.0,
-        positions: str = "rotary",
+        vocab_size: Count,
+        context: Count = 256,
+        size: GptSize = "0.8M",
+        layers: Count | None = None,
+        width: Count | None = None,
+        heads: Count | None = None,
+        dropout: BelowOne = 0.0,
+        positions: Positions = "rotary",
         tied: bool = True,
-        attention: str = "auto",
+        attention: Kernel = "auto",
     ) -> None:
         super().__init__()
         check_known("size", size, GPT_SIZES)

@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import nn
 
+from trainrun.model.choices import SCHEMES
 from trainrun.model.layers import Residual
-from trainrun.model.names import SCHEMES
 
 WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

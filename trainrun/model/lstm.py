@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainrun.limits import BelowOne, Count
+from trainrun.model.choices import OUTPUTS, Outputs
 from trainrun.model.layers import checked_count, dropout_layers
-from trainrun.model.names import OUTPUTS
 
 
 class Lstm(nn.Module):
@@ -20,12 +21,12 @@ class Lstm(nn.Module):
 
     def __init__(
         self,
-        num_classes: int,
-        vocab_size: int | None = None,
-        width: int = 256,
-        layers: int = 1,
-        dropout: float = 0.0,
-        outputs: str = "each",
+        num_classes: Count,
+        vocab_size: Count | None = None,
+        width: Count = 256,
+        layers: Count = 1,
+        dropout: BelowOne = 0.0,
+        outputs: Outputs = "each",
     ) -> None:
         super().__init__()
         if outputs not in OUTPUTS:

@@ -7,6 +7,8 @@ from math import prod
 
 from torch import Tensor, nn
 
+from trainrun.limits import BelowOne, Count
+from trainrun.model.choices import Activation, Norm, Scheme
 from trainrun.model.init import initialize
 from trainrun.model.layers import activation, checked_count, checked_sizes, dropout_layers, norm_layers
 
@@ -16,13 +18,13 @@ class Mlp(nn.Module):
 
     def __init__(
         self,
-        in_shape: Sequence[int],
-        num_classes: int,
-        hidden: Sequence[int] = (256, 128),
-        activation: str = "relu",
-        dropout: float = 0.0,
-        norm: str = "none",
-        init: str = "he",
+        in_shape: Sequence[Count],
+        num_classes: Count,
+        hidden: Sequence[Count] | None = (256, 128),
+        activation: Activation = "relu",
+        dropout: BelowOne = 0.0,
+        norm: Norm = "none",
+        init: Scheme = "he",
     ) -> None:
         shape = checked_sizes("in_shape", in_shape)
         layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []

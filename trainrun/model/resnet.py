@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainrun.limits import BelowOne, Count
+from trainrun.model.choices import RESNET_SIZES, STEMS, Norm, ResnetSize, Scheme, Stem
 from trainrun.model.cnn import checked_picture
 from trainrun.model.init import initialize
 from trainrun.model.layers import Residual, checked_count, checked_sizes, dropout_layers, norm_layers
-from trainrun.model.names import RESNET_SIZES, STEMS
 
 # blocks of the four stages, and whether a block is a bottleneck
 SIZES: dict[str, tuple[tuple[int, ...], bool]] = {
@@ -35,16 +36,16 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        in_shape: Sequence[int],
-        num_classes: int,
-        size: int | str = 18,
-        blocks: Sequence[int] | None = None,
-        width: int = 64,
-        stem: str = "auto",
-        norm: str = "batch",
-        dropout: float = 0.0,
+        in_shape: Sequence[Count],
+        num_classes: Count,
+        size: ResnetSize = 18,
+        blocks: Sequence[Count] | None = None,
+        width: Count = 64,
+        stem: Stem = "auto",
+        norm: Norm = "batch",
+        dropout: BelowOne = 0.0,
         zero_init_residual: bool = True,
-        init: str = "he",
+        init: Scheme = "he",
     ) -> None:
         channels, rows, columns = shape = checked_picture(in_shape)
         if str(size) not in SIZES:

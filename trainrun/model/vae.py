@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainrun.limits import Count
+from trainrun.model.choices import BODIES, Body, Scheme
 from trainrun.model.init import initialize
 from trainrun.model.layers import checked_count, checked_sizes
-from trainrun.model.names import BODIES
 
 SMALLEST_SIDE = 8  # of pictures for which `auto` takes convolutions
 FIRST_CODE = 0.1  # how large the code is at the start, against what `init` makes of it
@@ -41,12 +42,12 @@ class Vae(nn.Module):
 
     def __init__(
         self,
-        in_shape: Sequence[int],
-        latent_dim: int = 16,
-        body: str = "auto",
-        width: int = 32,
-        hidden: Sequence[int] = (256,),
-        init: str = "he",
+        in_shape: Sequence[Count],
+        latent_dim: Count = 16,
+        body: Body = "auto",
+        width: Count = 32,
+        hidden: Sequence[Count] = (256,),
+        init: Scheme = "he",
     ) -> None:
         shape = checked_sizes("in_shape", in_shape)
         if body not in BODIES:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from rich.text import Text
 
-from trainrun.monitor.readable import duration, quantity, readings
+from trainrun.formatting import duration, quantity, readings
 from trainrun.output import plain
 
 WIDEST = 40
@@ -16,7 +16,7 @@ NARROWEST = 8
 REMEMBERED_SECONDS = 30.0  # the time left follows the speed of the last half minute
 
 
-class Bar:
+class ProgressBar:
     """Position, time left and the newest values; drawn by the thread that redraws the terminal."""
 
     def __init__(

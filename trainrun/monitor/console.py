@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from trainrun.formatting import counted, duration, figure, quantity, readings, speed_in
 from trainrun.interfaces import RunFacts
-from trainrun.monitor.readable import counted, duration, figure, quantity, readings, speed_in
 from trainrun.output import plain, say
-from trainrun.rundir import RunDir
+from trainrun.runs.run_folder import RunDir
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -124,13 +124,13 @@ class Console:
         import rich.console
         from rich.live import Live
 
-        from trainrun.monitor.bar import Bar
+        from trainrun.monitor.bar import ProgressBar
 
         console = rich.console.Console(file=self._stream, force_terminal=True, highlight=False)
         if console.is_dumb_terminal:  # it cannot move its cursor
             return
         lengths = facts.total_steps, facts.steps_per_epoch, facts.total_epochs
-        bar = Bar(*lengths, self.position, console.options.ascii_only)
+        bar = ProgressBar(*lengths, self.position, console.options.ascii_only)
         self._live = Live(
             console=console,
             get_renderable=lambda: bar.draw(

@@ -11,14 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainrun.errors import DataError
-from trainrun.interfaces import RunFacts
 from trainrun.monitor.row_kinds import wrong_field
-from trainrun.rundir import sync_path, write_text
+from trainrun.runs.run_folder import sync_path, write_text
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 TEXTS = ("kind", "text", "split", "facts", "class_names")  # never numbers, whatever they say
@@ -29,7 +27,7 @@ Row = dict[str, Any]
 
 
 class MetricsFile:
-    """Appends rows; a row reaches the disk within `flush_seconds` of the next one, an evaluation at once.
+    """Appends rows; a row reaches the disk within `flush_seconds` of the next one, or at `flush`.
 
     The file is reopened for each flush: it may be replaced as a whole while a run starts, when rows
     behind the step of a resume are cut. Other threads may write too. check: called ahead of each flush.
@@ -43,7 +41,6 @@ class MetricsFile:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._flushed = time.monotonic()
-        self._step = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Take one row of any kind; values are plain numbers, texts, lists and mappings."""
@@ -72,28 +69,6 @@ class MetricsFile:
             _append(self._path, "".join(self._lines).encode())
             self._lines.clear()
         self._flushed = time.monotonic()
-
-    def on_start(self, facts: RunFacts, step: int) -> None:
-        self._step = step
-        self.write({"kind": "start", "step": step, "time": time.time(), "facts": asdict(facts)})
-
-    def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        self._step = step
-        self.write({"kind": "train", "step": step, "epoch": epoch, "time": time.time(), **row})
-
-    def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        self._step = step
-        kind = "test" if any(name.startswith("test/") for name in row) else "eval"
-        self.write({"kind": kind, "step": step, "epoch": epoch, "time": time.time(), **row})
-        self.flush()
-
-    def on_note(self, text: str) -> None:
-        self.write({"kind": "note", "step": self._step, "time": time.time(), "text": text})
-
-    def on_end(self, summary: Mapping[str, Any]) -> None:
-        step = summary.get("step", self._step)
-        self.write({"kind": "end", "step": step, "time": time.time(), "summary": dict(summary)})
-        self.flush()
 
     def close(self) -> None:
         self.flush()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import CheckpointError
-from trainrun.foreach import by_type, copy_, lerp_
+from trainrun.runtime.foreach_copy import by_type, copy_, lerp_
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -30,7 +30,7 @@ class Ema:
 
     def __init__(self, model: nn.Module, enabled: bool, decay: float, every: int) -> None:
         self._model = model
-        self._enabled = enabled
+        self.enabled = enabled
         self._decay = decay
         self._every = every
         self._count = 0  # calls of update
@@ -42,7 +42,7 @@ class Ema:
 
     def update(self) -> None:
         """Once after every update of the weights that was not skipped."""
-        if not self._enabled:
+        if not self.enabled:
             return
         self._count += 1
         if self._count % self._every == 0:
@@ -60,7 +60,7 @@ class Ema:
             copy_(targets, sources)
 
     def state_dict(self) -> dict[str, Any]:
-        if not self._enabled:
+        if not self.enabled:
             return {}
         averages = {
             name: average
@@ -72,7 +72,7 @@ class Ema:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """To be called after the model has its weights: without a stored average, it starts from them."""
-        if not self._enabled:
+        if not self.enabled:
             return
         try:
             self.module.load_state_dict(state["module"] if state else self._model.state_dict())

@@ -17,14 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from operator import is_
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from trainrun.errors import PluginError
-from trainrun.fused_adam import plain_step
+from trainrun.limits import BelowOne, Limits, NotNegative
+from trainrun.optimizer.fused_adam import plain_step
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a steep quintic: singular values end between 0.7 and 1.2
 EPS = 1e-7
@@ -44,15 +45,15 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
-        weight_decay: float = 0.01,
-        momentum: float = 0.95,
+        lr: NotNegative = 1e-3,
+        weight_decay: NotNegative = 0.01,
+        momentum: BelowOne = 0.95,
         nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: str = "match_rms_adamw",
-        adamw_lr: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        ns_steps: Annotated[int, Limits(at_least=1, at_most=99)] = 5,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        adamw_lr: NotNegative | None = None,
+        betas: tuple[BelowOne, BelowOne] = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ Two things are done another way than torch does them alone, so that a resumed ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from itertools import groupby
@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.foreach import copy_
 from trainrun.interfaces import Agreed
 from trainrun.parallel.exchange_errors import exchange_failure
 from trainrun.parallel.group import Group, contact, destroy, is_lost_contact
+from trainrun.runtime.foreach_copy import copy_
 
 TORCH_BUCKET_MB = 25.0
 # the copy of buffers is ours: see above; torch 2.13 has a new word for it and warns of the old one
@@ -74,6 +74,9 @@ class Ddp:
         self._all = torch.zeros(self.world_size, 4, dtype=torch.float64)
         self._rows = list(self._all.unbind())
 
+    def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
+        return build().to(self.device)
+
     def wrap(self, model: nn.Module) -> nn.Module:
         check_parameters(model)
         if self._sync_batchnorm:
@@ -87,6 +90,19 @@ class Ddp:
             if not (self._options["find_unused_parameters"] or self._options["static_graph"]):
                 fix_buckets(ddp)
         return ddp
+
+    # after the exchange every rank holds the same gradients, and all of the state
+    def grad_norm(self, norm: Tensor) -> Tensor:
+        return norm
+
+    def any_rank(self, flag: Tensor) -> Tensor:
+        return flag
+
+    def state_dict(self, tree: Any) -> Any:
+        return tree
+
+    def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
+        return tree
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         if self._learns_graph:  # torch fails where the first backward of a static graph exchanges nothing

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
-from trainrun.parallel.rank import LostContact
+from trainrun.parallel.rank_place import LostContact
 
 LAST = re.compile(r"Last error:\s*(\S.*)")
 KIND = re.compile(r"\b(nccl[A-Z]\w+): ")

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
-from trainrun.rundir import RunDir, read_json
+from trainrun.runs.run_folder import RunDir, read_json
 
 CLEAN_CODES = (EXIT_DONE, EXIT_AGAIN, EXIT_INTERRUPTED)
 

@@ -15,7 +15,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # 
 
 from trainrun.parallel.exchange_errors import exchange_failure
 from trainrun.parallel.interface import interface_for, own_addresses
-from trainrun.parallel.rank import LostContact
+from trainrun.parallel.rank_place import LostContact
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from typing import BinaryIO
 from trainrun.errors import EXIT_DONE, EXIT_USAGE
 from trainrun.output import say
 from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, never_ended, signal_name
-from trainrun.parallel.rank import listening_file
-from trainrun.process.scratch import scratch_folder
-from trainrun.process.signals import AGAIN_SECONDS, catch_stops, stops_held_back
-from trainrun.rundir import RunDir
-from trainrun.runlock import passed_on
+from trainrun.parallel.rank_place import listening_file
+from trainrun.runs.lock import passed_on
+from trainrun.runs.run_folder import RunDir
+from trainrun.runtime.scratch import scratch_folder
+from trainrun.runtime.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 5.0  # how long the other ranks get to notice a failure and to close their files

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainrun.interfaces import Agreed
 
@@ -23,8 +24,23 @@ class Single:
     world_size: int = 1
     local_world_size: int = 1
 
+    def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
+        return build().to(self.device)
+
     def wrap(self, model: nn.Module) -> nn.Module:
         return model
+
+    def grad_norm(self, norm: Tensor) -> Tensor:
+        return norm
+
+    def any_rank(self, flag: Tensor) -> Tensor:
+        return flag
+
+    def state_dict(self, tree: Any) -> Any:
+        return tree
+
+    def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
+        return tree
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         return NO_EXCHANGE

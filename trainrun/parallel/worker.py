@@ -13,9 +13,9 @@ from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.group import init_group
-from trainrun.parallel.rank import die_with_parent, run_rank, say_listening, show_stacks_when_asked
-from trainrun.process.signals import StopFlag, catch_signals
-from trainrun.rundir import RunDir
+from trainrun.parallel.rank_place import die_with_parent, run_rank, say_listening, show_stacks_when_asked
+from trainrun.runs.run_folder import RunDir
+from trainrun.runtime.signals import StopFlag, catch_signals
 
 Work = Callable[[Parallel, StopFlag], int]
 
@@ -23,14 +23,22 @@ Work = Callable[[Parallel, StopFlag], int]
 class Options(Protocol):
     """What is read of the config's section `parallel`."""
 
-    mode: str
-    accelerator: str
-    sync_batchnorm: bool
-    find_unused_parameters: bool
-    static_graph: bool
-    gradient_as_bucket_view: bool
-    bucket_cap_mb: float
-    timeout_seconds: float
+    @property
+    def mode(self) -> str: ...
+    @property
+    def accelerator(self) -> str: ...
+    @property
+    def sync_batchnorm(self) -> bool: ...
+    @property
+    def find_unused_parameters(self) -> bool: ...
+    @property
+    def static_graph(self) -> bool: ...
+    @property
+    def gradient_as_bucket_view(self) -> bool: ...
+    @property
+    def bucket_cap_mb(self) -> float: ...
+    @property
+    def timeout_seconds(self) -> float: ...
 
 
 def run_as_rank(

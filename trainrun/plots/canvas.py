@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI = 110
-TITLE, ABOVE, BELOW, BETWEEN, LEFT, RIGHT = 0.4, 0.5, 0.55, 0.2, 0.95, 0.2  # margins in inches
+DPI = 100
+TITLE, BELOW, BETWEEN, LEFT, RIGHT = 0.4, 0.55, 0.2, 0.95, 0.2  # margins in inches
 TRAIN, VAL, TEST, BEST, QUIET = "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#888888"
 # Okabe and Ito's colours, which people with colour blindness tell apart: https://jfly.uni-koeln.de/color/
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6BB1")
 # Inches of legends in 9 points: mark and gaps, letter, line.
-LEGEND_MARK, LETTER, LEGEND_LINE = 0.6, 0.082, 0.19
+LEGEND_MARK, LETTER, LEGEND_LINE = 0.6, 0.082, 0.2
 # Given when axes are made: each tick that is changed afterwards is made again.
 AXES: dict[Any, Any] = {
     "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.7, "axes.spines.top": False, "axes.spines.right": False,
@@ -63,14 +63,14 @@ def panels(
 ) -> tuple[Figure, list[Axes]]:
     """`count` axes in a grid under one title; single-column panels share their x axis.
 
-    above: inches between the title and the panels, for an axis of epochs or a legend.
+    above: inches between the title and the panels, for a legend.
     """
     from matplotlib import rc_context
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     rows = -(-count // columns)
     width = width_of(columns)
-    gap = BETWEEN if columns == 1 else BELOW + min(above, ABOVE)
+    gap = BETWEEN if columns == 1 else BELOW + min(above, 0.5)
     total = TITLE + above + rows * height + (rows - 1) * gap + BELOW
     figure = new_figure(width, total)
     figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False, y=1 - 0.12 / total, va="top")
@@ -86,7 +86,7 @@ def panels(
         extra.remove()
     for ax in axes[:count]:
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ax.yaxis.set_major_locator(MaxNLocator(nbins=round(2.5 * height), steps=[1, 2, 2.5, 5, 10]))
+        ax.yaxis.set_major_locator(MaxNLocator(nbins=round(2 * height), steps=[1, 2, 2.5, 5, 10]))
     return figure, axes[:count]
 
 
@@ -100,23 +100,8 @@ def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
     low, high = ax.get_xlim()
     if high - low < 2:  # a single point: whole steps around it
         ax.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-
-
-def add_epochs(ax: Axes, steps_per_epoch: int) -> None:
-    """Add an axis of epochs above the panel. It takes a third of the time of a picture, so only one has it."""
-    from matplotlib.ticker import MaxNLocator
-
-    top = ax.secondary_xaxis("top", functions=_epochs(steps_per_epoch))
-    top.set_xlabel("epoch", fontsize=9)
-    top.tick_params(labelsize=8)
-    top.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
-
-
-def _epochs(steps_per_epoch: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Steps to epochs and back, for arrays."""
-    return lambda step: step / steps_per_epoch, lambda epoch: epoch * steps_per_epoch
 
 
 def start_at_zero(ax: Axes) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.monitor.readable import duration, figure, quantity, speed_in
+from trainrun.formatting import duration, figure, quantity, speed_in
 from trainrun.plots import canvas, page
 from trainrun.plots.history import History, flat, read_config, read_history
 from trainrun.plots.report import plain
 from trainrun.plots.series import fitting_window, moving_average, names_in, series_of, wants_log_scale
-from trainrun.rundir import RunDir, write_text
+from trainrun.runs.run_folder import RunDir, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,14 +27,14 @@ UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the trai
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """files: what was written. table: the same table as on the page, in plain text."""
 
     files: tuple[Path, ...]
     table: str
 
 
-def compare(runs: list[RunDir], out: Path) -> Comparison:
+def compare(runs: list[RunDir], out: Path) -> RunComparison:
     """Write `compare_loss.png`, `compare_metrics.png` (if there are rows) and `compare.html`."""
     histories = dict(zip(short_names(runs), (read_history(run) for run in runs), strict=True))
     head, rows = comparison_table(histories)
@@ -49,7 +49,7 @@ def compare(runs: list[RunDir], out: Path) -> Comparison:
     title = f"{len(runs)} runs side by side"
     parts = [page.heading(title, level=1), page.table(head, rows), page.pictures(files)]
     write_text(out / "compare.html", page.page(title, parts))
-    return Comparison((*files, out / "compare.html"), text_table(head, rows))
+    return RunComparison((*files, out / "compare.html"), text_table(head, rows))
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trainrun.errors import DataError
-from trainrun.plots.curves import draw_run
 from trainrun.plots.report import draw_report
-from trainrun.rundir import RunDir
+from trainrun.plots.run_curves import draw_run
+from trainrun.runs.run_folder import RunDir
 
 
 def draw(run: RunDir, report: bool) -> str:
@@ -19,3 +19,9 @@ def draw(run: RunDir, report: bool) -> str:
         except DataError as error:
             problems.append(str(error))
     return "; ".join(problems)
+
+
+def prepare() -> None:
+    """Import matplotlib, which takes about 0.4 s."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401

@@ -6,10 +6,10 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+from trainrun.config.yaml_limits import LOADER, read_yaml_text
 from trainrun.errors import ConfigError, DataError
 from trainrun.monitor.metrics_file import Row, read_rows
-from trainrun.rundir import RunDir, read_json
-from trainrun.words.yaml_limits import LOADER, read_yaml_text
+from trainrun.runs.run_folder import RunDir, read_json
 
 
 @dataclass(frozen=True)

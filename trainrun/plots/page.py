@@ -49,7 +49,7 @@ def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def beside(parts: Iterable[str]) -> str:
-    """Parts next to each other where the window is wide enough."""
+    """Components next to each other where the window is wide enough."""
     return '<div class="beside">' + "".join(f"<div>{part}</div>\n" for part in parts if part) + "</div>"
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from trainrun.errors import PluginError
-from trainrun.fused_adam import plain_step
 from trainrun.interfaces import GradReport, Precision
+from trainrun.optimizer.fused_adam import plain_step
 
 
 class InBackward:

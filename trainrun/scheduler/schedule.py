@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, ConfigError, PluginError, is_of_torch, named
-from trainrun.scheduler.state import plain
+from trainrun.scheduler.schedule_state import plain
 
 Curve = Callable[[int], float]
 
@@ -57,6 +57,11 @@ class Schedule:
     def lr(self) -> float:
         """Learning rate of the first group for the coming update."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """For a row of metrics."""
+        return {"lr": self.lr}
 
     @property
     def peak_lrs(self) -> list[float]:
@@ -110,7 +115,8 @@ class Schedule:
         """Let ReduceLROnPlateau look at its metric; every other schedule ignores validations."""
         if not isinstance(self._wrapped, ReduceLROnPlateau) or self._count < self.warmup_steps:
             return
-        name = self._metric or "val/loss"
+        losses = (name for name in metrics if name.startswith("val/") and name.endswith("/loss"))
+        name = self._metric or next(losses, "val/loss")  # of the first validation set
         if name not in metrics:
             known = ", ".join(sorted(metrics)) or "none"
             raise ConfigError(f"scheduler.metric={name}: validation has no such metric; it has: {known}")

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import StepOutput
-from trainrun.parts import Parts
 from trainrun.precision.gradients import gradient_groups, is_uniform
-from trainrun.precision.guarded import Guarded
+from trainrun.precision.update import Update
 from trainrun.sums import flat_sums
+from trainrun.training.components import Components
 
 Flat = list[Tensor]
 # Written out for graphs: tensor arithmetic instead of Python numbers, one kernel list instead of a fused call.
@@ -40,23 +40,23 @@ class Holdings:
     window's micro-batches so far, where it has several.
     """
 
-    def __init__(self, parts: Parts, precision: Guarded, sums: dict[str, Tensor], rates: Flat) -> None:
-        named = dict(parts.model.named_parameters())
-        self.groups = parts.optimizer.param_groups
+    def __init__(self, run: Components, precision: Update, sums: dict[str, Tensor], rates: Flat) -> None:
+        named = dict(run.model.named_parameters())
+        self.groups = run.optimizer.param_groups
         self.lrs: list[Any] = [None] * len(self.groups)
         self.rates = rates
         tree = {
             "params": {name: param.detach() for name, param in named.items() if param.requires_grad},
             "others": {name: param.detach() for name, param in named.items() if not param.requires_grad}
-            | dict(parts.model.named_buffers()),
-            "states": {name: tensors_of(parts.optimizer, param) for name, param in named.items()},
+            | dict(run.model.named_buffers()),
+            "states": {name: tensors_of(run.optimizer, param) for name, param in named.items()},
             "sums": sums,
             "rates": self.rates,
             "found": precision.found,
         }
         self.flat, self.spec = tree_flatten(tree)
-        self._modules, self._params = list(parts.model.modules()), list(named.values())
-        self._optimizer = parts.optimizer
+        self._modules, self._params = list(run.model.modules()), list(named.values())
+        self._optimizer = run.optimizer
         self._seen = self._look()
 
     def are_current(self) -> bool:
@@ -82,11 +82,11 @@ class Holdings:
                 self.lrs[i] = group["lr"]
 
 
-def rates_of(parts: Parts) -> Flat:
+def rates_of(run: Components) -> Flat:
     """A 0-d tensor for the learning rate of each group."""
-    device = parts.parallel.device
+    device = run.parallel.device
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    return [torch.zeros((), dtype=dtype, device=device) for _ in parts.optimizer.param_groups]
+    return [torch.zeros((), dtype=dtype, device=device) for _ in run.optimizer.param_groups]
 
 
 def tensors_of(optimizer: Optimizer, param: Tensor) -> dict[str, Tensor]:
@@ -156,9 +156,14 @@ class Body:
     """
 
     def __init__(
-        self, parts: Parts, precision: Guarded, held: Holdings, rebuild: Callable[[Flat], Any], updates: bool
+        self,
+        run: Components,
+        precision: Update,
+        held: Holdings,
+        rebuild: Callable[[Flat], Any],
+        updates: bool,
     ) -> None:
-        self._parts, self._precision, self._rebuild, self._updates = parts, precision, rebuild, updates
+        self._components, self._precision, self._rebuild, self._updates = run, precision, rebuild, updates
         self._spec, self._num_held = held.spec, len(held.flat)
         self.names: list[str] = []
 
@@ -172,7 +177,7 @@ class Body:
                 out.loss_sum, list(leaves.values()), share.to(out.loss_sum.dtype), allow_unused=True
             )
         grads = dict(zip(leaves, found, strict=True))
-        sums = flat_sums(out.sums, self._parts.task)
+        sums = flat_sums(out.sums, self._components.task)
         self.names = list(sums)
         with torch.no_grad():
             for name, total in held["sums"].items():
@@ -184,7 +189,7 @@ class Body:
     def _forward(self, leaves: dict[str, Tensor], others: dict[str, Tensor], batch: Any) -> StepOutput:
         lent = {f"model.{name}": tensor for name, tensor in (leaves | others).items()}
         with self._precision.autocast():
-            both = Both(self._parts.model, self._parts.task)
+            both = Both(self._components.model, self._components.task)
             out: StepOutput = torch.func.functional_call(both, lent, (batch,))
         if out.loss_sum.dim() != 0 or not out.loss_sum.requires_grad:
             raise PluginError(
@@ -206,13 +211,13 @@ class Body:
         changed = with_grad + [tensor for state in states.values() for tensor in state.values()]
         before = [tensor.clone() for tensor in changed] if precision.checks else []
         wide = {name: {key: _wide(value) for key, value in state.items()} for name, state in states.items()}
-        names: dict[Tensor, str] = {param: name for name, param in self._parts.model.named_parameters()}
+        names: dict[Tensor, str] = {param: name for name, param in self._components.model.named_parameters()}
         groups = [
             [params[names[param]] for param in group["params"]]
-            for group in self._parts.optimizer.param_groups
+            for group in self._components.optimizer.param_groups
         ]
         own = {params[name]: wide[name] for name in params if wide[name]}
-        update(shadow_of(self._parts.optimizer, groups, own, held["rates"]))
+        update(shadow_of(self._components.optimizer, groups, own, held["rates"]))
         for name, state in states.items():
             for key, tensor in state.items():
                 if wide[name][key] is not tensor:

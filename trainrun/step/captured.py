@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import PluginError, TrainrunError
-from trainrun.mishaps.retry import no_memory
-from trainrun.randomness import kept_random_state
+from trainrun.seeding import kept_random_state
 from trainrun.step.body import compiling
 from trainrun.step.graphs import Function
+from trainrun.training.recovery.oom import no_memory
 
 AHEAD = 4  # recorded steps that the host may be ahead of the device; beyond, batches would fill its memory
 WARM_UP = 3  # what cuBLAS and others allocate at their first calls must lie outside the graph

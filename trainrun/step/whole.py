@@ -11,7 +11,7 @@ source: functionalised training steps of JAX; torch.fx.experimental.proxy_tensor
     torch._inductor.compile: a graph without guards, where `torch.compile` checks its inputs in every call.
 gain: digits MLP of 9,610 weights, batch 32, one core of a busy machine: the step 0.28x of the plain one (86
     against 304 us of CPU time); with data, validation, logging and checkpoints 0.54x of a hand-written loop
-    (median of ten runs of scripts/bench_speed.py mlp_step: 0.44 to 0.56, not quiet).
+    (median of ten runs of scripts/bench_overhead.py --skip 5 trainer.compile=step: 0.44 to 0.56, not quiet).
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainrun.errors import TrainingError
 from trainrun.interfaces import GradReport, MicroBatch, StepReport
-from trainrun.ledger import FORWARD, RUNNER
-from trainrun.parts import Parts
-from trainrun.precision.guarded import Guarded
+from trainrun.precision.update import Update
 from trainrun.step.body import Body, Flat, Holdings, rates_of
 from trainrun.step.graphs import Engine, Function
-from trainrun.step.readiness import is_ready
-from trainrun.step.rehearse import rehearse
+from trainrun.step.traceability_check import rehearse
+from trainrun.step.traceable import is_ready
+from trainrun.timing.phases import FORWARD, RUNNER
+from trainrun.training.components import Components, Step
 from trainrun.transform.compile_log import CompileLog
 
 MAX_SHAPES = 8
 MAX_CACHED_SHARES = 64
 
-Step = Callable[[Parts, list[MicroBatch], bool], StepReport]
 Kind = tuple[Any, ...]
 Flattened = tuple[Kind, Flat, Callable[[Flat], Any]]
 
@@ -53,7 +52,7 @@ class Seen:
 
 
 class WholeStep:
-    """Fills `Parts.stepper`.
+    """Fills `Components.step`.
 
     plain: the step that is equal up to rounding, for whatever is not compiled. batch_size: the rows of a
     full batch; the choice depends on a batch alone, so a resumed run makes the same ones.
@@ -63,7 +62,7 @@ class WholeStep:
     def __init__(
         self,
         plain: Step,
-        precision: Guarded,
+        precision: Update,
         batch_size: int,
         engine: Engine,
         log: CompileLog,
@@ -80,44 +79,46 @@ class WholeStep:
         self._rates: Flat = []
         self._places: list[int] = []
 
-    def __call__(self, parts: Parts, window: list[MicroBatch], log: bool) -> StepReport:
-        self._ready = self._ready or is_ready(parts.optimizer, again=self._asked)
+    def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+        self._ready = self._ready or is_ready(run.optimizer, again=self._asked)
         self._asked = True
-        batches = [flattened(batch.data) for batch in window]
+        batches = [flattened(batch.data) for batch in micro_batches]
         kinds = [self._kinds.get(kind) or self._new_kind(kind, leaves) for kind, leaves, _ in batches]
         full = all(kind.full for kind in kinds)
-        if not (full and self._ready and parts.retry.pieces == 1):
+        if not (full and self._ready and run.retry.pieces == 1):
             self._held, self._doubted = None, self._held or self._doubted  # it may replace tensors
-            return self._plain(parts, window, log)
-        parts.retry.unmark()
+            return self._plain(run, micro_batches)
+        run.retry.unmark()
         if self._held is not None and self._moves and not self._held.are_current():
             self._held = None
-        held = self._held = self._held or self._hold(parts)
-        last = len(window) - 1
+        held = self._held = self._held or self._hold(run)
+        last = len(micro_batches) - 1
         graphs = [
-            kind.graphs[i == last] or self._new_graph(parts, held, kind, batches[i], i == last)
+            kind.graphs[i == last] or self._new_graph(run, held, kind, batches[i], i == last)
             for i, kind in enumerate(kinds)
         ]
-        items = sum([batch.counted_by(parts.task) for batch in window])
-        agreed = parts.parallel.agree(items, parts.cadence.stop_request(), parts.cadence.save_request())
-        share = self._share(1 / (agreed.items or 1), parts.parallel.device)
+        items = sum([batch.counted_by(run.task) for batch in micro_batches])
+        agreed = run.parallel.agree(items, run.triggers.stop_request(), run.triggers.save_request())
+        share = self._share(1 / (agreed.items or 1), run.parallel.device)
         held.follow()
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
-        parts.ledger.open(FORWARD)  # and all the rest: one graph has no parts
+        run.phases.open(FORWARD)  # and all the rest: one graph has no parts
         with torch.no_grad():
             for (graph, body), (_, leaves, _) in zip(graphs, batches, strict=True):
                 loss, norm, *totals = graph(*held.flat, share, *leaves)
                 losses.append(loss)
-                if log:
+                if run.triggers.log:
                     for name, total in zip(body.names, totals, strict=False):  # more may follow
                         sums[name] = sums[name] + total if name in sums else total
         usable = self._precision.accept()
-        parts.ledger.open(RUNNER)
+        run.phases.open(RUNNER)
         if usable:
-            parts.schedule.step()
-            parts.ema.update()
-        return StepReport(losses, items, agreed, sums, GradReport(norm if log else None, not usable))
+            run.schedule.step()
+            run.ema.update()
+        return StepReport(
+            losses, items, agreed, sums, GradReport(norm if run.triggers.log else None, not usable)
+        )
 
     def _new_kind(self, kind: Kind, leaves: Flat) -> Seen:
         full = all(leaf.shape[0] == self._batch_size for leaf in leaves if leaf.ndim)
@@ -129,17 +130,17 @@ class WholeStep:
             )
         return seen
 
-    def _hold(self, parts: Parts) -> Holdings:
+    def _hold(self, run: Components) -> Holdings:
         if self._doubted is not None and self._doubted.are_current():
             return self._doubted
-        if parts.config.trainer.accumulate_grad_batches > 1 and not self._sums:
-            named = parts.model.named_parameters()
+        if run.config.trainer.accumulate_grad_batches > 1 and not self._sums:
+            named = run.model.named_parameters()
             self._sums = {name: torch.zeros_like(p).detach() for name, p in named if p.requires_grad}
-        self._rates = self._rates or rates_of(parts)
-        held = Holdings(parts, self._precision, self._sums, self._rates)
+        self._rates = self._rates or rates_of(run)
+        held = Holdings(run, self._precision, self._sums, self._rates)
         # cuDNN's recurrent layers move their weights to other memory in the first plain forward after a graph was made
         # (a validation); a graph that went on with the old memory would train what nobody reads.
-        self._moves = any(isinstance(module, nn.RNNBase) for module in parts.model.modules())
+        self._moves = any(isinstance(module, nn.RNNBase) for module in run.model.modules())
         places = [tensor.data_ptr() for tensor in held.flat]
         if self._fixed and places != self._places:
             for seen in self._kinds.values():
@@ -148,14 +149,14 @@ class WholeStep:
         return held
 
     def _new_graph(
-        self, parts: Parts, held: Holdings, seen: Seen, batch: Flattened, updates: bool
+        self, run: Components, held: Holdings, seen: Seen, batch: Flattened, updates: bool
     ) -> tuple[Function, Body]:
         _, leaves, rebuild = batch
         again = any(graph for one in self._kinds.values() for graph in one.graphs)
         self._log.begin()
-        rehearse(parts, rebuild(leaves))
-        body = Body(parts, self._precision, held, rebuild, updates)
-        share = self._share(1.0, parts.parallel.device)
+        rehearse(run, rebuild(leaves))
+        body = Body(run, self._precision, held, rebuild, updates)
+        share = self._share(1.0, run.parallel.device)
         made = self._engine(body, [*held.flat, share, *leaves], len(held.flat)), body
         seen.graphs[updates] = made
         shapes = " ".join("x".join(map(str, leaf.shape)) for leaf in leaves)

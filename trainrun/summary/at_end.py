@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainrun.ledger import Session
-from trainrun.parts import Parts
-from trainrun.rundir import RunDir
-from trainrun.state import TrainState
+from trainrun.runs.run_folder import RunDir
 from trainrun.summary.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
 from trainrun.summary.hint import hint
 from trainrun.summary.padding_fraction import padding_fraction
 from trainrun.summary.sample_predictions import confusion_row
 from trainrun.summary.throughput_limits import ThroughputLimits, throughput_limits
+from trainrun.timing.phases import Session
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
 
 
-def sample_rows(parts: Parts, state: TrainState, run: RunDir) -> list[dict[str, Any]]:
+def sample_rows(run: Components, state: TrainState, run_dir: RunDir) -> list[dict[str, Any]]:
     """Rows of what the finished model predicts on its validation data. All ranks call it together."""
-    row = confusion_row(parts, run)
+    row = confusion_row(run, run_dir)
     return [] if row is None else [row | {"step": state.step}]
 
 
-def measured(parts: Parts, state: TrainState, run: RunDir, session: Session) -> dict[str, Any]:
+def measured(run: Components, state: TrainState, run_dir: RunDir, session: Session) -> dict[str, Any]:
     """What the run computed, how fast it could have been, and what was wasted."""
     long = state.seconds >= MIN_SECONDS and state.step >= MIN_STEPS
-    work = measured_work(parts) if long else None
+    work = measured_work(run) if long else None
     facts: dict[str, Any] = compute_facts(work, state.items / max(state.seconds, 1e-9))
-    found = throughput_limits(parts, state, session)
+    found = throughput_limits(run, session)
     if found is not None:
-        facts["throughput_limits"] = limit_facts(found, parts.parallel.world_size)
-    padding = padding_fraction(parts, state, session)
-    words = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.exists() else []
+        facts["throughput_limits"] = limit_facts(found, run.parallel.world_size)
+    padding = padding_fraction(run, state, session)
+    words = run_dir.overrides.read_text(encoding="utf-8").splitlines() if run_dir.overrides.exists() else []
     return facts | {"padding_fraction": padding, "hint": hint(session.seconds, padding, words)}
 
 

@@ -30,9 +30,9 @@ from torch.utils.flop_counter import (
 
 from trainrun.data.batch import map_leaves
 from trainrun.interfaces import counts_before
-from trainrun.parts import Parts
-from trainrun.randomness import kept_random_state
-from trainrun.without_dynamo import unloaded_compiler
+from trainrun.runtime.without_dynamo import unloaded_compiler
+from trainrun.seeding import kept_random_state
+from trainrun.training.components import Components
 
 MIN_SECONDS = 10.0  # of training
 MIN_STEPS = 50  # counting takes about one
@@ -68,17 +68,17 @@ class Work(NamedTuple):
         return max(self.peaks) <= STEADY * min(self.peaks)
 
 
-def measured_work(parts: Parts) -> Work | None:
-    """None if it cannot be counted without touching the run; see `trainrun.start.stage.obstacle`.
+def measured_work(run: Components) -> Work | None:
+    """None if it cannot be counted without touching the run; see `trainrun.training.without_trace.copy_obstacle`.
 
     Nor where blocks are computed again: torch's counter keeps all of them, which is what was to be avoided.
     """
-    if parts.config.trainer.gradient_checkpointing != "none":
+    if run.config.trainer.gradient_checkpointing != "none":
         return None
     try:
         with kept_random_state():
-            flops = flops_per_item(parts)
-            device, dtype = parts.parallel.device, dtype_of(parts)
+            flops = flops_per_item(run)
+            device, dtype = run.parallel.device, dtype_of(run)
             peaks = peak_rounds(device, dtype)
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     # Whatever the user's model does in its copy, a finished run is not lost to a figure.
@@ -94,17 +94,17 @@ def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
     return DATA_SHEETS[known] if known and dtype in halves and "MIG" not in name else 0.0
 
 
-def flops_per_item(parts: Parts) -> float:
+def flops_per_item(run: Components) -> float:
     """Count the operations an item takes in the first batch of the first epoch. Raises what the model raises."""
-    from trainrun.start.trial import stand_ins
+    from trainrun.training.without_trace import stand_ins
 
-    batch = _first_batch(parts)
-    model, task = stand_ins(parts.model, parts.task)
+    batch = _first_batch(run)
+    model, task = stand_ins(run.model, run.task)
     with eagerly(), counter() as counted:
-        with parts.precision.autocast():
+        with run.precision.autocast():
             out = task.step(model, batch)
         out.loss_sum.backward()
-    items = float(task.count(batch) if counts_before(task) else parts.counting.late(out))
+    items = float(task.count(batch) if counts_before(task) else run.counting.late(out))
     return float(counted.get_total_flops()) / items if items else math.nan
 
 
@@ -117,8 +117,8 @@ def eagerly() -> Iterator[None]:
         yield
 
 
-def _first_batch(parts: Parts) -> Any:
-    batches = parts.train.epoch(0)
+def _first_batch(run: Components) -> Any:
+    batches = run.train.epoch(0)
     try:
         return map_leaves(next(batches).data, lambda leaf: leaf)
     finally:
@@ -154,13 +154,13 @@ def _recurrent_backward(inputs: Shape, weight_in: Shape, weight_back: Shape, *_:
     return 2 * _recurrent(inputs, weight_in, weight_back)
 
 
-def dtype_of(parts: Parts) -> torch.dtype:
+def dtype_of(run: Components) -> torch.dtype:
     """The type that matrix products have in the run."""
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    mode = parts.config.precision.mode
+    mode = run.config.precision.mode
     if mode in mixed:
         return mixed[mode]
-    return next((p.dtype for p in parts.model.parameters() if p.is_floating_point()), torch.float32)
+    return next((p.dtype for p in run.model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

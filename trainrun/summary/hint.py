@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from trainrun.ledger import LOOP
+from trainrun.timing.phases import LOOP
 
 NOTABLE = 0.10  # of the time between start-up and the end of the training
 LEAST_SECONDS = 1.0  # less is not worth a command that takes longer
@@ -13,7 +13,7 @@ WITHOUT = ("hydra.", "run_name=", "output_dir=")  # words about the place of a r
 LONGEST = 80  # characters of words that are said again
 # What it is called, and the command that measures what could be won.
 NAMES = {
-    "data": ("waiting for data", "tune"),
+    "data": ("waiting for data", "autotune"),
     "padding": ("computing on padding", "diagnose"),
     "logging": ("logging", "diagnose"),
     "validation": ("validation", "diagnose"),
@@ -22,7 +22,7 @@ NAMES = {
 
 
 def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> str:
-    """`waiting for data took 34 % (12 s); what would shorten it is measured by: trainrun tune data=...`
+    """`waiting for data took 34 % (12 s); what would shorten it is measured by: trainrun autotune data=...`
 
     "" if nothing is notable; of several the largest. seconds: the ledger. padding: share of positions.
     """

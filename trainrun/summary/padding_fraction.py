@@ -7,29 +7,29 @@ from typing import Any
 
 from torch import Tensor
 
-from trainrun.ledger import Session
-from trainrun.parts import Parts
-from trainrun.randomness import kept_random_state
-from trainrun.state import TrainState
+from trainrun.seeding import kept_random_state
 from trainrun.summary.throughput_limits import ahead, batches_from, start_seconds
+from trainrun.timing.phases import Session
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
 
 BATCHES = 8
 MOST_SHARE = 0.005  # of the time of all steps
 
 
-def padding_fraction(parts: Parts, state: TrainState, session: Session) -> float:
+def padding_fraction(run: Components, state: TrainState, session: Session) -> float:
     """0 if the batches say nothing of padding, and if reading some would take too long."""
     if not session.steps:
         return 0.0
-    inline = not ahead(parts)
+    inline = not ahead(run)
     seconds = session.seconds.get("data", 0.0) if inline else session.loop_seconds
-    usual = seconds / (session.steps * parts.config.trainer.accumulate_grad_batches)
-    needed = (ahead(parts) + BATCHES) * usual + start_seconds(parts)
+    usual = seconds / (session.steps * run.config.trainer.accumulate_grad_batches)
+    needed = (ahead(run) + BATCHES) * usual + start_seconds(run)
     if needed > MOST_SHARE * session.loop_seconds:
         return 0.0
     useful = positions = 0
     try:
-        with kept_random_state(), contextlib.closing(batches_from(parts, state)) as batches:
+        with kept_random_state(), contextlib.closing(batches_from(run, state)) as batches:
             for _ in range(BATCHES):
                 mask = real_positions(next(batches).data)
                 if mask is None:

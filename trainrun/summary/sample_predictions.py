@@ -10,24 +10,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainrun.interfaces import Predicts
-from trainrun.parts import Parts
-from trainrun.randomness import kept_random_state
-from trainrun.rundir import RunDir
+from trainrun.runs.run_folder import RunDir
+from trainrun.seeding import kept_random_state
 from trainrun.task.batches import joined
+from trainrun.training.components import Components
 
 MAX_SAMPLES = 10_000  # per rank: the pictures are for the eye
 MAX_CLASSES = 100
 GRID = 25
 
 
-def confusion_row(parts: Parts, run: RunDir) -> dict[str, Any] | None:
+def confusion_row(run: Components, run_dir: RunDir) -> dict[str, Any] | None:
     """The row of the confusion matrix; None if there are no classes. Sample predictions are written on rank 0."""
-    if parts.val is None or not isinstance(parts.task, Predicts):
+    if run.val is None or not isinstance(run.task, Predicts):
         return None
-    class_names = parts.data_facts.class_names
-    columns, images = _predictions(parts)
+    class_names = run.data_facts.class_names
+    columns, images = _predictions(run)
     pairs = _class_pairs(columns)
-    everyone = [pair for pair in parts.parallel.gather(pairs) if pair is not None]
+    everyone = [pair for pair in run.parallel.gather(pairs) if pair is not None]
     if not everyone:
         return None
     target = torch.tensor([value for pair in everyone for value in pair[0]])
@@ -35,8 +35,8 @@ def confusion_row(parts: Parts, run: RunDir) -> dict[str, Any] | None:
     classes = int(max(target.max(), prediction.max())) + 1
     if classes > MAX_CLASSES or target.min() < 0:
         return None
-    if parts.parallel.rank == 0 and images is not None:
-        _save_samples(run, images, columns["target"], columns["prediction"], class_names)
+    if run.parallel.rank == 0 and images is not None:
+        _save_samples(run_dir, images, columns["target"], columns["prediction"], class_names)
     counts = torch.bincount(target * classes + prediction, minlength=classes * classes).reshape(
         classes, classes
     )
@@ -55,9 +55,9 @@ def _class_pairs(columns: dict[str, Tensor]) -> tuple[list[int], list[int]] | No
 
 
 @torch.no_grad()
-def _predictions(parts: Parts) -> tuple[dict[str, Tensor], Tensor | None]:
-    assert parts.val is not None
-    task, model = parts.task, parts.averaged
+def _predictions(run: Components) -> tuple[dict[str, Tensor], Tensor | None]:
+    assert run.val is not None
+    task, model = run.task, run.averaged
     assert isinstance(task, Predicts)
     collected: dict[str, list[Tensor]] = {}
     images: Tensor | None = None
@@ -65,8 +65,8 @@ def _predictions(parts: Parts) -> tuple[dict[str, Tensor], Tensor | None]:
     model.eval()
     try:
         with kept_random_state():
-            for batch in parts.val.epoch(0):
-                with parts.precision.autocast():
+            for batch in run.val.epoch(0):
+                with run.precision.autocast():
                     columns = task.predict(model, batch.data)
                 for name, column in columns.items():
                     collected.setdefault(name, []).append(column.cpu())
@@ -89,7 +89,7 @@ def _images(batch: Any) -> Tensor | None:
 
 
 def _save_samples(
-    run: RunDir, images: Tensor, target: Tensor, prediction: Tensor, class_names: tuple[str, ...]
+    run_dir: RunDir, images: Tensor, target: Tensor, prediction: Tensor, class_names: tuple[str, ...]
 ) -> None:
     low = images.amin(dim=(1, 2, 3), keepdim=True)
     high = images.amax(dim=(1, 2, 3), keepdim=True)
@@ -99,6 +99,6 @@ def _save_samples(
         "target": target[:count].contiguous(),
         "prediction": prediction[:count].contiguous(),
     }
-    temporary = run.samples.with_suffix(".tmp")
+    temporary = run_dir.samples.with_suffix(".tmp")
     save_file(tensors, temporary, metadata={"class_names": json.dumps(list(class_names))})
-    temporary.replace(run.samples)
+    temporary.replace(run_dir.samples)

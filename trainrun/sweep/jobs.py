@@ -15,12 +15,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
+from trainrun.config.messages import unreadable
 from trainrun.errors import ConfigError
 from trainrun.masking import masked_words
-from trainrun.rundir import read_json, write_json
+from trainrun.runs.run_folder import read_json, write_json
+from trainrun.runs.trusted_code import check_files
 from trainrun.sweep.results import Result
-from trainrun.trust import check_files
-from trainrun.words.explain import unreadable
 
 NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable
 

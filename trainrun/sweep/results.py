@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
-from trainrun.rundir import RunDir, was_saved
-from trainrun.status import read_status as status_of
+from trainrun.runs.run_folder import RunDir, was_saved
+from trainrun.runs.status import read_status as status_of
 
 OUTPUT = "run.out"  # what a job prints
 STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)

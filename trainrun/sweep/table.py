@@ -7,7 +7,7 @@ import io
 import sys
 
 from trainrun.output import plain, say
-from trainrun.rundir import write_text
+from trainrun.runs.run_folder import write_text
 from trainrun.sweep.jobs import Job, Sweep
 from trainrun.sweep.results import Result
 

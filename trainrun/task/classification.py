@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
+from trainrun.limits import Fraction
 from trainrun.task.batches import (
     form_of,
     inputs_and_maybe_target,
@@ -42,7 +43,7 @@ class Classification:
     def __init__(
         self,
         loss: Any = None,
-        label_smoothing: float = 0.0,
+        label_smoothing: Fraction = 0.0,
         class_dim: int = 1,
         ignore_index: int | None = TORCH_IGNORES,
     ) -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
+from trainrun.limits import Auto, Count, Positive
 from trainrun.task.batches import (
     bare_model,
     inputs_and_maybe_target,
@@ -33,7 +34,7 @@ class LanguageModeling:
 
     unit = "tokens"  # useful ones: none at padding counts
 
-    def __init__(self, bytes_per_token: float | None = None, loss_chunks: int | str = "auto") -> None:
+    def __init__(self, bytes_per_token: Positive | None = None, loss_chunks: Count | Auto = "auto") -> None:
         if bytes_per_token is not None and not bytes_per_token > 0:
             raise ConfigError(f"task.bytes_per_token={bytes_per_token}: must be above 0")
         if loss_chunks != "auto" and (

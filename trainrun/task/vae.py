@@ -10,6 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
+from trainrun.limits import NotNegative
 from trainrun.task.batches import HALF_TYPES, form_of, inputs_and_maybe_target, run_model
 
 LIKELIHOODS = ("gaussian", "bernoulli")
@@ -29,7 +30,7 @@ class Vae:
     ConfigError: beta below 0, or an unknown likelihood.
     """
 
-    def __init__(self, beta: float = 1.0, likelihood: str = "gaussian") -> None:
+    def __init__(self, beta: NotNegative = 1.0, likelihood: str = "gaussian") -> None:
         if not beta >= 0:
             raise ConfigError(f"task.beta={beta}: must be 0 or more")
         if likelihood not in LIKELIHOODS:

@@ -12,14 +12,14 @@ from torch import nn
 SAVE_NOTHING_MORE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Flatten, nn.Unflatten, nn.Identity)
 
 
-class Block(NamedTuple):
+class ModelBlock(NamedTuple):
     """owner: what is called. layers: None for its whole forward, else a run of layers of this Sequential."""
 
     owner: nn.Module
     layers: list[nn.Module] | None = None
 
 
-def blocks_of(module: nn.Module) -> Iterator[Block]:
+def blocks_of(module: nn.Module) -> Iterator[ModelBlock]:
     """In the order of the model; none inside of another.
 
     Children of a ModuleList or a Sequential that have layers of their own and are not the only ones of their
@@ -31,7 +31,7 @@ def blocks_of(module: nn.Module) -> Iterator[Block]:
     repeated = _repeated(module) if isinstance(module, nn.ModuleList) else set()
     for child in module.children():
         if type(child) in repeated:
-            yield Block(child)
+            yield ModelBlock(child)
         else:
             yield from blocks_of(child)
 
@@ -39,7 +39,7 @@ def blocks_of(module: nn.Module) -> Iterator[Block]:
 Forward = Callable[..., Any]
 
 
-def wrap_blocks(blocks: list[Block], wrap: Callable[[Forward, list[nn.Module]], Forward]) -> None:
+def wrap_blocks(blocks: list[ModelBlock], wrap: Callable[[Forward, list[nn.Module]], Forward]) -> None:
     """Replace the forward of every block, in place; names and modules stay.
 
     wrap: given the forward, and the modules it uses.
@@ -74,7 +74,7 @@ class Chain:
         return input
 
 
-def _runs(sequential: nn.Sequential) -> Iterator[Block]:
+def _runs(sequential: nn.Sequential) -> Iterator[ModelBlock]:
     repeated = _repeated(sequential)
     run: list[nn.Module] = []
     for layer in sequential:
@@ -89,11 +89,11 @@ def _runs(sequential: nn.Sequential) -> Iterator[Block]:
     yield from _worthy(sequential, run)
 
 
-def _worthy(sequential: nn.Sequential, run: list[nn.Module]) -> Iterator[Block]:
+def _worthy(sequential: nn.Sequential, run: list[nn.Module]) -> Iterator[ModelBlock]:
     """The run, where computing it again forgets more than its own input and output."""
     more = [layer for layer in run[1:] if not isinstance(layer, SAVE_NOTHING_MORE)]
     if more or (run and next(run[0].children(), None) is not None):
-        yield Block(sequential, run)
+        yield ModelBlock(sequential, run)
 
 
 def _repeated(container: nn.Module) -> set[type[nn.Module]]:

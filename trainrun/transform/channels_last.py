@@ -47,8 +47,8 @@ def guard_convolutions(model: nn.Module) -> None:
     """Keep torch from writing outside of its memory: such layers get contiguous weights and inputs, in place.
 
     On a CPU with AVX2 and no AVX-512, the float32 backward of a 1 x 1 convolution with a stride and 2 to 6 input
-    channels corrupts the heap where its input or its weight is channels-last (torch 2.11 and 2.13;
-    `python scripts/conv_heap.py` shows it). Any model can have such a layer, so every model is guarded.
+    channels corrupts the heap where its input or its weight is channels-last (torch 2.11 and 2.13). Any model
+    can have such a layer, so every model is guarded.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d) and _needs_guard(layer):

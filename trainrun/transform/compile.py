@@ -6,8 +6,8 @@ when not: small networks, short runs, shapes that change with every batch, and C
 regional: one block is compiled for all of its class, so compiling a deep model takes as long as one block.
 source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 gain: on 2 cores of a Xeon with AMX none in float32: digits MLP 0.69x, CNN of 220k parameters 0.77x, small GPT 0.9 to
-    1.0x, and 7 to 13 s more until the first step. In bf16 a GPT 128 wide, many small operations, 1.27x
-    (`python scripts/bench_speed.py gpt_small trainer.compile=model`). Not measured on a GPU.
+    1.0x, and 7 to 13 s more until the first step. In bf16 a GPT 128 wide, many small operations, 1.27x.
+    Not measured on a GPU.
 """
 
 from __future__ import annotations

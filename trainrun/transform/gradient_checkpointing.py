@@ -7,7 +7,7 @@ when: activations do not fit; a larger batch pays.
 when not: memory is taken by weights and optimizer (see trainer.cpu_offload); time counts more.
 source: Chen et al., 2016, arXiv:1604.06174; https://docs.pytorch.org/docs/stable/checkpoint.html
 gain: GPT of 3M parameters, 8,192 tokens, float32, one of 2 busy Xeon cores: peak above the imports 667 MB, full
-    238, selective 486, 0.5 381, with trainer.freed_memory=return; a step 1.2x as long with full. Without it
+    238, selective 486, 0.5 381, with trainer.cpu_allocator=return; a step 1.2x as long with full. Without it
     850 and 511: freed memory stays with the process. Torch imports its compiler for it, once: about 1 s and 80 MB.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainrun.transform.blocks import Block, blocks_of, wrap_blocks
+from trainrun.transform.blocks import ModelBlock, blocks_of, wrap_blocks
 from trainrun.transform.recompute import Recompute
 
 Around = Callable[[Callable[..., Any], list[nn.Module]], Callable[..., Any]]
@@ -39,7 +39,7 @@ def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
 
 
 def recompute_blocks(
-    model: nn.Module, blocks: list[Block], selective: bool = False, around: Around | None = None
+    model: nn.Module, blocks: list[ModelBlock], selective: bool = False, around: Around | None = None
 ) -> None:
     """Has the blocks computed again, in place. around: makes of a forward the one that is called both times."""
     calls: list[Recompute] = []

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainrun.transform.blocks import Block, blocks_of
+from trainrun.transform.blocks import ModelBlock, blocks_of
 from trainrun.transform.gradient_checkpointing import recompute_blocks
 
 Fetch = Callable[[Tensor], Tensor]
@@ -37,7 +37,7 @@ def parameter_offload(model: nn.Module, device: torch.device) -> int:
     return len(blocks)
 
 
-def fetch_blocks(model: nn.Module, blocks: list[Block], fetch: Fetch) -> None:
+def fetch_blocks(model: nn.Module, blocks: list[ModelBlock], fetch: Fetch) -> None:
     """Have the blocks compute with what `fetch` makes of their parameters, fetched again in the backward."""
     recompute_blocks(model, blocks, around=lambda forward, modules: Fetching(forward, modules, fetch))
 
@@ -46,7 +46,7 @@ def on_device(param: Tensor, device: torch.device) -> Tensor:
     return param.to(device, non_blocking=True)
 
 
-def own_parameters(model: nn.Module, blocks: list[Block]) -> list[nn.Parameter]:
+def own_parameters(model: nn.Module, blocks: list[ModelBlock]) -> list[nn.Parameter]:
     """Those that only modules inside of blocks use."""
     inside = {id(part) for block in blocks for top in block.layers or [block.owner] for part in top.modules()}
     outside = {

@@ -11,25 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainrun.parts import Parts
-from trainrun.task_watch import saves_itself
+from trainrun.training.checks.task_watch import saves_itself
+from trainrun.training.components import Components
 
 OF_MODULES = frozenset(vars(nn.Module()))  # torch's own: parameters, buffers, hooks, the mode
 DEEPEST = 4
 MOST_ENTRIES = 1000  # of one container
 
 
-def attributes_of(parts: Parts) -> dict[str, str]:
+def attributes_of(run: Components) -> dict[str, str]:
     """Place and value, as a short text. What a state_dict holds is left out: the checkpoint has it."""
     found: dict[str, str] = {}
-    for name, module in parts.model.named_modules():
+    for name, module in run.model.named_modules():
         at = f"model.{name}".rstrip(".")
         kept = module._non_persistent_buffers_set
         held = {key: value for key, value in vars(module).items() if key not in OF_MODULES}
         held |= {key: module._buffers[key] for key in kept}
         for key, value in held.items():
             found.update(_leaves(value, f"{at}.{key}", set(), 0))
-    owners = {"task": parts.task, "optimizer": parts.optimizer}
+    owners = {"task": run.task, "optimizer": run.optimizer}
     for name, owner in owners.items():
         if not _of_torch(owner) and not (name == "task" and saves_itself(owner)):
             hidden = ("state", "param_groups", "defaults") if name == "optimizer" else ("step",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,16 +9,16 @@ from typing import Any
 
 import torch
 
-from trainrun.build.data import build_sources, open_split
-from trainrun.config import RunConfig
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.assemble.data_pipeline import build_sources, open_split
+from trainrun.config.schema import RunConfig, with_values
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import TrainrunError
 from trainrun.interfaces import Batches
-from trainrun.loop import evaluate
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.parts import Parts
+from trainrun.training.components import Components
+from trainrun.training.evaluate import evaluate
 from trainrun.verify.certificate import FAIL, PASS, Certificate, NotApplicable, compared, different_leaves
 from trainrun.verify.doubles import Doubles
 from trainrun.verify.trials import STEPS, Outcome, Trials, stopping
@@ -106,10 +105,9 @@ def engines(config: RunConfig) -> Certificate:
 
 
 def _batches_of(config: RunConfig, engine: str) -> list[Any]:
-    config = copy.deepcopy(config)
-    data = config.data
-    data.engine, data.num_workers, data.num_threads = engine, 2 if engine == "workers" else 0, 2
-    stream = _opened(config)
+    workers = 2 if engine == "workers" else 0
+    engines = {"data.engine": engine, "data.num_workers": workers, "data.num_threads": 2}
+    stream = _opened(with_values(config, engines))
     try:
         found = _first(stream, 0, FEW_BATCHES)
         return found + _first(stream, 0, FEW_BATCHES, start=1) + _first(stream, 1, 1)
@@ -163,18 +161,18 @@ def each_once(config: RunConfig, num_samples: int | None) -> Certificate:
     return Certificate("every sample once", PASS, f"{count} samples", text)
 
 
-def evaluation(build: Callable[[int], Parts]) -> Certificate:
+def evaluation(build: Callable[[int], Components]) -> Certificate:
     """Loss and metrics do not depend on how the samples are divided into batches."""
     results = []
     for size in (3, 7):
-        parts = build(size)
-        if parts.val is None:
+        run = build(size)
+        if run.val is None:
             raise NotApplicable("there is no data.val")
         torch.manual_seed(size)  # a model that draws random numbers in evaluation gives itself away
         with Doubles():
-            found = evaluate(parts, "val")
+            found = evaluate(run, "val")
         results.append({name: value for name, value in found.items() if not name.endswith("/seconds")})
-        parts.val.close()
+        run.val.close()
     worst = max(abs(a - results[1][name]) / max(abs(a), 1e-12) for name, a in results[0].items())
     return compared(
         "evaluation", worst, 1e-9, "batches of 3 and of 7 give the same loss and metrics, in float64"
@@ -189,9 +187,9 @@ def drift(trials: Trials) -> Certificate:
         raise NotApplicable(f"precision={mode} is no mixed precision")
 
     def losses(about: str, other: str) -> list[float]:
-        def change(config: RunConfig) -> None:
-            config.precision.mode = other
-            config.loop = stopping(DRIFT_STEPS, evaluation_mode=True)
+        def change(config: RunConfig) -> RunConfig:
+            loop = stopping(DRIFT_STEPS, evaluation_mode=True)
+            return with_values(config, {"precision.mode": other, "loop": loop})
 
         return [row["train/loss"] for row in trials.run(about, change).rows if "train/loss" in row]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from trainrun.data.columns import columns_of
+from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import DataError
 
 HIDDEN = ("as_columns", "columns", "__getitems__")  # they would give all samples

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from trainrun.config import RunConfig
+from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.batch import map_leaves
 from trainrun.errors import TrainrunError
 from trainrun.interfaces import counts_before
-from trainrun.mishaps.retry import BATCH_NORMS
-from trainrun.parts import Parts
-from trainrun.randomness import random_state
+from trainrun.seeding import random_state
+from trainrun.training.components import Components
+from trainrun.training.recovery.oom import BATCH_NORMS
 from trainrun.verify.certificate import (
     FAIL,
     PASS,
@@ -94,12 +94,13 @@ def _outcome(
     trials: Trials, about: str, steps: int, batch_size: int, accumulate: int,
     samples: int | None = None, num_ranks: int = 1,
 ) -> Outcome:  # fmt: skip
-    def change(config: RunConfig) -> None:
-        in_doubles(config, steps, batch_size, accumulate)
+    def change(config: RunConfig) -> RunConfig:
+        config = in_doubles(config, steps, batch_size, accumulate)
         if samples is not None:
-            config.data.train = first_samples(config.data.train, samples)
+            config = with_values(config, {"data.train": first_samples(config.data.train, samples)})
         if num_ranks > 1:
-            config.parallel.mode, config.parallel.devices = "ddp", num_ranks
+            config = with_values(config, {"parallel.mode": "ddp", "parallel.devices": num_ranks})
+        return config
 
     try:
         return trials.run(about, change)
@@ -107,7 +108,7 @@ def _outcome(
         raise NotApplicable(f"{NO_DOUBLES}: {error}") from error
 
 
-def sums(parts: Parts, batch: Any) -> Certificate:
+def sums(components: Components, batch: Any) -> Certificate:
     """The task's loss and count over a batch are those over its halves, added; also in training, where it can be."""
     size = _size(batch)
     if size < 2:
@@ -115,11 +116,11 @@ def sums(parts: Parts, batch: Any) -> Certificate:
     halves = [
         map_leaves(batch, partial(_rows, size, slice(a, b))) for a, b in ((0, size // 2), (size // 2, size))
     ]
-    modes = [False, True] if _is_additive_in_training(parts, batch) else [False]
+    modes = [False, True] if _is_additive_in_training(components, batch) else [False]
     differences = []
     for training in modes:
-        total, items = _step(parts, batch, training)
-        found = [_step(parts, half, training) for half in halves]
+        total, items = _step(components, batch, training)
+        found = [_step(components, half, training) for half in halves]
         if items != sum(count for _, count in found):
             text = "the task's count of a batch is not that of its halves"
             return Certificate("sum of losses", FAIL, f"{items}", text)
@@ -129,23 +130,23 @@ def sums(parts: Parts, batch: Any) -> Certificate:
     )
 
 
-def draws(parts: Parts, batch: Any) -> bool:
+def draws(components: Components, batch: Any) -> bool:
     """Whether a step draws random numbers in evaluation mode too, so that its parts draw others than the whole."""
     before = random_state()
-    _step(parts, batch)
+    _step(components, batch)
     return bool(different_leaves(before, random_state()))
 
 
-def _is_additive_in_training(parts: Parts, batch: Any) -> bool:
+def _is_additive_in_training(components: Components, batch: Any) -> bool:
     """Whether nothing but the samples decides over the loss there: no random draw, no statistics of the batch."""
-    if any(isinstance(module, BATCH_NORMS) for module in parts.model.modules()):
+    if any(isinstance(module, BATCH_NORMS) for module in components.model.modules()):
         return False
     before = torch.get_rng_state()
-    _step(parts, batch, training=True)
+    _step(components, batch, training=True)
     return torch.equal(before, torch.get_rng_state())
 
 
-def padding(parts: Parts, batch: Any) -> Certificate:
+def padding(components: Components, batch: Any) -> Certificate:
     """Other values at padding, the same loss."""
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     if mask is None:
@@ -164,17 +165,21 @@ def padding(parts: Parts, batch: Any) -> Certificate:
         keep = (leaf < 0) | ~where  # a target that counts nothing stays so
         return torch.where(keep, leaf, other)
 
-    clean, _ = _step(parts, batch)
-    dirty, _ = _step(parts, {name: poisoned(leaf) for name, leaf in batch.items()})
+    clean, _ = _step(components, batch)
+    dirty, _ = _step(components, {name: poisoned(leaf) for name, leaf in batch.items()})
     difference = abs(clean - dirty) / max(abs(clean), 1e-12)
     return compared("padding", difference, 1e-10, "the values at padding do not reach the loss, in float64")
 
 
-def _step(parts: Parts, batch: Any, training: bool = False) -> tuple[float, float]:
-    parts.wrapped.train(training)
-    with torch.no_grad(), Doubles(), parts.precision.autocast():
-        out = parts.task.step(parts.wrapped, batch)
-    count = parts.task.count(batch) if counts_before(parts.task) else float(parts.counting.late(out))
+def _step(components: Components, batch: Any, training: bool = False) -> tuple[float, float]:
+    components.wrapped.train(training)
+    with torch.no_grad(), Doubles(), components.precision.autocast():
+        out = components.task.step(components.wrapped, batch)
+    count = (
+        components.task.count(batch)
+        if counts_before(components.task)
+        else float(components.counting.late(out))
+    )
     return float(out.loss_sum), count
 
 
@@ -188,11 +193,11 @@ def _rows(size: int, rows: slice, leaf: Any) -> Any:
     return leaf[rows] if getattr(leaf, "ndim", 0) and len(leaf) == size else leaf
 
 
-def every_parameter(parts: Parts, fit: Callable[[Parts], None]) -> Certificate:
+def every_parameter(components: Components, fit: Callable[[Components], None]) -> Certificate:
     """After a few steps of the user's own training."""
-    before = {name: p.detach().clone() for name, p in parts.model.named_parameters() if p.requires_grad}
-    fit(parts)
-    after = dict(parts.model.named_parameters())
+    before = {name: p.detach().clone() for name, p in components.model.named_parameters() if p.requires_grad}
+    fit(components)
+    after = dict(components.model.named_parameters())
     still = [name for name, value in before.items() if not different_leaves(value, after[name].detach())]
     text = f"do not change: {', '.join(still[:5])}" if still else "all parameters that can be trained change"
     return Certificate("parameters", FAIL if still else PASS, f"{len(still)} of {len(before)}", text)

@@ -11,28 +11,27 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainrun import loop
-from trainrun.cadence import STOP_TERMINATE
-from trainrun.checkpoint.format import read_checkpoint
-from trainrun.checkpoint.resume import resolve
-from trainrun.config import RunConfig
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, TrainingError
+from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.config.compose import Composition, load_config
+from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.validate import check
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError
 from trainrun.monitor.metrics_file import read_rows
-from trainrun.parts import Parts
-from trainrun.rundir import RunDir, read_json, write_json
-from trainrun.runner import Order, execute, new_run, resume_run
-from trainrun.state import TrainState
+from trainrun.runs.run import LaunchSpec, execute, new_run, resume_run
+from trainrun.runs.run_folder import RunDir, read_json, write_json
+from trainrun.training import loop
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
+from trainrun.training.triggers import STOP_TERMINATE
 from trainrun.verify.attributes import attributes_of
 from trainrun.verify.certificate import NotApplicable
 from trainrun.verify.doubles import Doubles
-from trainrun.words.checks import check
-from trainrun.words.compose import Composition, load_config
 
 WALL_CLOCK = (
     "time",
@@ -46,14 +45,14 @@ WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
 FEW_VALIDATIONS = 3  # batches
 STEPS = 6  # of a resumed run: enough for a stop in the middle of something
 
-Change = Callable[[RunConfig], None]
+Change = Callable[[RunConfig], RunConfig]
 
 
-def fit_in_evaluation_mode(parts: Parts, state: TrainState) -> TrainState:
+def fit_in_evaluation_mode(components: Components, state: TrainState) -> TrainState:
     """The loop without what makes one batch differ from its parts: dropout, and BatchNorm's own statistics."""
-    parts.wrapped.eval()
-    with Doubles() if parts.config.precision.mode == "64-true" else contextlib.nullcontext():
-        return loop.fit(parts, state)
+    components.wrapped.eval()
+    with Doubles() if components.config.precision.mode == "64-true" else contextlib.nullcontext():
+        return loop.fit(components, state)
 
 
 class StopAt:
@@ -65,12 +64,12 @@ class StopAt:
     def __init__(self, steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> None:
         self._steps, self._evaluation_mode, self._attributes = steps, evaluation_mode, attributes
 
-    def __call__(self, parts: Parts, state: TrainState) -> TrainState:
-        cadence, asked = parts.cadence, 0
+    def __call__(self, components: Components, state: TrainState) -> TrainState:
+        triggers, asked = components.triggers, 0
 
         class Stopping:
             def __getattr__(self, name: str) -> Any:
-                return getattr(cadence, name)
+                return getattr(triggers, name)
 
             def stop_request(inner) -> int:
                 nonlocal asked
@@ -78,10 +77,10 @@ class StopAt:
                 return STOP_TERMINATE if asked >= self._steps else 0
 
         if self._evaluation_mode:
-            parts.wrapped.eval()
-        state = loop.fit(dataclasses.replace(parts, cadence=Stopping()), state)  # type: ignore[arg-type]
-        if self._attributes is not None and parts.parallel.rank == 0:
-            write_json(Path(self._attributes), attributes_of(parts))
+            components.wrapped.eval()
+        state = loop.fit(dataclasses.replace(components, triggers=Stopping()), state)  # type: ignore[arg-type]
+        if self._attributes is not None and components.parallel.rank == 0:
+            write_json(Path(self._attributes), attributes_of(components))
         return state
 
 
@@ -112,15 +111,14 @@ class Trials:
         then: steps of a resume, where the trial stops itself before its end.
         """
         self._progress(about)
-        config = quiet(self.config)
-        change(config)
+        config = change(quiet(self.config))
         if faults := check(config):
             raise NotApplicable(f"it is another run than that of these words: {faults[0]}")
         own = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             run = new_run(Composition(config, {}, [], own), [])
-            order = Order(resume=False, paths=self._paths, began=time.perf_counter())
+            order = LaunchSpec(resume=False, paths=self._paths, began=time.perf_counter())
             code = execute(run, config, order)
             if then and code == EXIT_AGAIN:
                 code = resume_run(run, [f"loop.steps={then}"], self._paths)
@@ -136,8 +134,9 @@ class Trials:
     def stopped(self, about: str, steps: int, then: int = 0) -> Outcome:
         """The user's own words, stopped after so many steps; see `run`."""
 
-        def change(config: RunConfig) -> None:
-            config.loop = stopping(steps, attributes=str(self.folder / f"{secrets.token_hex(4)}.json"))
+        def change(config: RunConfig) -> RunConfig:
+            attributes = str(self.folder / f"{secrets.token_hex(4)}.json")
+            return replace(config, loop=stopping(steps, attributes=attributes))
 
         return self.run(about, change, then)
 
@@ -174,37 +173,35 @@ def outcome(run: RunDir) -> Outcome:
 
 def quiet(config: RunConfig) -> RunConfig:
     """The same training, with nothing on the screen, and one checkpoint at its end."""
-    config = copy.deepcopy(config)
-    monitor, checkpoint, trainer = config.monitor, config.checkpoint, config.trainer
-    monitor.verbose = monitor.progress_bar = monitor.hardware = monitor.plots = False
-    monitor.metrics_file, monitor.log_every_n_steps, monitor.listeners = True, 1, {}
-    checkpoint.enabled = checkpoint.save_last = True
-    checkpoint.every_n_train_steps = checkpoint.train_time_interval = None
-    trainer.max_time, trainer.early_stopping.enabled = None, False
-    trainer.limit_val_batches = FEW_VALIDATIONS
-    config.ckpt_path, trainer.check_task = None, False  # "sum of losses" says it
-    if config.loop:
-        raise NotApplicable("loop is your own")
-    return config
+    for key in ("step", "loop"):
+        if getattr(config, key):
+            raise ConfigError(f"{key}: is your own, so there is nothing to compare it with; leave it out")
+    silent = ("verbose", "progress_bar", "hardware", "plots")
+    return with_values(config, {
+        **{f"monitor.{name}": False for name in silent},
+        "monitor.metrics_file": True, "monitor.log_every_n_steps": 1, "monitor.listeners": {},
+        "checkpoint.enabled": True, "checkpoint.save_last": True,
+        "checkpoint.every_n_train_steps": None, "checkpoint.train_time_interval": None,
+        "trainer.max_time": None, "trainer.early_stopping.enabled": False,
+        "trainer.limit_val_batches": FEW_VALIDATIONS, "ckpt_path": None,
+        "trainer.check_task": False,  # "sum of losses" says it
+    })  # fmt: skip
 
 
-def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> None:
+def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> RunConfig:
     """Plain gradient descent in float64 on one CPU, in evaluation mode: only rounding may differ."""
-    config.precision.mode = "64-true"
-    config.precision.fp8 = config.precision.master_weights = False
-    config.parallel.mode, config.parallel.accelerator = "single", "cpu"
-    config.optimizer = {"_target_": "torch.optim.SGD", "lr": 0.01}
-    config.data.batch_size, config.data.global_batch_size = batch_size, None
-    config.data.padding, config.data.max_tokens = "longest", None
-    config.data.augment, config.data.drop_last = {}, False
-    trainer = config.trainer
-    trainer.accumulate_grad_batches, trainer.max_steps, trainer.max_epochs = accumulate, steps, None
-    trainer.limit_train_batches = 1.0
-    config.data.val, config.checkpoint.monitor = None, None
-    trainer.compile.scope, trainer.cuda_graphs = "off", False
-    trainer.channels_last = False
-    config.scheduler = following_steps(config.scheduler)
-    config.loop = {"_target_": "trainrun.verify.trials.fit_in_evaluation_mode"}
+    return with_values(config, {
+        "precision.mode": "64-true", "precision.fp8": False, "precision.master_weights": False,
+        "parallel.mode": "single", "parallel.accelerator": "cpu",
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},
+        "data.batch_size": batch_size, "data.global_batch_size": None,
+        "data.padding": "longest", "data.max_tokens": None, "data.augment": {}, "data.drop_last": False,
+        "trainer.accumulate_grad_batches": accumulate, "trainer.max_steps": steps, "trainer.max_epochs": None,
+        "trainer.limit_train_batches": 1.0, "data.val": None, "checkpoint.monitor": None,
+        "trainer.compile.scope": "off", "trainer.cuda_graphs": False, "trainer.channels_last": False,
+        "scheduler": following_steps(config.scheduler),
+        "loop": {"_target_": "trainrun.verify.trials.fit_in_evaluation_mode"},
+    })  # fmt: skip
 
 
 def following_steps(scheduler: Any) -> Any:

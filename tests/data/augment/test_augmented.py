@@ -16,7 +16,7 @@ from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.flip import RandomFlip
 from trainrun.data.augment.mix import CutMix, MixUp
 from trainrun.data.augment.normalize import Normalize
-from trainrun.data.order import Plan
+from trainrun.data.order.sampler import Plan
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import Batches, MicroBatch
 

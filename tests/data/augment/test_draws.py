@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws, beta_quantiles
-from trainrun.randomness import derive_seed
+from trainrun.seeding import derive_seed
 
 N = 1 << 16
 MASK = (1 << 64) - 1

@@ -17,7 +17,7 @@ from trainrun.data.cache.cached import cached
 from trainrun.data.cache.disk import draft_of
 from trainrun.data.cache.fingerprint import own_fingerprint
 from trainrun.data.cache.probe import NUM_PROBES
-from trainrun.data.columns import columns_of
+from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import DataError
 
 
@@ -42,11 +42,10 @@ def the_file(folder):
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_samples_are_equal_to_the_sources(kind, threads, tmp_path):
+def test_samples_are_equal_to_the_sources(kind, tmp_path):
     source = Made(kind)
     for _ in range(2):
-        kept = on_disk(source, tmp_path / "c", num_threads=threads)
+        kept = on_disk(source, tmp_path / "c")
         assert kept.num_kept() == 40
         assert all(same(kept[index], source[index % 40]) for index in (*range(40), -3))
         assert all(same(a, source[b]) for a, b in zip(kept.__getitems__([4, 4, 39]), [4, 4, 39], strict=True))
@@ -55,15 +54,11 @@ def test_samples_are_equal_to_the_sources(kind, threads, tmp_path):
 
 @pytest.mark.parametrize("kind", ["pair", "tokens"])
 def test_it_is_decoded_once(kind, tmp_path, log):
-    seen = []
-    tell = lambda done, total: seen.append((done, total))  # noqa: E731
-    kept = on_disk(AtOnce(kind, log=log), tmp_path / "c", progress=tell)
-    assert seen[-1] == (40, 40)
+    kept = on_disk(AtOnce(kind, log=log), tmp_path / "c")
     assert "(built)" in kept.note
     counts = reads_in(log)
-    again = on_disk(AtOnce(kind, log=log), tmp_path / "c", progress=lambda *_: pytest.fail("built again"))
+    again = on_disk(AtOnce(kind, log=log), tmp_path / "c")
     assert "(found)" in again.note
-    again.prefill()
     assert all(same(again[index], SAMPLES[kind](index)) for index in range(40))
     assert sum(reads_in(log).values()) - sum(counts.values()) == NUM_PROBES + 1
 
@@ -244,12 +239,13 @@ def test_a_folder_that_cannot_be(tmp_path):
             on_disk(Made(), folder)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("kind", "limit"), [("pair", 40_000), ("tokens", 200_000)])
 def test_a_full_disk_names_the_key_and_leaves_nothing(kind, limit, tmp_path):
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         with pytest.raises(DataError) as caught:
-            on_disk(Made(kind, 3000), tmp_path, num_threads=2)
+            on_disk(Made(kind, 3000), tmp_path)
         return str(caught.value)
 
     told = in_child(work)
@@ -305,6 +301,7 @@ def waits_for_a_lock(process):
     return any("->" in line and str(process.pid) in line.split() for line in locks)
 
 
+@pytest.mark.process
 def test_two_processes_build_one_file(tmp_path, log, builder):
     ends = [builder(tmp_path / "c", log, 0.005)[1] for _ in range(2)]
     notes = [end.recv() for end in ends]
@@ -313,6 +310,7 @@ def test_two_processes_build_one_file(tmp_path, log, builder):
     assert reads_in(log)[UNPROBED] == 1
 
 
+@pytest.mark.process
 def test_what_a_killed_builder_left_is_taken_over(tmp_path, log, builder):
     folder, others_log = tmp_path / "c", tmp_path / "other"
     others_log.mkdir()
@@ -329,6 +327,7 @@ def test_what_a_killed_builder_left_is_taken_over(tmp_path, log, builder):
     assert left.endswith(".cache")
 
 
+@pytest.mark.process
 def test_what_killed_builders_left_alone_is_built_over(tmp_path, log, builder):
     process, _ = builder(tmp_path / "c", log, 0.0, UNPROBED)
     wait_until(lambda: UNPROBED in reads_in(log))

@@ -1,11 +1,9 @@
 """A cache in memory gives what the source gives, shared by whoever reads, within its limit."""
 
-import multiprocessing
 import os
-import pickle
 import random
 import resource
-import threading
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +12,15 @@ import torch
 from cache_sources import SAMPLES, AtOnce, Made, image_of, in_child, reads_in, same
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from trainrun.data.cache.cached import building, cached
-from trainrun.data.columns import Columns, columns_of
+from trainrun.data.cache import cached as module
+from trainrun.data.cache.cached import cached, progress_lines
+from trainrun.data.cache.probe import look_at
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
+from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
+
+pytestmark = pytest.mark.process
 
 
 def kept_in(source, spec, tmp_path, key="data.train"):
@@ -33,17 +37,7 @@ def test_samples_are_equal_to_the_sources(kind, spec):
         for index in (*range(40), -1):
             assert same(kept[index], source[index % 40])
     assert kept.num_kept() == 40 if spec != "pool:6kB" else 0 < kept.num_kept() <= 40
-
-
-@pytest.mark.parametrize("made", [Made, AtOnce])
-def test_many_at_once(made, tmp_path):
-    kept = cached(made(log=tmp_path), "memory", "data.train")
-    before = reads_in(tmp_path)
-    for indices in ([5, 3, 5, 39], [3, 4, 5], [-1, 4]):
-        got = kept.__getitems__(indices)
-        assert all(same(sample, Made()[index % 40]) for sample, index in zip(got, indices, strict=True))
-    counts = {index: count - before.get(index, 0) for index, count in reads_in(tmp_path).items()}
-    assert counts[3] == counts[4] == counts[39] == 1
+    assert all(same(a, source[b]) for a, b in zip(kept.__getitems__([4, 39, 4]), [4, 39, 4], strict=True))
 
 
 def test_a_number_outside_is_an_index_error():
@@ -57,30 +51,16 @@ def test_a_number_outside_is_an_index_error():
 @pytest.mark.parametrize("kind", ["pair", "tokens"])
 def test_every_read_gives_a_copy_of_its_own(kind):
     kept = cached(Made(kind), "memory", "data.train")
-    kept.prefill()
     for _ in range(2):
         sample = kept[9][0]
         assert same(sample, Made(kind)[9][0])
         sample += 1
 
 
-@pytest.mark.parametrize("kind", ["pair", "tokens"])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_filling_reads_each_once(kind, threads, tmp_path):
-    kept = cached(AtOnce(kind, log=tmp_path), "memory", "data.train")
-    before, seen = reads_in(tmp_path), []
-    kept.prefill(threads, lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (40, 40)
-    after = reads_in(tmp_path)
-    assert {i: n - before.get(i, 0) for i, n in after.items()} == dict.fromkeys(range(40), 1)
-    assert all(same(kept[index], SAMPLES[kind](index)) for index in range(40))
-    assert reads_in(tmp_path) == after
-
-
 def test_a_long_build_says_how_far_it_is(monkeypatch):
     now, lines = [0.0], []
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    tell = building("data.train", lines.append)
+    tell = progress_lines("data.train", lines.append)
     for seconds in range(1, 11):
         now[0] = float(seconds)
         tell(seconds, 10)
@@ -103,7 +83,6 @@ class Broken(Made):
 @pytest.mark.parametrize("spec", ["memory", "pool:4MB", "disk"])
 def test_a_damaged_sample_raises_when_it_is_asked_for(spec, tmp_path):
     kept = kept_in(Broken(), spec, tmp_path)
-    kept.prefill(2)
     assert kept.num_kept() == 38
     assert same(kept[6], Made()[6])
     for _ in range(2):
@@ -245,8 +224,6 @@ def test_where_memory_cannot_be_shared_the_way_out_is_named(spec, monkeypatch, t
 def test_a_full_cache_is_columns(kind):
     source = Made(kind)
     kept = cached(source, "memory", "data.train")
-    assert columns_of(kept, "data.train") is None
-    kept.prefill()
     columns = columns_of(kept, "data.train")
     assert isinstance(columns, Columns)
     assert len(columns) == 40
@@ -273,69 +250,37 @@ def _numbers(value):
 @pytest.mark.parametrize("kind", ["nested", "texts", "tokens", "empty"])
 def test_other_samples_are_no_columns(kind):
     kept = cached(Made(kind), "memory", "data.train")
-    kept.prefill()
     assert kept.num_kept() == 40
     assert kept.as_columns() is None
 
 
-# --- processes and threads --------------------------------------------------------------------------
+# --- filling -----------------------------------------------------------------------------------------
 
 
-def first_of(samples):
-    return [sample[1] for sample in samples]
-
-
-@pytest.mark.parametrize(
-    ("kind", "method", "number"), [("pair", "fork", 2), ("tokens", "fork", 2), ("tokens", "spawn", 1)]
-)
-def test_workers_share_what_they_read(kind, method, number, tmp_path):
-    kept = cached(Made(kind, log=tmp_path), "memory", "data.train")
+@pytest.mark.parametrize("kind", ["pair", "tokens"])
+@pytest.mark.parametrize("made", [Made, AtOnce])
+@pytest.mark.parametrize("workers", [False, True])
+def test_filling_reads_each_once(kind, made, workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LONG_SECONDS", 0.0 if workers else 600.0)
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    look_at(made(kind, log=tmp_path), "")
     before = reads_in(tmp_path)
-    loader = DataLoader(kept, 10, num_workers=number, collate_fn=first_of, multiprocessing_context=method)
-    assert [label for batch in loader for label in batch] == [SAMPLES[kind](index)[1] for index in range(40)]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    kept = cached(made(kind, log=tmp_path), "memory", "data.train")
     after = reads_in(tmp_path)
     assert {i: n - before.get(i, 0) for i, n in after.items()} == dict.fromkeys(range(40), 1)
     assert all(same(kept[index], SAMPLES[kind](index)) for index in range(40))
     assert reads_in(tmp_path) == after
 
 
-def test_a_copy_shares_the_samples_while_they_are_there():
-    kept = cached(Made(), "memory", "data.train")
-    text = pickle.dumps(kept)
-    kept.prefill()
-    assert pickle.loads(text).num_kept() == 40
-    del kept
-    other = pickle.loads(text)
-    assert other.num_kept() == 0
-    assert same(other[4], Made()[4])
-    assert other.num_kept() == 1
-
-
-def _read_all(kept, order):
-    for index in order:
-        assert same(kept[index], SAMPLES["tokens"](index))
-
-
-def test_threads_and_processes_take_no_room_from_each_other():
-    kept = cached(Made("tokens", 300), "memory", "data.train")
-    context = multiprocessing.get_context("fork")
-    orders = [random.Random(seed).sample(range(300), 300) for seed in range(4)]
-    processes = [context.Process(target=_read_all, args=(kept, order)) for order in orders[:2]]
-    threads = [threading.Thread(target=_read_all, args=(kept, order)) for order in orders[2:]]
-    for part in (*processes, *threads):
-        part.start()
-    for part in (*processes, *threads):
-        part.join()
-    assert [process.exitcode for process in processes] == [0, 0]
-    _read_all(kept, range(300))
-    assert kept.num_kept() == 300
-
-
-def test_what_a_killed_writer_left_half_is_not_read():
-    kept = cached(Made(), "memory", "data.train")
-    os.pwrite(kept.store.fd, b"\xff" * 6, kept.store.layout.starts[0] + 5 * 12)
-    for _ in range(2):
-        assert same(kept[5], Made()[5])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_read_the_same_memory(method, tmp_path):
+    kept = cached(Made("tokens", log=tmp_path), "memory", "data.train")
+    before = reads_in(tmp_path)
+    loader = DataLoader(kept, 10, num_workers=1, collate_fn=list, multiprocessing_context=method)
+    assert all(same(sample, SAMPLES["tokens"](index)) for index, sample in enumerate(chain(*loader)))
+    assert reads_in(tmp_path) == before
 
 
 # --- bounds -----------------------------------------------------------------------------------------
@@ -345,8 +290,6 @@ def test_what_a_killed_writer_left_half_is_not_read():
 def test_a_pool_never_outgrows_its_size_and_keeps_its_part(kind, tmp_path):
     source = Made(kind, 600, log=tmp_path)
     kept = cached(source, "pool:14kB", "data.train")
-    for index in range(599, -1, -1):
-        assert same(kept[index], SAMPLES[kind](index))
     assert os.fstat(kept.store.fd).st_size <= 14_000
     assert 40 < kept.num_kept() < 400
     before, words = reads_in(tmp_path), kept.store.words.tolist()
@@ -358,7 +301,7 @@ def test_a_pool_never_outgrows_its_size_and_keeps_its_part(kind, tmp_path):
 
 
 def test_a_pool_that_holds_nothing_is_refused():
-    with pytest.raises(DataError, match="data.cache=pool:10B: data.train: not one sample of 20 B fits"):
+    with pytest.raises(DataError, match="data.cache=pool:10B: data.train: not one sample of 20B fits"):
         cached(Made(), "pool:10B", "data.train")
 
 
@@ -366,7 +309,7 @@ def test_more_than_the_memory_is_refused():
     told = "data.cache=memory: data.train: .* of memory are free; use data.cache=pool:"
     with pytest.raises(DataError, match=told):
         cached(Made(num_samples=10**13), "memory", "data.train")
-    assert len(cached(Made(num_samples=10**13), "pool:1MB", "data.train")) == 10**13
+    assert len(cached(Made(num_samples=10**13), "pool:9kB", "data.train")) == 10**13
 
 
 class Large:
@@ -392,7 +335,7 @@ def test_the_memory_stays_below_the_limit(spec, least, most, tmp_path):
         for index in (*range(200), *range(200)):
             assert kept[index][0][7] == index % 256
             most_held = max(most_held, held())
-        return most_held - before, os.fstat(kept.store.fd).st_blocks * 512 * kept.writes, kept.num_kept()
+        return most_held - before, os.fstat(kept.store.fd).st_blocks * 512 * (spec != "disk"), kept.num_kept()
 
     own, shared, number = in_child(work)
     assert shared <= most * 2**20
@@ -402,12 +345,56 @@ def test_the_memory_stays_below_the_limit(spec, least, most, tmp_path):
 
 def test_no_memory_left_names_the_way_out():
     def work():
-        kept = cached(Made("tokens", 3000), "memory", "data.train")
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
         with pytest.raises(DataError) as caught:
-            kept.prefill(2)
+            cached(Made("tokens", 3000), "memory", "data.train")
         return str(caught.value)
 
     assert in_child(work) == (
         "data.cache=memory: data.train: no memory left for the cache (File too large); use data.cache=pool:<size>"
     )
+
+
+# --- streams ----------------------------------------------------------------------------------------
+
+
+class Faulty(Made):
+    """The sample in the middle cannot be read."""
+
+    def __getitem__(self, index):
+        if index == 17:
+            raise OSError("damaged file")
+        return super().__getitem__(index)
+
+
+ENGINES = {"main": {}, "threads": {"num_threads": 2}, "workers": {"num_workers": 2}}
+
+
+@pytest.mark.parametrize("spec", ["memory", "pool:4700B", "disk"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("source", [Made("pair"), Made("named"), Faulty("pair")])
+def test_batches_are_those_without_a_cache(source, engine, spec, tmp_path):
+    def epochs(cache="none", **changes):
+        words = {
+            "training": True,
+            "batch_size": 7,
+            "seed": 3,
+            "cache": cache,
+            "report": said.append,
+        } | changes
+        stream, _ = open_batches(
+            source, StreamOptions("data.train", on_error="skip", max_skipped_fraction=0.2, **words)
+        )
+        try:
+            return [
+                (b.indices.tolist(), b.last, b.data) for epoch in (0, 1) for b in stream.epoch(epoch, epoch)
+            ]
+        finally:
+            stream.close()
+
+    said = []
+    expected = epochs(num_workers=0)
+    skipped, said = said, []
+    got = epochs(f"disk:{tmp_path}" if spec == "disk" else spec, **ENGINES[engine])
+    assert same([list(batch) for batch in got], [list(batch) for batch in expected])
+    assert [line for line in said if "left out" in line] == skipped

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 import trainrun
-from trainrun.cli import main
-from trainrun.data.readers.reader import ReaderDataset
+from trainrun.cli.main import main
+from trainrun.data.readers.reader_protocol import ReaderDataset
 from trainrun.errors import DataError
 
 MODULE = '''
 import json
 import torch
-from trainrun.data.readers.files import files_of
+from trainrun.data.readers.paths import files_of
 from trainrun.data.readers.parts import Part
-from trainrun.data.readers.reader import Info, dataset_of
+from trainrun.data.readers.reader_protocol import Info, dataset_of
 
 class JsonLines:
     """Samples `(x, y)` of .jsonl files."""
@@ -75,6 +75,7 @@ def test_a_damaged_sample_is_named_among_many(load):
         data.__getitems__([3, 5, 7])
 
 
+@pytest.mark.train
 def test_it_trains_from_a_cache_and_goes_on(load):
     words = ["data=custom", *NODES, "data.shape=[3]", "data.num_classes=2", "model=mlp", "data.batch_size=8",
              "monitor.plots=false", "monitor.hardware=false", "data.cache=memory", "data.num_workers=0"]  # fmt: skip

@@ -20,16 +20,16 @@ import torch
 from PIL import Image
 
 from trainrun.data.facts import facts_of
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
-from trainrun.data.readers import room
+from trainrun.data.pipeline import open_batches
+from trainrun.data.readers import free_space as room
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays import numpy_files as arrays
-from trainrun.data.readers.files import files_of
-from trainrun.data.readers.handles import Kept
+from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.parts import held_out
+from trainrun.data.readers.paths import files_of
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.readers.tables import parquet
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 N = 32
@@ -71,6 +71,7 @@ def in_child(source, queue) -> None:
     queue.put(plain([source[i] for i in range(len(source))]))
 
 
+@pytest.mark.process
 def test_a_forked_child_reads_the_same_after_its_parent_has_read(source):
     expected = plain([source[i] for i in range(N)])
     context = multiprocessing.get_context("fork")
@@ -84,6 +85,7 @@ def test_a_forked_child_reads_the_same_after_its_parent_has_read(source):
     assert plain([source[3]]) == expected[3:4], "the parent's handles still work"
 
 
+@pytest.mark.process
 def test_a_fresh_process_reads_what_was_pickled(source, tmp_path):
     expected = plain([source[i] for i in range(N)])
     (tmp_path / "source.pickle").write_bytes(pickle.dumps(source))
@@ -107,6 +109,7 @@ def test_threads_read_the_same(source):
         assert plain(pool.map(source.__getitem__, order)) == [expected[i] for i in order]
 
 
+@pytest.mark.process
 def test_streams_with_and_without_workers_are_equal(source):
     streams = []
     for workers in (0, 2):
@@ -150,6 +153,7 @@ def owner_in_child(kept, queue) -> None:
     queue.put((kept[0], os.getpid()))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("per_thread", [True, False])
 def test_a_forked_child_makes_its_own_values(per_thread):
     kept = Kept(lambda key: os.getpid(), 4, per_thread)

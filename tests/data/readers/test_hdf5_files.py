@@ -6,9 +6,9 @@ import h5py
 import numpy as np
 import pytest
 
-from trainrun.data.columns import Arrays
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays.hdf5 import load
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 
 N = 50
@@ -106,7 +106,7 @@ def test_rows_of_one_chunk_are_read_with_one_call():
             calls.append((where.start, where.stop))
             return X[where]
 
-    layout = hdf5.Layout("x", X.shape, X.dtype, 8, False, False)
+    layout = hdf5.Hdf5Layout("x", X.shape, X.dtype, 8, False, False)
     rows = np.array([9, 0, 15, 9, 49])
     got = hdf5.read_rows(File(x=Rows()), "a.h5", layout, rows)
     np.testing.assert_array_equal(got, X[rows])

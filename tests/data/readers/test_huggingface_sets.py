@@ -3,13 +3,14 @@ import json
 import pickle
 import sys
 
-import datasets
 import numpy as np
 import pytest
 from PIL import Image
 
 from trainrun.data.readers.tables.huggingface import load
 from trainrun.errors import DataError
+
+datasets = pytest.importorskip("datasets", reason="needs the extra datasets")
 
 pytestmark = pytest.mark.usefixtures("quiet_cache")
 
@@ -22,7 +23,7 @@ def quiet_cache(tmp_path, monkeypatch):
     datasets.enable_progress_bars()
 
 
-def rows_of(number: int, start: int = 0) -> datasets.Dataset:
+def rows_of(number: int, start: int = 0) -> "datasets.Dataset":
     features = datasets.Features(
         {
             "tokens": datasets.List(datasets.Value("int64")),

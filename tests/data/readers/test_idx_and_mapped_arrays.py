@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from trainrun.data.columns import Arrays
-from trainrun.data.readers import room
+from trainrun.data.readers import free_space as room
 from trainrun.data.readers.arrays import idx_files
 from trainrun.data.readers.arrays import numpy_files as arrays
-from trainrun.data.readers.reader import ReaderDataset
+from trainrun.data.readers.reader_protocol import ReaderDataset
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 
 IMAGES = np.arange(20 * 4 * 3).reshape(20, 4, 3) % 256

@@ -15,9 +15,9 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from trainrun.data.batch import Preparation
-from trainrun.data.reader import BatchReader, Key, Recipe
+from trainrun.data.engines.batch_reader import BatchReader, Key, Recipe
+from trainrun.data.readers.pictures.decode import Form, least_size
 from trainrun.data.readers.pictures.image_folder import READ_BYTES, content_of, load
-from trainrun.data.readers.pictures.pictures import Form, least_size
 from trainrun.errors import DataError
 
 COLOURS = {"cat": (200, 30, 60), "dog": (10, 220, 90)}

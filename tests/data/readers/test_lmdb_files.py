@@ -71,6 +71,7 @@ def test_parts_of_one_file_or_a_file_each(tmp_path):
         load(str(tmp_path), "test")
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings(
     "ignore:This process:DeprecationWarning"
 )  # Python 3.12+, of a fork beside threads

@@ -17,20 +17,20 @@ import torch
 from PIL import Image
 
 from trainrun.data.cache.cached import cached
-from trainrun.data.mapstyle import thread_safe
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.engines.auto_stream import AutoStream
+from trainrun.data.map_style import thread_safe
+from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays.numpy_files import MappedReader, open_mapped
 from trainrun.data.readers.pictures import image_folder
-from trainrun.data.readers.reader import ReaderDataset
+from trainrun.data.readers.reader_protocol import ReaderDataset
 from trainrun.data.readers.records import lmdb_file, tfrecord, webdataset
 from trainrun.data.readers.records.example import encode_example
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
 from trainrun.data.readers.tables import parquet
 from trainrun.data.readers.text import text
 from trainrun.data.sequences.fields import Pieces
-from trainrun.data.undecided import Undecided
+from trainrun.data.stream_options import StreamOptions
 
 N, THREADS = 60, 8
 ROWS = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -171,12 +171,12 @@ def test_the_engine_uses_as_many(make):
 
 
 def test_auto_tries_several_threads_where_the_source_allows_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainrun.data.choice.usable_cores", lambda: 4)
+    monkeypatch.setattr("trainrun.data.engines.choice.usable_cores", lambda: 4)
     stream, _ = open_batches(
         tar_files(tmp_path), StreamOptions("data.train", training=True, batch_size=5, seed=0)
     )
-    assert isinstance(stream, Undecided)
-    assert {"threads=1", "threads=2", "threads=4"} <= {candidate.name for candidate in stream.candidates}
+    assert isinstance(stream, AutoStream)
+    assert {"threads=1", "threads=2", "threads=4"} <= {option.name for option in stream.options}
 
 
 def test_a_cache_over_a_source_that_says_nothing_says_no():
@@ -187,5 +187,6 @@ def test_a_cache_over_a_source_that_says_nothing_says_no():
         def __getitem__(self, index):
             return torch.ones(3), index
 
-    assert not thread_safe(cached(Silent(), "memory", "data.train"))
+    assert not thread_safe(cached(Silent(), "pool:4300B", "data.train"))
+    assert thread_safe(cached(Silent(), "memory", "data.train"))
     assert thread_safe(cached([(torch.ones(3), i) for i in range(4)], "memory", "data.train"))

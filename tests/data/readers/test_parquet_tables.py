@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from trainrun.data.columns import Arrays
-from trainrun.data.readers.pictures.pictures import Form
+from trainrun.data.readers.pictures.decode import Form
 from trainrun.data.readers.tables import parquet, parquet_columns
 from trainrun.data.readers.tables.parquet import load
 from trainrun.data.readers.tables.parquet_columns import block_of, kind_of
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 
 N = 60

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainrun.data.memory import Memory
-from trainrun.data.readers import room
+from trainrun.data.readers import free_space as room
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays import idx_files as idx
 from trainrun.data.readers.arrays import numpy_files as arrays
@@ -26,6 +25,7 @@ from trainrun.data.readers.records import lmdb_file, tfrecord
 from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.data.readers.text import text, tokenizer
 from trainrun.errors import DataError
+from trainrun.runtime.free_memory import Memory
 
 SMALL = 1_000_000  # bytes that are free here
 

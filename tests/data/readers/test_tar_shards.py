@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from trainrun.data.readers.files import expanded
+from trainrun.data.readers.paths import expanded
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
 from trainrun.data.readers.records.webdataset import load, members
 from trainrun.errors import DataError
@@ -247,6 +247,7 @@ def test_facts_that_are_damaged_are_named(tmp_path):
         whole(tmp_path / "a.tar")
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings(
     "ignore:This process:DeprecationWarning"
 )  # Python 3.12+, of a fork beside threads

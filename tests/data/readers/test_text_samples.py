@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainrun.data.facts import facts_of
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.text import text_files
 from trainrun.data.readers.text.text import Text, TextSamples, load
 from trainrun.data.readers.text.token_file import TokenFile
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 VERSES = "In the beginning\nGod created\n\nthe heaven\nand the earth.\n"
@@ -248,6 +248,7 @@ def test_without_a_path_it_is_pythons_own_sources(cache):
     assert "argparse.py" in names
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_in_any_process(tmp_path, cache, num_workers):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 4)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainrun.data.open import open_batches
-from trainrun.data.options import StreamOptions
+from trainrun.data.pipeline import open_batches
 from trainrun.data.sequences import lengths
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 LENGTHS = [3, 9, 4, 7, 2, 8, 5, 6, 10, 3, 4, 12]

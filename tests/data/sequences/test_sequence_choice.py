@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, Subset
 
-from trainrun.data.columns import Columns
-from trainrun.data.order import Plan
+from trainrun.data.order.sampler import Plan
 from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
+from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 
 LENGTHS = [5, 3, 9, 1, 7, 7, 2, 8, 4, 6, 3, 12]

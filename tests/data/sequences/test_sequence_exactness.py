@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from trainrun.data.order import Plan
+from trainrun.data.order.sampler import Plan
 from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
 from trainrun.data.sequences.collate import Packed, Padded
 from trainrun.data.sequences.segments import segment_mask

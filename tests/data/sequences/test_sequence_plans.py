@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainrun.data.order import Plan
+from trainrun.data.order.sampler import Plan
 from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
 from trainrun.data.sequences.packing import next_fit
 from trainrun.errors import DataError

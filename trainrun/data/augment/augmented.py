@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.stream import Around
+from trainrun.data.engines.stream import Around
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import Batches, MicroBatch
 

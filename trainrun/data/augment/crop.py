@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.images import images_of, in_memory_order, is_channels_last, like, with_images
 from trainrun.data.augment.numbers import whole_number
-from trainrun.data.augment.pictures import images_of, in_memory_order, is_channels_last, like, with_images
 
 
 class RandomCrop:

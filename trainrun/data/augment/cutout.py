@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.images import box, images_of, with_images
 from trainrun.data.augment.numbers import whole_number
-from trainrun.data.augment.pictures import box, images_of, with_images
 
 
 class Cutout:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.randomness import derive_seed
+from trainrun.seeding import derive_seed
 
 EVERY_EPOCH = -1  # in the place of the epoch's number
 LARGEST_ALPHA = 8.0

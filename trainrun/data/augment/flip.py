@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.images import images_of, in_memory_order, is_channels_last, like, with_images
 from trainrun.data.augment.numbers import probability
-from trainrun.data.augment.pictures import images_of, in_memory_order, is_channels_last, like, with_images
 
 
 class RandomFlip:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import LARGEST_ALPHA, Draws
+from trainrun.data.augment.images import box, images_of, rows_of, target_of, with_images, with_target
 from trainrun.data.augment.numbers import positive, probability, whole_number
-from trainrun.data.augment.pictures import box, images_of, rows_of, target_of, with_images, with_target
 from trainrun.errors import DataError
 
 

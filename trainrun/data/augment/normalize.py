@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
+from trainrun.data.augment.images import images_of, with_images
 from trainrun.data.augment.numbers import numbers
-from trainrun.data.augment.pictures import images_of, with_images
 from trainrun.errors import ConfigError, DataError
 
 

@@ -1,62 +1,54 @@
-"""The door: a map-style source whose samples are decoded once and kept, in memory or on disk."""
+"""The door: a map-style source whose samples are decoded once, before the training, into memory or onto a disk.
+
+What: one file that maps sample numbers to bytes, whole or the first samples that fit. It is filled in order when the
+stream is opened, by loader workers if that takes long, and only read from then on. The processes of one machine share
+it. When: decoding costs more than reading bytes. When not: samples are random, or are read once. Samples of one shape
+are gathered as columns, with no samples to collate and no workers to feed them.
+Gain: an epoch over 4,000 pictures of 3x32x32 bytes, without a model, took 0.25 s sample by sample from the cache and
+0.0015 s from its columns (one core of a busy machine).
+"""
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
+from trainrun.config.units import CacheSpec, parse_cache
 from trainrun.data.cache.disk import open_or_build
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.probe import Probe, look_at
-from trainrun.data.cache.spec import CacheSpec, parse_cache, readable
-from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, MISSING, CacheFull, Store, in_memory
-from trainrun.data.columns import Columns, columns_of
-from trainrun.data.mapstyle import thread_safe, whole_batches
-from trainrun.data.memory import host_memory
+from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, MISSING, Store, in_memory, shared_store
+from trainrun.data.engines.choice import MAX_AUTO_WORKERS, usable_cores
+from trainrun.data.engines.workers import LoaderWorkers, WorkerFailure, WorkerOptions, build_loader
+from trainrun.data.map_style import thread_safe
+from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
-from trainrun.randomness import kept_random_state
+from trainrun.formatting import quantity
+from trainrun.runtime.free_memory import host_memory
+from trainrun.seeding import kept_random_state
 
 LOG = logging.getLogger(__name__)
 PASSED_ON = ("class_names", "classes", "num_classes", "describe", "lengths", "fingerprint")
-CHUNK, CHUNK_BYTES = 32, 8 * 2**20  # what is read at once by `prefill`
-CHUNKS_AT_ONCE = 1024
+CHUNK, CHUNK_BYTES = 32, 2**20  # samples that a worker reads and sends at once
+LONG_SECONDS = 5.0  # to fill a cache: from then on workers do it
 FIRST_LINE_SECONDS = 2.0
 
 Gather = Callable[[Any], list[Any]]
-Progress = Callable[[int, int], None]
+Say = Callable[[str], None]
 
 
-def building(key: str, say: Callable[[str], None]) -> Progress:
-    """Lines about a cache that takes long to build, each after twice the time of the one before."""
-    started, next_line = time.monotonic(), FIRST_LINE_SECONDS
+def cached(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather | None = None) -> Any:
+    """The source, with the cache that `spec` asks for in front; as it is if it is in memory already.
 
-    def tell(done: int, total: int) -> None:
-        nonlocal next_line
-        seconds = time.monotonic() - started
-        if seconds > next_line and done < total:
-            left = seconds / done * (total - done)
-            say(f"{key}: {done} of {total} samples are in the cache, {left:.0f} s to go")
-            next_line = 2 * seconds
-
-    return tell
-
-
-def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Progress | None = None,
-           gather: Gather | None = None) -> Any:  # fmt: skip
-    """The source, with the cache that `spec` asks for in front; as it is where it is in memory already.
-
-    key: names the source in errors (`data.train`). A cache on disk is complete when this returns; it is
-    built with `num_threads` threads, which the source must allow. progress: called with (done, total).
-    gather: the value of every rank, on every rank, where there are several; those of one machine share a cache.
+    key: names the source in errors (`data.train`). say: takes lines about a cache that takes long to fill.
+    gather: the value of every rank, on every rank, if there are several; those of one machine share a cache.
     """
     wanted = parse_cache(spec)
     if wanted.mode == "none":
@@ -70,17 +62,20 @@ def cached(source: Any, spec: str, key: str, num_threads: int = 1, progress: Pro
         return source  # in memory already, or opening it says what is wrong
     own = own_fingerprint(source) if wanted.mode == "disk" else ""
     probe = look_at(source, where)
+
+    def fill(store: Store) -> None:
+        fill_store(store, source, key, probe, say)
+
     if wanted.folder is None:
-        return _in_memory(source, wanted, where, probe, gather)
+        return _in_memory(source, wanted, where, probe, fill, gather)
     layout, expected = probe.lay_out(len(source))
-    store, story = open_or_build(
-        wanted.folder, content_key(source, own, probe.digest), layout, expected, where,
-        lambda draft: Cached(source, draft, True, "").prefill(num_threads, progress),
-    )  # fmt: skip
-    return Cached(source, store, False, f"cache on disk, {readable(os.fstat(store.fd).st_size)} ({story})")
+    content = content_key(source, own, probe.digest)
+    store, story = open_or_build(wanted.folder, content, layout, expected, where, fill)
+    return Cached(source, store, f"cache on disk, {quantity(os.fstat(store.fd).st_size)}B ({story})")
 
 
-def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe, gather: Gather | None) -> Cached:
+def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe, fill: Callable[[Store], None],
+               gather: Gather | None) -> Cached:  # fmt: skip
     if not hasattr(os, "memfd_create"):
         raise DataError(f"{where}: needs Linux; use data.cache=disk:<folder>")
     number, limit = len(source), wanted.num_bytes
@@ -89,43 +84,111 @@ def _in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe, gather:
         room = limit - HEADER_BYTES - ALIGNMENT * len(probe.leaves)
         num_slots = min(number, int(room / (8 + probe.sample_bytes)))
         if num_slots <= 0:
-            raise DataError(f"{where}: not one sample of {readable(probe.sample_bytes)} fits; use a larger pool, "
+            raise DataError(f"{where}: not one sample of {quantity(probe.sample_bytes)}B fits; use a larger pool, "
                             "or data.cache=none")  # fmt: skip
     layout, expected = probe.lay_out(num_slots)
     free = host_memory().free
     if expected > free:
         raise DataError(
-            f"{where}: the cache needs about {readable(expected)}, {readable(free)} of memory are free; use "
+            f"{where}: the cache needs about {quantity(expected)}B, {quantity(free)}B of memory are free; use "
             f"data.cache=pool:{free // 2 // 10**6}MB, or data.cache=disk:<folder>"
         )
     store, ranks = in_memory(layout, where, limit), 1
-    if gather is not None:
-        store, ranks = _shared(store, f"{number} {layout} {probe.digest}", gather)
+    if gather is None:
+        fill(store)
+    else:
+        store, ranks = shared_store(store, f"{number} {layout} {probe.digest}", fill, gather)
     part = "" if num_slots == number else f", {num_slots / number:.0%} of the samples"
     shared = "" if ranks == 1 else f", one for {ranks} ranks"
-    return Cached(source, store, True, f"cache in memory, up to {readable(expected)}{part}{shared}")
+    return Cached(source, store, f"cache in memory, {quantity(expected)}B{part}{shared}")
 
 
-def _shared(own: Store, key: str, gather: Gather) -> tuple[Store, int]:
-    """That of the first rank with the same samples that can be reached, and how many ranks have it."""
-    offers = gather((key, own.address()))
-    first = next(found for samples, found in offers if samples == key)
-    store = in_memory(own.layout, own.where, own.limit, first)
-    same = gather(store.address()[2:])  # until then all offers stay open
-    return store, same.count(store.address()[2:])
+class NotRead(NamedTuple):
+    """A sample that cannot be read stays out: who asks for it is told why."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A map-style data set whose items are lists of samples."""
+
+    source: Any
+
+    def __getitem__(self, indices: range) -> list[Any]:
+        at_once = getattr(self.source, "__getitems__", None)
+        if callable(at_once):
+            try:
+                return list(at_once(list(indices)))
+            except Exception:  # one of them is at fault: keep the others
+                pass
+        return [self._tried(index) for index in indices]
+
+    def _tried(self, index: int) -> Any:
+        try:
+            return self.source[index]
+        except Exception:
+            return NotRead()
+
+
+def fill_store(store: Store, source: Any, key: str, probe: Probe, say: Say) -> None:
+    """Read the samples in order until the store is full."""
+    total, number = store.layout.num_slots, 0
+    size = max(1, min(CHUNK, int(CHUNK_BYTES / max(1, probe.sample_bytes))))
+    chunks = [range(first, min(first + size, total)) for first in range(0, total, size)]
+    several = min(MAX_AUTO_WORKERS, usable_cores()) if total * probe.seconds > LONG_SECONDS else 0
+    tell, unlike = progress_lines(key, say), 0
+    for chunk, samples in zip(chunks, _read(Chunks(source), chunks, several, key), strict=True):
+        for index, sample in zip(chunk, samples, strict=True):
+            readable = not isinstance(sample, NotRead)
+            unlike += readable and not store.write(index, sample)
+        number += len(chunk)
+        tell(number, total)
+    if unlike and store.limit is None:
+        LOG.warning(
+            "%s: %d samples are of another kind than the first; such samples are read each time",
+            store.where, unlike,
+        )  # fmt: skip
+
+
+def _read(source: Chunks, chunks: list[range], num_workers: int, key: str) -> Iterator[list[Any]]:
+    if num_workers < 2:
+        for chunk in chunks:
+            with kept_random_state():
+                samples = source[chunk]
+            yield samples
+        return
+    options = WorkerOptions(num_workers)
+    workers = LoaderWorkers(build_loader(source, chunks, options, 0, key), key, options)
+    try:
+        for chunk, samples in zip(chunks, workers, strict=True):
+            yield [NotRead()] * len(chunk) if isinstance(samples, WorkerFailure) else samples
+    finally:
+        workers.close()
+
+
+def progress_lines(key: str, say: Say) -> Callable[[int, int], None]:
+    """Lines about a cache that takes long to fill, each after twice the time of the one before."""
+    started, next_line = time.monotonic(), FIRST_LINE_SECONDS
+
+    def tell(done: int, total: int) -> None:
+        nonlocal next_line
+        seconds = time.monotonic() - started
+        if seconds > next_line and done < total:
+            left = seconds / done * (total - done)
+            say(f"{key}: {done} of {total} samples are in the cache, {left:.0f} s to go")
+            next_line = 2 * seconds
+
+    return tell
 
 
 @dataclass(frozen=True, eq=False)
 class Cached:
-    """A map-style source that keeps what it has read.
+    """A map-style source behind its cache; what is not in that is read each time.
 
-    Ranks, loader workers and threads share what is kept. Every sample is a copy of its own, equal to what the
-    source gives. writes: False if the cache is finished. note: one line for the start of a run.
+    Every sample is a copy of its own, equal to what the source gives. note: one line for the start of a run.
     """
 
     source: Any
     store: Store
-    writes: bool
     note: str
 
     def __len__(self) -> int:
@@ -140,79 +203,31 @@ class Cached:
     def __getitem__(self, index: int) -> Any:
         index = self._position(index)
         sample = self.store.read(index)
-        return self._keep(index, self.source[index]) if sample is MISSING else sample
+        return self.source[index] if sample is MISSING else sample
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        at_once = getattr(self.source, "__getitems__", None)
-        if not callable(at_once):
-            return [self[index] for index in indices]
         positions = [self._position(index) for index in indices]
         samples = [self.store.read(index) for index in positions]
         missing = [row for row, sample in enumerate(samples) if sample is MISSING]
-        new = list(at_once([positions[row] for row in missing])) if missing else []
+        at_once = getattr(self.source, "__getitems__", None)
+        wanted = [positions[row] for row in missing]
+        new = list(at_once(wanted)) if missing and callable(at_once) else [self.source[i] for i in wanted]
         if len(new) != len(missing):
             name = type(self.source).__name__
             raise DataError(
                 f"{self.store.where}: {name}.__getitems__ gave {len(new)} samples for {len(missing)} indices"
             )
         for row, sample in zip(missing, new, strict=True):
-            samples[row] = self._keep(positions[row], sample)
+            samples[row] = sample
         return samples
 
-    def whole_batch(self, indices: list[int]) -> Any:
-        """The bits that collating the samples gives, if the source makes batches of tensors and none is kept yet."""
-        source, layout = whole_batches(self.source), self.store.layout
-        positions = [self._position(index) for index in indices]
-        tensors = layout.may_be_columns and all(leaf.kind == "tensor" for leaf in layout.leaves)
-        if source is None or not tensors or any(map(self.store.has, positions)):
-            return None
-        batch = source.whole_batch(positions)
-        if self.writes:
-            self.store.write_batch(positions, batch)
-        return batch
-
-    def prefill(self, num_threads: int = 1, progress: Progress | None = None) -> None:
-        """Read now what is not kept yet. A sample that cannot be read stays out: who asks for it is told why."""
-        total = self.store.layout.num_slots if self.writes else 0
-        sample_bytes = max(1, sum(leaf.num_bytes for leaf in self.store.layout.leaves))
-        size = max(1, min(CHUNK, CHUNK_BYTES // sample_bytes))
-        with kept_random_state(), ThreadPoolExecutor(num_threads, "cache") as pool:
-            each: Callable[..., Iterable[int]] = map if num_threads == 1 else pool.map
-            for begin in range(0, total, size * CHUNKS_AT_ONCE):
-                end = min(begin + size * CHUNKS_AT_ONCE, total)
-                chunks = [range(first, min(first + size, end)) for first in range(begin, end, size)]
-                for done in each(self._fetch, chunks):
-                    if progress is not None:
-                        progress(done, total)
-
-    def _fetch(self, chunk: range) -> int:
-        missing = [index for index in chunk if not self.store.has(index)]
-        try:
-            if missing and self.whole_batch(missing) is None:
-                self.__getitems__(missing)
-        except CacheFull:
-            raise
-        except Exception:  # one of them is at fault: keep the others
-            if len(missing) > 1:
-                for index in missing:
-                    self._fetch(range(index, index + 1))
-        return chunk.stop
-
     def as_columns(self) -> Columns | None:
-        """Everything at once, mapped and not copied; None while a sample is missing, or where shapes differ."""
+        """Everything at once, mapped and not copied; None if a sample is missing, or shapes differ."""
         return self.store.columns() if self.store.layout.num_slots == len(self) else None
 
     @property
     def thread_safe(self) -> bool:
-        """What is kept is read and written at its own place; whether the source is read is up to that."""
-        complete = not self.writes and self.num_kept() == len(self)
-        return complete or thread_safe(self.source)
-
-    @property
-    def may_fill(self) -> bool:
-        """Whether `as_columns` may come to give something, once everything was read."""
-        layout = self.store.layout
-        return self.writes and layout.num_slots == len(self) and layout.may_be_columns
+        return self.num_kept() == len(self) or thread_safe(self.source)
 
     @property
     def name_of_source(self) -> str:
@@ -229,15 +244,3 @@ class Cached:
         if not 0 <= position < len(self):
             raise IndexError(f"index {index} is outside of {len(self)} samples")
         return position
-
-    def _keep(self, index: int, sample: Any) -> Any:
-        store = self.store
-        room = self.writes and index < store.layout.num_slots
-        if room and not store.write(index, sample) and store.limit is None:
-            _say_once(store.where)
-        return sample
-
-
-@functools.cache
-def _say_once(where: str) -> None:
-    LOG.warning("%s: some samples are of another kind than the first; such samples are read each time", where)

@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.cache.spec import readable
 from trainrun.data.cache.store import FIRST, HEADER_BYTES, CacheFull, Layout, Store, on_disk, read, write
 from trainrun.errors import DataError
+from trainrun.formatting import quantity
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 2**16
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network folders have none
 
 
 def open_or_build(folder: Path, key: str, layout: Layout, expected_bytes: int, where: str,
@@ -35,36 +34,40 @@ def open_or_build(folder: Path, key: str, layout: Layout, expected_bytes: int, w
     path, story = folder / f"{key}.cache", "found"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(header := _header(path, key), str):
+        if _problem(path, key) is not None:
             with draft_of(path) as (fd, draft):
                 story = "built by another process"
-                if isinstance(header := _header(path, key), str):
-                    story = f"built{header}"
+                if (problem := _problem(path, key)) is not None:
+                    story = f"built{problem}"
                     _check_room(folder, expected_bytes, "too little is free", where)
-                    words = np.zeros(FIRST + layout.num_slots, np.uint64)
-                    store = Store(layout, where, fd, words, path=draft)
                     os.ftruncate(fd, 0)
+                    store = Store(
+                        layout, where, fd, np.zeros(FIRST + layout.num_slots, np.uint64), path=draft
+                    )
                     fill(store)
-                    header = _finish(store, path, key)
+                    _finish(store, path, key)
     except (CacheFull, OSError) as error:
         fault = error if isinstance(error, OSError) else error.__cause__
         assert isinstance(fault, OSError)
         reason = fault.strerror or str(fault)
         if fault.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            _check_room(folder, float("inf"), reason, where, expected_bytes)
+            raise _no_room(folder, expected_bytes, reason, where) from error
         raise DataError(f"{where}: cannot write to {folder} ({reason}); name a folder of your own, or use "
                         "data.cache=memory") from error  # fmt: skip
-    return on_disk(layout, where, path, header["full"]), story
+    return on_disk(layout, where, path), story
 
 
-def _check_room(folder: Path, needed: float, why: str, where: str, expected_bytes: int | None = None) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise DataError(
-            f"{where}: no room for the cache ({why}): it needs about {readable(expected_bytes or needed)}, "
-            f"{readable(free)} are free; make room, name another folder, or keep a part in memory with "
-            "data.cache=pool:<size>"
-        )
+def _check_room(folder: Path, needed: int, why: str, where: str) -> None:
+    if needed > shutil.disk_usage(folder).free:
+        raise _no_room(folder, needed, why, where)
+
+
+def _no_room(folder: Path, needed: int, why: str, where: str) -> DataError:
+    return DataError(
+        f"{where}: no room for the cache ({why}): it needs about {quantity(needed)}B, "
+        f"{quantity(shutil.disk_usage(folder).free)}B are free; make room, name another folder, or keep a part in "
+        "memory with data.cache=pool:<size>"
+    )
 
 
 @contextmanager
@@ -73,14 +76,7 @@ def draft_of(path: Path) -> Iterator[tuple[int, Path]]:
     draft = path.with_name(f".{path.name}.unfinished")
     while True:
         fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            os.close(fd)  # each builds its own; the last to finish stays, and all are alike
-            draft = draft.with_name(f"{draft.name}.{os.getpid()}")
-            fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(fd, fcntl.LOCK_EX)
         if _is_at(fd, draft):
             break
         os.close(fd)  # the holder of the lock has moved it to its place, or removed it
@@ -98,12 +94,12 @@ def _is_at(fd: int, path: Path) -> bool:
     return False
 
 
-def _finish(draft: Store, path: Path, key: str) -> dict[str, Any]:
+def _finish(draft: Store, path: Path, key: str) -> None:
     """Write the words and the header, and move the file to its place."""
     assert draft.path is not None
     write(draft.fd, draft.words[FIRST:], HEADER_BYTES)
     os.fsync(draft.fd)
-    header = {"key": key, "num_bytes": os.fstat(draft.fd).st_size, "full": draft.is_full()}
+    header = {"key": key, "num_bytes": os.fstat(draft.fd).st_size}
     header["digest"] = _digest(draft.fd, header)
     write(draft.fd, json.dumps(header).encode().ljust(HEADER_BYTES), 0)
     os.fsync(draft.fd)
@@ -112,11 +108,10 @@ def _finish(draft: Store, path: Path, key: str) -> dict[str, Any]:
     with suppress(OSError):  # some file systems cannot sync a folder; the file itself is safe
         os.fsync(folder)
     os.close(folder)
-    return header
 
 
-def _header(path: Path, key: str) -> dict[str, Any] | str:
-    """That of a sound cache; otherwise what is wrong with it, as a part of the note; empty without a file."""
+def _problem(path: Path, key: str) -> str | None:
+    """None for a sound cache; otherwise what is wrong with it, as a part of the note; empty without a file."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -125,7 +120,7 @@ def _header(path: Path, key: str) -> dict[str, Any] | str:
         header: dict[str, Any] = json.loads(read(fd, HEADER_BYTES, 0).tobytes())
         digest = header.pop("digest")
         if header["key"] == key and _digest(fd, header) == digest:
-            return header
+            return None
     except (EOFError, ValueError, LookupError, TypeError, AttributeError):
         pass
     finally:

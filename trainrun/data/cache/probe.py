@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trainrun.data.cache.samples import Form, Leaf, NotKept, take_apart
+from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, Layout, kind_of, record_of
-from trainrun.data.generators import takes
-from trainrun.data.mapstyle import innermost
+from trainrun.data.engines.generators import takes
+from trainrun.data.map_style import innermost
 from trainrun.errors import DataError
-from trainrun.process.usercode import line_of
-from trainrun.randomness import kept_random_state
+from trainrun.runtime.user_traceback import line_of
+from trainrun.seeding import kept_random_state
 
 NUM_PROBES = 9
 RANDOM = ("and a cache would keep one draw for ever; move what is random to data.transform, which comes after the "
@@ -24,7 +25,7 @@ RANDOM = ("and a cache would keep one draw for ever; move what is random to data
 
 
 class Look(NamedTuple):
-    form: Form
+    form: SampleForm
     leaves: tuple[Leaf, ...]
     record_bytes: int
     digest: str
@@ -33,14 +34,15 @@ class Look(NamedTuple):
 class Probe(NamedTuple):
     """form, leaves: of the first sample that can be read. alike: all that were looked at have its shapes.
 
-    sample_bytes: what a sample takes. digest: of all that was read.
+    sample_bytes: what a sample takes. digest: of all that was read. seconds: to read a sample.
     """
 
-    form: Form
+    form: SampleForm
     leaves: tuple[Leaf, ...]
     alike: bool
     sample_bytes: float
     digest: str
+    seconds: float = 0.0
 
     def lay_out(self, num_slots: int) -> tuple[Layout, int]:
         """Where so many samples lie, and the bytes that they are expected to take."""
@@ -58,6 +60,7 @@ def look_at(source: Any, where: str) -> Probe:
     last = len(source) - 1
     rows = sorted({round(part * last / (NUM_PROBES - 1)) for part in range(NUM_PROBES)})
     looks: list[Look] = []
+    began = time.perf_counter()
     fault: Exception | None = None
     with kept_random_state():
         for row in rows:  # a data set may begin with a damaged sample
@@ -81,12 +84,13 @@ def look_at(source: Any, where: str) -> Probe:
             f"{where}: none of the samples {', '.join(map(str, rows))} of {type(source).__name__} can be read: "
             f"{type(fault).__name__}: {fault}{line_of(fault)}"
         ) from fault
+    seconds = (time.perf_counter() - began) / (len(rows) + 1)
     form, leaves, *_ = looks[0]
     same = [look for look in looks if kind_of(look.form, look.leaves) == kind_of(form, leaves)]
     alike = all(look.leaves == leaves for look in same)
     mean = sum(look.record_bytes for look in same) / len(same)
     size = sum(leaf.num_bytes for leaf in leaves) if alike else mean
-    return Probe(form, leaves, alike, size, repr([look.digest for look in looks]))
+    return Probe(form, leaves, alike, size, repr([look.digest for look in looks]), seconds)
 
 
 def _look(sample: Any) -> Look:

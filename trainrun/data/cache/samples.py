@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 Buffer = np.ndarray[Any, np.dtype[np.uint8]]
+NUMBERS = "?bhilefdBq"  # types of NumPy numbers that torch takes as they are
 PYTHON_NUMBERS: dict[type, type] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
@@ -22,7 +23,7 @@ class NotKept(TypeError):
     """A sample holds what a cache cannot keep exactly."""
 
 
-class Form(NamedTuple):
+class SampleForm(NamedTuple):
     """The containers of a sample. container: the class of one, None for a leaf. keys: of a dict."""
 
     container: Any = None
@@ -41,22 +42,33 @@ class Leaf(NamedTuple):
     def num_bytes(self) -> int:
         return int(math.prod(self.shape) * self.dtype.itemsize)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether many of them are a column that torch can index."""
+        if self.num_bytes == 0 or self.kind in ("str", "bytes", "NoneType"):
+            return False
+        if self.kind == "tensor":
+            return self.dtype not in (torch.uint16, torch.uint32, torch.uint64)
+        if self.kind == "array":
+            return self.dtype.kind in "biufc" and self.dtype != np.uint64
+        return self.dtype.char in NUMBERS and self.dtype.isnative
 
-def take_apart(sample: Any) -> tuple[Form, tuple[Leaf, ...], list[Buffer]]:
+
+def take_apart(sample: Any) -> tuple[SampleForm, tuple[Leaf, ...], list[Buffer]]:
     """A leaf and a buffer for each value; the buffers may share memory with the sample. Raises NotKept."""
     found: list[tuple[Leaf, Buffer]] = []
     form = _form(sample, found)
     return form, tuple(leaf for leaf, _ in found), [buffer for _, buffer in found]
 
 
-def _form(value: Any, found: list[tuple[Leaf, Buffer]]) -> Form:
+def _form(value: Any, found: list[tuple[Leaf, Buffer]]) -> SampleForm:
     container = type(value)
     if container in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_make")):
-        return Form(container, (), tuple(_form(part, found) for part in value))
+        return SampleForm(container, (), tuple(_form(part, found) for part in value))
     if container is dict:
-        return Form(dict, tuple(value), tuple(_form(part, found) for part in value.values()))
+        return SampleForm(dict, tuple(value), tuple(_form(part, found) for part in value.values()))
     found.append(_leaf(value))
-    return Form()
+    return SampleForm()
 
 
 def _leaf(value: Any) -> tuple[Leaf, Buffer]:
@@ -87,14 +99,14 @@ def _leaf(value: Any) -> tuple[Leaf, Buffer]:
     return Leaf(name, array.dtype, array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def put_together(form: Form, leaves: Iterator[Leaf], buffers: Iterator[Buffer]) -> Any:
+def put_together(form: SampleForm, leaves: Iterator[Leaf], buffers: Iterator[Buffer]) -> Any:
     """The sample, which takes the buffers over: nothing else may write to them."""
     if form.container is None:
         return _value(next(leaves), next(buffers))
     return packed(form, [put_together(part, leaves, buffers) for part in form.parts])
 
 
-def packed(form: Form, values: list[Any]) -> Any:
+def packed(form: SampleForm, values: list[Any]) -> Any:
     """The values in the outermost container of a form; a bare leaf as it is."""
     if form.container is None:
         return values[0]

@@ -1,11 +1,10 @@
-"""Samples in one file, in anonymous memory or on a disk, shared by any number of threads and processes.
+"""Samples in one file, in anonymous memory or on a disk: written by one thread, read by any number of processes.
 
     header | a word for each sample | column of leaf 0 | column of leaf 1 | ... | records
 
 A sample shaped like the first lies in the columns, any other in a record: the lengths of its dimensions, then its
-leaves. Its word is written after its data: 0 for no sample, 1 for the columns, otherwise the position of the record.
-So what a killed process wrote half is never seen. Files are read and written by position: where no room is left,
-or a file was cut, that is an error and no signal.
+leaves. Its word is 0 for no sample, 1 for the columns, otherwise the position of the record. Files are read and
+written by position: if no room is left, or a file was cut, that is an error and no signal.
 """
 
 from __future__ import annotations
@@ -13,31 +12,35 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from trainrun.data.cache.samples import Buffer, Form, Leaf, NotKept, column, packed, put_together, take_apart
-from trainrun.data.columns import Columns
+from trainrun.data.cache.samples import (
+    Buffer,
+    Leaf,
+    NotKept,
+    SampleForm,
+    column,
+    packed,
+    put_together,
+    take_apart,
+)
+from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 
 HEADER_BYTES = 4096
 FIRST = HEADER_BYTES // 8  # the word of sample 0
-CURSOR = 0  # the word that says where the records end
+CURSOR, DONE = 0, 1  # the words that say where the records end, and whether all is written
 IN_COLUMNS = 1
 ALIGNMENT = 64  # of a column
-NUMBERS = "?bhilefdBq"  # types of NumPy numbers that torch takes as they are
 MISSING = object()
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-DRAFT_LOCK = threading.Lock()
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -49,7 +52,7 @@ class CacheFull(DataError):
 class Layout(NamedTuple):
     """Where samples lie. starts: of each leaf's column; empty if all are records, which begin at `end`."""
 
-    form: Form
+    form: SampleForm
     leaves: tuple[Leaf, ...]
     num_slots: int
     starts: tuple[int, ...]
@@ -59,17 +62,7 @@ class Layout(NamedTuple):
     def may_be_columns(self) -> bool:
         """Whether samples collate as their columns do: one shape, one container, plain numbers."""
         flat = all(part.container is None for part in self.form.parts)
-        return flat and bool(self.starts) and all(map(_is_plain, self.leaves))
-
-
-def _is_plain(leaf: Leaf) -> bool:
-    if leaf.num_bytes == 0 or leaf.kind in ("str", "bytes", "NoneType"):
-        return False
-    if leaf.kind == "tensor":
-        return leaf.dtype not in (torch.uint16, torch.uint32, torch.uint64)
-    if leaf.kind == "array":
-        return leaf.dtype.kind in "biufc" and leaf.dtype != np.uint64
-    return leaf.dtype.char in NUMBERS and leaf.dtype.isnative
+        return flat and bool(self.starts) and all(leaf.is_plain for leaf in self.leaves)
 
 
 class Store:
@@ -85,7 +78,7 @@ class Store:
 
     def __reduce__(self) -> Any:
         if self.path is not None:
-            return on_disk, (self.layout, self.where, self.path, self.is_full())
+            return on_disk, (self.layout, self.where, self.path)
         return in_memory, (self.layout, self.where, self.limit, self.address())
 
     def address(self) -> tuple[Any, ...]:
@@ -97,10 +90,6 @@ class Store:
 
     def num_kept(self) -> int:
         return int(np.count_nonzero(self.words[FIRST:]))
-
-    def is_full(self) -> bool:
-        """Whether every sample lies in the columns."""
-        return bool((self.words[FIRST:] == IN_COLUMNS).all())
 
     def read(self, slot: int) -> Any:
         """A fresh copy of the sample, or MISSING."""
@@ -131,27 +120,13 @@ class Store:
                 self._write(buffer, start + slot * buffer.nbytes)
         else:
             record = record_of(leaves, buffers)
-            with self._locked():
-                word = max(int(self.words[CURSOR]), layout.end)
-                if self.limit is not None and word + record.nbytes > self.limit:
-                    return False
-                self.words[CURSOR] = word + record.nbytes
+            word = max(int(self.words[CURSOR]), layout.end)
+            if self.limit is not None and word + record.nbytes > self.limit:
+                return False
+            self.words[CURSOR] = word + record.nbytes
             self._write(record, word)
         self.words[FIRST + slot] = word
         return True
-
-    def write_batch(self, slots: list[int], batch: Any) -> None:
-        """Row i of every tensor becomes the sample in `slots[i]`, if all of them are shaped like the first sample."""
-        layout, (form, leaves, buffers) = self.layout, take_apart(batch)
-        wanted = tuple(leaf._replace(shape=(len(slots), *leaf.shape)) for leaf in layout.leaves)
-        if (form, leaves) != (layout.form, wanted):
-            return
-        for leaf, start, buffer in zip(layout.leaves, layout.starts, buffers, strict=True):
-            for slot, row in zip(slots, buffer.reshape(len(slots), -1), strict=True):
-                if slot < layout.num_slots:
-                    self._write(row, start + slot * leaf.num_bytes)
-        kept = np.array([slot for slot in slots if slot < layout.num_slots], np.int64)
-        self.words[FIRST + kept] = IN_COLUMNS
 
     def columns(self) -> Columns | None:
         """All samples at once, mapped without a copy; None while one is missing or does not lie in the columns.
@@ -159,7 +134,7 @@ class Store:
         Writing to them changes a private copy.
         """
         layout = self.layout
-        if not layout.may_be_columns or not self.is_full():
+        if not layout.may_be_columns or (self.words[FIRST:] != IN_COLUMNS).any():
             return None
         mapped = mmap.mmap(self.fd, layout.end, mmap.MAP_PRIVATE)
         values = []
@@ -168,20 +143,6 @@ class Store:
             values.append(column(raw, leaf).reshape(-1, *leaf.shape))
         pack, again = partial(packed, layout.form), partial(_columns_of, self)
         return Columns(tuple(values), layout.form.keys, pack, in_place=True, again=again)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """In memory, a lock of the file opened again holds off threads and processes, and ends with its owner."""
-        if self.path is not None:  # a draft on a disk belongs to one process
-            with DRAFT_LOCK:
-                yield
-            return
-        opened = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR)
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(opened)
 
     def _read(self, num_bytes: int, position: int) -> Buffer:
         try:
@@ -200,18 +161,58 @@ class Store:
 
 
 def in_memory(layout: Layout, where: str, limit: int | None = None, address: Any = None) -> Store:
-    """The store of another process of this machine where it is still there and may be opened, else an empty one.
+    """The store of another process of this machine if it is still there and may be opened, else an empty one.
 
     It takes no room until it is written, and ends with its last user. Unlike what lies in /dev/shm it knows no limit
     but the memory's.
     """
-    fd = _opened(address) if address is not None else None
+    fd = None if address is None else _opened(address)
     if fd is None:
         fd = os.memfd_create("trainrun-cache")
         os.ftruncate(fd, layout.end)
+    return _in_memory(layout, where, fd, limit)
+
+
+def _in_memory(layout: Layout, where: str, fd: int, limit: int | None) -> Store:
     words = np.frombuffer(mmap.mmap(fd, HEADER_BYTES + 8 * layout.num_slots), np.uint64)
-    store = Store(layout, where, fd, words, limit)
-    weakref.finalize(store, os.close, fd)
+    return _closing(Store(layout, where, fd, words, limit))
+
+
+def shared_store(own: Store, samples: str, fill: Callable[[Store], None],
+                 gather: Callable[[Any], list[Any]]) -> tuple[Store, int]:  # fmt: skip
+    """That of the first rank with the same samples that can be reached, filled by it; and how many ranks have it.
+
+    The others wait for a lock of the file, which ends with its owner, and not in a collective call, which has a limit.
+    """
+    fcntl.flock(own.fd, fcntl.LOCK_EX)
+    offers = gather((samples, own.address()))
+    first = next(found for others, found in offers if others == samples)
+    fd = None if first == own.address() else _opened(first)
+    store = own if fd is None else _in_memory(own.layout, own.where, fd, own.limit)
+    num_ranks = gather(_identity(store.fd)).count(_identity(store.fd))  # until then all offers stay open
+    if store is own:
+        fill(store)
+        store.words[DONE] = 1
+        fcntl.flock(store.fd, fcntl.LOCK_UN)
+        return store, num_ranks
+    fcntl.flock(store.fd, fcntl.LOCK_SH)
+    if not store.words[DONE]:
+        raise DataError(f"{store.where}: the rank that fills the cache for the others has ended")
+    return store, num_ranks
+
+
+def on_disk(layout: Layout, where: str, path: Path) -> Store:
+    """A finished cache, which is only read."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        words = read(fd, HEADER_BYTES + 8 * layout.num_slots, 0).view(np.uint64)
+    except (OSError, EOFError) as error:
+        raise DataError(f"{where}: the cache {path.name} is gone or damaged ({error})") from error
+    return _closing(Store(layout, where, fd, words, path=path))
+
+
+def _closing(store: Store) -> Store:
+    weakref.finalize(store, os.close, store.fd)
     return store
 
 
@@ -232,28 +233,14 @@ def _identity(fd: int) -> tuple[str, int, int]:
     return BOOT.read_text(), found.st_dev, found.st_ino
 
 
-def on_disk(layout: Layout, where: str, path: Path, full: bool) -> Store:
-    """A finished cache, which is only read. full: all samples lie in the columns."""
-    words: Words = np.broadcast_to(np.uint64(IN_COLUMNS), (FIRST + layout.num_slots,))
-    try:
-        fd = os.open(path, os.O_RDONLY)
-        if not full:
-            words = read(fd, 8 * layout.num_slots + HEADER_BYTES, 0).view(np.uint64)
-    except (OSError, EOFError) as error:
-        raise DataError(f"{where}: the cache {path.name} is gone or damaged ({error})") from error
-    store = Store(layout, where, fd, words, path=path)
-    weakref.finalize(store, os.close, fd)
-    return store
-
-
 def _columns_of(store: Store) -> Columns:
-    """In another process, of a store that was full here."""
+    """In another process, of a store that is full."""
     columns = store.columns()
     assert columns is not None
     return columns
 
 
-def kind_of(form: Form, leaves: tuple[Leaf, ...]) -> Any:
+def kind_of(form: SampleForm, leaves: tuple[Leaf, ...]) -> Any:
     """What two samples share that differ in nothing but the lengths of their dimensions."""
     return form, [(leaf.kind, leaf.dtype, len(leaf.shape)) for leaf in leaves]
 

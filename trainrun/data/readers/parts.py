@@ -10,8 +10,8 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from trainrun.data.permutation import KeyedPermutation
-from trainrun.data.split import check_split, hold_out
+from trainrun.data.order.permutation import KeyedPermutation
+from trainrun.data.order.split import check_split, hold_out
 from trainrun.errors import DataError
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from trainrun.data.columns import TARGET_NAMES, Columns, columns_of
-from trainrun.data.generators import takes
-from trainrun.data.mapstyle import innermost
-from trainrun.data.order import Plan, StreamPlan, batch_too_large
+from trainrun.data.engines.generators import takes
+from trainrun.data.map_style import innermost
+from trainrun.data.order.sampler import Plan, StreamPlan, batch_too_large
 from trainrun.data.sequences.collate import Collate, Packed, Padded, rounded
 from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
 from trainrun.data.sequences.lengths import Measured, Shared, first_fields, measured
 from trainrun.data.sequences.packing import budget_batches, pack_rows
+from trainrun.data.sequences.padding_summary import Epoch, epoch_of, verdict, widths_of
 from trainrun.data.sequences.plans import BucketPlan, BudgetPlan, PackPlan, SelectedPlan
-from trainrun.data.sequences.verdict import Epoch, epoch_of, verdict, widths_of
+from trainrun.data.tensor_dataset import TARGET_NAMES, Columns, columns_of
 from trainrun.errors import DataError
 
 COMPOSED = ("bucket", "pack", "token_budget")  # modes that ask for lengths before a batch is read

@@ -28,10 +28,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from trainrun.data.batch import arrays_to_tensors, map_leaves
-from trainrun.data.columns import TARGET_NAMES
 from trainrun.data.sequences.fields import Cut, Fields, fields_of, forms_of, sequence_names
 from trainrun.data.sequences.packing import next_fit
 from trainrun.data.sequences.segments import IGNORED
+from trainrun.data.tensor_dataset import TARGET_NAMES
 
 Collate = Callable[[list[Any]], Any]
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from trainrun.data.batch import as_tensor, is_integer, map_leaves
-from trainrun.data.mapstyle import thread_safe
+from trainrun.data.map_style import thread_safe
 
 Fields = dict[str, Any]
 FIELD_FORMS = "a sample must be a tensor, a pair (inputs, target) or a dict"
 
 
-class Form(NamedTuple):
+class FieldForm(NamedTuple):
     """The first dimension and kind of one leaf. tokens: it is 1-D and holds integers."""
 
     length: int
@@ -71,16 +71,16 @@ def leaf(value: Any) -> Any:
     return value
 
 
-def forms_of(fields: Fields) -> dict[str, Form]:
+def forms_of(fields: Fields) -> dict[str, FieldForm]:
     """Describe the leaves that have a first dimension."""
     return {
-        name: Form(len(value), value.ndim == 1 and is_integer(value))
+        name: FieldForm(len(value), value.ndim == 1 and is_integer(value))
         for name, value in fields.items()
         if isinstance(value, Tensor) and value.ndim
     }
 
 
-def sequence_names(samples: Iterable[Mapping[str, Form]]) -> tuple[tuple[str, ...], bool]:
+def sequence_names(samples: Iterable[Mapping[str, FieldForm]]) -> tuple[tuple[str, ...], bool]:
     """The fields that are sequences, and whether their lengths differ between these samples.
 
     Those whose lengths differ; where none does, the tokens that are as long as the first tokens.

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 
-from trainrun.data.columns import Columns
-from trainrun.data.mapstyle import reads_at_once
-from trainrun.data.sequences.fields import Fields, Form, fields_of, forms_of, has_fields, sequence_names
-from trainrun.data.workers import seed_globals
+from trainrun.data.engines.workers import seed_globals
+from trainrun.data.map_style import reads_at_once
+from trainrun.data.sequences.fields import FieldForm, Fields, fields_of, forms_of, has_fields, sequence_names
+from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
-from trainrun.process.usercode import line_of
-from trainrun.randomness import kept_random_state
+from trainrun.runtime.user_traceback import line_of
+from trainrun.seeding import kept_random_state
 
 PROBES = 8  # samples that show which fields are sequences
 ESTIMATE_SAMPLES = 1000
@@ -24,7 +24,7 @@ ESTIMATE_SECONDS = 0.5
 AT_ONCE = 256  # samples asked of `__getitems__` in one call
 FIRST_LINE_SECONDS = 1.0
 LINES_APART = 4  # times as long until the next one
-Forms = Mapping[str, Form]
+Forms = Mapping[str, FieldForm]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.randomness import derive_seed
+from trainrun.seeding import derive_seed
 
 Array = np.ndarray[Any, Any]
 

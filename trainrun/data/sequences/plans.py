@@ -1,6 +1,6 @@
 """Which samples form which micro-batch where lengths decide it: pure functions of seed, epoch and position.
 
-As in `trainrun.data.order`, a global micro-batch is cut into one contiguous share for each rank.
+As in `trainrun.data.order.sampler`, a global micro-batch is cut into one contiguous share for each rank.
 """
 
 from __future__ import annotations
@@ -11,9 +11,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainrun.data.order import Plan, Share, StreamPlan, behind_the_end, epoch_order, limited, share_bounds
+from trainrun.data.order.sampler import (
+    Plan,
+    Share,
+    StreamPlan,
+    behind_the_end,
+    epoch_order,
+    limited,
+    share_bounds,
+)
 from trainrun.data.sequences.packing import Groups
-from trainrun.randomness import derive_seed
+from trainrun.seeding import derive_seed
 
 MEGA_BATCHES = 50  # global micro-batches that are sorted together
 

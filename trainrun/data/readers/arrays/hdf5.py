@@ -11,23 +11,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainrun.data.columns import Arrays
-from trainrun.data.readers.extras import extra
-from trainrun.data.readers.files import files_of
-from trainrun.data.readers.handles import Kept
+from trainrun.data.readers.free_space import check_memory
+from trainrun.data.readers.free_space import in_memory as stays_in_memory
+from trainrun.data.readers.open_files import Kept
+from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import Part
-from trainrun.data.readers.reader import Info, dataset_of
-from trainrun.data.readers.room import check_memory
-from trainrun.data.readers.room import in_memory as stays_in_memory
+from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.reader_protocol import Info, dataset_of
 from trainrun.data.readers.targets import Coding, coding_of, listed
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 from trainrun.instantiate import nearest
+from trainrun.limits import Auto, BelowOne
 
 ENDINGS = (".h5", ".hdf5")
 CHUNK_CACHE_BYTES = 32 * 2**20  # for each data set of an open file; HDF5's own default is 1 MiB
 
 
-class Layout(NamedTuple):
+class Hdf5Layout(NamedTuple):
     """A data set of the file. chunk: rows that are stored, and decompressed, together; 1 if it has none."""
 
     name: str
@@ -39,8 +40,8 @@ class Layout(NamedTuple):
 
 
 def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_path: str | None = None,
-         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0, target_dtype: str = "auto",
-         in_memory: bool | str = "auto") -> Any:  # fmt: skip
+         test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0, target_dtype: str = "auto",
+         in_memory: bool | Auto = "auto") -> Any:  # fmt: skip
     """`train`, `val` or `test`: `Arrays` in memory, or samples read on demand.
 
     inputs, target: names of data sets. For x, the first that is there of train/x, x_train and x; where
@@ -83,7 +84,7 @@ class Hdf5Reader:
     Every thread of every process opens the file for itself. A chunk is read once for all rows that are asked for.
     """
 
-    def __init__(self, path: Path, layouts: Sequence[Layout], encoded: Any, coding: Coding) -> None:
+    def __init__(self, path: Path, layouts: Sequence[Hdf5Layout], encoded: Any, coding: Coding) -> None:
         self._path = path
         self._layouts = tuple(layouts[:1] if encoded is not None else layouts)
         self._encoded = encoded
@@ -125,7 +126,7 @@ class Hdf5Reader:
         return np.fromiter(map(len, rows), np.int64, len(self))
 
 
-def read_rows(file: Any, path: Path, layout: Layout, rows: Any) -> list[np.ndarray[Any, Any]]:
+def read_rows(file: Any, path: Path, layout: Hdf5Layout, rows: Any) -> list[np.ndarray[Any, Any]]:
     """One array for each row; rows in any order, also twice. Rows of one chunk are read with one call."""
     data = file[layout.name]
     found: dict[int, np.ndarray[Any, Any]] = {}
@@ -139,7 +140,7 @@ def read_rows(file: Any, path: Path, layout: Layout, rows: Any) -> list[np.ndarr
     return [found[row] for row in np.asarray(rows).tolist()]
 
 
-def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> Layout:
+def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> Hdf5Layout:
     """DataError: no such data set, or it cannot be rows of numbers (or words, for a target)."""
     full = f"data.train.{key}"
     found = (
@@ -167,7 +168,7 @@ def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> L
         min(chunk, len(data)) * row_bytes, f"{file.filename}: unpacked, one chunk of {found!r}",
         "write it with fewer rows a chunk",
     )  # fmt: skip
-    return Layout(found, data.shape, data.dtype, chunk, ragged is not None and not words, words)
+    return Hdf5Layout(found, data.shape, data.dtype, chunk, ragged is not None and not words, words)
 
 
 def _candidate(file: Any, name: str, split: str) -> str | None:
@@ -182,7 +183,7 @@ def _is_set(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "chunks")  # a group has neither; h5py is imported late
 
 
-def _cells(file: Any, path: Path, layout: Layout) -> Any:
+def _cells(file: Any, path: Path, layout: Hdf5Layout) -> Any:
     """The target of all rows where it is one number or word each; None for others."""
     if layout.ragged or len(layout.shape) != 1:
         return None
@@ -192,7 +193,7 @@ def _cells(file: Any, path: Path, layout: Layout) -> Any:
         return list(file[layout.name].asstr()[:]) if layout.words else file[layout.name][:]
 
 
-def _sizes(layouts: Sequence[Layout]) -> str:
+def _sizes(layouts: Sequence[Hdf5Layout]) -> str:
     return " and ".join(f"{layout.name!r} has {layout.shape[0]} rows" for layout in layouts)
 
 

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.columns import Arrays
-from trainrun.data.readers.files import existing_folder, plain_file
+from trainrun.data.readers.free_space import GZIP_MAGIC, check_memory
 from trainrun.data.readers.parts import Part
-from trainrun.data.readers.room import GZIP_MAGIC, check_memory
+from trainrun.data.readers.paths import existing_folder, plain_file
 from trainrun.data.readers.targets import coding_of
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
+from trainrun.limits import BelowOne
 
 MOST_UNPACKED = 1040  # bytes from one byte of gzip: deflate has at most 1032
 COPIES = 2  # as stored, and in the machine's byte order
@@ -32,7 +33,7 @@ KEPT_AS = ("float32", "stored")
 
 def load(path: str | None, split: str, inputs: str, target: str | None, val_inputs: str | None = None,
          val_target: str | None = None, test_inputs: str | None = None, test_target: str | None = None,
-         val_fraction: float = 0.1, seed: int = 0, dtype: str = "float32") -> Arrays:  # fmt: skip
+         val_fraction: BelowOne = 0.1, seed: int = 0, dtype: str = "float32") -> Arrays:  # fmt: skip
     """`train`, `val` or `test`: inputs (N, ...) and integer labels (N,) or floats (N, 1).
 
     inputs, target, and those of val and test: names of files in the folder `path`; without val_inputs,

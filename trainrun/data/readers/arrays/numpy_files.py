@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainrun.data.batch import as_tensor
-from trainrun.data.columns import Arrays
-from trainrun.data.columns import rows as gathered
-from trainrun.data.order import LISTED
-from trainrun.data.permutation import KeyedPermutation
-from trainrun.data.readers.files import plain_file
+from trainrun.data.order.permutation import KeyedPermutation
+from trainrun.data.order.sampler import LISTED
+from trainrun.data.order.split import check_split
+from trainrun.data.readers.free_space import check_memory, in_memory
 from trainrun.data.readers.parts import RandomRows, held_out
-from trainrun.data.readers.reader import Info, ReaderDataset
-from trainrun.data.readers.room import check_memory, in_memory
-from trainrun.data.split import check_split
+from trainrun.data.readers.paths import plain_file
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset
+from trainrun.data.tensor_dataset import Arrays
+from trainrun.data.tensor_dataset import rows as gathered
 from trainrun.errors import DataError
-from trainrun.randomness import derive_seed
+from trainrun.limits import BelowOne
+from trainrun.seeding import derive_seed
 
 if TYPE_CHECKING:
     Memmap = np.memmap[Any, Any]
@@ -49,7 +50,7 @@ def open_mapped(file: str) -> Mapped:
     return array
 
 
-def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: float = 0.0,
+def load(path: str | None, split: str, inputs: str = "x", target: str | None = "y", val_fraction: BelowOne = 0.0,
          seed: int = 0, mapped: bool = True, stratify: bool | str = True) -> Any:  # fmt: skip
     """`train`, `val` or `test`: the arrays x_<split> and y_<split>, one row per sample.
 

@@ -12,14 +12,15 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 
-from trainrun.data.columns import Arrays
-from trainrun.data.split import check_split, hold_out
+from trainrun.data.order.split import check_split, hold_out
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
+from trainrun.limits import BelowOne
 
 LARGEST_PIXEL = 16
 
 
-def load(split: str, val_fraction: float = 0.2, seed: int = 0) -> Arrays:
+def load(split: str, val_fraction: BelowOne = 0.2, seed: int = 0) -> Arrays:
     """`train` or `val`: images (N, 1, 8, 8) float32 in [0, 1] and labels (N,) int64.
 
     seed: of the division into the two parts, apart from the run's seed.

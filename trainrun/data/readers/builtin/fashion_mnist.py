@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainrun.data.columns import Arrays
+from trainrun.data.order.split import check_split, hold_out
 from trainrun.data.readers.arrays.idx_files import read_idx
 from trainrun.data.scale import Scale
-from trainrun.data.split import check_split, hold_out
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
+from trainrun.limits import BelowOne
 
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 PREFIXES = {"train": "train", "test": "t10k"}
@@ -23,7 +24,7 @@ CLASS_NAMES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat",
 PIXEL_MEAN, PIXEL_STD = 0.2860, 0.3530  # of the 60,000 training images, scaled to [0, 1]
 
 
-def load(split: str, path: str | None = None, val_fraction: float = 0.0, normalize: bool = True,
+def load(split: str, path: str | None = None, val_fraction: BelowOne = 0.0, normalize: bool = True,
          seed: int = 0) -> Arrays:  # fmt: skip
     """`train`, `val` or `test`: images (N, 1, 28, 28), float32 in batches and uint8 until then; labels (N,) int64.
 

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from trainrun.data.columns import Arrays
-from trainrun.data.split import check_split
+from trainrun.data.order.split import check_split
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
-from trainrun.randomness import derive_seed
+from trainrun.limits import Count, NotNegative
+from trainrun.seeding import derive_seed
 
 SPLITS = ("train", "val", "test")
 
 
-def load(split: str, num_samples: int = 1024, shape: Sequence[int] = (16,), num_classes: int | None = 4,
-         seed: int = 0, noise: float = 1.0) -> Arrays:  # fmt: skip
+def load(split: str, num_samples: Count = 1024, shape: Sequence[Count] = (16,), num_classes: Count | None = 4,
+         seed: int = 0, noise: NotNegative = 1.0) -> Arrays:  # fmt: skip
     """Inputs (N, *shape) float32; the same arguments always give the same numbers.
 
     With num_classes, a sample is its class's prototype plus noise, and its target an int64 label, each

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.readers.files import existing_folder, fingerprint_of
 from trainrun.data.readers.parts import Part, parts_inside
-from trainrun.data.readers.pictures.pictures import Form, form_of, pixels_in
+from trainrun.data.readers.paths import existing_folder, fingerprint_of
+from trainrun.data.readers.pictures.decode import Form, form_of, pixels_in
 from trainrun.data.readers.tables.csv_text import Dialect, columns_in, line_of, read_cells
 from trainrun.data.readers.targets import Coding, coding_of
 from trainrun.data.scale import Scale
 from trainrun.errors import DataError
+from trainrun.limits import BelowOne, Count
 
 READ_BYTES = 2**17
 READ_FLAGS = (
@@ -132,8 +133,8 @@ def content_of(path: str) -> bytes:
 
 
 def load(path: str | None, split: str, labels: str | None = None, val_path: str | None = None,
-         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
-         shape: Sequence[int] | None = None, fit: str = "crop", dtype: str = "uint8",
+         test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
+         shape: Sequence[Count] | None = None, fit: str = "crop", dtype: str = "uint8",
          draft: bool = True) -> ImageFolder:  # fmt: skip
     """`train`, `val` or `test`; classes are those of the training data, in the order of their names.
 

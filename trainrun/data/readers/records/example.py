@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.extras import extra
+from trainrun.data.readers.optional_packages import extra
 
 Feature = list[bytes] | np.ndarray[Any, Any]
 PACKAGE = "trainrun"

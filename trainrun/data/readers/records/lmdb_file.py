@@ -17,21 +17,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainrun.data.readers.extras import extra
-from trainrun.data.readers.files import plain_file
+from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import Part, parts_inside
-from trainrun.data.readers.pictures.pictures import Form, form_of
-from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
+from trainrun.data.readers.paths import plain_file
+from trainrun.data.readers.pictures.decode import Form, form_of
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value
 from trainrun.errors import DataError
+from trainrun.limits import BelowOne, Count
 
 PARTS = {part: (part, f"{part}.lmdb") for part in ("train", "val", "test")}
 DATA_FILE = "data.mdb"  # in an environment that is a folder
 
 
 def load(path: str | None, split: str, val_path: str | None = None, test_path: str | None = None,
-         val_fraction: float = 0.1, seed: int = 0, shape: Sequence[int] | None = None, fit: str = "crop",
+         val_fraction: BelowOne = 0.1, seed: int = 0, shape: Sequence[Count] | None = None, fit: str = "crop",
          dtype: str = "uint8", draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`. shape, fit, dtype, draft: of pictures, see `Form`; the others: see `Part`.
 

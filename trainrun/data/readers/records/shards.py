@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainrun.data.readers.handles import Kept
+from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.records.record import META_NAME, Facts, decode_facts
 from trainrun.errors import DataError
 

@@ -16,16 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.extras import extra
-from trainrun.data.readers.files import files_of
+from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import Part
-from trainrun.data.readers.pictures.pictures import Form, form_of
-from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
+from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.pictures.decode import Form, form_of
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
 from trainrun.data.readers.records.example import Feature, parse_example
 from trainrun.data.readers.records.record import decode_sample, is_sample
 from trainrun.data.readers.records.shards import Shards, facts_beside
 from trainrun.data.readers.records.values import guessed_value
 from trainrun.errors import DataError
+from trainrun.limits import BelowOne, Count
 
 ENDINGS = (".tfrecord", ".tfrecords", ".tfrec")
 INDEX_ENDINGS = (".idx", ".index")
@@ -38,8 +39,8 @@ Places = np.ndarray[Any, np.dtype[np.int64]]
 
 def load(path: str | None, split: str, columns: Sequence[str] | None = None,
          sequences: Sequence[str] = (), check_crc: bool = False, val_path: str | None = None,
-         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
-         shape: Sequence[int] | None = None, fit: str = "crop", dtype: str = "uint8",
+         test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
+         shape: Sequence[Count] | None = None, fit: str = "crop", dtype: str = "uint8",
          draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.pictures.pictures import FAULTS, Form, fault_of
+from trainrun.data.readers.pictures.decode import FAULTS, Form, fault_of
 
 PICTURES = ("jpg", "jpeg", "png")
 NUMBERS = ("cls", "cls2", "index", "id")

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.columns import Arrays
-from trainrun.data.readers.files import files_of
 from trainrun.data.readers.parts import Part
+from trainrun.data.readers.paths import files_of
 from trainrun.data.readers.tables.csv_text import Cells, Dialect, columns_in, is_missing, line_of, read_cells
 from trainrun.data.readers.targets import (
     Coding,
@@ -23,15 +22,17 @@ from trainrun.data.readers.targets import (
     coding_of,
     numbers_in,
 )
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
+from trainrun.limits import BelowOne, Count
 
 ENDINGS = (".csv", ".csv.gz", ".tsv")
 INPUT_DTYPES = ("float32", "float64", "int64", "uint8")
 
 
 def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
-         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
-         shape: Sequence[int] | None = None, dtype: str = "float32", target_dtype: str = "auto",
+         test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
+         shape: Sequence[Count] | None = None, dtype: str = "float32", target_dtype: str = "auto",
          fill: float | None = None, delimiter: str | None = None, header: bool = True) -> Arrays:  # fmt: skip
     """`train`, `val` or `test`: the inputs (N, K), or (N, *shape), of `dtype`, and the target.
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from trainrun.data.readers.room import check_memory
+from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.tables.narrow import narrowed
 from trainrun.errors import DataError
 

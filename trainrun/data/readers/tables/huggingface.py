@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainrun.data.readers.extras import extra
-from trainrun.data.readers.files import files_of, plain_file
+from trainrun.data.readers.free_space import check_disk, unpacked_bytes
+from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import Part, parts_inside
-from trainrun.data.readers.pictures.pictures import Form, decoded, form_of
-from trainrun.data.readers.reader import Info, ReaderDataset, dataset_of
-from trainrun.data.readers.room import check_disk, unpacked_bytes
+from trainrun.data.readers.paths import files_of, plain_file
+from trainrun.data.readers.pictures.decode import Form, decoded, form_of
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_of
 from trainrun.errors import DataError
+from trainrun.limits import BelowOne, Count
 
 ENDINGS = (".arrow", ".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
 SET_FILE, SETS_FILE = "state.json", "dataset_dict.json"
@@ -97,8 +98,8 @@ class HuggingfaceReader:
 
 
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
-         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
-         shape: Sequence[int] | None = None, fit: str = "crop", dtype: str = "uint8",
+         test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
+         shape: Sequence[Count] | None = None, fit: str = "crop", dtype: str = "uint8",
          draft: bool = True) -> ReaderDataset:  # fmt: skip
     """`train`, `val` or `test`; a folder with parts has them by itself. The last column is the target.
 

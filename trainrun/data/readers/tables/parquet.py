@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainrun.data.columns import Arrays
-from trainrun.data.readers.files import files_of
-from trainrun.data.readers.handles import Kept
+from trainrun.data.readers.free_space import in_memory as stays_in_memory
+from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.parts import Part
-from trainrun.data.readers.pictures.pictures import Form, form_of
-from trainrun.data.readers.reader import Info, dataset_of
-from trainrun.data.readers.room import in_memory as stays_in_memory
+from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.pictures.decode import Form, form_of
+from trainrun.data.readers.reader_protocol import Info, dataset_of
 from trainrun.data.readers.tables.parquet_columns import (
-    Block,
+    ColumnBlock,
     Kind,
     block_of,
     class_names_in,
@@ -27,7 +26,9 @@ from trainrun.data.readers.tables.parquet_columns import (
 )
 from trainrun.data.readers.tables.parquet_tables import Table, close_file, open_file, table_of
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
+from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
+from trainrun.limits import Auto, BelowOne, Count
 
 ENDINGS = (".parquet", ".pq")
 DTYPES = ("float32", "float64", "int64", "uint8")
@@ -35,9 +36,9 @@ OPEN_FILES = 16  # of one thread
 
 
 def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
-         test_path: str | None = None, val_fraction: float = 0.1, seed: int = 0,
-         shape: Sequence[int] | None = None, dtype: str = "float32", target_dtype: str = "auto",
-         fill: float | None = None, in_memory: bool | str = "auto", row_groups: int = 4,
+         test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
+         shape: Sequence[Count] | None = None, dtype: str = "float32", target_dtype: str = "auto",
+         fill: float | None = None, in_memory: bool | Auto = "auto", row_groups: Count = 4,
          fit: str = "crop", draft: bool = True) -> Any:  # fmt: skip
     """`train`, `val` or `test`: `Arrays`, or samples read on demand for lists, pictures and what does not fit.
 
@@ -111,7 +112,7 @@ class ParquetReader:
             samples[number] = self._sample(indices[number], self._groups[group], place)
         return samples
 
-    def _sample(self, index: int, blocks: Sequence[Block], place: int) -> Any:
+    def _sample(self, index: int, blocks: Sequence[ColumnBlock], place: int) -> Any:
         cells = [block.cell(place, partial(self._table.where, block.kind.column, index)) for block in blocks]
         inputs: Any = cells[: self._num_inputs]
         if all(kind.name == "number" for kind in self._kinds[: self._num_inputs]):
@@ -155,12 +156,14 @@ class ParquetReader:
         return np.concatenate(parts).astype(np.int64)
 
 
-def _decoded(table: Table, kinds: Sequence[Kind], settings: Any, files: Kept, group: int) -> list[Block]:
+def _decoded(
+    table: Table, kinds: Sequence[Kind], settings: Any, files: Kept, group: int
+) -> list[ColumnBlock]:
     file = files[str(table.files[table.groups[group][0]])]
     return _blocks(table, kinds, settings, group, table.read(group, [kind.path for kind in kinds], file))
 
 
-def _blocks(table: Table, kinds: Sequence[Kind], settings: Any, group: int, read: Any) -> list[Block]:
+def _blocks(table: Table, kinds: Sequence[Kind], settings: Any, group: int, read: Any) -> list[ColumnBlock]:
     dtype, fill, form = settings
     path = table.files[table.groups[group][0]]
     return [block_of(kind, read[kind.column], dtype, fill, form, where_in(path, kind.column, table.starts[group]))

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.extras import extra
-from trainrun.data.readers.pictures.pictures import Form, decoded
+from trainrun.data.readers.optional_packages import extra
+from trainrun.data.readers.pictures.decode import Form, decoded
 from trainrun.data.readers.tables.narrow import narrowed
 from trainrun.errors import DataError
 
@@ -86,7 +86,7 @@ def class_names_in(schema: Any, column: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Block:
+class ColumnBlock:
     """A column of some rows, decoded as far as that is cheap.
 
     values: numbers (N,) or (N, size); all numbers of the lists; or an Arrow array of bytes.
@@ -108,7 +108,7 @@ class Block:
         return self.values[row].copy()
 
 
-def block_of(kind: Kind, column: Any, dtype: str, fill: float | None, form: Form, where: Any) -> Block:
+def block_of(kind: Kind, column: Any, dtype: str, fill: float | None, form: Form, where: Any) -> ColumnBlock:
     """dtype: of numbers that are no integers in lists. where: `(row) -> str`, in this column.
 
     DataError: a row has no value, and none is to stand for it.
@@ -121,17 +121,17 @@ def block_of(kind: Kind, column: Any, dtype: str, fill: float | None, form: Form
     if array.null_count and not (kind.name == "number" and fill is not None):
         raise _missing(kind, where(int(np.flatnonzero(np.asarray(array.is_null()))[0])))
     if kind.name == "picture":
-        return Block(kind, array, form=form)
+        return ColumnBlock(kind, array, form=form)
     if kind.name == "number":
-        return Block(kind, _numbers(kind, array, dtype, fill, where))
+        return ColumnBlock(kind, _numbers(kind, array, dtype, fill, where))
     inner = array.flatten()
     if inner.null_count:
         first = int(np.flatnonzero(np.asarray(inner.is_null()))[0])
         raise _missing(kind, f"{where(_row_of(kind, array, first))}, a number of the list")
     values = inner.to_numpy(zero_copy_only=False).astype(list_dtype(kind, dtype), copy=False)
     if kind.name == "fixed":
-        return Block(kind, values.reshape(len(array), kind.size))
-    return Block(kind, values, _ends(array))
+        return ColumnBlock(kind, values.reshape(len(array), kind.size))
+    return ColumnBlock(kind, values, _ends(array))
 
 
 def list_dtype(kind: Kind, dtype: str) -> np.dtype[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.room import check_memory
+from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.tables.parquet_columns import Kind, kind_of, pyarrow, where_in, words_of
 from trainrun.errors import DataError
 

@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.columns import Columns
-from trainrun.data.readers.files import fingerprint_of
 from trainrun.data.readers.parts import Part
+from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.text.text_files import text_files
 from trainrun.data.readers.text.token_file import Text, TokenFile, token_file
+from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
+from trainrun.limits import BelowOne, Count
 
 KINDS = ("blocks", "lines", "documents")
 
@@ -123,9 +124,9 @@ def _rows_again(samples: TextSamples) -> Columns:
     return rows
 
 
-def load(path: str | None, split: str, kind: str = "blocks", block_size: int = 256,
+def load(path: str | None, split: str, kind: str = "blocks", block_size: Count = 256,
          tokenizer: str | None = None, val_path: str | None = None, test_path: str | None = None,
-         val_fraction: float = 0.1, max_bytes: int | None = None,
+         val_fraction: BelowOne = 0.1, max_bytes: Count | None = None,
          cache_dir: str | None = None) -> TextSamples:  # fmt: skip
     """`train`, `val` or `test`.
 

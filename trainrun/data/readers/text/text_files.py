@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast
 
-from trainrun.data.readers.files import files_of
+from trainrun.data.readers.paths import files_of
 from trainrun.errors import DataError
 
 ENDINGS = (".txt", ".text", ".md", ".rst", ".py", ".txt.gz")

@@ -18,8 +18,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from trainrun.data.readers.files import fingerprint_of
-from trainrun.data.readers.room import check_disk, check_memory, unpacked_bytes
+from trainrun.data.readers.free_space import check_disk, check_memory, unpacked_bytes
+from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.text.text_files import chunks_of, is_packed, unreadable
 from trainrun.data.readers.text.tokenizer import BYTES, Tokens, encoded_chunk, open_tokenizer
 from trainrun.errors import DataError

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.extras import extra
-from trainrun.data.readers.files import plain_file
+from trainrun.data.readers.optional_packages import extra
+from trainrun.data.readers.paths import plain_file
 from trainrun.errors import DataError
 
 LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines would also cut at form feeds and others

@@ -1,0 +1,294 @@
+"""What a training waits for: named from the measurements alone, and found in a real run with a planted fault."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from trainrun.benchmark import budget
+from trainrun.benchmark.diagnose import diagnosis
+from trainrun.benchmark.diagnose.ablations import useful_ablations
+from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination, WhatIf
+from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
+from trainrun.benchmark.diagnose.profile import STEPS, idle_fraction, profiled
+from trainrun.benchmark.diagnose.rounds import Rounds
+from trainrun.benchmark.diagnose.verdict import CAUSES, REMEDIES, verdict
+from trainrun.benchmark.worker_messages import RunInfo, Turn
+from trainrun.cli.main import main
+from trainrun.cli.run_arguments import take_seconds
+from trainrun.config.schema import RunConfig, with_values
+from trainrun.errors import ConfigError
+from trainrun.plots.diagnosis_bars import draw_what_ifs
+from trainrun.timing.paired import Ratio
+
+INFO = RunInfo("samples", "resident", 0, 1, "cpu", 1, 900, 45.0)
+
+
+def found(fused: bool = True, load_cores: float = 0.1, **gains: float | tuple[float, float]) -> Diagnosis:
+    what_ifs = []
+    for name, gain in gains.items():
+        value, low = gain if isinstance(gain, tuple) else (gain, 0.98 * gain)
+        what_ifs.append(WhatIf(name, Ratio(value, low, 2 * value - low, 9), "trainer.num_threads=1"))
+    return Diagnosis(INFO, 1500.0, 0.02, what_ifs, 1e6, load_cores, fused)
+
+
+def test_a_training_that_waits_for_nothing_is_healthy() -> None:
+    assert verdict(found(data=1.05, logging=1.0, threads=0.8, update=1.4, dispatch=1.2)).first == "healthy"
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_each_cause_can_be_the_first(name: str) -> None:
+    told = verdict(found(fused=False, **{name: 1.8}))
+    assert told.first == name
+    assert "80 %" in told.text
+
+
+def test_at_most_two_causes_the_larger_first() -> None:
+    told = verdict(found(data=1.3, logging=2.0, validation=1.2))
+    assert [cause.what_if.name for cause in told.causes] == ["logging", "data"]
+
+
+def test_what_noise_could_be_is_not_a_cause() -> None:
+    told = verdict(found(data=(1.5, 0.9)))
+    assert (told.first, told.causes) == ("unclear", ())
+    assert "loading may cost something (-10 to +110 % faster without)" in told.text
+    assert verdict(found(data=(1.5, 0.9), logging=1.3)).first == "logging"
+
+
+def test_one_turn_is_no_proof(tmp_path: Path) -> None:
+    once = found()
+    once.what_ifs.append(WhatIf("data", Ratio(1.5, 0.0, float("inf"), 1), "batches that are there already"))
+    once.what_ifs.append(WhatIf("validation", Ratio(1.05, 1.05, 1.05, 1), "3 ms a step"))
+    told = verdict(once)
+    assert (told.first, told.causes) == ("unclear", ())
+    assert "loading may cost something (50 % faster without, in a single turn)" in told.text
+    data, validation = lines_of(once)[-4:-2]
+    assert "one turn" in data
+    assert "computed" in validation
+    write_report(once, [], tmp_path)
+    rows = json.loads((tmp_path / "diagnosis.json").read_text())["what_ifs"]
+    assert [row["low"] for row in rows] == [None, 1.05]
+
+
+def test_what_there_was_no_time_for_is_said() -> None:
+    short = replace(found(), untried=("data.batch_size=64",))
+    assert "No time was left for: data.batch_size=64" in verdict(short).text
+    assert "time was left" not in verdict(found()).text
+    single = [WhatIf("data", Ratio(1.0, 1.0, 1.0, 1), "")]
+    assert verdict(replace(found(), what_ifs=single)).first == "healthy"
+    told = verdict(replace(found(), what_ifs=single, untried=("no optimizer",)))
+    assert told.first == "unclear"
+    assert "no optimizer" in told.text
+
+
+def test_a_large_batch_explains_what_nothing_else_does() -> None:
+    assert verdict(found(dispatch=1.9)).first == "dispatch"
+    assert verdict(found(dispatch=1.3, logging=1.4)).first == "logging"
+    assert verdict(found(dispatch=1.9, data=1.4)).first == "dispatch"
+    assert verdict(found(dispatch=1.9, threads=1.4)).first == "threads"
+    assert verdict(found(dispatch=1.2)).first == "healthy"
+
+
+def test_two_turns_of_a_larger_batch_are_too_few() -> None:
+    few = found(dispatch=4.0, data=1.15)
+    few.what_ifs[0] = replace(few.what_ifs[0], gain=few.what_ifs[0].gain._replace(pairs=2))
+    assert verdict(few).first == "data"
+    assert "; unclear: calls that are too small" in verdict(few).text
+    few.what_ifs.pop()
+    assert verdict(few).first == "unclear"
+    assert "(300 % faster without, in 2 turns): no time for more" in verdict(few).text
+    assert "unclear" not in verdict(found(dispatch=4.0, data=1.15)).text
+
+
+def test_a_fused_update_is_no_cause() -> None:
+    assert verdict(found(fused=True, update=1.5)).first == "healthy"
+    assert verdict(found(fused=False, update=1.5)).causes[0].remedies == ("optimizer.fused=true",)
+
+
+def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> None:
+    waits, computes = (verdict(found(data=3.0, load_cores=cores)) for cores in (0.1, 1.0))
+    assert "mostly waits" in waits.text
+    assert "mostly computes" in computes.text
+    assert "workers" in waits.causes[0].remedies[0]
+    safe = replace(found(data=3.0), info=replace(INFO, thread_safe=True))
+    assert "threads" in verdict(safe).causes[0].remedies[0]
+
+
+def test_every_remedy_is_one_that_a_run_takes() -> None:
+    from trainrun.config.compose import compose_run
+
+    words = sorted({word for several in REMEDIES.values() for each in several for word in each.split()})
+    apart = ["monitor=fast", "data.engine=workers", "data.num_workers=auto", "trainer.compile=step"]
+    compose_run([word for word in words if word not in apart])
+    assert compose_run(apart).config.trainer.compile.scope == "step"
+
+
+def test_the_lines_hold_every_what_if() -> None:
+    text = "\n".join(lines_of(found(data=1.3, logging=2.0)))
+    assert re.search(r"logging +\+100 % +\+96 to \+104 %", text)
+    assert "try: monitor.log_every_n_steps=500" in text
+
+
+def test_only_useful_ablations_are_asked() -> None:
+    config = RunConfig()
+    assert "one_type" not in useful_ablations(config, INFO, 10)
+    config = with_values(config, {"precision.mode": "bf16-mixed", "checkpoint.every_n_train_steps": 5})
+    ranks = useful_ablations(config, replace(INFO, world_size=2), 10)
+    assert {"one_type", "saving", "no_gradient_sync"} <= set(ranks)
+    assert not [name for name in ranks if name.startswith("threads=")]
+
+
+def examination(deadline: float, clock: list[float]) -> Examination:
+    examined = Examination.__new__(Examination)
+    examined._budget, examined._reserved = budget.Budget(deadline, lambda: clock[0]), 0.0
+    examined._compiling, examined._untried, examined._say = 0.0, [], lambda about, left: None
+    return examined
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(1.5, 1), (8.0, 1), (30.0, 6), (300.0, 12)])
+def test_rounds_end_with_the_budget_and_the_last_ones_are_for_what_gains(seconds: float, rounds: int) -> None:
+    clock, names = [0.0], []
+
+    def side(name: str, items: float):
+        def turn() -> Turn:
+            clock[0] += 1.0
+            names.append(name)
+            return Turn(1.0, 1, items)
+
+        return turn
+
+    gains = {"cached": 3.0, "no_logging": 1.0, "threads=2": 0.5}
+    taken = Rounds(
+        side("", 1.0), {name: side(name, gain) for name, gain in gains.items()}, seconds, lambda: clock[0]
+    )
+    examined = examination(seconds, clock)
+    examined._measure(taken, list(gains), Turn(11.0, 1, 4.0))
+    assert clock[0] <= seconds + 3.0  # a group that was begun in the first round
+    assert len(taken.pairs["cached"]) >= rounds
+    assert len(taken.pairs["threads=2"]) <= 3  # what is slower is not asked again
+    assert bool(examined._untried) == (seconds < 2)
+
+
+def test_if_finding_the_pace_takes_all_the_time_the_pace_is_told() -> None:
+    examined = examination(8.5, [8.0])
+    examined._compiling = 10.0
+    pace = Turn(11.0, 1, 4.0, phases={"compile": 10.0}, compile_seconds=30.0)
+    taken = Rounds(lambda: pace, {"cached": lambda: pace}, 8.5, lambda: 8.0)
+    examined._measure(taken, ["cached"], pace)
+    assert taken.own == [pace]
+    assert taken.base.each == 0.25
+    assert examined._untried == ["batches that are there already"]
+
+
+@pytest.mark.parametrize(("steps", "told"), [(50, {"logging": 0.004}), (20, {})])
+def test_log_points_are_told_by_whole_turns_only(steps: int, told: dict[str, float]) -> None:
+    """If shapes are compiled meanwhile, a turn ends before it comes to one."""
+    examined = examination(40.0, [0.0])
+    turn = Turn(0.5, steps, 1.0, phases={"logging": 0.2})
+    examined._base = SimpleNamespace(train=lambda number, warm, most_seconds: turn)  # type: ignore[assignment]
+    examined._config, examined._steps = RunConfig(), 10
+    assert examined._logging_cost(0.01) == pytest.approx(told)
+
+
+@pytest.mark.parametrize("words", [["--budget", "30"], ["--budget=30"], ["--budget", "0.5min"]])
+def test_the_budget(words: list[str]) -> None:
+    assert take_seconds(["model=cnn", *words, "seed=1"], 40.0, "diagnose") == (["model=cnn", "seed=1"], 30.0)
+
+
+@pytest.mark.parametrize("words", [["--budget"], ["--budget", "soon"], ["--budget=1"]])
+def test_a_wrong_budget(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="diagnose: --budget"):
+        take_seconds(words, 40.0, "diagnose")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--traces"], "--traces: no flag of trainrun diagnose. Did you mean --trace?"),
+        (["--cfg", "job"], "--cfg: no flag of trainrun diagnose"),
+        (["-m", "seed=1,2"], "-m: no flag of trainrun diagnose"),
+        (["--config-dir", "nowhere"], "nowhere: no such folder"),
+        (["data.batchsize=3"], "Did you mean data.batch_size?"),
+    ],
+)
+def test_a_word_that_it_does_not_know(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diagnose", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_largest_operation_is_first_with_its_calls(tmp_path: Path) -> None:
+    large = torch.ones(400, 400, dtype=torch.float64)
+    taken: list[int] = []
+
+    def run(steps: int) -> None:
+        taken.append(steps)
+        for _ in range(steps):
+            large @ large
+            large @ large
+
+    told = profiled(run, torch.device("cpu"), tmp_path / "trace.json.gz")
+    first = told.operations[0]
+    assert (first.name, first.calls) == ("mm", 2)
+    assert 0 < first.seconds <= told.step_seconds
+    assert taken == [STEPS, STEPS]
+    assert told.idle is None
+
+
+def test_a_gpu_is_idle_if_no_kernel_runs() -> None:
+    def kernel(start: float, end: float, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
+        return SimpleNamespace(device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+    kernels = [kernel(10, 20), kernel(15, 30), kernel(50, 60), kernel(0, 1000, DeviceType.CPU)]
+    assert idle_fraction(kernels) == pytest.approx(0.4)
+
+
+OWN = """
+import time, torch
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2000
+
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        return torch.full((16,), index / 2000), index % 3
+"""
+SLOW = ["data=custom", "data.train._target_=slow_data.Slow", "data.num_classes=3", "data.engine=workers",
+        "data.num_workers=0", "data.batch_size=16"]  # fmt: skip
+
+
+@pytest.mark.process
+def test_a_slow_data_set_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "slow_data.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(diagnosis, "MOST_ROUNDS", 3)
+    assert main(["diagnose", "--trace", *SLOW, "--budget", "300"]) == 0
+    assert "mostly waits" in capsys.readouterr().out
+    (folder,) = (tmp_path / "outputs").glob("*/*-diagnose-*")
+    data = json.loads((folder / "diagnosis.json").read_text())
+    assert data["verdict"]["first"] == "data"
+    assert {"addmm", "mm"} <= {one["name"] for one in data["profile"]["operations"]}
+    traced = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
+    assert any(event.get("name") == "aten::addmm" for event in traced["traceEvents"])
+    assert {row["name"] for row in data["what_ifs"]} >= {"data", "logging", "update", "dispatch"}
+    assert (folder / "whatif.png").stat().st_size > 5000
+    assert {path.name for path in tmp_path.iterdir()} <= {"slow_data.py", "outputs", "__pycache__"}
+
+
+def test_a_picture_of_nothing_says_so(tmp_path: Path) -> None:
+    """If there was no time for an ablation, and nothing is known, as on a GPU."""
+    facts = {"what_ifs": [], "verdict": {"causes": []}, "items_per_second": 1500.0, "unit": "samples"}
+    draw_what_ifs(facts, tmp_path / "nothing.png")
+    assert (tmp_path / "nothing.png").stat().st_size > 1000

@@ -1,0 +1,112 @@
+"""What stays of a search: the preset, which a run finds at once, and which says when it no longer holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainrun.benchmark.run_overrides import plain_overrides, replaced
+from trainrun.benchmark.search.preset_file import host_preset, parsed, preset_path, write_preset
+from trainrun.benchmark.search.search import Results, SearchPart
+from trainrun.config.compose import compose_run
+from trainrun.config.tuned_settings import MARK
+from trainrun.errors import ConfigError
+from trainrun.timing.paired import Ratio
+
+pytestmark = pytest.mark.process
+
+GAIN = Ratio(2.0, 1.9, 2.1, 20)
+
+
+def written(typed: list[str], *found: str):
+    parts = tuple(SearchPart((one,), "numbers", "numeric", GAIN) for one in found)
+    results = Results(
+        (), "samples", 1000.0, Ratio(1.0, 0.99, 1.01, 20), (), parts, GAIN, True, "2.00x", 100.0
+    )
+    return write_preset(preset_path("tuned-here", Path.cwd()), plain_overrides(typed), results, Path.cwd())
+
+
+def test_a_run_finds_the_preset_at_once(workdir: Path) -> None:
+    found = written(
+        ["model=cnn", "data.num_workers=3", "preset=fast", "precision=32"],
+        "precision=bf16-mixed", "trainer.num_threads=2", "data.num_workers=auto", "trainer.compile.scope=off",
+    )  # fmt: skip
+    assert found.path == workdir / "conf/preset/tuned-here.yaml"
+    assert found.use == ["model=cnn", "preset=tuned-here"]
+    composed = compose_run(found.use)
+    assert composed.notes == []
+    config = composed.config
+    chosen = config.precision.mode, config.trainer.num_threads, config.data.num_workers
+    assert chosen == ("bf16-mixed", 2, "auto")
+    assert config.data.batch_size == 128  # of the preset that was asked for before
+    text = found.path.read_text()
+    assert "2.00x (1.90 to 2.10" in text
+    assert "# trainer.num_threads=2: found at 2.00x" in text
+
+
+def test_a_preset_holds_no_secret(workdir: Path) -> None:
+    (workdir / "secret_net.py").write_text("class Net:\n    def __init__(self, api_key): ...\n")
+    found = written(["model=secret_net.Net", "model.api_key=typed-1"], "trainer.num_threads=2")
+    assert found.path is not None
+    text = found.path.read_text()
+    assert "typed-1" not in text
+    assert "model.api_key=***" in text
+
+
+def test_a_preset_that_no_longer_holds_says_so_in_one_line(workdir: Path) -> None:
+    (workdir / "my_net.py").write_text("import torch\nNet = torch.nn.Identity\n")
+    use = written(["model=my_net.Net"], "trainer.channels_last=true").use
+    assert compose_run(use).notes == []
+    (workdir / "my_net.py").write_text("import torch\nNet = torch.nn.Flatten\n")
+    assert compose_run(use).notes == [
+        "preset=tuned-here was measured with another model. Measure again: trainrun autotune"
+    ]
+    (told,) = compose_run([*use, "data.batch_size=7"]).notes
+    assert "another model; shapes 32 of 1x8x8, and this is 7 of 1x8x8" in told
+    path = workdir / "conf/preset/tuned-here.yaml"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith(MARK)]
+    path.write_text("\n".join([*lines, MARK + json.dumps({"machine": "a toaster"})]))
+    (told,) = compose_run(use).notes
+    assert told.startswith("preset=tuned-here was measured with machine a toaster, and this is ")
+
+
+def test_accumulation_that_was_traded_is_the_same_shape(workdir: Path) -> None:
+    use = written(["data.batch_size=32"], "data.batch_size=16", "trainer.accumulate_grad_batches=2").use
+    assert use == ["preset=tuned-here"]
+    assert compose_run(use).notes == []
+
+
+def test_a_preset_of_ones_own_is_not_overwritten(workdir: Path) -> None:
+    path = workdir / "conf/preset/mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\nseed: 3\n")
+    with pytest.raises(ConfigError, match="is not one that trainrun autotune wrote"):
+        preset_path("mine", workdir)
+    with pytest.raises(ConfigError, match="--name a/b"):
+        preset_path("a/b", workdir)
+    assert host_preset().startswith("tuned-")
+
+
+def test_an_experiment_that_stands_above_a_preset(workdir: Path) -> None:
+    path = workdir / "conf/experiment/big.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\ntrainer:\n  num_threads: 1\n")
+    found = written(["experiment=big"], "trainer.num_threads=2")
+    assert found.path is None
+    assert found.use == ["experiment=big", "trainer.num_threads=2"]
+    assert not (workdir / "conf/preset/tuned-here.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"), [("off", "off"), ("2", 2), ("null", None), ("bf16-mixed", "bf16-mixed"), ("1.5", 1.5)]
+)
+def test_values_are_read_as_hydra_reads_them(typed: str, value: object) -> None:
+    assert parsed(typed) == value
+
+
+def test_overrides_are_replaced_by_their_keys() -> None:
+    overrides = ["precision=32-true", "precision.matmul=high", "++model.width=3", "seed=1"]
+    others = ["precision=bf16-mixed", "model.width=4"]
+    assert replaced(overrides, others) == ["seed=1", *others]

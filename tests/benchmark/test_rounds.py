@@ -1,0 +1,165 @@
+"""What turns say: of ablations next to the unchanged loop, of reading apart from the rest, and of a pace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+from types import SimpleNamespace
+
+import pytest
+
+from trainrun.benchmark.budget import Budget, PacedTurns, steps_for
+from trainrun.benchmark.diagnose.ablations import LARGER, NUM_CACHED, CachedBatches
+from trainrun.benchmark.diagnose.rounds import Rounds, freed
+from trainrun.benchmark.worker_messages import Turn
+from trainrun.interfaces import MicroBatch
+from trainrun.timing.paired import Ratio
+from trainrun.timing.phases import DATA, LOGGING
+
+
+def side(speed: float) -> Callable[[], Turn]:
+    return lambda: Turn(1.0, 1, speed)
+
+
+def taken(number: int, base: Callable[[], Turn], **sides: Callable[[], Turn]) -> Rounds:
+    rounds = Rounds(base, sides, deadline=1e12)
+    for _ in range(number):
+        rounds.take(list(sides), in_any_case=True)
+    return rounds
+
+
+def test_each_ablation_is_next_to_a_turn_of_the_base() -> None:
+    rounds = taken(3, side(10), b=side(20), c=side(5), d=side(10))
+    assert rounds.ratio("b").value == pytest.approx(2.0)
+    assert rounds.ratio("c").value == pytest.approx(0.5)
+    assert rounds.base.each == pytest.approx(0.1)
+    assert len(rounds.own) == 6  # each is next to two of the others
+    assert [len(pairs) for pairs in rounds.pairs.values()] == [3, 3, 3]
+
+
+def test_a_round_ends_with_the_time() -> None:
+    now = iter(range(100))
+    rounds = Rounds(side(10), {name: side(10) for name in "bcd"}, 4.0, lambda: float(next(now)))
+    assert rounds.take(["b"], in_any_case=True)
+    assert not rounds.take(["b", "c", "d"], in_any_case=False)
+    assert len(rounds.pairs["b"]) == 1
+
+
+def test_what_the_account_of_time_says_of_the_base() -> None:
+    own = Turn(1.0, 10, 10, phases={"data": 0.5, "logging": 0.2, "forward": 0.3})
+    rounds = taken(2, lambda: own, b=side(10))
+    assert rounds.ratio_of_phase(DATA).value == pytest.approx(2.0)
+    assert rounds.ratio_of_phase(LOGGING).value == pytest.approx(1.25)
+
+
+def stalling(around: float, stalls: Iterator[float]) -> Callable[[], Turn]:
+    def turn() -> Turn:
+        stall = next(stalls)
+        return Turn(around + stall, 10, 10, phases={"data": stall})
+
+    return turn
+
+
+def test_a_stall_of_the_data_is_no_difference_between_two_that_read_the_same() -> None:
+    rounds = taken(3, stalling(10.0, iter([0.0, 8.0, 4.0])), b=stalling(8.0, iter([2.0, 0.0, 2.0])))
+    assert rounds.ratio("b").high > 1.5
+    ratio = rounds.ratio("b", [DATA])  # 10 of 14 seconds become 8
+    assert (ratio.value, ratio.low, ratio.high) == (pytest.approx(14 / 12),) * 3
+
+
+def test_few_stalls_are_known_from_all_that_read_the_same() -> None:
+    """Four turns of the base and of another that reads: one of the latter stalled."""
+    stalled = iter([0.0, 4.0])
+    rounds = taken(
+        2, stalling(2.0, cycle([0.0])), b=stalling(2.0, stalled), cached=stalling(2.0, cycle([0.0]))
+    )
+    assert rounds.ratio("cached").value == pytest.approx(1.0)
+    unread = rounds.ratio_unread()
+    assert unread.value == pytest.approx((2.0 + 4.0 / 4) / 2.0)
+    assert unread.low < 1.0  # one stall says little
+    assert unread.pairs == 2
+
+
+def test_the_steps_before_a_turn_read_as_well_and_other_batches_do_not_count() -> None:
+    turn = Turn(2.0, 1, 10, phases={"data": 1.0}, warm_data_seconds=4.0, warm_items=20)
+    rounds = taken(2, lambda: turn, b=lambda: turn, cached=lambda: turn, **{LARGER: lambda: turn})
+    assert sum(spent.items for spent in rounds.readings) == 30 * 6  # of the base and of b
+    assert sum(spent.seconds for spent in rounds.readings) == 5.0 * 6
+
+
+def test_compilation_is_no_part_of_a_comparison() -> None:
+    def compiling() -> Turn:
+        phases = {"compile": 4.0, "forward": 0.5}
+        return Turn(seconds=5.0, steps=10, items=10, phases=phases, compile_seconds=20.0)
+
+    rounds = taken(2, compiling, b=lambda: Turn(seconds=1.0, steps=10, items=20))
+    assert rounds.ratio("b").value == pytest.approx(2.0)
+    assert rounds.compile_seconds(None) == pytest.approx(0.4)
+    assert rounds.compile_seconds(1000) == pytest.approx(0.02)
+
+
+def test_the_gain_of_a_part() -> None:
+    assert freed(Ratio(2.0, 1.0, 4.0, 5), 10.0, 5.0) == pytest.approx((10 / 7.5, 1.0, 10 / 6.25, 5))
+
+
+def window(*batches: tuple[bool, bool]) -> list[MicroBatch]:
+    return [MicroBatch(None, last=last, real=real) for last, real in batches]
+
+
+def test_cached_batches_are_real_ones_up_to_the_end_of_an_epoch() -> None:
+    def cached(*windows: list[MicroBatch]) -> tuple[int, list[MicroBatch]]:
+        batches = CachedBatches(SimpleNamespace(train=None))
+        return batches.fill(iter(windows)), list(islice(batches.epoch(0), 2))
+
+    usual, last, empty = window((False, True)), window((True, True)), window((True, False))
+    assert cached(usual, usual, last, usual)[0] == 3
+    assert cached(last, usual)[0] == 1
+    assert cached(*[usual] * (NUM_CACHED + 5))[0] == NUM_CACHED
+    for windows, number in (((empty, usual, usual, last), 4), ((empty, empty, usual), 2)):
+        read, handed = cached(*windows)
+        assert read == number
+        assert not any(batch.last for batch in handed)
+    assert [batch.real for batch in cached(empty, usual, last)[1]] == [True, True]
+
+
+def test_turns_take_about_so_long_whatever_the_speed() -> None:
+    def paced(multiple: int) -> PacedTurns:
+        return PacedTurns(lambda steps: Turn(0.01 * steps, steps, steps), 80, 0.3, multiple)
+
+    one, seven = paced(1), paced(7)
+    assert [one().steps for _ in range(3)] == [10, 28, 28]  # with the 2 before them 0.3 s
+    assert [seven().steps for _ in range(3)] == [7, 28, 28]
+    slow = PacedTurns(lambda steps: Turn(5.0 * steps, steps, steps), 80, 0.3)
+    assert [slow().steps for _ in range(2)] == [10, 1]
+
+
+def test_compilation_does_not_change_the_pace() -> None:
+    compiling = iter([0.0, 0.0, 6.0, 0.0, 0.0])
+
+    def take(steps: int) -> Turn:
+        extra = next(compiling)
+        return Turn(0.01 * steps + extra, steps, steps, phases={"compile": extra})
+
+    paced = PacedTurns(take, 80, 0.3)
+    assert [paced().steps for _ in range(5)] == [10, 28, 28, 28, 28]
+
+
+def test_steps_for_some_seconds() -> None:
+    assert steps_for(lambda steps: Turn(0.01 * steps, steps, steps), 0.3) == 30
+    assert steps_for(lambda steps: Turn(2.0 * steps, steps, steps), 0.3) == 1
+    asked = []
+
+    def cut(steps: int) -> Turn:
+        asked.append(steps)
+        return Turn(0.001 * min(steps, 3), min(steps, 3), steps)
+
+    assert steps_for(cut, 0.3) == 3
+    assert len(asked) == 2  # there was no time for more
+
+
+def test_a_budget() -> None:
+    now = [100.0]
+    budget = Budget(60.0, lambda: now[0])
+    now[0] = 130.0
+    assert (budget.spent, budget.left(), budget.left(0.75)) == (30.0, 30.0, 15.0)
+    assert budget.deadline(0.5) == 130.0

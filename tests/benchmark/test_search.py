@@ -1,0 +1,244 @@
+"""The search in worlds whose best setting is known: found if there is one, and not if there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from benchmark_worlds import World
+
+from trainrun.benchmark.budget import Budget
+from trainrun.benchmark.search.acceptance import SHOWN
+from trainrun.benchmark.search.autotune_report import as_plain, search_lines, table_lines
+from trainrun.benchmark.search.candidates import NEEDLESS, REJECTED, UNPAID, UNTRIED, Trial
+from trainrun.benchmark.search.options import EXACT, NUMERIC, OPTIONS, OTHER, SearchOption, Technique
+from trainrun.benchmark.search.search import Results, Search, refuse_too_short, verdict_of
+from trainrun.benchmark.search.technique_table import Row, measure_table
+from trainrun.config.schema import RunConfig
+from trainrun.errors import ConfigError, TrainingError
+from trainrun.timing.paired import Ratio
+
+SETTINGS = ["seed=1", "trainer.num_threads=2"]
+FEW = tuple(option for option in OPTIONS if option.name in ("threads", "numbers"))
+COMPILE_ONLY = tuple(option for option in OPTIONS if option.name == "compile")
+
+
+def flat(config: RunConfig) -> float:
+    return 1000.0
+
+
+def known(config: RunConfig) -> float:
+    """bf16 pays with channels-last only; one thread is better than two."""
+    speed = 1000.0
+    bf16, last = config.precision.mode == "bf16-mixed", config.trainer.channels_last
+    speed *= {(True, True): 2.0, (True, False): 0.8, (False, True): 1.05, (False, False): 1.0}[bf16, last]
+    return speed * (1.3 if config.trainer.num_threads == 1 else 1.0)
+
+
+def new_search(world: World, gate: str, budget: float) -> Search:
+    return Search(world.start, SETTINGS, Budget(budget, world.clock), 2, lambda about, left: None, gate)
+
+
+def searched(
+    world: World, gate: str = NUMERIC, budget: float = 120.0, options: Sequence[SearchOption] = FEW
+) -> Results:
+    return new_search(world, gate, budget).run(options)
+
+
+def trial_of(results: Results, *overrides: str) -> Trial:
+    return next(trial for trial in results.trials if trial.overrides == overrides)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_best_is_found_and_claimed_at_its_size(tmp_path: Path, noise: float) -> None:
+    world = World(tmp_path, known, noise=noise, drift=0.2)
+    results = searched(world)
+    expected = {"precision=bf16-mixed", "trainer.channels_last=true", "trainer.num_threads=1"}
+    assert expected <= set(results.found)
+    assert results.claim is not None
+    assert results.claim.low * (1 - 1e-9) <= 2.0 * 1.3 <= results.claim.high * (1 + 1e-9)
+    assert world.now <= 1.1 * 120
+    assert world.most_alive <= 12
+    assert world.alive <= 1  # the pool closes the last one
+    assert "the speed of your own settings" in "\n".join(search_lines(results, explain=True))
+    assert as_plain(results)["claim"]["low"] == results.claim.low
+
+
+def test_the_claims_intervals_hold_the_truth(tmp_path: Path) -> None:
+    """Of 20 searches with a known gain, each with noise, processes that differ, and drift; 99 % is promised."""
+    held = claims = 0
+    for seed in range(20):
+        world = World(tmp_path, known, noise=0.1, twist=0.01, drift=0.2, seed=seed)
+        results = searched(world, budget=90.0, gate=EXACT)
+        if results.claim is not None:
+            claims += 1
+            truth = known(world.started[-1]) / 1000.0
+            truth = max(truth, known(world.started[-2]) / 1000.0)
+            held += results.claim.low <= truth <= results.claim.high
+    assert claims >= 18
+    assert held >= claims - 1
+
+
+def test_an_exact_setting_on_top_of_one_that_rounds_more(tmp_path: Path) -> None:
+    results = searched(World(tmp_path, known), options=FEW[::-1])
+    assert {"precision=bf16-mixed", "trainer.num_threads=1"} <= set(results.found)
+
+
+def test_only_what_is_allowed_is_tried(tmp_path: Path) -> None:
+    world = World(tmp_path, known)
+    results = searched(world, gate=EXACT)
+    assert {config.precision.mode for config in world.started} == {"32-true"}
+    assert "trainer.num_threads=1" in results.found
+    assert trial_of(results, "precision=bf16-mixed").state == REJECTED
+    with pytest.raises(ConfigError, match="--allow all: must be one of exact, numeric"):
+        searched(world, gate="all")
+
+
+def test_another_training_is_not_accepted_however_fast(tmp_path: Path) -> None:
+    world = World(tmp_path, known, wrong=lambda config: config.trainer.num_threads == 1)
+    results = searched(world)
+    assert "trainer.num_threads=1" not in results.found
+    trial = trial_of(results, "trainer.num_threads=1")
+    assert (trial.state, trial.cosine) == (REJECTED, -1.0)
+
+
+def test_a_run_that_is_not_repeatable_is_refused(tmp_path: Path) -> None:
+    calls: list[int] = []
+    world = World(tmp_path, flat, wrong=lambda config: bool(calls.append(1)) or len(calls) == 2)
+    with pytest.raises(TrainingError, match="two runs of these settings differ by more than rounding"):
+        searched(world)
+
+
+def test_what_cannot_start_is_told_and_the_search_goes_on(tmp_path: Path) -> None:
+    results = searched(
+        World(tmp_path, lambda config: known(config) if config.trainer.num_threads == 2 else 0.0)
+    )
+    trial = trial_of(results, "trainer.num_threads=1")
+    assert (trial.state, trial.reason) == (REJECTED, "it fell over")
+    assert "precision=bf16-mixed" in results.found
+
+
+def test_no_gain_is_claimed_if_there_is_none(tmp_path: Path) -> None:
+    """Noise of 10 to 30 % in every turn, processes that differ by up to two percent, and a machine that drifts."""
+    claims = 0
+    for seed in range(40):
+        noise, twist = 0.1 + 0.2 * (seed % 3) / 2, 0.005 if seed % 2 else 0.02
+        world = World(tmp_path, flat, noise=noise, twist=twist, drift=0.3, seed=seed)
+        results = searched(world, budget=60.0)
+        assert world.now <= 1.1 * 60
+        claims += results.claimed
+    assert claims <= 1
+
+
+def test_never_slower_than_the_users_own_settings(tmp_path: Path) -> None:
+    """Every setting but the user's is worse, by little or much."""
+
+    def worse(config: RunConfig) -> float:
+        changed = config.precision.mode != "32-true" or config.trainer.channels_last
+        return 1000.0 * (0.97 if changed else 1.0) * (0.6 if config.trainer.num_threads == 1 else 1.0)
+
+    worlds = [World(tmp_path, worse, noise=0.2, seed=seed) for seed in range(10)]
+    assert not any(searched(world, budget=60.0).claimed for world in worlds)
+
+
+def test_compiling_must_pay_for_itself(tmp_path: Path) -> None:
+    def speed(config: RunConfig) -> float:
+        return 1000.0 * (1.5 if config.trainer.compile.scope != "off" else 1.0)
+
+    long_run = searched(World(tmp_path, speed, total_steps=10**6), options=COMPILE_ONLY)
+    assert any(one.startswith("trainer.compile.scope=") for one in long_run.found)
+    short_run = searched(World(tmp_path, speed, total_steps=100), options=COMPILE_ONLY)
+    assert {trial.state for trial in short_run.trials if trial.option == "compile"} == {NEEDLESS}
+
+    class Slow(World):
+        def start(self, config: RunConfig, limit: float):
+            self.now += 15.0 if config.trainer.compile.scope != "off" else 0.0
+            return super().start(config, limit)
+
+    slow = Slow(tmp_path, speed, total_steps=3000)  # 30 s of training, of which 10 s would be saved
+    results = searched(slow, budget=300.0, options=COMPILE_ONLY)
+    assert UNPAID in {trial.state for trial in results.trials if trial.option == "compile"}
+    assert not results.claimed
+
+
+def test_time_that_is_short_is_kept(tmp_path: Path) -> None:
+    world = World(tmp_path, known, start_seconds=4.0)
+    results = searched(world, budget=30.0)
+    assert world.now <= 1.1 * 30
+    assert "no time left for it" in {trial.reason for trial in results.trials}
+
+
+def test_a_budget_in_which_nothing_can_be_compared_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--budget 30: a step of this run takes 1.5 s, .* --budget \d+0 at least"
+    ):
+        refuse_too_short(Budget(30.0), 1.0, 1.5, 3.0)
+    refuse_too_short(Budget(300.0), 1.0, 1.5, 3.0)
+    refuse_too_short(Budget(30.0), 1.0, 0.1, 3.0)  # short steps: some will fit in
+
+
+def test_the_best_is_told_only_of_what_was_tried(tmp_path: Path) -> None:
+    calm = searched(World(tmp_path, flat))
+    assert calm.verdict.startswith("your configuration is the best that was found: of ")
+    assert "not tried" not in calm.verdict
+    hasty = searched(World(tmp_path, flat, start_seconds=4.0), budget=40.0)
+    untried = sum(trial.state == UNTRIED for trial in hasty.trials)
+    assert untried >= sum(trial.ratio is not None for trial in hasty.trials)
+    assert "is the best" not in hasty.verdict
+    assert f"; not tried, for want of time: {untried} setting" in hasty.verdict
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        (None, "nothing is claimed: the best was not confirmed (it fell over)"),
+        (Ratio(0.9, 0.85, 0.95, 24), "slower in fresh processes"),
+        (Ratio(1.1, 0.95, 1.2, 24), "within noise"),
+        (Ratio(1.01, 1.005, 1.02, 24), "as good as"),
+        (Ratio(1.5, 1.4, 1.6, 24), "1.50x the speed of your own settings (1.40 to 1.60, 99 % sure)"),
+    ],
+)
+def test_what_is_said_of_a_claim(claim: Ratio | None, said: str) -> None:
+    assert said in verdict_of(claim, Trial("best", ("a=1",), reason="it fell over"), [])
+
+
+TECHNIQUES = (
+    Technique("one thread", lambda facts: ("trainer.num_threads=1",)),
+    Technique("two threads", lambda facts: ("trainer.num_threads=2",)),
+    Technique("fp32", lambda facts: ("precision=32-true",), ("precision=bf16-mixed",), NUMERIC),
+    Technique("last", lambda facts: ("trainer.channels_last=true",)),
+    Technique("large", lambda facts: ("data.batch_size=128",), gate=OTHER),
+    Technique("gpu", lambda facts: (), skip=lambda facts: "needs a GPU"),
+)
+
+
+def test_techniques_alone_and_together(tmp_path: Path) -> None:
+    def speed(config: RunConfig) -> float:
+        large = 2.0 if config.data.batch_size == 128 else 1.0
+        return known(config) * large
+
+    world = World(tmp_path, speed, noise=0.01)
+    table = measure_table(new_search(world, SHOWN, 300.0), TECHNIQUES)
+    rows: dict[str, Row] = {row.title: row for row in table.rows}
+    assert rows["one thread"].alone.value == pytest.approx(1.3, rel=0.05)
+    assert rows["one thread"].kept
+    assert rows["two threads"].reason == "on already"
+    assert rows["fp32"].on
+    assert rows["fp32"].alone.value == pytest.approx(1 / 0.8, rel=0.05)  # measured by taking it away
+    assert rows["large"].alone.value == pytest.approx(2.0, rel=0.05)
+    assert not rows["large"].kept  # another training
+    assert rows["gpu"].reason == "needs a GPU"
+    assert rows["last"].together.value == pytest.approx(1.05, rel=0.05)
+    assert table.results.claim.low <= 1.3 * 1.05 <= table.results.claim.high
+    assert world.now <= 1.1 * 300
+    text = "\n".join(table_lines(table))
+    assert "needs a GPU" in text
+    assert "total of all that leaves the training the same and helped: " in text
+
+
+def test_a_table_without_time_says_so(tmp_path: Path) -> None:
+    world = World(tmp_path, known, start_seconds=4.0)
+    table = measure_table(new_search(world, SHOWN, 20.0), TECHNIQUES)
+    assert "no time left for it" in {row.reason for row in table.rows}
+    assert "there was no time" in "\n".join(table_lines(table))

@@ -1,0 +1,238 @@
+"""Runs under measurement: the real loop, a few steps for each message, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from trainrun.benchmark.diagnose.ablations import ABLATIONS
+from trainrun.benchmark.worker_messages import Load, Save, TraceSteps, Validate
+from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
+from trainrun.cli.main import main
+from trainrun.config.compose import compose_run
+from trainrun.errors import ConfigError
+from trainrun.monitor.metrics_file import read_rows
+from trainrun.timing.phases import DATA
+
+pytestmark = [pytest.mark.process, pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")]
+SETTINGS = ["seed=3", "trainer.max_epochs=2", "data.num_threads=1", "data.engine=threads"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def worker(pool: WorkerPool) -> WorkerProcess:
+    return pool.start(compose_run(SETTINGS).config)
+
+
+def own_data(name: str, *settings: str) -> list[str]:
+    return [
+        "seed=3",
+        "data=custom",
+        f"data.train._target_=benchmark_worlds.{name}",
+        "data.num_classes=3",
+        *settings,
+    ]
+
+
+def test_the_first_steps_are_those_of_the_run(pool: WorkerPool, tmp_path: Path) -> None:
+    traced = pool.start(compose_run(SETTINGS).config)
+    first = traced.ask(TraceSteps(4))
+    update = load_file(first.update)
+    folder = tmp_path / "run"
+    words = [f"hydra.run.dir={folder}", "trainer.max_steps=4", "monitor.log_every_n_steps=1"]
+    assert main([*SETTINGS, *words]) == 0
+    losses = [row["train/loss"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert list(first.losses) == pytest.approx(losses, rel=1e-6)
+    assert update
+    assert all(bool(change.any()) for change in update.values())
+    traced.close()
+
+
+def test_turns_count_their_steps_and_items(worker: WorkerProcess) -> None:
+    turn = worker.train(7, warm=1)
+    assert turn.steps == 7
+    assert 6 * 32 < turn.items <= 7 * 32
+    assert turn.phases["forward"] > 0
+    assert turn.phases["backward"] > 0
+    assert turn.peak_bytes > 1e6
+    assert sum(turn.phases.values()) == pytest.approx(turn.seconds, rel=0.05, abs=0.2)  # and no other turn's
+
+
+def test_a_turn_ends_with_its_time_but_not_without_a_step(worker: WorkerProcess) -> None:
+    turn = worker.train(100_000, warm=3, most_seconds=0.0)
+    assert turn.steps == 1
+    assert turn.items <= 32
+    assert 1 <= worker.train(1_000_000, most_seconds=0.1).steps < 1_000_000
+    assert worker.train(3, most_seconds=60.0).steps == 3
+
+
+def test_a_run_does_not_end_while_it_is_measured(worker: WorkerProcess) -> None:
+    assert worker.train(3 * 45 * 2).steps == 270  # two epochs of 45 steps is what was asked for
+    assert worker.ask(Load(50)).items > 49 * 21
+    worker.ask(Validate())
+    worker.ask(Save())
+    assert worker.train(2).steps == 2
+
+
+@pytest.mark.parametrize("name", [*ABLATIONS, "cached", "cached+no_logging", "threads=1", "whole", "saving"])
+def test_an_ablation_leaves_the_run_where_it_was(worker: WorkerProcess, name: str) -> None:
+    assert 4 * 32 < worker.train(5, variant=name).items <= 5 * 32  # the last batch of an epoch is smaller
+    assert worker.train(2).steps == 2
+
+
+def test_only_due_checkpoints_are_saved(pool: WorkerPool) -> None:
+    """Not the end of a turn, which is no end of the run; and each is a step that is not saved yet."""
+    often = ["checkpoint.every_n_train_steps=4", "checkpoint.keep_last=9", "checkpoint.async_save=false"]
+    saving = pool.start(compose_run([*SETTINGS, *often]).config)
+
+    def saved() -> list[str]:
+        return sorted(path.name for path in saving._folder.glob("run/checkpoints/step-*"))
+
+    saving.train(7, 0, "saving")
+    assert saved() == ["step-00000004"]
+    saving.train(1, 0, "saving")
+    assert len(saved()) == 2
+    saving.ask(Save())
+    saving.ask(Save())
+    assert len(saved()) == 4
+
+
+@pytest.mark.parametrize("reading", ["workers", "threads"])
+def test_readers_go_on_after_a_turn_that_reads_nothing(pool: WorkerPool, reading: str) -> None:
+    settings = [f"data.engine={reading}", f"data.num_{reading}=1", "data.batch_size=4", "data.shuffle=false"]
+    run = pool.start(compose_run(own_data("Numbers", *settings)).config)
+    turns = [run.train(3, variant=name) for name in ("cached", "", "no_logging", "cached", "no_logging", "")]
+    assert {turn.items for turn in turns} == {12}
+    assert run.ask(Load(3)).items == 12
+
+
+def test_what_was_read_for_another_turn_is_not_read_again(pool: WorkerPool, tmp_path: Path) -> None:
+    """Of 400 samples: turns that read, with steps before them, and some that read only once."""
+    file = tmp_path / "read"
+    settings = [f"data.train.file={file}", "data.engine=workers", "data.num_workers=0", "data.batch_size=10"]
+    run = pool.start(compose_run(own_data("Written", *settings)).config)
+    file.unlink(missing_ok=True)  # of the samples that were looked at before the first step
+    turn = run.train(1, warm=2)
+    assert (turn.items, turn.warm_items) == (10, 20)
+    assert turn.phase(DATA) >= 10 * 0.002
+    assert turn.warm_data_seconds >= 20 * 0.002
+    cached = run.train(2, warm=3, variant="cached")
+    assert (cached.items, cached.warm_items) == (20, 30)
+    assert cached.warm_data_seconds < turn.warm_data_seconds
+    run.train(1, warm=1)
+    run.train(1, warm=1, variant="cached")
+    run.ask(Load(2, warm=1))
+    run.train(1, warm=0, variant="no_logging")
+    read = file.read_text().split()
+    assert 80 < len(read) == len(set(read))
+    run.close()
+
+
+def test_between_two_messages_nothing_moves(worker: WorkerProcess) -> None:
+    worker.train(1)
+    family = list(worker._family())
+
+    def found() -> set[str]:
+        return {process.status() for process in family}
+
+    deadline = time.monotonic() + 30
+    while found() != {psutil.STATUS_STOPPED} and time.monotonic() < deadline:
+        time.sleep(0.01)  # a signal is on its way
+    time.sleep(0.05)
+    assert found() == {psutil.STATUS_STOPPED}
+
+
+def test_a_run_that_cannot_start_says_why(pool: WorkerPool) -> None:
+    linear = [
+        "model=custom",
+        "model._target_=torch.nn.Linear",
+        "model.in_features=-3",
+        "model.out_features=2",
+    ]
+    with pytest.raises(WorkerFailed, match="RuntimeError"):
+        pool.start(compose_run([*linear, "seed=1"]).config)
+    with pytest.raises(ConfigError, match="loop"):
+        pool.start(compose_run(["loop._target_=my.fit", "seed=1"]).config)
+
+
+def test_a_run_that_dies_says_so_and_others_go_on(pool: WorkerPool, worker: WorkerProcess) -> None:
+    dying = pool.start(compose_run(SETTINGS).config)
+    dying._process.kill()
+    with pytest.raises(WorkerFailed):
+        dying.train(1)
+    assert worker.train(1).steps == 1
+
+
+def test_nothing_is_left_behind() -> None:
+    with WorkerPool() as pool:
+        worker = pool.start(compose_run([*SETTINGS, "data.engine=workers", "data.num_workers=1"]).config)
+        worker.train(1)
+        family = list(worker._family())
+        assert len(family) > 1
+    assert not pool.folder.exists()
+    assert not [process for process in family if process.is_running()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_runs_that_ended_hold_nothing_open(pool: WorkerPool) -> None:
+    def started() -> int:
+        worker = pool.start(compose_run(SETTINGS).config)
+        worker.train(1)
+        worker.close()
+        worker.close()
+        with pytest.raises(WorkerFailed, match="ended with -9"):
+            worker.train(1)
+        gc.collect()  # of other tests
+        return len(os.listdir("/proc/self/fd"))
+
+    assert started() == started()
+
+
+@pytest.mark.parametrize(
+    ("number", "command"), [(signal.SIGINT, ["diagnose"]), (signal.SIGTERM, ["autotune"])], ids=str
+)
+def test_a_command_that_is_stopped_leaves_nothing(
+    number: signal.Signals, command: list[str], tmp_path: Path
+) -> None:
+    temporary, here = tmp_path / "tmp", tmp_path / "here"
+    temporary.mkdir()
+    here.mkdir()
+    command = [sys.executable, "-m", "trainrun", *command, "data.engine=workers", "data.num_workers=1"]
+    paths = {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(temporary)}
+    process = subprocess.Popen(command, cwd=here, env=os.environ | paths, stderr=subprocess.PIPE, text=True)
+    deadline, family = time.monotonic() + 300, []
+    try:
+        while not list(temporary.glob("trainrun-benchmark-*/*/run")):
+            assert process.poll() is None, process.communicate(timeout=300)[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=300)
+        assert (process.returncode, said.strip()) == (130, "trainrun: interrupted")
+        assert family
+        assert not psutil.wait_procs(family, timeout=60)[1]
+    finally:
+        process.kill()
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.communicate()
+    assert not list(temporary.iterdir())
+    assert not list(here.iterdir())

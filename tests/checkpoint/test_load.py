@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainrun.checkpoint.commit import write_metric
+from trainrun.checkpoint.files import FileLayer, Incompatible
+from trainrun.checkpoint.format import dumps
+from trainrun.checkpoint.load import is_sound, read_checkpoint
+from trainrun.checkpoint.manifest import Metric, read_manifest
+from trainrun.errors import CheckpointError
+
+FILES = ("MANIFEST.json", "state.json", "shared.safetensors")
+
+
+@pytest.fixture
+def saved(make_run: Callable[..., Any]) -> Path:
+    """A checkpoint of step 4, with one of step 2 before it."""
+    run = make_run(every_n_train_steps=2)
+    for step in (2, 4):
+        assert run.go(step, acc=step / 10)
+    return run.folder / "step-00000004"
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """Makes hashes fit again, as an attacker would."""
+    path = folder / "MANIFEST.json"
+    value = json.loads(path.read_bytes()[:-65])
+    for name in value["files"]:
+        data = (folder / name).read_bytes()
+        value["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    if change is not None:
+        change(value)
+    text = dumps(value, indent=1) + b"\n"
+    path.write_bytes(text + hashlib.sha256(text).hexdigest().encode() + b"\n")
+
+
+def test_what_was_saved_comes_back(saved: Path) -> None:
+    loaded = read_checkpoint(saved, rank=0, run_id="run-1")
+    assert torch.equal(loaded.shared["model"]["w"], torch.full((2, 3), 4.0))
+    assert loaded.shared["state"] == {"step": 4, "saved_step": 4}
+    assert loaded.own["rng"].tolist() == [0, 4]
+    manifest = loaded.manifest
+    assert (manifest.run_id, manifest.step, manifest.kind, manifest.world_size) == ("run-1", 4, "periodic", 1)
+    assert manifest.metric is not None
+    assert (manifest.metric.name, manifest.metric.mode, manifest.metric.value) == ("val/acc", "max", 0.4)
+    assert manifest.fingerprint == {"torch": str(torch.__version__)}
+    assert sorted(path.name for path in saved.iterdir()) == sorted(FILES)
+
+
+def test_another_rank_gets_what_is_shared_only(saved: Path) -> None:
+    loaded = read_checkpoint(saved, rank=1)
+    assert loaded.shared["state"]["step"] == 4
+    assert loaded.own is None
+
+
+def test_the_last_line_of_the_manifest_is_the_hash_of_the_text_before(saved: Path) -> None:
+    *text, last = (saved / "MANIFEST.json").read_bytes().splitlines(keepends=True)
+    assert last.decode().strip() == hashlib.sha256(b"".join(text)).hexdigest()
+    assert json.loads(b"".join(text))["files"]["state.json"]["size"] == (saved / "state.json").stat().st_size
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_flipped_byte_is_ever_loaded(saved: Path, name: str) -> None:
+    path = saved / name
+    data = path.read_bytes()
+    dice = random.Random(name)
+    for position in range(len(data)):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << dice.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=name):
+            read_checkpoint(saved)
+    path.write_bytes(data)
+    read_checkpoint(saved)
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A checkpoint that an earlier version wrote: tensors hashed in pieces of 64 KiB, every kind of value."""
+    folder = tmp_path / "step-00000007"
+    shutil.copytree(Path(__file__).parent / "written_by_format_2" / folder.name, folder)
+    return folder
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(earlier: Path) -> None:
+    assert read_manifest(earlier).files[FILES[2]].piece_bytes == 2**16
+    loaded = read_checkpoint(earlier, rank=0, run_id="run-1")
+    assert loaded.own["rng"].tolist() == [0, 7]
+    model, plain = loaded.shared["model"], loaded.shared["plain"]
+    assert torch.equal(model["long"], (torch.arange(40000) % 7).float())
+    assert torch.equal(model["image"].flatten(), torch.arange(96.0))
+    assert model["image"].is_contiguous(memory_format=torch.channels_last)
+    assert model["head"] is model["embed"]
+    assert model["wave"].tolist() == [1 + 2j, 3 - 1j]
+    assert (model["half"].dtype, model["empty"].shape, model["yes"].tolist()) == (
+        torch.bfloat16, (0, 3), [True, False],
+    )  # fmt: skip
+    assert plain == {
+        1: "int key", "1": "str key", "tuple": (1, [2, None]), "big": 2**70, "inf": math.inf, "bytes": b"\x00\xff",
+        "lone": "\ud83d", "counter": Counter({30: 1, 80: 2}), "$tensor": ["no tag"],
+    }  # fmt: skip
+    assert type(plain["counter"]) is Counter
+
+
+def test_no_flipped_byte_of_an_earlier_version_is_loaded(earlier: Path) -> None:
+    path = earlier / FILES[2]
+    data = path.read_bytes()
+    for position in [0, *range(9999, len(data), 9999), len(data) - 1]:
+        flipped = bytearray(data)
+        flipped[position] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_checkpoint(earlier)
+    path.write_bytes(data[2**16 : 2**17] + data[: 2**16] + data[2**17 :])
+    assert not is_sound(earlier, "run-1")  # whole pieces that changed places
+    path.write_bytes(data)
+    write_metric(earlier, Metric("val/acc", "max", 0.5), FileLayer())
+    assert is_sound(earlier, "run-1")
+    reseal(earlier, lambda value: value.update(format=1))  # one hash for each file
+    assert is_sound(earlier, "run-1")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_cut_extended_or_zeroed_file_is_ever_loaded(saved: Path, name: str) -> None:
+    path = saved / name
+    data = path.read_bytes()
+    for wrong in (b"", data[:1], data[: len(data) // 2], data[:-1], data + b"\n", bytes(len(data))):
+        path.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match=name):
+            read_checkpoint(saved)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    with pytest.raises(
+        CheckpointError, match="it has no MANIFEST" if name == FILES[0] else f"{name}: missing"
+    ):
+        read_checkpoint(saved)
+
+
+def test_an_extra_file_and_files_of_another_step(saved: Path) -> None:
+    before = saved.with_name("step-00000002")
+    for name in FILES[1:]:
+        kept = (saved / name).read_bytes()
+        shutil.copy(before / name, saved / name)
+        with pytest.raises(CheckpointError, match=f"{name}: damaged .* expected"):
+            read_checkpoint(saved)
+        (saved / name).write_bytes(kept)
+    (saved / "rank-00001.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"rank-00001\.json: not in the manifest"):
+        read_checkpoint(saved)
+
+
+def test_a_folder_with_the_name_of_another_step(saved: Path) -> None:
+    moved = saved.rename(saved.with_name("step-00000009"))
+    with pytest.raises(CheckpointError, match="is step-00000009, its manifest says step 4"):
+        read_checkpoint(moved)
+
+
+def test_sizes_and_hashes_are_told(saved: Path) -> None:
+    size = (saved / "state.json").stat().st_size
+    with (saved / "state.json").open("ab") as file:
+        file.write(b" ")
+    with pytest.raises(CheckpointError, match=f"{size + 1} bytes, expected {size}"):
+        read_checkpoint(saved)
+
+
+def test_another_run_and_a_newer_format_are_no_damage(saved: Path) -> None:
+    with pytest.raises(Incompatible, match=r"of another run \(run-1; this one is run-2\)"):
+        read_checkpoint(saved, run_id="run-2")
+    reseal(saved, lambda value: value.update(format=3, unheard_of=1))
+    with pytest.raises(Incompatible, match=r"made by a newer version of trainrun \(checkpoint format 3"):
+        read_checkpoint(saved)
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+@pytest.mark.parametrize("name", FILES)
+def test_only_plain_files_are_opened(saved: Path, name: str, kind: str) -> None:
+    path = saved / name
+    elsewhere = path.rename(saved.parent / "elsewhere")
+    {"link": lambda: path.symlink_to(elsewhere), "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}[
+        kind
+    ]()
+    with pytest.raises(CheckpointError, match=f"{name}: not a plain file"):
+        read_checkpoint(saved)
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return (Path("canary").touch, ())
+
+
+def test_a_pickle_with_fitting_hashes_runs_nothing(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in FILES[1:]:
+        kept = (saved / name).read_bytes()
+        (saved / name).write_bytes(pickle.dumps(Payload()))
+        reseal(saved)
+        with pytest.raises(CheckpointError, match=name):
+            read_checkpoint(saved)
+        (saved / name).write_bytes(kept)
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"rank":' + b"[" * 200 + b"]" * 200 + b"}", "nested deeper"),
+        (b"\xff", "not valid JSON"),
+        (b"[]", "nothing names the tensor"),
+        (
+            b'{"rank": {"$tensor": ["rank/rng"]}, "shraed": {"$tensor": ["shared/model/w"]}}',
+            "not the state of rank 0",
+        ),
+        (b'{"shared": {"$eval": "1"}, "rank": 1}', "unknown tag"),
+    ],
+)
+def test_hostile_state_with_fitting_hashes(saved: Path, text: bytes, message: str) -> None:
+    (saved / "state.json").write_bytes(text)
+    reseal(saved)
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda value: value.pop("kind"), "needs exactly"),
+        (lambda value: value.pop("metric"), "needs exactly"),
+        (lambda value: value.update(extra=1), "needs exactly"),
+        (lambda value: value.update(kind="wonderful"), "no step, epoch or kind"),
+        (lambda value: value.update(step=-4), "no step, epoch or kind"),
+        (lambda value: value.update(step="4"), "step is no int"),
+        (lambda value: value.update(step=True), "step is no int"),
+        (lambda value: value.update(format="1"), "no format version"),
+        (lambda value: value.pop("format"), "no format version"),
+        (lambda value: value.update(world_size=2), "2 files for 2 ranks"),
+        (lambda value: value.update(world_size=0, files={}), "0 files for 0 ranks"),
+        (lambda value: value.update(world_size=10**12), "files for 1000000000000 ranks"),
+        (lambda value: value["files"].update({"../../x": value["files"].pop("state.json")}), "expected"),
+        (lambda value: value["files"].update({"state.json": 5}), "needs exactly sha256, size"),
+        (lambda value: value["files"]["state.json"].update(piece_bytes=1), "in pieces of 1 bytes"),
+        (lambda value: value["files"]["state.json"].update(piece_bytes=2**40), "in pieces of 1099511627776"),
+        (lambda value: value["files"]["state.json"].update(piece_bytes="8"), "piece_bytes is no int"),
+        (lambda value: value["metric"].update(value="0.5"), "value is no float"),
+        (lambda value: value.update(metric=[1]), "metric is no dict"),
+    ],
+)
+def test_hostile_manifests_with_a_fitting_hash(saved: Path, change: Any, message: str) -> None:
+    reseal(saved, change)
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(saved)
+
+
+def test_an_unreadable_number_of_bytes_is_not_read(saved: Path) -> None:
+    with (saved / "MANIFEST.json").open("r+b") as file:
+        file.truncate(20 * 2**20)
+    with pytest.raises(CheckpointError, match="longer than"):
+        read_manifest(saved)
+
+
+def test_steps_beyond_the_folder_names_are_refused(make_run: Callable[..., Any]) -> None:
+    with pytest.raises(CheckpointError, match="numbered up to 99999999"):
+        make_run().go(10**8, stop="done")

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainrun.checkpoint import state_copy as snapshot
+from trainrun.checkpoint.format import stream
+from trainrun.checkpoint.state_copy import Snapshots, host_bytes
+
+
+def state() -> dict[str, Tensor]:
+    return {
+        "step": torch.tensor(3.0),
+        "short": torch.arange(5, dtype=torch.int64),
+        "long": torch.randn(300, 1000),
+        "picture": torch.randn(8, 64, 30, 30).to(memory_format=torch.channels_last),
+        "half": torch.randn(999).bfloat16(),
+        "empty": torch.empty(0, 3),
+    }
+
+
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the state above counts as a large one."""
+    monkeypatch.setattr(snapshot, "LARGE_BYTES", 2**16)
+    monkeypatch.setattr(snapshot, "PIECE_BYTES", 2**16)
+    monkeypatch.setattr(snapshot, "LONG_BYTES", 2**16)
+
+
+@pytest.mark.usefixtures("small_sizes")
+def test_a_copy_holds_the_values_of_now() -> None:
+    tensors, keep = state(), Snapshots(lambda: 2**40)
+    wanted = {name: tensor.clone() for name, tensor in tensors.items()}
+    taken = keep.take(tensors).tensors
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert all(torch.equal(taken[name], tensor) for name, tensor in wanted.items())
+    keep.give_back(taken)
+    assert all(not tensor.any() for tensor in keep.take(tensors).tensors.values())
+
+
+@pytest.mark.usefixtures("small_sizes")
+def test_a_copy_is_the_same_file() -> None:
+    tensors, keep = state(), Snapshots(lambda: 2**40)
+    keep.prepare(tensors)
+    taken = keep.take(tensors).tensors
+    assert b"".join(stream(taken)) == b"".join(stream(tensors))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in taken.values()}) == 1
+
+
+def test_page_locked_memory_comes_in_powers_of_two() -> None:
+    def tensor(size: int, is_cuda: bool) -> SimpleNamespace:
+        return SimpleNamespace(numel=lambda: size, element_size=lambda: 4, is_cuda=is_cuda)
+
+    assert host_bytes({"a": tensor(5, False), "b": tensor(4, False)}) == 36
+    assert host_bytes({"a": tensor(5, True), "b": tensor(4, False)}) == 64
+    assert host_bytes({"a": tensor(16, True)}) == 64
+    assert host_bytes({"a": tensor(0, True)}) == 0

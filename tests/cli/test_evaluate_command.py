@@ -1,0 +1,42 @@
+"""What `trainrun evaluate` says where it cannot write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainrun.cli import evaluate_command as evaluate
+from trainrun.cli.main import main
+
+
+def test_metrics_are_said_where_the_folder_takes_no_file(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trainer.max_steps=2", "monitor=none", "hydra.run.dir=run"]) == 0
+
+    def refused(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(evaluate, "write_json", refused)
+    assert main(["evaluate", "run"]) == 0
+    told = capsys.readouterr()
+    assert "val/acc" in told.out
+    assert "not written (Read-only file system)" in told.err
+
+
+def test_without_a_validation_the_last_checkpoint_is_taken_and_said(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trainer.max_steps=2", "monitor=none", "data.val=null", "hydra.run.dir=run"]) == 0
+    capsys.readouterr()
+    words = ["run", "data.val._target_=trainrun.data.readers.builtin.digits.load", "data.val.split=val"]
+    assert main(["evaluate", *words]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("step-00000002 (last): ")
+    assert "no checkpoint of this run was chosen by a metric, so this is of the last" in told.err
+    assert main(["predict", *words]) == 0
+    assert "this is of the last" in capsys.readouterr().err
+    assert main(["evaluate", *words, "--which", "best"]) == 2
+    assert "best: no checkpoint" in capsys.readouterr().err

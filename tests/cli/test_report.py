@@ -1,0 +1,108 @@
+"""`trainrun report`: what it draws, and what it says to mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli.main import main as cli
+from trainrun.cli.report_command import main, nearest_runs
+from trainrun.errors import ConfigError
+from trainrun.monitor.bus import Bus
+from trainrun.monitor.metrics_file import MetricsFile
+from trainrun.runs.run_folder import RunDir, write_text
+
+
+def make(root: Path) -> RunDir:
+    run = RunDir(root)
+    run.create()
+    file = Bus(MetricsFile(run.metrics))
+    file.on_step(1, 0.1, {"train/loss": 1.0})
+    file.close()
+    write_text(run.config, f"run_name: {root.name}\n")
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_one_run_is_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make(tmp_path / "outputs/a")
+    assert main(["outputs/a"]) == 0
+    assert run.report.is_file()
+    assert [path.name for path in run.plots.iterdir()] == ["loss.png"]
+    assert capsys.readouterr().out == f"{run.report}  (pictures: 1, in {run.plots})\n"
+    assert not (tmp_path / "outputs/compare.html").exists()
+
+
+def test_several_are_put_beside_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "outputs/a")
+    make(tmp_path / "b")
+    assert main(["outputs/a", "b", "b"]) == 0
+    assert (tmp_path / "outputs/compare.html").is_file()
+    assert (tmp_path / "b/report.html").is_file()
+    out = capsys.readouterr().out
+    assert "\nrun        best  step  time  speed\noutputs/a  -" in out
+    assert out.endswith(f"{tmp_path}/outputs/compare.html\n")
+
+
+def test_out_names_the_folder_of_a_comparison(tmp_path: Path) -> None:
+    make(tmp_path / "a")
+    make(tmp_path / "b")
+    assert main(["--out=there/new", "a", "b"]) == 0
+    assert (tmp_path / "there/new/compare_loss.png").is_file()
+    with pytest.raises(ConfigError, match="--out=there: is for several runs"):
+        main(["a", "--out", "there"])
+
+
+def test_a_folder_that_is_no_run_names_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("outputs/day/first-run", "outputs/day/second-run", "outputs/.hidden/first-rum"):
+        make(tmp_path / name)
+    with pytest.raises(
+        ConfigError, match=r"^outputs/day/first-rum: no such folder .*near it: outputs/day/first-run, "
+    ):
+        main(["outputs/day/first-rum"])
+    with pytest.raises(ConfigError, match=r"^outputs: no run is in this folder .*: outputs/day/"):
+        main(["outputs"])
+    assert cli(["report", "outputs"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "trainrun: outputs: no run is in this folder (no metrics.jsonl)"
+    )
+
+
+def test_runs_of_another_place_are_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path / "outputs/a")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert nearest_runs(tmp_path / "outputs/b") == [str(run.root)]
+
+
+def test_where_there_is_no_run_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="outputs: no such folder .*give the folder"):
+        main(["outputs"])
+
+
+def test_a_run_that_logged_nothing_says_why(tmp_path: Path) -> None:
+    make(tmp_path / "a").metrics.unlink()
+    with pytest.raises(ConfigError, match=r"a: this run has logged nothing .*monitor\.metrics_file=true"):
+        main(["a"])
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"), [([], "RUN_DIR"), (["a", "--ou=x"], "--ou=x"), (["--out"], "--out")]
+)
+def test_wrong_words_are_one_short_fault(words: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        main(words)
+
+
+def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    assert "RUN_DIR" in capsys.readouterr().out

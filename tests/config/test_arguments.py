@@ -1,0 +1,169 @@
+"""A wrong argument of a part that `conf/` names is told with the other faults, before torch is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainrun.config.compose import compose_run, load_config, save_config
+from trainrun.config.conf_folders import conf_dir
+from trainrun.config.schema import with_values
+from trainrun.config.target_arguments import argument_faults, kinds_of
+from trainrun.config.validate import check
+from trainrun.errors import ConfigError
+from trainrun.limits import fits
+
+GROUPS = ("optimizer", "scheduler", "task", "model", "data.train")
+OPTIONS = [
+    (group, file.stem)
+    for group in GROUPS
+    for file in sorted((conf_dir() / group.partition(".")[0]).glob("*.yaml"))
+    if file.stem != "custom"
+]
+NEEDED = {"gpt": ["data=text", "task=language_modeling"], "lstm": ["data=text", "task=language_modeling"],
+          "vae": ["task=vae", "model=vae"], "text": ["model=gpt", "task=language_modeling"]}  # fmt: skip
+
+
+def faults_of(*words: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(list(words))
+    return caught.value.faults
+
+
+def composed(group: str, option: str) -> Any:
+    words = [f"{group.partition('.')[0]}={option}", *NEEDED.get(option, [])]
+    return compose_run(words).config
+
+
+def node_of(config: Any, group: str) -> Any:
+    return config.data.train if group == "data.train" else getattr(config, group)
+
+
+def wrong(config: Any, group: str, name: str, value: Any) -> list[str]:
+    """The faults of that key when it has that value."""
+    changed = with_values(config, {f"{group}.{name}": value})
+    faults = [*check(changed), *argument_faults(changed).values()]
+    return [fault for fault in faults if fault.startswith(f"{group}.{name}=")]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda name: name)
+def test_every_number_flag_and_list_of_an_option_is_looked_at(group: str, option: str) -> None:
+    config = composed(group, option)
+    node = node_of(config, group)
+    kinds = kinds_of(node["_target_"])
+    assert check(config) == []
+    assert argument_faults(config) == {}
+    for name, usual in node.items():
+        if isinstance(usual, bool | int | float):
+            for value in ("abc", {}, [[]], 10**400, float("nan")):
+                assert wrong(config, group, name, value), (name, value)
+        if name in kinds:
+            assert bool(wrong(config, group, name, None)) is not fits(None, kinds[name])
+
+
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("optimizer.betas=0.9", "must be 2 numbers, 0 or more and below 1"),
+        ("optimizer.betas=[0.9]", "must be 2 numbers"),
+        ("optimizer.betas=[0.9,1.0]", "must be 2 numbers"),
+        ("optimizer.betas=[-0.1,0.9]", "must be 2 numbers"),
+        ("optimizer.amsgrad=1", "must be true or false"),
+        ("optimizer.lr=null", "must be a number, 0 or more"),
+        ("optimizer.eps=null", "must be a number, 0 or more"),
+        ("optimizer.eps=-1", "must be a number, 0 or more"),
+        ("model.hidden=[8,0]", "must be a list of whole numbers, 1 or more, or null"),
+        ("model.num_classes=true", "must be a whole number, 1 or more, or null"),
+        ("model.num_classes=0", "must be a whole number, 1 or more, or null"),
+        ("model.num_classes=1.5", "must be a whole number, 1 or more, or null"),
+        ("task.label_smoothing=1.5", "must be a number, 0 or more and at most 1"),
+        ("optimizer=muon optimizer.ns_steps=100", "must be a whole number, 1 or more and at most 99"),
+        ("optimizer=sgd optimizer.dampening=x", "must be a number"),
+        ("scheduler=plateau scheduler.factor=1", "must be a number, 0 or more and below 1"),
+        ("scheduler=plateau scheduler.mode=up", "must be one of min, max"),
+        ("scheduler=onecycle scheduler.pct_start=2", "must be a number, 0 or more and at most 1"),
+        ("scheduler=onecycle scheduler.total_steps=1e3", "must be a whole number, 1 or more, or null"),
+        ("scheduler=onecycle scheduler.div_factor=0", "must be a number, more than 0"),
+        ("scheduler=multistep scheduler.milestones=[-1]", "must be a list of whole numbers, 0 or more"),
+        ("data=arrays data.path=x data.train.mapped=off", "must be true or false"),
+        ("data=csv data.path=x.csv data.train.header=no", "must be true or false"),
+        ("data=parquet data.path=x data.train.in_memory=on", "must be true or false, or auto"),
+        (
+            "data=text model=gpt task=language_modeling data.train.max_bytes=1.5",
+            "must be a whole number, 1 or more",
+        ),
+        ("data.train.val_fraction=1.0", "must be a number, 0 or more and below 1"),
+    ],
+)
+def test_the_rule_is_told(word: str, fault: str) -> None:
+    words = word.split(" ")
+    (line,) = faults_of(*words)
+    assert line.replace(", ", ",").startswith(words[-1])
+    assert fault in line
+
+
+def test_a_wrong_value_is_told_once_under_the_key_that_has_it() -> None:
+    assert faults_of("scheduler=onecycle", "optimizer.lr=-1") == (
+        "optimizer.lr=-1: must be a number, 0 or more",
+    )
+    assert faults_of("data.num_classes=0") == (
+        "data.num_classes=0: must be a whole number, 2 or more, or null",
+    )
+    for words in (
+        ["data.shape=[0]"],
+        ["data=synthetic", "data.shape=[0]"],
+        ["data=csv", "data.path=x.csv", "data.shape=[0]"],
+    ):
+        (line,) = faults_of(*words)
+        assert line.startswith("data.shape=[0]: must be a list of whole numbers")
+    assert faults_of("data=synthetic", "data.num_classes=0") == (
+        "data.num_classes=0: must be a whole number, 2 or more, or null",
+    )
+    assert faults_of("scheduler=onecycle", "optimizer.lr=null") == (
+        "optimizer.lr=null: must be a number, 0 or more",
+    )
+    (line,) = faults_of("data.train.val_fraction=nan")
+    assert line.startswith("data.train.val_fraction=nan: ")
+
+
+def test_a_text_that_looks_like_a_number_or_a_switch_is_shown_as_a_text() -> None:
+    assert faults_of("optimizer.eps='0.1'") == ("optimizer.eps='0.1' (a text): must be a number, 0 or more",)
+    (line,) = faults_of("model=gpt", "data=text", "task=language_modeling", "model.layers=None")
+    assert line.startswith("model.layers='None' (a text): must be a whole number, 1 or more, or null")
+
+
+def test_a_saved_run_is_not_refused_for_what_it_has_trained_with(tmp_path: Path) -> None:
+    """Only its new words are looked at."""
+    config = composed("model", "cnn")
+    config.model["residual"] = 1
+    file = tmp_path / "config.yaml"
+    file.write_text(save_config(config))
+    assert load_config(file, ["trainer.max_epochs=3"]).model["residual"] == 1
+    with pytest.raises(ConfigError, match=r"^model.residual=2: must be true or false$"):
+        load_config(file, ["model.residual=2"])
+
+
+def test_a_switch_that_is_no_switch_is_not_read_as_one() -> None:
+    """Any text is true in Python."""
+    assert faults_of("model=cnn", "model.residual=off") == ("model.residual=off: must be true or false",)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["optimizer=custom", "optimizer._target_=torch.optim.Adafactor", "optimizer.eps=[null,0.001]"],
+        ["optimizer=custom", "optimizer._target_=my.Sgd", "optimizer.momentum=fast"],
+        ["model=custom", "model._target_=my.Net", "model.width=wide"],
+        ["scheduler=custom", "scheduler._target_=my.steps", "scheduler.gamma=[1,2]"],
+        ["task.ignore_index=null"],
+        ["data=csv", "data.path=x.csv", "data.train.fill=nan"],
+        ["scheduler=step", "scheduler.step_size=1e3"],
+        ["scheduler=cosine", "scheduler.total_steps=1e3"],
+        ["scheduler=onecycle", "scheduler.max_lr=[0.1,0.2]"],
+        ["model.hidden=[]", "model.dropout=0", "optimizer.eps=0", "optimizer.betas=[0,0.5]"],
+    ],
+)
+def test_others_say_themselves_what_they_take(words: list[str]) -> None:
+    assert compose_run(words).config

@@ -1,0 +1,68 @@
+"""Units and intervals: what is meant, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.units import Interval, parse_interval, parse_seconds
+from trainrun.config.validate import check, nearest
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        (1, Interval(steps=1)),
+        (1.0, Interval(epochs=1.0)),
+        (0.25, Interval(epochs=0.25)),
+        ("250step", Interval(steps=250)),
+        ("250 steps", Interval(steps=250)),
+        ("0.25epoch", Interval(epochs=0.25)),
+        ("2epochs", Interval(epochs=2.0)),
+    ],
+)
+def test_intervals_have_a_unit(value: Any, meant: Interval) -> None:
+    assert parse_interval(value) == meant
+
+
+@pytest.mark.parametrize(
+    "value", [0, 0.0, -1, 1.5, "1.5epoch", "0.5step", "0step", "", "often", True, None, [1]]
+)
+def test_intervals_that_mean_nothing_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="must be a whole number of steps"):
+        parse_interval(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(None, None), (5, 5.0), (0.5, 0.5), ("90s", 90.0), ("10min", 600.0), ("2 hours", 7200.0), ("1d", 86400.0),
+     ("01:02:03:04", 93784.0), ("02:30", 150.0)],
+)  # fmt: skip
+def test_durations(value: Any, seconds: float | None) -> None:
+    assert parse_seconds(value) == seconds
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, "soon", "1:2:3:4:5", "00:00", True, float("inf"), float("nan"), "5 parsecs"]
+)
+def test_durations_that_mean_nothing_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="must be seconds"):
+        parse_seconds(value)
+
+
+def test_nearest_is_silent_where_nothing_is_near() -> None:
+    assert nearest("presicion", ["precision", "parallel"]) == " Did you mean precision?"
+    assert nearest("zzz", ["precision"]) == ""
+
+
+@pytest.mark.parametrize(
+    "key", ["data.transform", "data.collate_fn", "model", "loop", "monitor.listeners.mine"]
+)
+@pytest.mark.parametrize("value", [5, "my_file.MyClass", {"width": 3}])
+def test_what_cannot_be_called_is_named_before_anything_starts(key: str, value: Any) -> None:
+    (fault,) = [fault for fault in check(with_values(RunConfig(), {key: value})) if fault.startswith(key)]
+    assert f"{key}._target_=my_file.MyClass" in fault
+    mine = with_values(RunConfig(), {key: {"_target_": "my_file.MyClass"}})
+    assert not [fault for fault in check(mine) if fault.startswith(key)]

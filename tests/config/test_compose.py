@@ -1,0 +1,522 @@
+"""From words to a checked config: what is chosen, what wins, and what every mistake says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli.main import main
+from trainrun.config.compose import compose_run, load_config, prepare, save_config
+from trainrun.config.conf_folders import conf_dir, groups, options
+from trainrun.config.schema import RunConfig
+from trainrun.errors import ConfigError
+
+
+def faults_of(*words: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(list(words))
+    return caught.value.faults
+
+
+EVERY_OPTION = [(group, option) for group in groups([conf_dir()]) for option in options(group, [conf_dir()])]
+
+
+@pytest.mark.parametrize(("group", "option"), EVERY_OPTION, ids=[f"{g}={o}" for g, o in EVERY_OPTION])
+def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
+    words = [f"{group}={option}"]
+    if option == "custom":
+        target = "data.train._target_" if group == "data" else f"{group}._target_"
+        words.append(f"{target}=my_module.Mine")
+    if option == "vae":  # a network and a task that only go together
+        words = ["model=vae", "task=vae"]
+    if (group, option) in (("model", "gpt"), ("model", "lstm")):
+        words.append("task=language_modeling")
+    composition = compose_run(words)
+    assert isinstance(composition.config, RunConfig)
+    assert composition.choices[group] == option
+
+
+@pytest.mark.parametrize("preset", options("preset", [conf_dir()]))
+@pytest.mark.parametrize("order", [0, 1])
+def test_the_user_beats_a_preset_in_any_order(preset: str, order: int) -> None:
+    words = [f"preset={preset}", "precision=64", "data.batch_size=7", "monitor=none", "trainer.max_epochs=5"]
+    config = compose_run(words if order else words[::-1]).config
+    assert config.precision.mode == "64-true"
+    assert config.data.batch_size == 7
+    assert config.trainer.max_epochs == 5
+    assert not config.monitor.progress_bar
+
+
+def test_presets_do_what_their_names_say() -> None:
+    fast = compose_run(["preset=fast"]).config
+    lean = compose_run(["preset=memory-limited"]).config
+    debug = compose_run(["preset=debug"]).config
+    most = compose_run(["preset=max-perf"]).config
+    assert (fast.precision.mode, fast.trainer.channels_last, fast.data.batch_size) == (
+        "auto",
+        True,
+        128,
+    )
+    assert lean.data.batch_size * lean.trainer.accumulate_grad_batches == 32
+    assert lean.precision.mode == "auto"  # no type that the machine emulates
+    assert (lean.data.num_workers, lean.data.max_sequence_length, lean.checkpoint.keep_last) == (0, 512, 1)
+    assert (debug.trainer.deterministic, debug.monitor.log_every_n_steps, debug.trainer.limit_train_batches) == (
+        True, 1, 10,
+    )  # fmt: skip
+    assert (most.trainer.compile.scope, most.precision.matmul, most.data.batch_size) == (
+        "auto",
+        "high",
+        256,
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "mode"),
+    [("32", "32-true"), ("16", "16-mixed"), ("64", "64-true"), ("bf16", "bf16-mixed"), ("fp16", "16-mixed")],
+)
+def test_precision_by_the_names_people_type(typed: str, mode: str) -> None:
+    assert compose_run([f"precision={typed}"]).config.precision.mode == mode
+
+
+def test_other_trainers_names_are_translated_and_said() -> None:
+    composition = compose_run(
+        ["strategy=none", "gradient_accumulation_steps=4", "lr=0.5", "ema.decay=0.9", "ema=true"]
+    )
+    config = composition.config
+    assert config.parallel.mode == "single"
+    assert config.trainer.accumulate_grad_batches == 4
+    assert config.optimizer["lr"] == 0.5
+    assert (config.trainer.ema.enabled, config.trainer.ema.decay) == (True, 0.9)
+    assert "lr=0.5 is read as optimizer.lr=0.5" in composition.notes
+
+
+def test_an_entry_by_name_is_taken_away_by_null() -> None:
+    words = ["monitor.mine._target_=a.B", "hook.h._target_=a.B", "transform.t._target_=a.B"]
+    config = compose_run([*words, "monitor.listeners.mine=null", "hook.h=null", "transform.t=null"]).config
+    assert (config.monitor.listeners, config.hook, config.transform) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("word", ["optimizer.lr=0.1", "scheduler.warmup_steps=5", "optimizer.b.lr=0.1"])
+def test_what_stands_beside_optimizers_by_name_and_is_for_none_of_them_is_refused(word: str) -> None:
+    named = ["optimizer.a._target_=torch.optim.SGD", "optimizer.a.params=*", "step._target_=my.step"]
+    schedule = ["scheduler=custom", "scheduler.a._target_=torch.optim.lr_scheduler.StepLR"]
+    with pytest.raises(ConfigError, match=r"for none of them; say|must name a class"):
+        compose_run(["optimizer=custom", *named, *schedule, word])
+    compose_run(["optimizer=custom", *named, *schedule])
+
+
+def test_a_setting_of_what_is_switched_off_by_its_own_word_is_fine() -> None:
+    config = compose_run(["trainer.ema=false", "trainer.ema.decay=0.9"]).config
+    assert (config.trainer.ema.enabled, config.trainer.ema.decay) == (False, 0.9)
+
+
+@pytest.mark.parametrize("path", ["shard-{000..009}.tar", '"shard-{000..009}.tar"'])
+def test_a_path_with_a_range_of_shards_needs_no_quotes_of_its_own(path: str) -> None:
+    assert compose_run(["data=webdataset", f"data.path={path}"]).config.data.path == "shard-{000..009}.tar"
+
+
+def test_a_target_of_ones_own_starts_from_the_empty_option() -> None:
+    config = compose_run(["model._target_=my_net.Net", "model.width=9"]).config
+    assert config.model == {"_target_": "my_net.Net", "width": 9}
+    assert compose_run(["model=my_net.Net"]).config.model == {"_target_": "my_net.Net"}
+    schedule = compose_run(
+        ["scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "scheduler.gamma=0.9"]
+    )
+    assert schedule.config.scheduler["gamma"] == 0.9
+    assert schedule.config.scheduler["warmup_steps"] == 0
+
+
+def test_a_folder_conf_beside_the_user_adds_and_shadows(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("# mine\n_target_: my_net.Net\nwidth: 3\n")
+    (tmp_path / "conf" / "model" / "cnn.yaml").write_text("# my own\n_target_: my_net.Cnn\n")
+    assert compose_run(["model=mine", "model.depth=2"], tmp_path).config.model == {
+        "_target_": "my_net.Net", "width": 3, "depth": 2,
+    }  # fmt: skip
+    assert compose_run(["model=cnn"], tmp_path).config.model == {"_target_": "my_net.Cnn"}
+
+
+def test_all_faults_are_listed_at_once() -> None:
+    faults = faults_of(
+        "model=cnnn",
+        "precison=16-mixed",
+        "data.batchsize=4",
+        "data.batch_size=abc",
+        "trainer.gradient_clip_val=-1",
+    )
+    assert len(faults) == 5
+    assert faults[0].startswith("model=cnnn: there is no such model. Did you mean cnn?")
+    assert faults[1] == "precison=16-mixed: no such group or setting. Did you mean precision?"
+    assert faults[2] == "data.batchsize=4: no such setting. Did you mean data.batch_size?"
+    assert faults[3] == "data.batch_size=abc: must be a whole number, 1 or more"
+    assert faults[4] == "trainer.gradient_clip_val=-1: must be a number, 0 or more, or null"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.hiden=3", "Did you mean model.hidden?"),
+        ("trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
+        ("parallel=dpd", "Did you mean ddp?"),
+        ("trainer.val_check_interval=1.5", "must be a whole number of steps"),
+        ("trainer.val_check_interval=true", "must be a whole number of steps"),
+        ("trainer.max_time=soon", "must be seconds"),
+        ("trainer.limit_train_batches=0", "must be a fraction"),
+        ("trainer.nan_policy=stopp", "Did you mean stop?"),
+        ("trainer.ema.decay=1", "below 1"),
+        ("trainer.ema.decay=0.9", "does nothing while trainer.ema.enabled=false; add trainer.ema=true"),
+        (
+            "early_stopping_patience=1",
+            "does nothing while trainer.early_stopping.enabled=false; add trainer.early_stopping=true",
+        ),
+        (
+            "trainer.compile.mode=max-autotune",
+            "does nothing while trainer.compile.scope=off; add trainer.compile=model",
+        ),
+        ("optimizer.lr=1,2", "add --multirun"),
+        ("data.num_workers=-1", "must be a whole number, 0 or more, or auto"),
+        ("data.num_workers=many", "must be a whole number, 0 or more, or auto"),
+        ("seed=-1", "must be a whole number, 0 or more"),
+        ("optimizer.lr=fast", "optimizer.lr=fast: must be a number, 0 or more"),
+        ("optimizer.lr=-1", "must be a number, 0 or more"),
+        ("scheduler.warmup_ratio=-0.1", "must be a number, 0 or more"),
+        ("scheduler.lr_scaling=linea", "Did you mean linear?"),
+        ("scheduler.base_batch_size=0", "must be a whole number, 1 or more"),
+        ("precision.matmul=hi", "must be one of highest, high, medium"),
+        ("parallel.devices=2", "use parallel=ddp"),
+        ("data=custom", "data.train._target_"),
+        ("model=mlp,", "cannot be read as key=value"),
+        ("data.batch_size", "cannot be read as key=value"),
+        ("=3", "cannot be read as key=value"),
+        ("optimizer.lr = 3", "no spaces around the ="),
+        ("run_name=a(b", "quote it twice"),
+        ("+trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
+        ("++modle.width=3", "Did you mean model.width?"),
+        ("+nothing=3", "nothing=3: no such group or setting."),
+        ("parallel.stop_grace_seconds=5", "Did you mean trainer.stop_grace_seconds?"),
+        ("val_check_interval=5", "Did you mean trainer.val_check_interval?"),
+        ("trainer=fast", "is a section"),
+        ("trainer={max_epoch:3}", "Did you mean trainer.max_epochs?"),
+        ("trainer.max_epochs.x=3", "trainer.max_epochs is a single value"),
+        ("trainer.nan=stop", "Did you mean trainer.nan_policy?"),
+        ("trainer.MAX_EPOCHS=3", "Did you mean trainer.max_epochs?"),
+        ("model=CNN", "Did you mean cnn?"),
+        ("data.trian._target_=my.load", "Did you mean data.train._target_?"),
+        ("data.transform._targt_=my.flip", "data.transform._target_=my_file.MyClass"),
+        ("data.augment=flip", "data.augment.mine._target_=my_file.MyClass"),
+        ("data.augment.flip=1", "data.augment.flip._target_=my_file.MyClass"),
+        ("data.shape=3", "must be a list"),
+        ("data.shape=[a]", "data.shape=[a]: data.shape[0] must be a whole number"),
+        ("data.batch_size=${nope}", "data.batch_size=${nope}: there is no setting nope"),
+        ("data.batch_size=${model.hidden}", "must be a whole number"),
+        ("data.path=${oc.env:NO_SUCH_NAME}", "Environment variable 'NO_SUCH_NAME' not found"),
+        ("optimizer/lr=3", "written with dots, as optimizer.lr="),
+        ("model.hidden[0]=3", "names with dots between"),
+        ("checkpoint.monitor=", "checkpoint.monitor=: has no value"),
+        ("output_dir=", "output_dir=: names no folder"),
+        ("hydra.launcher=joblib", "changes nothing here"),
+        ("hydra/job_logging=none", "changes nothing here"),
+        ("optimizer.lr=range(1,3)", "add --multirun"),
+        ("~model.hiden", "Did you mean model.hidden?"),
+        ("~model.hidden=3", "as ~model.hidden"),
+        ("~model=cnn", "is not chosen"),
+        ("", "'': an empty word"),
+        ("=", "cannot be read as key=value"),
+        ("~trainer.max_epochs", "trainer.max_epochs=null"),
+        ("--foo", "--foo: no such flag."),
+        ("--multirn", "Did you mean --multirun?"),
+        ("--lr=3", "written without dashes: lr=3"),
+        ("-lr=3", "written without dashes: lr=3"),
+        ("--lr", "written without dashes: lr=VALUE"),
+        ("--cfg=jobs", "needs one of job, hydra, all"),
+        ("--config-dir", "needs a value"),
+        ("trainer.compile=maybe", "trainer.compile"),
+        ("checkpoint.save_top_k=1.5", "must be a whole number"),
+    ],
+)
+def test_a_mistake_names_the_key_and_the_way_out(word: str, said: str) -> None:
+    faults = faults_of(word)
+    assert len(faults) == 1
+    assert said in faults[0]
+    assert "\n" not in faults[0]
+    assert "+" not in faults[0].replace("--", "")
+
+
+def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
+    config = compose_run(
+        ["preset=max-perf", "run_name=012", "data=csv", "data.path=no", "trainer.max_time=01:00:00:00"]
+    ).config
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(config))
+    assert load_config(path, []) == config
+
+
+def test_single_values_of_a_saved_run_can_change_groups_cannot(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run([]).config))
+    assert load_config(path, ["trainer.max_epochs=40", "lr=0.1"]).trainer.max_epochs == 40
+    assert load_config(path, ["model.hidden=[3]"]).model["hidden"] == [3]
+    with pytest.raises(ConfigError, match="groups of a run are fixed"):
+        load_config(path, ["precision=16-mixed"])
+    with pytest.raises(ConfigError, match="Did you mean trainer.max_epochs"):
+        load_config(path, ["trainer.max_epoch=1"])
+    path.write_text("- a list\n")
+    with pytest.raises(ConfigError, match="not a config of a run"):
+        load_config(path, [])
+
+
+def test_a_path_that_nothing_reads_is_refused_and_a_saved_run_follows_a_new_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data.path=mine.csv: nothing reads it with data=digits; say what it is"
+    ):
+        compose_run(["data.path=mine.csv"])
+    own = ["data.train._target_=my.load", "data.train.place=${data.path}", "data.path=mine.csv"]
+    assert compose_run(own).config.data.train["place"] == "mine.csv"
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run(["data=csv", "data.path=old.csv"]).config))
+    data = load_config(path, ["data.path=new.csv"]).data
+    assert (data.path, data.train["path"], data.val["path"]) == ("new.csv", "new.csv", "new.csv")
+    assert data.train["val_path"] is None
+    assert load_config(path, ["data.path=new.csv", "data.train.path=x"]).data.train["path"] == "x"
+    path.write_text(save_config(compose_run(["data=text"]).config))
+    data = load_config(path, ["data.path=book.txt"]).data
+    assert (data.train["path"], data.train["val_path"], data.val["path"]) == ("book.txt", None, "book.txt")
+
+
+def test_own_things_give_the_run_their_name() -> None:
+    for words, name in (
+        (["model=my_net.Net"], "digits-Net"),
+        (["data.train._target_=pkg.data.Points"], "Points-mlp"),
+        (["model=my_net.Net", "run_name=first"], "first"),
+    ):
+        assert compose_run(words).config.run_name == name
+
+
+def test_a_warmup_beyond_the_named_length_is_refused_with_the_other_mistakes() -> None:
+    assert faults_of("trainer.max_steps=50", "scheduler.warmup_steps=100", "optimizer.lr=-1") == (
+        "scheduler.warmup_steps=100: longer than the run: trainer.max_steps=50; choose fewer",
+        "optimizer.lr=-1: must be a number, 0 or more",
+    )
+    assert compose_run(["trainer.max_steps=50", "scheduler.warmup_steps=50"]).config.trainer.max_steps == 50
+
+
+def test_a_warmup_that_is_named_replaces_the_one_of_the_option(tmp_path: Path) -> None:
+    scheduler = compose_run(
+        ["scheduler=warmup_cosine", "scheduler.warmup_steps=7"], tmp_path
+    ).config.scheduler
+    assert (scheduler["warmup_steps"], scheduler["warmup_ratio"]) == (7, None)
+    kept = compose_run(["scheduler=warmup_cosine"], tmp_path).config.scheduler
+    assert (kept["warmup_steps"], kept["warmup_ratio"]) == (0, 0.05)
+    both = compose_run(["scheduler.warmup_steps=7", "scheduler.warmup_ratio=0.1"], tmp_path).config.scheduler
+    assert (both["warmup_steps"], both["warmup_ratio"]) == (7, 0.1)  # refused where it is built
+
+
+def test_help_shows_the_options_of_every_folder_that_a_run_would_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, name in (("conf/model", "beside"), ("mine/model", "elsewhere"), ("mine/recipe", "long")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"{name}.yaml").write_text(f"# Of {folder}.\n_target_: own.Net\n")
+    (tmp_path / "mine/model/mlp.yaml").write_text("# Another mlp.\n")
+    assert main(["--help", "model", "--config-dir", "mine"]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "beside           Of conf/model.",
+        "elsewhere        Of mine/model.",
+        "mlp              Another",
+    ):
+        assert line in said
+    assert main(["--help", "--config-dir=mine"]) == 0
+    assert "recipe       long" in capsys.readouterr().out
+    assert main(["--help", "recipe", "--config-dir=mine"]) == 0
+    assert "long             Of mine/recipe." in capsys.readouterr().out
+    assert main(["--help", "recipe"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["optimizer.lr=1", "optimizer.lr=2"],
+            "optimizer.lr=1 and optimizer.lr=2: two values for optimizer.lr",
+        ),
+        (
+            ["epochs=3", "trainer.max_epochs=4"],
+            "epochs=3 and trainer.max_epochs=4: two values for trainer.max_epochs",
+        ),
+        (["ema=true", "trainer.ema.enabled=false"], "ema=true and trainer.ema.enabled=false: two values"),
+        (["model=mlp", "model=cnn"], "model=mlp and model=cnn: two values for model"),
+        (["model=a.Net", "model._target_=a.Other"], "model=a.Net and model._target_=a.Other: two values"),
+        (["hydra.run.dir=a", "hydra.run.dir=b"], "hydra.run.dir=a and hydra.run.dir=b: two values"),
+        (["hydra.run.dir=a", "output_dir=b"], "hydra.run.dir=a and output_dir=b: two values"),
+    ],
+)
+def test_two_values_for_one_key_are_refused_by_name(
+    workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(words) == 2
+    assert f"trainrun: {said}" in capsys.readouterr().err
+
+
+def test_the_same_value_twice_is_no_fault_and_a_program_may_add_to_its_words() -> None:
+    assert compose_run(["epochs=3", "trainer.max_epochs=4"]).config.trainer.max_epochs == 4
+    assert (
+        prepare(["epochs=3", "trainer.max_epochs=3", "hydra.run.dir=a", "output_dir=a"], Path())[0].twice
+        == []
+    )
+    assert compose_run(["epochs=3", "trainer.max_epochs=3", "hydra.run.dir=a", "output_dir=a"]).own == {
+        "hydra.run.dir": "a"
+    }
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_names_that_our_networks_do_not_know_are_found_before_anything_starts(model: str) -> None:
+    faults = sorted(faults_of(f"model={model}", "model.norm=bacth", "model.init=zero", "model.dropout=1"))[
+        ::-1
+    ]
+    assert faults[0].startswith("model.norm=bacth: must be one of none, batch, layer. Did you mean batch?")
+    assert faults[1] == "model.init=zero: must be one of default, he, xavier"
+    assert faults[2] == "model.dropout=1: must be a number, 0 or more and below 1"
+    assert compose_run(["model=own.Net", "+model.norm=rms"]).config.model["norm"] == "rms"
+
+
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("trainer.compile=foo", "trainer.compile=foo: must be one of off, model"),
+        ("epochs=abc", "epochs=abc: must be a whole number"),
+        ("trainer.channels_last=maybe", "trainer.channels_last=maybe: must be true or false"),
+        ("trainer.flush_denormal=2", "trainer.flush_denormal=2: must be true or false"),
+        ("checkpoint=2", "checkpoint=2: must be true or false"),
+        ("ema=maybe", "ema=maybe: must be true or false"),
+        ("trainer.num_threads=100000", "trainer.num_threads=100000: this machine has"),
+        ("model.hidden=abc", "model.hidden=abc: must be a list of whole numbers"),
+    ],
+)
+def test_a_wrong_value_is_told_in_the_word_that_was_typed(word: str, fault: str) -> None:
+    (found,) = faults_of(word)
+    assert found.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("on", True), ("No", False), ("1", True), ("0", False), ("TRUE", True)],
+)
+def test_every_word_for_true_and_false(word: str, value: bool) -> None:
+    assert compose_run([f"trainer.channels_last={word}"]).config.trainer.channels_last is value
+
+
+def saved_before(path: Path, now: str, then: str) -> None:
+    """The config of a run of a time when the line `now` was another."""
+    saved = save_config(compose_run(["model=mlp"]).config)
+    assert f"{now}\n" in saved
+    path.write_text(saved.replace(f"{now}\n", f"{then}\n"))
+
+
+@pytest.mark.parametrize(("old", "scope"), [("true", "model"), ("false", "off"), ("auto", "auto")])
+def test_a_run_from_before_the_scopes_is_read(
+    old: str, scope: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    saved_before(path, "    scope: 'off'", f"    enabled: {old}")
+    for _ in range(2):
+        assert load_config(path, []).trainer.compile.scope == scope
+    assert load_config(path, ["trainer.compile=step"]).trainer.compile.scope == "step"
+    assert capsys.readouterr().err.count("trainer.compile.enabled") == 1
+
+
+@pytest.mark.parametrize(("old", "rule"), [("true", "return"), ("false", "auto")])
+def test_a_run_that_returned_freed_memory_or_not_is_read(
+    old: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    saved_before(path, "  cpu_allocator: auto", f"  return_freed_memory: {old}")
+    assert load_config(path, []).trainer.cpu_allocator == rule
+    assert load_config(path, ["trainer.cpu_allocator=keep"]).trainer.cpu_allocator == "keep"
+    assert capsys.readouterr().err.count(f"trainer.return_freed_memory={old.title()} is read as") == 1
+
+
+def test_a_wrong_word_for_a_saved_run_is_told_as_typed(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run([]).config))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["compile=foo", "trainer.channels_last=2", "lr=-1"])
+    assert [fault.partition(":")[0] for fault in caught.value.faults] == [
+        "trainer.channels_last=2",
+        "compile=foo",
+        "lr=-1",
+    ]
+
+
+def test_help_of_a_section_an_option_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        assert main(["--help", *words]) == 0
+        return capsys.readouterr().out
+
+    assert "trainer.nan_policy=stop " in said("trainer")
+    assert "(off, model, regional, step, auto)" in said("trainer.compile")
+    assert "data.batch_size=32 " in said("data")
+    assert "  model.size=0.8M\n" in said("model=gpt")
+    everything = said("all")
+    assert "  task.loss_chunks=auto " in everything
+    assert "checkpoint.async_save=true" in everything
+    assert "  data.train.block_size=256\n" in everything
+    (line,) = said("trainer.max_time").splitlines()
+    assert line.startswith("trainer.max_time=null ")
+    for typed, meant in (("model=gtp", "model=gpt"), ("trainer.max_tme", "trainer.max_time")):
+        assert main(["--help", typed]) == 2
+        assert f"Did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", options("data", [conf_dir()]))
+def test_a_data_option_changes_no_setting_of_the_training(option: str) -> None:
+    words = [f"data={option}", *(["data.train._target_=my_data.Train"] if option == "custom" else [])]
+    found, default = (dataclasses.asdict(compose_run(given).config) for given in (words, []))
+    named = {"optimizer", "scheduler", "precision", "parallel", "trainer", "checkpoint", "monitor"}
+    assert {name: found[name] for name in named} == {name: default[name] for name in named}
+
+
+@pytest.mark.parametrize(
+    ("written", "scope"), [("false", "off"), ("true", "model"), ("off", "off"), ("auto", "auto")]
+)
+def test_a_recipe_may_write_a_switch_for_a_choice(written: str, scope: str, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    recipe = f"# @package _global_\ntrainer:\n  compile:\n    scope: {written}\n"
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(recipe)
+    assert compose_run(["experiment=mine"], tmp_path).config.trainer.compile.scope == scope
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("fp16=true", "use precision=16-mixed"),
+        ("load_best_model_at_end=true", "the best checkpoint is kept"),
+        ("trainer.fast_dev_run=true", "use preset=debug"),
+        ("num_nodes=2", "torchrun"),
+    ],
+)
+def test_a_known_name_of_another_framework_gets_its_answer(word: str, said: str) -> None:
+    (fault,) = faults_of(word)
+    assert fault.startswith(f"{word}: no such")
+    assert said in fault
+
+
+def test_old_and_foreign_names_of_settings_are_read_with_a_note(tmp_path: Path) -> None:
+    found = compose_run(
+        ["trainer.freed_memory=keep", "data.max_skipped_share=0.5", "eval_steps=7", "accelerator=gpu"]
+    )
+    config = found.config
+    assert (config.trainer.cpu_allocator, config.data.max_skipped_fraction) == ("keep", 0.5)
+    assert (config.trainer.val_check_interval, config.parallel.accelerator) == (7, "cuda")
+    assert len(found.notes) == 4
+    path = tmp_path / "config.yaml"
+    saved = (
+        save_config(config)
+        .replace("cpu_allocator", "freed_memory")
+        .replace("max_skipped_fraction", "max_skipped_share")
+    )
+    path.write_text(saved)
+    assert load_config(path, []) == config

@@ -1,0 +1,122 @@
+"""All faults at once, from one composition; and what Hydra itself says, in our words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli.main import main
+from trainrun.config import overrides
+from trainrun.config.compose import compose_run, load_config, save_config
+from trainrun.errors import ConfigError
+
+
+def faults_of(*words: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        compose_run(list(words))
+    return caught.value.faults
+
+
+@pytest.mark.parametrize("typed", [["lr", "=", "3"], ["lr", "=3"], ["lr=", "3"]])
+def test_spaces_around_the_equals_sign_are_one_fault(typed: list[str]) -> None:
+    assert faults_of(*typed, "seed=x") == (
+        "lr = 3: cannot be read as key=value; no spaces around the =",
+        "seed=x: must be a whole number, 0 or more and below 4294967296, or null",
+    )
+
+
+def test_one_composition_finds_faults_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    compose = overrides._hydra_compose
+    monkeypatch.setattr(overrides, "_hydra_compose", lambda *given: calls.append(1) or compose(*given))
+    faults = faults_of(
+        "run_name=a(b", "trainer.channels_last=maybe", "seed=1,2", "model=cnnn", "optimizer.lrr=1",
+        "trainer.max_epochs=abc", "~trainer.max_steps", "data.batch_size=0",
+    )  # fmt: skip
+    assert [fault.partition(":")[0] for fault in faults] == [
+        "trainer.channels_last=maybe", "run_name=a(b", "seed=1,2", "model=cnnn", "optimizer.lrr=1",
+        "trainer.max_epochs=abc", "~trainer.max_steps", "data.batch_size=0",
+    ]  # fmt: skip
+    assert len(calls) == 1
+
+
+def test_a_plus_in_front_of_what_is_there_already_changes_nothing() -> None:
+    config = compose_run(
+        ["+model=cnn", "++optimizer.lr=0.5", "+trainer.max_epochs=3", "~model.dropout"]
+    ).config
+    assert (config.optimizer["lr"], config.trainer.max_epochs) == (0.5, 3)
+    assert config.model["_target_"] == "trainrun.model.cnn.Cnn"
+    assert "dropout" not in config.model
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "# @package _global_\ntrainr:\n  max_epochs: 1\n",
+            "experiment/mine.yaml: trainr: no such group or setting.",
+        ),
+        (
+            "# @package _global_\ntrainer:\n  max_epoch: 1\n",
+            "trainer.max_epoch: no such setting. Did you mean",
+        ),
+        (
+            "# @package _global_\ntrainer:\n  max_epochs: x\n",
+            "mine.yaml: trainer.max_epochs: must be a whole number",
+        ),
+        ("trainer:\n  max_epochs: 1\n", "experiment/mine.yaml: there is no section experiment;"),
+    ],
+)
+def test_a_fault_in_a_recipe_names_its_file_and_hides_no_other(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        compose_run(["experiment=mine", "optimizer.lrr=1"], tmp_path)
+    assert said in caught.value.faults[0]
+    assert caught.value.faults[1:] == ("optimizer.lrr=1: no such setting. Did you mean optimizer.lr?",)
+
+
+def test_a_group_of_ones_own_is_added_with_a_plus(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "luck").mkdir()
+    (tmp_path / "conf" / "luck" / "seven.yaml").write_text("# @package _global_\nseed: 7\n")
+    assert compose_run(["+luck=seven"], tmp_path).config.seed == 7
+    with pytest.raises(ConfigError, match=r"^luck=seven: .* add it, as \+luck=seven"):
+        compose_run(["luck=seven"], tmp_path)
+    with pytest.raises(ConfigError, match=r"^luck=eight: there is no such luck. Choose from: seven"):
+        compose_run(["+luck=eight"], tmp_path)
+
+
+def test_questions_to_hydra_refuse_the_same_words(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["trainrun"])
+    assert main(["--cfg", "job", "optimizer.lrr=1", "model=cnnn"]) == 2
+    assert "optimizer.lrr=1: no such setting. Did you mean optimizer.lr?" in capsys.readouterr().err
+    assert main(["--cfg", "job", "optimizer.lr=7", "--package", "optimizer"]) == 0
+    assert "lr: 7" in capsys.readouterr().out
+
+
+def test_a_saved_run_reads_values_as_a_new_one_does_and_says_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(save_config(compose_run([]).config))
+    assert load_config(path, ["lr=1e-2"]).optimizer["lr"] == 0.01
+    assert load_config(path, ["++optimizer.new.part=3"]).optimizer["new"] == {"part": 3}
+    said = {
+        "trainer.max_epochs": "cannot be read as key=value",
+        "trainer.max_epochs = 3": "no spaces around the =",
+        "trainer.max_steps=[1": "a bracket or quote may be open",
+        "~trainer.max_epochs": "as trainer.max_epochs=null",
+        "++optimizer.lr.x=3": "optimizer.lr is a single value",
+        "seed=1,2": "a saved run has one",
+        "hydra.run.dir=x": "stays in its folder",
+        "hydra.verbose=true": "changes nothing here",
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(said))
+    assert len(caught.value.faults) == len(said)
+    for word, told in said.items():
+        assert any(fault.startswith(word.lstrip("+")) and told in fault for fault in caught.value.faults), (
+            word
+        )

@@ -1,0 +1,193 @@
+"""What is a secret is in no file but its own, and on no screen; a run goes on with it all the same."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trainrun
+from trainrun.cli.main import main
+from trainrun.config.compose import compose_run, load_config, save_config
+from trainrun.config.conf_folders import conf_dir
+from trainrun.config.private_values import leaves_of
+from trainrun.masking import is_secret, masked, masked_lines, masked_word
+
+NET = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, api_key, token, width=3):
+        super().__init__()
+        assert (api_key, token) == ("typed-1234", "given-5678")
+        self.layer = nn.Linear(64, 10)
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+"""
+FAILING = """
+class Net:
+    def __init__(self, **known):
+        raise ValueError("no network today")
+"""
+QUIET = [
+    "monitor.progress_bar=false",
+    "monitor.hardware=false",
+    "trainer.max_steps=2",
+    "trainer.limit_val_batches=1",
+]
+WORDS = ["model=secret_net.Net", "model.api_key=typed-1234", "model.token=${oc.env:OWN_TOKEN}", *QUIET]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model.api_key", "wandb_key", "hf_token", "token", "data.train.accessToken", "password", "db.password_file",
+     "aws_secret_access_key", "client-secret", "apiKey", "credentials", "monitor.listeners.x.auth_token",
+     "model.api_key.0", "model.api_key[1]", "model.credentials.user", "model.hosts.0.password"],
+)  # fmt: skip
+def test_secrets_by_their_names(key: str) -> None:
+    assert is_secret(key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["key", "tokenizer", "bytes_per_token", "max_tokens", "num_tokens", "key_padding", "pad_token", "image_key",
+     "token_budget", "tokens_per_second", "sort_key", "key_size", "data.train.monkey", "keyboard", "compass", "0",
+     "model.api_key.width", "token.0.size"],
+)  # fmt: skip
+def test_names_that_only_look_like_it(key: str) -> None:
+    assert not is_secret(key)
+
+
+def test_no_setting_of_the_package_is_a_secret() -> None:
+    names = [
+        key for path in conf_dir().rglob("*.yaml") for key, _ in leaves_of(yaml.safe_load(path.read_text()))
+    ]
+    assert len(names) > 200
+    assert [name for name in names if is_secret(name)] == []
+
+
+def test_texts_and_words_are_masked() -> None:
+    assert (
+        masked("got a.api_key=x1, width=3; db.password='y z' here")
+        == "got a.api_key=*** width=3; db.password=*** here"
+    )
+    assert masked_word("+db.password=a b,c") == "+db.password=***"
+    assert masked_word("model.token=${oc.env:HF}") == "model.token=${oc.env:HF}"
+    assert masked_word("+a={user: x, token: t 1, n: 2}") == "+a={user: x, token: ***, n: 2}"
+    assert masked_word("a=[{password: 'x,y'}, {api_key: [p, q]}]") == "a=[{password: ***}, {api_key: ***}]"
+    assert masked("failed; a={'token': 'x 1', 'user': 'y'}, api_key=['p', 'q']") == (
+        "failed; a={'token': ***, 'user': 'y'}, api_key=***"
+    )
+    assert masked("model.api_key: a secret that is not kept") == "model.api_key: a secret that is not kept"
+
+
+def test_yaml_is_masked_with_what_lies_below_a_secret() -> None:
+    held = {
+        "a": {"api_key": ["x1", "x2"], "width": 3}, "hosts": [{"token": "x3", "port": 1}, {"port": 2}],
+        "credentials": {"user": "x4"}, "password": "x5\nx6\n", "hf_token": None, "end": [1],
+    }  # fmt: skip
+    shown = masked_lines(yaml.safe_dump(held, sort_keys=False, default_flow_style=False))
+    assert yaml.safe_load(shown.replace("***", "'***'")) == {
+        "a": {"api_key": "***", "width": 3}, "hosts": [{"token": "***", "port": 1}, {"port": 2}],
+        "credentials": "***", "password": "***", "hf_token": None, "end": [1],
+    }  # fmt: skip
+
+
+def test_secrets_in_dicts_and_lists_and_in_the_arguments_of_a_failed_call(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "failing_net.py").write_text(FAILING)
+    monkeypatch.setenv("OWN_TOKEN", "given-5678")
+    words = [
+        "model=failing_net.Net", "model.url=http://me:${oc.env:OWN_TOKEN}@host", "model.api_key=[typed-1, typed-2]",
+        "model.auth={token: typed-3, user: somebody}", *QUIET,
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["trainrun", *words])
+    assert main([*words, "output_dir=run"]) == 2
+    assert main(["--cfg", "job", words[0], *words[2:]]) == 0
+    files = [path for path in (workdir / "run").rglob("*") if path.is_file() and path.name != ".secrets.json"]
+    shown = capfd.readouterr()
+    for text in [shown.out, shown.err, *(path.read_text() for path in files)]:
+        assert "typed-" not in text
+        assert "5678" not in text
+    assert "failed: ValueError: no network today" in shown.err
+    assert "'user': 'somebody'" in shown.err
+
+
+@pytest.mark.train
+def test_a_run_with_secrets(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "secret_net.py").write_text(NET)
+    monkeypatch.setenv("OWN_TOKEN", "given-5678")
+    monkeypatch.setattr("sys.argv", ["trainrun", *WORDS])
+    assert main([*WORDS, "output_dir=run"]) == 0
+    run = workdir / "run"
+    files = {path.name: path for path in run.rglob("*") if path.is_file()}
+    for secret in ("typed-1234", "given-5678"):
+        holders = [name for name, path in files.items() if secret.encode() in path.read_bytes()]
+        assert holders == ([".secrets.json"] if secret == "typed-1234" else [])
+    config = files["config.yaml"].read_text()
+    assert "token: ${oc.env:OWN_TOKEN}" in config
+    assert "api_key: '***'" in config
+    for name in (
+        "config.yaml",
+        "overrides.txt",
+        ".secrets.json",
+        "environment.json",
+        "status.json",
+        "report.html",
+    ):
+        assert stat.S_IMODE(files[name].stat().st_mode) == 0o600, name
+
+    assert main(["resume", "run", "trainer.max_steps=3"]) == 0
+    assert main([*WORDS, "output_dir=run"]) == 2  # another number of steps now
+    more = [word.replace("max_steps=2", "max_steps=3") for word in WORDS]
+    assert main([*more, "output_dir=run"]) == 0
+    assert trainrun.load_model("run") is not None
+    assert main(["--cfg", "job", *WORDS]) == 0
+    assert main([*WORDS, "model.api_key=typed-56"]) == 2  # two values
+    other = [word.replace("typed-1234", "[typed-56]").replace("${oc.env:OWN_TOKEN}", "x") for word in more]
+    assert main([*other, "output_dir=run"]) == 2
+    shown = capfd.readouterr()
+    assert "api_key: ***" in shown.out
+    assert "holds a run already, which has model.api_key=***" in shown.err
+    assert "typed-" not in shown.err
+    assert "1234" not in shown.out
+    assert "5678" not in shown.out
+    assert "model.api_key=typed" not in shown.err
+
+    monkeypatch.delenv("OWN_TOKEN")
+    assert main(["evaluate", "run"]) == 2
+    assert "OWN_TOKEN" in capfd.readouterr().err
+    monkeypatch.setenv("OWN_TOKEN", "given-5678")
+    (run / ".secrets.json").unlink()
+    assert main(["evaluate", "run"]) == 2
+    assert "model.api_key: a secret that is not kept in this folder (.secrets.json); give it again" in (
+        capfd.readouterr().err
+    )
+    assert main(["evaluate", "run", "model.api_key=typed-1234"]) == 0
+    assert trainrun.load_run("run").folder == run
+
+
+@pytest.mark.train
+def test_a_strangers_folder_looks_nothing_up(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trainer.max_steps=1", "monitor.plots=false", *QUIET[:2], "output_dir=run"]) == 0
+    config = workdir / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("run_name: digits-mlp", "run_name: ${oc.env:HOME}"))
+    assert main(["evaluate", "run"]) == 2
+    assert "run_name=${oc.env:HOME}; nothing was imported" in capsys.readouterr().err
+
+
+def test_references_to_references_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", str(tmp_path))
+    config = compose_run(["data=text", "data.train.cache_dir=${oc.env:WHERE}/x"]).config
+    assert config.data.val["cache_dir"] == f"{tmp_path}/x"
+    (tmp_path / "config.yaml").write_text(save_config(config))
+    assert str(tmp_path) not in (tmp_path / "config.yaml").read_text()
+    monkeypatch.setenv("WHERE", "/other")
+    again = load_config(tmp_path / "config.yaml", [])
+    assert again.data.train["cache_dir"] == again.data.val["cache_dir"] == "/other/x"

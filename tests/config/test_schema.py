@@ -1,0 +1,83 @@
+"""One truth a setting: what is written beside a field is all there is to write."""
+
+# ruff: noqa: RUF009
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from trainrun.config.aliases import aliases, key_of_today, value_of_today
+from trainrun.config.help_text import setting_rows
+from trainrun.config.schema import (
+    NODES,
+    RunConfig,
+    choice,
+    node,
+    nodes,
+    section,
+    setting,
+    settings,
+    with_values,
+)  # fmt: skip
+from trainrun.config.validate import node_faults, value_faults
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    size: int = setting(3, "how large it is", at_least=1, aliases=("magnitude", "inner.old_size"))
+    kind: str = choice("round", "square", help="its shape", words={"true": "round"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine:
+    inner: Inner = section(Inner, "kind", ("innards",))
+    model: Any = node("what trains", required=True)
+    doors: dict[str, Any] = nodes("things by name")
+
+
+def test_a_new_setting_is_known_to_help_checks_and_aliases_by_its_field_alone() -> None:
+    assert list(setting_rows(Mine))[:2] == [
+        ("inner.size", "3", "how large it is (1 or more)"),
+        ("inner.kind", "round", "its shape (round, square)"),
+    ]
+    assert aliases(Mine)["magnitude"] == aliases(Mine)["inner.old_size"] == "inner.size"
+    assert key_of_today("innards.size", lambda _: False, Mine) == "inner.size"
+    assert value_of_today("inner.kind", "True", Mine) == "round"
+    assert settings(Mine)["doors"].opens == NODES
+    good = with_values(Mine(), {"model": {"_target_": "my.Net"}, "doors.first": {"_target_": "my.Door"}})
+    assert [*value_faults(good, Mine), *node_faults(good, Mine)] == []
+    bad = with_values(good, {"inner.size": 0, "inner.kind": "squar", "doors.first": 1, "model": None})
+    assert value_faults(bad, Mine) == [
+        "inner.size=0: must be a whole number, 1 or more",
+        "inner.kind=squar: must be one of round, square. Did you mean square?",
+    ]
+    assert node_faults(bad, Mine) == [
+        "model._target_: nothing to train with; name a class or function, e.g. model._target_=my_file.MyClass",
+        "doors.first=1: must name a class or function, as doors.first._target_=my_file.MyClass",
+    ]
+
+
+def test_every_setting_says_what_it_is_and_no_name_means_two() -> None:
+    bare = [key for key, found in settings().items() if not found.help and found.section is None]
+    assert bare == []
+    names = [name for found in settings().values() for name in found.aliases]
+    assert sorted(set(names)) == sorted(names)
+    assert not set(names) & settings().keys()
+
+
+def test_the_defaults_are_what_the_settings_allow() -> None:
+    assert value_faults(RunConfig()) == []
+
+
+def test_a_config_never_changes_and_gives_another_one() -> None:
+    config = RunConfig()
+    for whole in (config, config.trainer, config.trainer.ema):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(whole, dataclasses.fields(whole)[0].name, None)
+    other = with_values(config, {"trainer.ema.decay": 0.5, "model": {"width": 3}})
+    assert (other.trainer.ema.decay, config.trainer.ema.decay) == (0.5, 0.999)
+    assert with_values(other, {"model.width": 4}).model == {"width": 4}
+    assert other.model == {"width": 3}

@@ -1,0 +1,498 @@
+"""Loader workers: their batches are those that are read here, and stay so if workers die; training is never hit."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from multiprocessing import Process, active_children
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data._utils import signal_handling
+
+from trainrun.data.engines import workers as loader_workers
+from trainrun.data.engines.loader import MOST_RESTARTS
+from trainrun.data.engines.workers import kill_with_stacks
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
+from trainrun.errors import DataError
+
+N = 40
+
+# A worker that dies while it hands over a tensor leaves a socket of multiprocessing's to the garbage collector.
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_is_left():
+    """What would warn so is collected here, and not in a test that does not ignore it."""
+    yield
+    gc.collect()
+
+
+def kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Deadly(Dataset):
+    """Random samples; the process that reads number 17 dies, as often as `times` says."""
+
+    def __init__(self, folder=None, times=0, die=kill_oneself):
+        self.folder, self.times, self.die = folder, times, die
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        if index == 17 and self.folder is not None:
+            deaths = len(os.listdir(self.folder))
+            if deaths < self.times:
+                (self.folder / str(deaths)).touch()
+                self.die()
+        return torch.rand(3), index, os.getpid()
+
+
+def opened(source, said=None, **changes):
+    options = {"training": True, "batch_size": 3, "seed": 5, "engine": "workers", "num_workers": 2} | changes
+    report = (lambda text: None) if said is None else said.append
+    return open_batches(source, StreamOptions("data.train", report=report, **options))[0]
+
+
+def contents(batches):
+    return [(b.data[0].tolist(), b.data[1].tolist(), b.last) for b in batches]
+
+
+def whole(epochs=1, start=0, **changes):
+    stream = opened(Deadly(), num_workers=0, **changes)
+    return [contents(stream.epoch(epoch, start)) for epoch in range(epochs)]
+
+
+@pytest.mark.parametrize("times", [1, MOST_RESTARTS])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_batches_are_the_same(times, persistent, tmp_path):
+    said = []
+    stream = opened(Deadly(tmp_path, times), said, persistent_workers=persistent)
+    try:
+        assert [contents(stream.epoch(epoch)) for epoch in (0, 1)] == whole(2)
+    finally:
+        stream.close()
+    assert len(os.listdir(tmp_path)) == times
+    assert len(said) == times
+    assert said[0].startswith("data.train: a loader worker was killed (process ")
+    assert said[-1].endswith(f"; they were started again, and no batch changed ({times} of {MOST_RESTARTS})")
+
+
+@pytest.mark.parametrize("usual", [signal.SIG_DFL, lambda number, frame: None])
+def test_one_that_dies_while_the_others_are_started(usual, tmp_path, monkeypatch):
+    """With the very first workers of a process, for which torch brings its own handler of deaths."""
+    before, put = signal.getsignal(signal.SIGCHLD), signal_handling._set_SIGCHLD_handler
+
+    def put_and_wait():
+        put()
+        until = time.monotonic() + 60
+        while not os.listdir(tmp_path):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    monkeypatch.setattr(loader_workers, "begin_worker", lambda owner, worker: die_once(tmp_path))
+    monkeypatch.setattr(signal_handling, "_set_SIGCHLD_handler", put_and_wait)
+    signal.signal(signal.SIGCHLD, usual)
+    said = []
+    try:
+        stream = opened(Deadly(), said, batch_size=20, shuffle=False)
+        assert contents(stream.epoch(0)) == whole(batch_size=20, shuffle=False)[0]
+        stream.close()
+        assert signal.getsignal(signal.SIGCHLD) == usual
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert len(said) == 1
+
+
+def die_once(folder):
+    with suppress(FileExistsError):
+        (folder / "died").touch(exist_ok=False)
+        os._exit(3)
+
+
+@pytest.mark.parametrize("in_main_thread", [True, False])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_one_that_leaves_with_code_0_is_heard_of(persistent, in_main_thread, tmp_path, monkeypatch):
+    """Also without a timeout."""
+    monkeypatch.setattr(loader_workers, "POLL_SECONDS", 0.1)
+    said, got = [], []
+    source = Deadly(tmp_path, 1, die=lambda: os._exit(0))
+    stream = opened(source, said, persistent_workers=persistent, timeout_seconds=0, shuffle=False)
+
+    def read():
+        got.extend(contents(stream.epoch(epoch)) for epoch in (0, 1))
+
+    if in_main_thread:
+        read()
+    else:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    stream.close()
+    assert got == whole(2, shuffle=False)
+    assert [text[: text.index(" (")] for text in said] == ["data.train: a loader worker left"]
+    assert "exit code 0" in said[0]
+
+
+def test_from_the_middle_of_an_epoch(tmp_path):
+    stream = opened(Deadly(tmp_path, 1), shuffle=False)
+    try:
+        assert contents(stream.epoch(0, 2)) == whole(start=2, shuffle=False)[0]
+    finally:
+        stream.close()
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_it_is_an_error_in_the_end(tmp_path):
+    said = []
+    stream = opened(Deadly(tmp_path, 99), said)
+    with pytest.raises(
+        DataError,
+        match=r"GB of memory .* were the samples .*\b17\b.* \(the workers were started again 3 times\)",
+    ):
+        list(stream.epoch(0))
+    assert len(said) == MOST_RESTARTS
+    stream.close()
+
+
+def test_samples_left_out_are_counted_once(tmp_path):
+    class Faulty(Deadly):
+        def __getitem__(self, index):
+            if index in (3, 30):
+                raise OSError("damaged")
+            return super().__getitem__(index)
+
+    said = []
+    stream = opened(Faulty(tmp_path, 2), said, on_error="skip", max_skipped_fraction=1.0)
+    seen = [index for batch in stream.epoch(0) for index in batch.data[1].tolist()]
+    stream.close()
+    assert sorted(seen) == [index for index in range(N) if index not in (3, 30)]
+    assert sum("2 samples were left out" in line for line in said) == 1
+
+
+def test_a_death_in_the_middle_of_a_step_waits_for_the_next_batch():
+    said = []
+    stream = opened(Deadly(), said, prefetch_factor=1)
+    try:
+        batches = stream.epoch(0)
+        got = [next(batches)]
+        for _ in range(2):
+            os.kill(int(got[-1].data[2][0]), signal.SIGKILL)
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline:  # the training: an exception here would end the run
+                torch.ones(10).sum()
+            got += [next(batches), next(batches), next(batches)]
+        got += list(batches)
+    finally:
+        stream.close()
+    assert contents(got) == whole()[0]
+    assert said
+
+
+def wait_for(condition):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def children():
+    return {process.pid for process in active_children()}
+
+
+def runs(pid):
+    """Asked of the system: of a child that another thread has just looked at, multiprocessing may not know the end."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def two_streams(**changes):
+    """Of training and validation; the processes are those of the first."""
+    said = {"train": [], "val": []}
+    before = children()
+    train = opened(Deadly(), said["train"], **changes)
+    batches = train.epoch(0)
+    got = [next(batches)]
+    workers = sorted(children() - before)
+    val = opened(Deadly(), said["val"], **changes)
+    try:
+        yield train, batches, got, workers, val, said
+    finally:
+        train.close()
+        val.close()
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_who_waits_hears_of_its_own_workers(at_the_end, persistent):
+    """A worker of the training dies while a validation reads: only the training has to start its own again."""
+    with two_streams(persistent_workers=persistent) as (train, batches, got, workers, val, said):
+        while at_the_end and not got[-1].last:
+            got.append(next(batches))
+        os.kill(workers[0], signal.SIGKILL)
+        until = time.monotonic() + 30
+        while workers[0] in children() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert contents(val.epoch(0)) == whole()[0]
+        assert contents([*got, *batches]) == whole()[0]
+        assert contents(train.epoch(1)) == whole(2)[1]
+    assert said["val"] == []
+    if at_the_end and not persistent:  # nobody waits for it any more
+        assert said["train"] == []
+        return
+    assert ("on their way were the samples" in said["train"][0]) != at_the_end
+    assert [text.partition(" (")[0] for text in said["train"]] == ["data.train: a loader worker was killed"]
+    assert f"process {workers[0]}: SIGKILL" in said["train"][0]
+
+
+def test_a_worker_that_stands_still_ends_the_wait(monkeypatch):
+    """Torch's own timeout does not reach it if word of a batch has come whose tensors are fetched from it."""
+    limit = [60.0]  # as long as workers may be slow to start
+
+    class Limited(loader_workers.TimeLimit):
+        seconds = property(lambda self: limit[0], lambda self, _: None)
+
+    monkeypatch.setattr(loader_workers, "TimeLimit", Limited)
+    monkeypatch.setattr(loader_workers, "SMALL_BYTES", 0)
+    with two_streams() as (_, batches, _, workers, _, _):
+        time.sleep(0.2)  # the next batches are on their way
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)
+        limit[0] = 0.4
+        with pytest.raises(
+            DataError, match=r"worker_timeout_seconds=0.4: data.train gave no batch for that long"
+        ):
+            list(batches)
+        wait_for(lambda: not any(map(runs, workers)))  # who is killed takes a moment to be gone
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_idle_workers_that_do_not_answer_are_replaced(number):
+    with two_streams() as (train, batches, got, workers, _, said):
+        got += list(batches)
+        os.kill(workers[0], number)
+        assert contents(train.epoch(1)) == whole(2)[1]
+        assert workers[0] not in children()
+    assert len(said["train"]) == (number == signal.SIGKILL)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Deadly()[index] for index in range(N))
+
+
+@pytest.mark.parametrize("source", [Deadly(), Stream()])
+def test_after_the_last_batch_nobody_waits(source):
+    stream = opened(source, num_workers=1, persistent_workers=False, timeout_seconds=20)
+    got, others = [], set(active_children())
+    for batch in stream.epoch(0):
+        got.append(batch)
+        if batch.last:
+            (worker,) = set(active_children()) - others
+            os.kill(worker.pid, signal.SIGSTOP)
+    assert got[-1].last
+    assert worker.exitcode == 0  # not killed: it went on, and ended
+    stream.close()
+
+
+def test_one_that_has_just_ended_can_be_ended():
+    process = Process(target=int)
+    process.start()
+    is_alive, process.is_alive = process.is_alive, lambda: True  # as it was a moment ago
+    process.join()
+    kill_with_stacks([process])
+    assert not is_alive()
+
+
+def test_time_in_which_the_process_itself_was_stopped_does_not_count():
+    words, paths = [sys.executable, __file__], os.environ | {"PYTHONPATH": ":".join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes, env=paths, start_new_session=True) as reading:
+        assert reading.stdout.readline() == "waits\n"
+        time.sleep(0.5)  # until the wait is seen
+        os.killpg(reading.pid, signal.SIGSTOP)
+        time.sleep(5.5)
+        os.killpg(reading.pid, signal.SIGCONT)
+        time.sleep(1)  # to end the wait, if it took that long
+        assert reading.communicate("go on\n", timeout=300)[0] == "read\n"
+
+
+class Waiting(Dataset):
+    """The second sample is there as soon as somebody says so."""
+
+    def __init__(self):
+        self.others_input = os.dup(0)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        if index == 1:
+            os.write(1, b"waits\n")
+            os.read(self.others_input, 1)
+        return torch.rand(3)
+
+
+@pytest.mark.parametrize("when", ["asleep", "begun"])
+def test_workers_leave_with_a_training_that_is_killed(when, tmp_path):
+    """Also in the middle of a sample, and before torch has looked who their parent is."""
+    word = "time.sleep(600)" if when == "asleep" else "pass"
+    begin = "" if when == "asleep" else "workers.ignore_stop_signals = lambda: (tell(), time.sleep(1))"
+    (tmp_path / "killed.py").write_text(f"""
+import os, sys, time
+from torch.utils.data import get_worker_info
+from trainrun.data.engines import workers
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
+
+def tell():
+    with open("began", "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+
+class Slow:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if get_worker_info() is not None:
+            tell()
+            {word}
+        return index
+
+{begin}
+options = StreamOptions("data.train", training=True, batch_size=1, seed=1, engine="workers", num_workers=2)
+list(open_batches(Slow(), options)[0].epoch(0))
+""")
+    training = subprocess.Popen([sys.executable, "killed.py"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 300
+    began = tmp_path / "began"
+    while (
+        len(set(told := began.read_text().split() if began.exists() else [])) < 2 and time.monotonic() < until
+    ):
+        time.sleep(0.02)
+    training.kill()
+    training.wait()
+    until = time.monotonic() + 60
+    while any(map(psutil.pid_exists, map(int, told))) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert len(set(told)) == 2
+    assert not any(map(psutil.pid_exists, map(int, told)))
+
+
+class Unsendable:
+    def __reduce__(self):
+        raise ValueError("not this one")
+
+
+@pytest.mark.parametrize("leaf", [Unsendable(), torch.ones(2, requires_grad=True) + 1])
+def test_what_cannot_be_sent_is_told_and_not_waited_for(leaf):
+    stream = opened(Deadly(), num_workers=1, collate_fn=lambda samples: [torch.ones(2), leaf])
+    with pytest.raises(
+        DataError, match=r"data\.train: a batch cannot be sent by its worker \((Value|Runtime)Error"
+    ):
+        next(stream.epoch(0))
+    stream.close()
+
+
+class Counted(torch.Tensor):
+    """What a copy of bytes would not keep."""
+
+
+def all_kinds(samples):
+    number = float(sum(index for _, index, _ in samples))
+    row = torch.arange(24, dtype=torch.float32).add(number)
+    types = (
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int8,
+        torch.uint8,
+        torch.int64,
+        torch.complex64,
+    )
+    pair = torch.full((3,), number)
+    return {
+        "types": [row.to(kind) for kind in types],
+        "large": torch.full((loader_workers.SMALL_BYTES,), number),
+        "bools": row > number + 5,
+        "scalar": torch.tensor(number),
+        "empty": torch.empty(0, 4),
+        "columns": row.view(4, 6).t(),
+        "channels_last": row.view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+        "part": row[3:7],
+        "twice": (pair, pair[1:]),
+        "conj": torch.tensor([1j * number]).conj(),
+        "grows": torch.nn.Parameter(torch.full((2,), number)),
+        "own": torch.full((2,), number).as_subclass(Counted),
+        "array": np.full(3, number),
+        "name": f"batch {number}",
+    }
+
+
+def as_seen(data):
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, torch.Tensor):
+            values = leaf.detach().resolve_conj().tolist()
+            yield type(leaf), leaf.dtype, leaf.shape, leaf.requires_grad, leaf.stride(), values
+        else:
+            yield np.asarray(leaf).tolist()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_batches_of_all_kinds_are_those_that_are_read_here(num_workers):
+    stream = opened(Deadly(), num_workers=num_workers, collate_fn=all_kinds)
+    here = opened(Deadly(), num_workers=0, collate_fn=all_kinds)
+    for epoch in (0, 1):
+        for batch, expected in zip(stream.epoch(epoch), here.epoch(epoch), strict=True):
+            assert list(as_seen(batch.data)) == list(as_seen(expected.data))
+            assert all(leaf.data_ptr() % 64 == 0 for leaf in batch.data["types"])  # kernels round by it
+    stream.close()
+
+
+def test_an_iterable_data_set_is_read_on_after_a_death(tmp_path):
+    said = []
+    expected = contents(opened(Stream(), num_workers=0).epoch(1, 2))
+    stream = opened(DyingStream(tmp_path), said, num_workers=1)
+    assert contents(stream.epoch(1, 2)) == expected
+    stream.close()
+    assert len(said) == 1
+    assert "it was reading on from batch" in said[0]
+
+
+class DyingStream(IterableDataset):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __iter__(self):
+        for index, sample in enumerate(Stream()):
+            if index == 30:
+                die_once(self.folder)
+            yield sample
+
+
+if __name__ == "__main__":
+    loader_workers.TICK_SECONDS = 0.1
+    assert (
+        len(list(opened(Waiting(), num_workers=1, batch_size=1, shuffle=False, timeout_seconds=5).epoch(0)))
+        == 2
+    )
+    print("read")

@@ -1,0 +1,192 @@
+"""Hooks in real runs: when they are called, that their state is resumed, and what is refused; and unfreezing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainrun import load_run
+from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.cli.main import main
+
+pytestmark = pytest.mark.process
+
+OWN = """
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+
+class Counts:  # every method, and a state that changes the weights
+    def __init__(self, stop_at=-1):
+        self.seen, self.stop_at = [], stop_at
+        self.total = torch.zeros(2)
+
+    def _note(self, name, state):
+        self.seen.append(f"{name} {state.step}")
+        self.total += state.step
+
+    def on_start(self, run, state):  # what the config names begins as the config says, also in a resume
+        for group in run.optimizer.param_groups:
+            group["weight_decay"] = 0.01 * float(self.total[0])
+
+    def on_epoch_start(self, run, state):
+        self._note("epoch_start", state)
+        self.on_start(run, state)
+
+    def on_epoch_end(self, run, state):
+        self._note("epoch_end", state)
+
+    def on_validation_end(self, run, state, metrics):
+        assert metrics["val/loss"] > 0
+        self._note("validation_end", state)
+
+    def on_checkpoint(self, run, state):
+        if self.stop_at == state.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_end(self, run, state):
+        Path("seen.json").write_text(json.dumps(self.seen))
+
+    def state_dict(self):
+        return {"seen": list(self.seen), "total": self.total}
+
+    def load_state_dict(self, state):
+        self.seen, self.total = list(state["seen"]), state["total"]
+
+
+class Stops:
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, step, epoch, row):
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Misspelt:
+    def on_epoch_strat(self, run, state): ...
+
+class Nothing: ...
+
+class Half:
+    def on_epoch_end(self, run, state): ...
+    def state_dict(self): return {}
+"""
+SHORT = [
+    "trainer.max_epochs=3", "data.batch_size=128", "monitor.log_every_n_steps=1", "monitor.progress_bar=false",
+    "monitor.plots=false", "monitor.hardware=false", "trainer.num_threads=1",
+]  # fmt: skip
+STOP = [
+    "monitor.stop._target_=own.Stops",
+    "monitor.stop.step=16",
+]  # 12 steps an epoch: in the middle of the second
+THAW = [
+    "hook.thaw._target_=trainrun.hook.unfreeze.Unfreeze", "hook.thaw.patterns=layers.1.*", "hook.thaw.epoch=1",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own(workdir: Path) -> None:
+    (workdir / "own.py").write_text(OWN)
+
+
+def weights_of(run: str) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in load_run(run).load_model("last").state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_hook_is_called_at_its_places_and_resumed_in_the_middle_with_its_state(workdir: Path) -> None:
+    words = [*SHORT, "hook.mine._target_=own.Counts"]
+    assert main([*words, "output_dir=whole"]) == 0
+    whole = json.loads((workdir / "seen.json").read_text())
+    epoch = ["epoch_start {}", "epoch_end {}", "validation_end {}"]
+    assert whole == [
+        text.format(12 * (number + (i > 0))) for number in range(3) for i, text in enumerate(epoch)
+    ]
+    assert main([*words, *STOP, "output_dir=part"]) == 75
+    assert main(["resume", "part"]) == 0
+    assert json.loads((workdir / "seen.json").read_text()) == whole
+    assert same(weights_of("whole"), weights_of("part"))
+
+
+def test_an_extra_validation_at_the_end_of_a_run_is_not_one_for_hooks(workdir: Path) -> None:
+    words = [*SHORT, "hook.mine._target_=own.Counts"]
+    assert main([*words, "output_dir=whole"]) == 0
+    assert main([*words, "trainer.max_steps=16", "output_dir=part"]) == 0
+    assert "validation_end 16" not in json.loads((workdir / "seen.json").read_text())
+    assert main(["resume", "part", "trainer.max_steps=null"]) == 0
+    assert same(weights_of("whole"), weights_of("part"))
+
+
+def test_what_acts_at_a_checkpoint_comes_before_it(workdir: Path) -> None:
+    words = [
+        *SHORT,
+        "hook.mine._target_=own.Counts",
+        "hook.mine.stop_at=12",
+        "checkpoint.every_n_train_steps=12",
+    ]
+    assert main([*words, "output_dir=run"]) == 75
+    state = read_checkpoint(resolve(workdir / "run" / "checkpoints", "last")).shared["hooks"]["hook.mine"]
+    assert state["seen"][:3] == ["epoch_start 0", "epoch_end 12", "validation_end 12"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Misspelt", "hook.mine: Misspelt.on_epoch_strat is never called; did you mean on_epoch_start?"),
+        ("Nothing", "hook.mine: Nothing has none of the methods of a hook: on_start, on_epoch_start"),
+        ("Half", "hook.mine: Half: has only one of state_dict() and load_state_dict(state)"),
+    ],
+)
+def test_what_is_no_hook_is_refused(name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, f"hook.mine._target_=own.{name}"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_step_in_one_graph_takes_no_hook(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "hook.mine=own.Counts", "trainer.compile=step"]) == 2
+    assert "does not go with hook.mine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["optimizer=sgd", "optimizer.momentum=0.9"], ["trainer.ema=true"]])
+def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, more: list[str]) -> None:
+    words = [*SHORT[1:], *THAW, *more, "optimizer.weight_decay=0.1", "trainer.gradient_clip_val=1.0"]
+    assert main([*words, "trainer.max_epochs=1", "output_dir=first"]) == 0
+    tree = read_checkpoint(resolve(workdir / "first" / "checkpoints", "last")).shared
+    model, states = tree["model"], tree["optimizer"]["state"]
+    frozen = [name for name in model if name.startswith("layers.1.")]
+    assert frozen
+    assert not [
+        name for name in frozen if states.get(name, {}).get("step", 0)
+    ]  # no update, and no decay of weights
+    assert main([*SHORT, *more, "trainer.max_steps=0", "output_dir=fresh"]) == 0
+    fresh = read_checkpoint(resolve(workdir / "fresh" / "checkpoints", "last")).shared["model"]
+    assert all(torch.equal(model[name], fresh[name]) for name in frozen)
+    words.append("trainer.max_epochs=3")
+    assert main([*words, "output_dir=whole"]) == 0
+    tree = read_checkpoint(resolve(workdir / "whole" / "checkpoints", "last")).shared
+    assert not any(torch.equal(tree["model"][name], fresh[name]) for name in frozen)
+    if "optimizer=sgd" not in more:
+        steps = {name: int(state["step"]) for name, state in tree["optimizer"]["state"].items()}
+        assert {steps[name] for name in frozen} == {
+            24
+        }  # of 36: bias correction begins with the first gradient
+        assert {steps[name] for name in steps if name not in frozen} == {36}
+    assert main([*words, *STOP, "output_dir=part"]) == 75
+    assert main(["resume", "part"]) == 0
+    assert same(weights_of("whole"), weights_of("part"))
+
+
+def test_ranks_that_would_wait_for_frozen_parameters_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, *THAW, "parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=2"]) == 2
+    assert "parallel.find_unused_parameters=true" in capsys.readouterr().err

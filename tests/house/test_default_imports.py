@@ -1,0 +1,43 @@
+"""What one default training imports is counted, so that it does not grow unseen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[2]
+SATELLITES = {"autotune", "benchmark", "convert", "plots", "summary", "sweep", "verify"}
+# Smaller each time; the goals are 90 modules and 10,000 lines.
+MOST_MODULES, MOST_LINES = 191, 27_010
+
+TRAINED = """
+import json, sys
+from trainrun.cli.main import main
+code = main(["trainer.max_steps=5", "hydra.run.dir=run"])
+own = {name: module.__file__ for name, module in sys.modules.items() if name.startswith("trainrun.")}
+print(json.dumps([code, own]))
+"""
+
+
+def test_a_default_training_imports_no_more_than_before(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}){TRAINED}"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    code, files = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0
+    spine = [
+        Path(file)
+        for name, file in files.items()
+        if file and Path(file).stem != "__init__" and name.split(".")[1] not in SATELLITES
+    ]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in spine)
+    assert (len(spine) <= MOST_MODULES, lines <= MOST_LINES) == (True, True), (len(spine), lines)
+    assert len(spine) > 20  # something was counted

@@ -1,0 +1,68 @@
+"""Whoever wants to understand one default step opens at most 12 files, the model and the task aside."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import trainrun
+from trainrun.assemble.assemble import RunContext, build_components
+from trainrun.config.compose import compose_run
+from trainrun.interfaces import MicroBatch, StepReport
+from trainrun.parallel.single import Single
+from trainrun.runs.run_folder import RunDir
+from trainrun.runtime.signals import StopFlag
+from trainrun.training.components import Components
+from trainrun.training.loop import fit
+from trainrun.training.state import TrainState
+
+pytestmark = pytest.mark.train
+PACKAGE = Path(trainrun.__file__).parent
+MOST_FILES = 12
+LEAVES = ("model/", "task/")  # what a user's own file would be in place of
+SEEN_AT = 6  # a step in the steady state, behind the first log points
+
+STEP = {
+    "checkpoint/manager.py", "interfaces.py", "optimizer/fused_adam.py", "parallel/single.py",
+    "precision/gradients.py", "precision/update.py", "scheduler/schedule.py", "timing/phases.py",
+    "training/components.py", "training/recovery/oom.py", "training/train_step.py", "training/triggers.py",
+}  # fmt: skip
+
+
+def files_of_a_step(folder: Path) -> set[str]:
+    """The files of the package whose functions one step of the default run calls."""
+    config = compose_run(["trainer.max_steps=9", f"output_dir={folder}"]).config
+    site = RunContext(RunDir(folder), "step", Single(torch.device("cpu")), StopFlag(), [])
+    run, _ = build_components(config, site)
+    plain, state, found = run.step, TrainState(), set[str]()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            found.add(path.relative_to(PACKAGE).as_posix())
+
+    def step(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+        if state.step != SEEN_AT:
+            return plain(run, micro_batches)
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            return plain(run, micro_batches)
+        finally:
+            sys.setprofile(before)
+
+    fit(replace(run, step=step), state)
+    return found
+
+
+def test_a_default_step_is_in_few_files(tmp_path: Path) -> None:
+    found = {name for name in files_of_a_step(tmp_path) if not name.startswith(LEAVES)}
+    assert found <= STEP, "a file more is one more to open: is it worth that?"
+    assert {"training/train_step.py", "precision/update.py"} <= found  # the step was seen
+    assert len(STEP) <= MOST_FILES

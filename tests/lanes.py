@@ -1,0 +1,77 @@
+"""The lane of a test says what it may do; its folder sets it.
+
+unit: starts no process and no training. train: trains in this process. process: starts others (ranks, workers of a
+loader, the real command) or sends signals. fault: random kills, damage and power loss; the pretended GPU. A file, or a
+test, of another lane than its folder says so itself: `pytestmark = pytest.mark.process`.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.process
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from trainrun.training import loop
+
+UNIT, TRAIN, PROCESS, FAULT = LANES = ("unit", "train", "process", "fault")
+# Folders of tests/; what is not here is of the lane `unit`.
+LANE_OF = {
+    "benchmark": TRAIN, "cli": TRAIN, "runs": TRAIN, "scheduler": TRAIN, "step": TRAIN, "training": TRAIN,
+    "transform": TRAIN,
+    "convert": PROCESS, "scripts": PROCESS, "verify": PROCESS,
+    "faults": FAULT, "pretended_gpu": FAULT,
+}  # fmt: skip
+HARMLESS = ("git", "uname")  # of the facts that every run notes
+
+
+def lane_of_item(item: pytest.Item) -> str:
+    """The lane of the nearest marker of one."""
+    return next(mark.name for mark in item.iter_markers() if mark.name in LANES)
+
+
+class Watch:
+    """Notes the processes and trainings that the present test starts."""
+
+    def __init__(self) -> None:
+        self.processes: list[str] = []
+        self.trainings = 0
+
+    def install(self) -> None:
+        """For the rest of this process: an audit hook cannot be taken back."""
+        sys.addaudithook(self.on_audit)
+        fit, start = loop.fit, multiprocessing.process.BaseProcess.start
+
+        @functools.wraps(fit)
+        def noted_fit(*arguments: Any, **named: Any) -> Any:
+            self.trainings += 1
+            return fit(*arguments, **named)
+
+        def noted_start(process: multiprocessing.process.BaseProcess) -> None:
+            self.processes.append(process.name)
+            start(process)
+
+        loop.fit = noted_fit
+        multiprocessing.process.BaseProcess.start = noted_start  # type: ignore[method-assign]
+
+    def on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
+            name = str(arguments[0]) if arguments else event
+            if name not in HARMLESS:
+                self.processes.append(name)
+
+    @contextmanager
+    def of_lane(self, lane: str) -> Iterator[None]:
+        """Fails if what runs inside does more than `lane` allows."""
+        self.processes, self.trainings = [], 0
+        yield
+        if lane in (UNIT, TRAIN) and self.processes:
+            pytest.fail(
+                f"starts a process ({self.processes[0]}): its lane is `process`, not `{lane}` (tests/lanes.py)"
+            )
+        if lane == UNIT and self.trainings:
+            pytest.fail("trains: its lane is `train`, not `unit` (tests/lanes.py)")

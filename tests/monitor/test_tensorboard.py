@@ -1,0 +1,54 @@
+"""The TensorBoard tracker in real runs: its event file is read back, also after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tensorboard")
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainrun.cli.main import main
+from trainrun.monitor.tensorboard import scalars_of
+
+pytestmark = pytest.mark.process
+
+WORDS = [
+    "monitor.board._target_=trainrun.monitor.tensorboard.TensorBoard", "monitor.log_every_n_steps=2",
+    "monitor.progress_bar=false", "monitor.plots=false", "trainer.num_threads=1", "output_dir=run",
+]  # fmt: skip
+
+
+def curves_of(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return found
+
+
+def rows_of(run: Path, kind: str) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def test_the_event_file_has_the_rows_of_the_run_and_goes_on_after_a_resume(workdir: Path) -> None:
+    assert main([*WORDS, "trainer.max_steps=6"]) == 0
+    assert main(["resume", "run", "trainer.max_steps=10"]) == 0
+    found = curves_of(workdir / "run" / "tensorboard")
+    for name in ("train/loss", "lr"):
+        told = {row["step"]: row[name] for row in rows_of(workdir / "run", "train")}
+        assert {event.step: event.value for event in found.Scalars(name)} == pytest.approx(told, rel=1e-6)
+    assert [event.step for event in found.Scalars("train/loss")] == [2, 4, 6, 8, 10]
+    assert found.Scalars("val/acc")[-1].value == pytest.approx(
+        rows_of(workdir / "run", "eval")[-1]["val/acc"]
+    )
+    assert {"hardware/memory_bytes", "phases/forward", "samples_per_second"} <= set(found.Tags()["scalars"])
+    (config, *_) = found.Tensors("config/text_summary")
+    assert b'"batch_size": 32' in config.tensor_proto.string_val[0]
+
+
+def test_what_is_no_number_is_no_curve() -> None:
+    assert list(scalars_of({"kind": "end", "step": 1, "time": 0.0, "summary": {"value": 1.0}})) == []
+    assert dict(scalars_of({"kind": "eval", "step": 1, "time": 0.0, "val/loss": 2.0})) == {"val/loss": 2.0}

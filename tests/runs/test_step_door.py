@@ -1,0 +1,182 @@
+"""The `step` door, with the steps of the manual: a GAN, truncated backpropagation through time, L-BFGS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import exact_parts
+import pytest
+import torch
+from faults.evidence import facts_of, same
+from test_manual_commands import PAGES, files_of
+from test_resume import USER_CODE, stop_at
+
+import trainrun as package
+from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.cli.main import main
+
+pytestmark = pytest.mark.process
+
+QUIET = [
+    "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",
+    "trainer.num_threads=1",
+]  # fmt: skip
+EMA = ["ema=true", "ema.decay=0.9"]
+GAN = [
+    "model=my_gan.Gan", "task=my_gan.Game", "step._target_=my_gan.step", "optimizer=custom",
+    "optimizer.generator._target_=torch.optim.Adam", "optimizer.generator.lr=0.001",
+    "optimizer.generator.params=generator.*", "optimizer.discriminator._target_=torch.optim.SGD",
+    "optimizer.discriminator.lr=0.01", "optimizer.discriminator.momentum=0.9",
+    "optimizer.discriminator.params=[discriminator.*]",
+]  # fmt: skip
+SCHEDULES = [
+    "scheduler=custom", "scheduler.generator._target_=torch.optim.lr_scheduler.StepLR",
+    "scheduler.generator.step_size=3", "scheduler.discriminator._target_=trainrun.scheduler.curves.linear",
+    "scheduler.discriminator.total_steps=null", "scheduler.discriminator.warmup_steps=2",
+]  # fmt: skip
+SERIES = [
+    "data.train._target_=my_series.Waves", "data.val._target_=my_series.Waves", "data.val.seed=1", "data.batch_size=8",
+    "data.shuffle=false", "model=my_series.Recurrent", "task=my_series.NextValue", "step._target_=my_series.Truncated",
+]  # fmt: skip
+
+
+def given(words: list[str], new: str) -> list[str]:
+    """The words with another value for one key."""
+    return [word for word in words if word.partition("=")[0] != new.partition("=")[0]] + [new]
+
+
+@pytest.fixture
+def own(workdir: Path) -> Path:
+    for name in ("my_gan.py", "my_series.py", "my_lbfgs.py"):
+        body = files_of(PAGES["your_own"])[name]
+        (workdir / name).write_text(body, encoding="utf-8")
+    (workdir / "own.py").write_text(USER_CODE, encoding="utf-8")
+    return workdir
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            *GAN,
+            *SCHEDULES,
+            "trainer.accumulate_grad_batches=2",
+            "precision=16-mixed",
+            "trainer.max_steps=12",
+            "ema=true",
+        ],
+        [
+            *GAN,
+            "scheduler=cosine",
+            "trainer.gradient_clip_val=0.5",
+            "trainer.max_steps=12",
+        ],  # one schedule for both
+        [*SERIES, "trainer.max_epochs=2"],
+        [*SERIES, "trainer.max_epochs=2", "trainer.accumulate_grad_batches=3", "precision=16-mixed"],
+    ],
+    ids=["gan", "gan with one schedule", "truncated", "truncated with accumulation"],
+)
+def test_a_run_stopped_in_the_middle_ends_with_the_same_bits(own: Path, words: list[str]) -> None:
+    words = [*words, *QUIET]
+    assert main([*words, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
+    assert main([*words, *stop_at(7, "SIGINT"), "output_dir=stopped"]) == 130
+    assert main(["resume", "stopped"]) == 0
+    whole, resumed = facts_of(own / "whole"), facts_of(own / "stopped")
+    same(whole[0], resumed[0])
+    assert whole[1] == resumed[1]
+
+
+def test_each_optimizer_moves_its_own_parameters_with_its_own_rate(own: Path) -> None:
+    run = package.train(*GAN, *SCHEDULES, *QUIET, "trainer.max_steps=6", "output_dir=run")
+    rows = [row for row in run.metrics if row["kind"] == "train"]
+    rates = [row["lr/generator"] for row in rows]  # behind each update: that of the next
+    assert rates == pytest.approx([0.001, 0.001, 0.0001, 0.0001, 0.0001, 0.00001])
+    assert [row["lr/discriminator"] for row in rows] == pytest.approx(
+        [0.01, 0.01, 0.0075, 0.005, 0.0025, 0.0]
+    )
+    still = package.train(*GAN, *QUIET, "optimizer.generator.lr=0", "trainer.max_steps=3", "output_dir=still")
+    fresh = package.train(*GAN, *QUIET, "trainer.max_steps=0", "output_dir=fresh")
+    before, after = (one.load_model("last").state_dict() for one in (fresh, still))
+    moved = {name.partition(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"discriminator"}
+
+
+def test_the_hidden_state_is_carried_and_dropped_at_the_end_of_an_epoch(own: Path) -> None:
+    run = package.train(*SERIES, *QUIET, "trainer.max_steps=7", "output_dir=middle")
+    hidden = read_checkpoint(resolve(run.files.checkpoints, "last")).shared["step"]["state"]["hidden"]
+    assert hidden.shape == (1, 8, 16)
+    run = package.train(*SERIES, *QUIET, "trainer.max_epochs=1", "output_dir=end")
+    assert read_checkpoint(resolve(run.files.checkpoints, "last")).shared["step"]["state"]["hidden"] is None
+
+
+def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None:
+    words = [
+        "step._target_=my_lbfgs.step", "optimizer=custom", "optimizer._target_=torch.optim.LBFGS", "optimizer.lr=1",
+        "optimizer.line_search_fn=strong_wolfe", "optimizer.max_iter=5", "precision=64", "data.shuffle=false",
+        "data=custom", "data.train._target_=exact_parts.samples", "data.train.count=64", "model=exact_parts.Net",
+        "task.class_dim=-1", "data.batch_size=32", "trainer.accumulate_grad_batches=2", *QUIET,
+    ]  # fmt: skip
+    run = package.train(*words, "trainer.max_steps=4", "output_dir=run")
+    model = package.train(*words, "trainer.max_steps=0", "output_dir=start").load_model("last").train()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1, line_search_fn="strong_wolfe", max_iter=5)
+    x, y = exact_parts.samples(64)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    expected = [float(optimizer.step(closure).detach()) for _ in range(4)]
+    assert [row["train/loss"] for row in run.metrics if row["kind"] == "train"] == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert expected[-1] < 0.9 * expected[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (GAN[:2] + GAN[3:], "optimizer.generator: optimizers by name are called by a step of your own"),
+        (given(GAN, "optimizer.generator.params=gen.*"), "optimizer.generator.params=gen.*: fits no name in the model"),
+        (given(GAN, "optimizer.generator.params=*"), "optimizer.discriminator.params: discriminator.0.weight is in"),
+        (given(GAN, "optimizer.generator.params=generator.0.*"), "2 parameters of the model would never be updated"),
+        ([*GAN, "scheduler=custom", "scheduler.gen._target_=math.sin"], "scheduler.gen: no optimizer has this name"),
+        ([*GAN, "parallel=ddp"], "parallel=ddp: does not go with optimizers by name"),
+        (given(GAN, "optimizer=adamw"), "optimizers by name stand beside torch.optim.AdamW; add optimizer=custom"),
+        ([*GAN, "trainer.compile=step"], "a step of your own is not traced"),
+        (["step._target_=my_series.Waves"], "must be a function (run, micro_batches) -> StepReport"),
+        (["step._target_=my_gan.told_apart"], "step.fake: my_gan.told_apart needs it"),
+        (["step._target_=my_gan.step", "step.latent=3"], "step.latent"),
+        (given(GAN, "step._target_=my_lbfgs.step"), 'there are several optimizers (generator, discriminator); call'),
+        (["step=my_lbfgs.step", "precision=16-mixed"], "computes several gradients, which float16"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_is_refused_in_one_line(
+    own: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main([*words, *QUIET, "trainer.max_steps=2", "trainer.check_task=false", "output_dir=r"]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were(own: Path) -> None:
+    (own / "bad.py").write_text(
+        "from trainrun.interfaces import StepOutput\n"
+        "class Task:\n"
+        "    calls = 0\n"
+        "    def count(self, batch):\n"
+        "        return len(batch[0])\n"
+        "    def step(self, model, batch):\n"
+        "        self.calls += 1\n"
+        "        loss = model(batch[0]).square().sum()\n"
+        "        return StepOutput(loss * (float('nan') if self.calls == 3 else 1.0))\n"
+    )
+    words = [
+        "task=bad.Task", "step._target_=my_lbfgs.step", "optimizer=custom", "optimizer._target_=torch.optim.LBFGS",
+        "optimizer.max_iter=5", "trainer.check_task=false", "trainer.max_steps=1", "data.val=null",
+    ]  # fmt: skip
+    run = package.train(*words, *QUIET, "trainer.nan_policy=skip", "output_dir=run")
+    fresh = package.train(*words, *QUIET, "trainer.max_steps=0", "output_dir=fresh")
+    assert run.status["skipped_steps"] == 1
+    for name, before in fresh.load_model("last").state_dict().items():
+        assert torch.equal(before, run.load_model("last").state_dict()[name])

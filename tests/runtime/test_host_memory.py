@@ -1,0 +1,91 @@
+"""Memory of freed tensors leaves the process or stays with it, as is asked for, and no number changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainrun as package
+
+pytestmark = pytest.mark.process
+
+START = """
+import resource, sys, torch
+from pathlib import Path
+from trainrun.runtime import host_memory
+
+def megabytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) // 1024
+"""
+# Blocks of 8 MB, every second of which lives on: the holes between them are 160 MB.
+HOLES = """
+if sys.argv[1] == "on":
+    assert host_memory.return_freed_memory()
+del_me = torch.ones(7 << 20)  # glibc learns from its end that such sizes come from the heap
+del del_me
+before = megabytes()
+tensors = [torch.ones(2 << 20) for _ in range(40)]
+del tensors[::2]
+print(megabytes() - before)
+"""
+# Ten times the same three tensors of 50, 100 and 20 MB.
+AGAIN = """
+def step():
+    a = torch.ones(50 << 18)
+    b = torch.ones(100 << 18)
+    del a
+    c = torch.ones(20 << 18)
+
+with host_memory.kept_host_memory():
+    if sys.argv[1] == "on":
+        assert host_memory.keep_freed_memory()
+    for _ in range(8):  # until there is a hole for each
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, megabytes(), end=" ")
+print(megabytes())
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="glibc's switches")
+
+
+def printed(code: str, word: str) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", START + code, word], capture_output=True, text=True, check=True, timeout=300
+    )
+    return [int(number) for number in done.stdout.split()]
+
+
+@linux
+def test_holes_go_back_to_the_system() -> None:
+    (off,), (on,) = printed(HOLES, "off"), printed(HOLES, "on")
+    assert 150 <= on <= 200
+    assert off >= 300
+
+
+@linux
+def test_what_is_kept_is_used_again_and_goes_back_at_the_end() -> None:
+    (faults_off, _, _), (faults_on, inside, after) = printed(AGAIN, "off"), printed(AGAIN, "on")
+    assert faults_off > 10 * 40  # of 4 kB, or of 2 MB
+    assert faults_on < faults_off / 10
+    assert inside - after > 140
+
+
+@pytest.mark.parametrize("rule", ["keep", "libc", "return"])
+def test_a_run_is_the_same_bit_for_bit(workdir: Path, rule: str) -> None:
+    words = ("model=cnn", "trainer.max_steps=3", "monitor.plots=false")
+    code = f"import trainrun; print(trainrun.train(*{words!r}, 'trainer.cpu_allocator={rule}').status['metrics'])"
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(  # glibc cannot go back to its own rule
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": root},
+    )  # fmt: skip
+    plain = package.train(*words)
+    assert done.stdout.splitlines()[-1] == str(plain.status["metrics"])
+    assert ("trainer.cpu_allocator: tensors of 1 MB or more go back" in done.stdout) == (rule == "return")

@@ -1,0 +1,121 @@
+"""Random states: saved and put back exactly, and never moved by what runs inside."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from trainrun.checkpoint.format import flatten
+from trainrun.seeding import (
+    derive_seed,
+    kept_random_state,
+    random_state,
+    seed_everything,
+    set_random_state,
+)
+
+
+def draw() -> tuple[float, float, float, float]:
+    return random.random(), random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(()))
+
+
+def test_a_state_put_back_draws_the_same_numbers() -> None:
+    seed_everything(7)
+    draw()  # half of a gaussian pair is kept inside the generators
+    state = random_state()
+    first = [draw() for _ in range(700)]
+    set_random_state(state)
+    assert [draw() for _ in range(700)] == first
+
+
+def test_a_state_can_be_saved() -> None:
+    plain, tensors = flatten(random_state())
+    assert plain
+    assert sum(tensor.numel() for tensor in tensors.values()) > 1000
+
+
+def test_what_runs_inside_does_not_move_the_generators() -> None:
+    seed_everything(7)
+    expected = [draw() for _ in range(3)]
+    seed_everything(7)
+    got = [draw()]
+    with kept_random_state():
+        seed_everything(1)
+        draw()
+    got += [draw(), draw()]
+    assert got == expected
+
+
+def gaussians(count: int) -> list[float]:
+    return [float(numpy.random.randn()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 311, 312, 313, 624])
+@pytest.mark.parametrize("inside", [0, 1, 2, 624])
+def test_numpy_goes_on_from_every_place(before: int, inside: int) -> None:
+    """Half of a gaussian pair may be kept, or the words of the twister used up, before and inside."""
+    seed_everything(7)
+    expected = gaussians(before + 5)[before:]
+    seed_everything(7)
+    gaussians(before)
+    for _ in range(2):
+        with kept_random_state():
+            gaussians(inside)
+    state = random_state()
+    assert gaussians(5) == expected
+    set_random_state(state)
+    assert gaussians(5) == expected
+
+
+def test_an_untouched_numpy_generator_is_asked_once_until_it_is_seeded_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    true = numpy.random.get_state
+    monkeypatch.setattr(numpy.random, "get_state", lambda: asked.append(1) or true())
+    for seed in (1, 2):
+        seed_everything(seed)
+        for _ in range(3):
+            with kept_random_state():
+                pass
+            assert random_state()["numpy"][1].tolist() == true()[1].tolist()
+    assert len(asked) == 2
+
+
+@pytest.mark.filterwarnings("ignore:get_state and legacy:RuntimeWarning")
+def test_a_generator_that_the_user_put_in_numpys_place() -> None:
+    mine, before = numpy.random.PCG64(3), numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(mine)
+    try:
+        first = float(numpy.random.rand())
+        with kept_random_state():
+            second = float(numpy.random.rand())
+        assert float(numpy.random.rand()) == second != first
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+def test_seeds_depend_on_every_part_and_on_their_order() -> None:
+    seeds = {derive_seed(*parts) for parts in ((1, 2), (2, 1), (1,), (1, 2, 0), (12,))}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, 2) == 7777801250388762567  # a saved run must find the same stream again
+
+
+def test_asking_for_the_states_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        raise AssertionError("CUDA was started in a run that does not use it")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.random, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_init", start)
+    with kept_random_state():
+        state = random_state()
+    assert state["cuda"] == []
+    set_random_state(
+        state | {"cuda": [torch.zeros(16, dtype=torch.uint8)]}
+    )  # of a GPU, and gone on with on a CPU

@@ -1,0 +1,440 @@
+"""A window that runs again: what is put back, what is cut, and what is refused."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from exact_parts import FEATURES, parts_of
+from torch import Tensor, nn
+
+from trainrun.data.split_batch import cut, num_rows
+from trainrun.interfaces import MicroBatch, StepOutput
+from trainrun.parallel.single import Single
+from trainrun.training.evaluate import sums_of
+from trainrun.training.recovery.oom import OomRetry, no_memory
+from trainrun.training.recovery.step_snapshot import StepSnapshot
+
+SINGLE = Single(torch.device("cpu"))
+NO_MEMORY = (
+    "[enforce fail at alloc_cpu.cpp:113] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+)
+
+
+class Squares:
+    """A loss that is a sum over samples."""
+
+    def count(self, batch: Any) -> int:
+        return len(batch)
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        return StepOutput(model(batch).square().sum())
+
+
+class Keeps(Squares):
+    """One with state of its own, which a failed attempt may have changed."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class Pairs(Squares):
+    """One that couples them."""
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        return StepOutput(-(model(batch) @ model(batch).T).log_softmax(1).diagonal().sum())
+
+
+class Writes(nn.Module):
+    """Writes into one buffer, replaces another, and leaves a third alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.count: Tensor
+        self.sum: Tensor
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("sum", torch.zeros(3))
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+            self.sum = self.sum + x.sum(0)
+        return self.layer(x)
+
+
+def windows(count: int = 1, rows: int = 8) -> list[MicroBatch]:
+    return [MicroBatch(torch.arange(rows * 3.0).view(rows, 3) + i) for i in range(count)]
+
+
+def failing(limit: int, work: Callable[[Tensor], Any], error: type[Exception] = RuntimeError) -> Any:
+    """Does the work, then fails above `limit` rows."""
+
+    def compute(window: list[MicroBatch]) -> list[Any]:
+        found = []
+        for batch in window:
+            found.append(work(batch.data))
+            if len(batch.data) > limit:
+                raise error(NO_MEMORY)
+        return found
+
+    return compute
+
+
+def draws(_: Tensor) -> tuple[float, ...]:
+    return torch.rand(()).item(), random.random(), numpy.random.rand()
+
+
+@pytest.mark.parametrize("quiet_windows", [0, 1, 5])
+def test_every_generator_is_as_at_the_start_of_the_window(quiet_windows: int) -> None:
+    retry = OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
+    for _ in range(quiet_windows):
+        retry.run(windows(), failing(100, draws))
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    found = retry.run(windows(), failing(4, draws))
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    numpy.random.set_state(before[2])
+    assert found == [draws(torch.zeros(1)) for _ in range(2)]
+
+
+def test_a_draw_that_only_a_later_window_makes_cannot_be_put_back_and_is_said() -> None:
+    for work, later, generator in (
+        (lambda _: torch.rand(()), draws, "Python or NumPy"),
+        (len, lambda _: torch.rand(()), "torch"),
+    ):
+        retry = OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
+        for _ in range(3):
+            retry.run(windows(), failing(100, work))
+        with pytest.raises(torch.OutOfMemoryError, match=f"a random number of {generator} was drawn"):
+            retry.run(windows(), failing(4, later))
+
+
+@pytest.mark.parametrize("quiet_windows", [0, 1, 4])
+def test_buffers_are_as_at_the_start_of_the_window(quiet_windows: int) -> None:
+    model = Writes()
+    retry = OomRetry("split", model, Squares(), SINGLE, lambda text: None)
+    for _ in range(quiet_windows):
+        retry.run(windows(), failing(100, model))
+    before, expected = model.sum.clone(), model.count + 2
+    retry.run(windows(), failing(4, model))
+    assert model.count == expected
+    assert torch.equal(model.sum, before + windows()[0].data.sum(0))
+    assert torch.equal(model.table, torch.ones(3))
+    assert list(model.state_dict()) == ["count", "sum", "table", "layer.weight", "layer.bias"]
+
+
+def test_a_buffer_that_only_a_later_window_writes_into_is_said() -> None:
+    model = Writes()
+    retry = OomRetry("split", model, Squares(), SINGLE, lambda text: None)
+    for _ in range(3):
+        retry.run(windows(), failing(100, model.layer))
+    with pytest.raises(torch.OutOfMemoryError, match="the model's buffer count was written into"):
+        retry.run(windows(), failing(4, model))
+
+
+def test_gradients_of_the_failed_attempt_are_gone() -> None:
+    model, told = nn.Linear(3, 1), []
+    retry = OomRetry("split", model, Squares(), SINGLE, told.append)
+
+    def work(x: Tensor) -> int:
+        model(x).sum().backward()
+        return len(x)
+
+    assert retry.run(windows(2), failing(3, work)) == [2] * 8
+    torch.testing.assert_close(model.weight.grad[0], sum(batch.data.sum(0) for batch in windows(2)))
+    assert len(told) == 1
+    assert told[0].startswith("out of memory (DefaultCPUAllocator: can't allocate memory")
+    assert "cut in 4, 2 samples at a time" in told[0]
+    assert retry.run(windows(1, rows=5), failing(3, len)) == [1, 1, 2, 1]  # and told no more
+    assert len(told) == 1
+
+
+@dataclass
+class OneOfTwo:
+    """A rank whose other one has room for everything."""
+
+    device: torch.device = SINGLE.device
+    rank: int = 0
+    world_size: int = 2
+    cannot_wait: str = ""
+    waits: bool = False
+
+    def ask_to_wait(self, wanted: bool) -> None:
+        self.waits = wanted
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value if isinstance(value, bool) else ""]
+
+    def exchange(self) -> None: ...
+
+
+def test_of_several_ranks_only_a_window_larger_than_all_before_runs_again() -> None:
+    retry = OomRetry("split", nn.Linear(3, 3), Squares(), OneOfTwo(), lambda text: None)  # type: ignore[arg-type]
+    window = [MicroBatch(torch.ones(4, 3), 4)]
+    failing = iter([True, False, True])
+
+    def compute(batches: list[MicroBatch]) -> int:
+        if next(failing):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return len(batches)
+
+    assert retry.run(window, compute) == 2  # the largest so far: cut in two
+    with pytest.raises(torch.OutOfMemoryError, match="only a window larger than all before it can run again"):
+        retry.run(window, compute)
+
+
+@pytest.mark.parametrize(
+    ("unused", "way_out"),
+    [
+        ("812.50 MiB", ""),
+        (
+            "21.30 GiB",
+            "; 21.30 GiB more are torch's own, but in pieces: PYTORCH_ALLOC_CONF=expandable_segments:True joins them",
+        ),
+    ],
+)
+def test_memory_of_a_gpu_that_is_there_but_in_pieces(unused: str, way_out: str) -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.20 GiB "
+        "is free. Including non-PyTorch memory, this process has 138.60 GiB memory in use. Of the allocated memory "
+        f"116.00 GiB is allocated by PyTorch, and {unused} is reserved by PyTorch but unallocated. If reserved but "
+        "unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation. "
+        " See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html)"
+    )
+    start = (
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.20 GiB "
+        "is free"
+    )
+    assert no_memory(torch.OutOfMemoryError(text)) == start + way_out
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, torch.OutOfMemoryError])
+def test_what_counts_as_out_of_memory(error: type[Exception]) -> None:
+    retry = OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
+    assert retry.run(windows(), failing(4, len, error)) == [4, 4]
+
+
+def test_other_errors_are_those_of_the_user() -> None:
+    def broken(window: list[MicroBatch]) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None).run(windows(), broken)
+    assert no_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))
+    assert no_memory(RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"))
+    assert no_memory(MemoryError()) == "MemoryError"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    ],
+)
+def test_cudnns_words_are_about_memory_on_a_full_gpu_alone(text: str) -> None:
+    assert no_memory(RuntimeError(text), free=lambda: 0.02) == text
+    assert no_memory(RuntimeError(text), free=lambda: 0.5) == ""
+    assert no_memory(RuntimeError("another error"), free=lambda: 0.0) == ""
+    if not torch.cuda.is_available():
+        assert no_memory(RuntimeError(text)) == ""
+
+
+NORM = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "limit", "message"),
+    [
+        (NORM, Squares(), 4, r"batch norm \(1\).*trainer\.out_of_memory=split-batchnorm allows it"),
+        (nn.Linear(3, 3), Pairs(), 4, "loss of two samples .* is not the sum of their losses"),
+        (nn.Linear(3, 3), Keeps(), 4, "the task keeps state"),
+        (nn.Linear(3, 3), Squares(), 0, "one sample at a time does not fit either"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    model: nn.Module, task: Any, limit: int, message: str
+) -> None:
+    retry = OomRetry("split", model, task, SINGLE, lambda text: None)
+    with pytest.raises(torch.OutOfMemoryError, match=f"can't allocate.*not run again.*{message}"):
+        retry.run(windows(), failing(limit, len))
+    assert all(module.training for module in model.modules())
+
+
+def test_batch_norm_is_split_where_it_is_allowed_and_frozen_statistics_always() -> None:
+    allowed = OomRetry("split-batchnorm", NORM, Squares(), SINGLE, lambda text: None)
+    assert allowed.run(windows(), failing(2, len)) == [2] * 4
+    with pytest.raises(torch.OutOfMemoryError, match="batch norm needs at least two samples"):
+        allowed.run(windows(), failing(1, len))
+    frozen = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
+    assert OomRetry("split", frozen, Squares(), SINGLE, lambda text: None).run(
+        windows(), failing(4, len)
+    ) == [
+        4,
+        4,
+    ]
+    assert [module.training for module in frozen] == [True, False]
+
+
+def test_a_task_that_draws_numbers_is_not_mistaken_for_one_that_couples() -> None:
+    class Noisy(Squares):
+        def step(self, model: nn.Module, batch: Any) -> StepOutput:
+            return StepOutput((model(batch) + 100 * torch.randn(len(batch), 3)).square().sum())
+
+    torch.manual_seed(0)
+    retry = OomRetry("split", nn.Linear(3, 3), Noisy(), SINGLE, lambda text: None)
+    assert retry.run(windows(), failing(4, len)) == [4, 4]
+
+
+def test_a_count_that_is_no_sum_over_samples_is_refused() -> None:
+    class One(Squares):
+        def count(self, batch: Any) -> int:
+            return 1
+
+    retry = OomRetry("split", nn.Linear(3, 3), One(), SINGLE, lambda text: None)
+    with pytest.raises(torch.OutOfMemoryError, match="task.count says 1 for a batch and 8 for its samples"):
+        retry.run(windows(), failing(4, len))
+
+
+def test_off_nothing_is_looked_at() -> None:
+    retry = OomRetry("stop", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
+    with pytest.raises(RuntimeError, match="enforce fail"):
+        retry.run(windows(), failing(4, len))
+    assert retry.state_dict() == {"pieces": 1}
+
+
+Named = namedtuple("Named", "x y")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (torch.arange(7), torch.rand(7, 2)),
+        {"x": torch.arange(7), "names": list("abcdefg"), "none": None},
+        Named([torch.arange(7)], torch.rand(7)),
+    ],
+)
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7, 9])
+def test_cuts_lose_and_repeat_nothing(data: Any, pieces: int) -> None:
+    run = cut(MicroBatch(data, last=True), pieces)
+    sizes = [num_rows(part.data) for part in run]
+    assert len(run) == min(pieces, 7)
+    assert max(sizes) - min(sizes) <= 1
+    assert type(run[0].data) is type(data)
+    firsts = {tuple: lambda d: d[0], dict: lambda d: d["x"], Named: lambda d: d.x[0]}[type(data)]
+    assert torch.cat([firsts(part.data) for part in run]).tolist() == list(range(7))
+    if isinstance(data, dict):
+        assert [name for part in run for name in part.data["names"]] == list("abcdefg")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((torch.zeros(4), torch.zeros(())), r"a tensor of shape \(\) is in a batch of 4 samples"),
+        ((torch.zeros(4), torch.zeros(3, 4)), r"shape \(3, 4\)"),
+        ({"x": torch.zeros(4), "scale": 2.0}, "a float is in the batch"),
+        ({"x": 3}, "holds no tensor"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cut(MicroBatch(data), 2)
+
+
+def test_the_averages_of_batch_norm_are_put_back() -> None:
+    """Torch writes into them without a new version."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    start = StepSnapshot(model, torch.device("cpu"))
+    for _ in range(3):
+        start.mark()
+        before = [buffer.clone() for buffer in model.buffers()]
+        model(torch.randn(4, 3))
+    assert start.restore() == ""
+    assert all(torch.equal(now, then) for now, then in zip(model.buffers(), before, strict=True))
+
+
+def limited(model: nn.Module, task: Any, rows: int) -> Callable[[MicroBatch], StepOutput]:
+    def compute(batch: MicroBatch) -> StepOutput:
+        if num_rows(batch.data) > rows:
+            raise RuntimeError(NO_MEMORY)
+        out: StepOutput = task.step(model, batch.data)
+        return out
+
+    return compute
+
+
+def test_a_validation_that_does_not_fit_is_computed_in_parts_with_the_same_sum() -> None:
+    notes: list[str] = []
+    model, batch = nn.Linear(3, 3).eval(), MicroBatch(torch.rand(9, 3))
+    retry = OomRetry("split", model, Squares(), SINGLE, notes.append)
+    with torch.no_grad():
+        whole = limited(model, Squares(), 9)(batch).loss_sum
+        for run in (4, 4):  # the second time at once
+            found = retry.in_pieces(batch, limited(model, Squares(), 3))
+            assert len(found) == run
+            torch.testing.assert_close(sum(out.loss_sum for out in found), whole)
+    assert [note.partition(" are ")[2] for note in notes] == [
+        "cut in 2; data.val_batch_size sets their size", "cut in 4; data.val_batch_size sets their size",
+    ]  # fmt: skip
+    assert retry.pieces == 1  # the training's own
+
+
+@pytest.mark.parametrize(
+    ("mode", "task", "rows", "message"),
+    [
+        ("stop", Squares(), 3, "can't allocate memory"),
+        ("split", Squares(), 0, "one sample at a time does not fit either"),
+        ("split", Pairs(), 3, "depends on which samples come together"),
+    ],
+)
+def test_a_validation_that_cannot_be_cut_says_why(mode: str, task: Any, rows: int, message: str) -> None:
+    model, batch = nn.Linear(3, 3).eval(), MicroBatch(torch.rand(8, 3))
+    retry = OomRetry(mode, model, task, SINGLE, lambda text: None)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
+        retry.in_pieces(batch, limited(model, task, rows))
+
+
+def test_what_a_validation_was_cut_in_is_kept_and_what_cannot_be_cut_is_computed_whole() -> None:
+    model = nn.Linear(3, 3).eval()
+    retry, later = (OomRetry("split", model, Squares(), SINGLE, lambda text: None) for _ in range(2))
+    with torch.no_grad():
+        retry.in_pieces(MicroBatch(torch.rand(8, 3)), limited(model, Squares(), 4))
+    assert retry.state_dict() == {"pieces": 1, "val_pieces": 2}
+    later.load_state_dict(retry.state_dict())
+    seen: list[Any] = []
+    later.in_pieces(MicroBatch(torch.rand(8, 3)), lambda batch: seen.append(len(batch.data)))
+    later.in_pieces(MicroBatch({"x": torch.rand(8, 3), "name": "a word"}), lambda batch: seen.append("whole"))
+    assert seen == [4, 4, "whole"]
+
+
+def test_nothing_but_sums_stays_of_the_parts_of_a_validation() -> None:
+    class Alive(Squares):
+        def __init__(self) -> None:
+            self.logits: list[Any] = []
+
+        def step(self, model: nn.Module, batch: Any) -> StepOutput:
+            logits = model(batch)
+            self.logits.append(weakref.ref(logits))
+            assert sum(ref() is not None for ref in self.logits) <= 1
+            return StepOutput(logits.square().sum(), {"largest": lambda: logits.max()})
+
+    run = parts_of(("data.batch_size=8",))
+    task, retry = Alive(), OomRetry("split", run.model, Alive(), SINGLE, lambda text: None)
+    retry.load_state_dict({"pieces": 1, "val_pieces": 4})
+    given = replace(run, task=task, retry=retry)
+    found = retry.in_pieces(
+        MicroBatch(torch.rand(8, FEATURES)), lambda piece: sums_of(given, run.model, piece)
+    )
+    assert [sorted(sums) for sums, _ in found] == [["largest", "loss"]] * 4

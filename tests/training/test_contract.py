@@ -1,0 +1,339 @@
+"""A mean in the place of a sum is refused at the first step; what is no clear mean never is, and nothing remains."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from exact_parts import parts_of
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, dropout, normalize
+
+import trainrun as package
+from trainrun.errors import PluginError
+from trainrun.interfaces import StepOutput
+from trainrun.training.checks.contract import check_task
+from trainrun.training.components import Components
+from trainrun.training.train_step import CountedBefore
+
+
+class Sum:
+    """Every kind of sum that is one."""
+
+    reduction = "sum"
+
+    def __init__(self) -> None:
+        self.calls, self.generator = 0, torch.Generator().manual_seed(3)
+
+    def count(self, batch: Any) -> int:
+        return len(batch[1])
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        self.calls += 1
+        x, y = batch
+        return self.output(model(self.changed(x)), y)
+
+    def changed(self, x: Tensor) -> Tensor:
+        return x
+
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        loss = cross_entropy(logits, y, reduction=self.reduction)
+        return StepOutput(loss, {"acc": (logits.argmax(1) == y).sum(), "own": (float(len(y)) ** 0, 1)})
+
+
+class Mean(Sum):
+    reduction = "mean"
+
+
+class NoisySum(Sum):
+    """With numbers of torch, of its own generator, of Python and of NumPy."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        noise = (
+            torch.randn(x.shape, generator=self.generator)
+            + random.gauss(0, 0.3)
+            + numpy.random.normal(0, 0.3)
+        )
+        return dropout(x, 0.3) + 0.5 * noise
+
+
+class NoisyMean(NoisySum):
+    reduction = "mean"
+
+
+class Wild(Sum):
+    """A sum whose noise is far larger than it is."""
+
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        return StepOutput(logits.sum() * 0 + (torch.randn(()) * 50).exp() * logits.sum())
+
+
+class Declared(Sum):
+    count = None  # type: ignore[assignment]
+
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        return StepOutput(loss_mean=cross_entropy(logits, y), count=len(y))
+
+
+class OneItem(Mean):
+    """The item is a batch, so its mean is its sum."""
+
+    def count(self, batch: Any) -> int:
+        return 1
+
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        return StepOutput(cross_entropy(logits, y))
+
+
+class Contrastive(Sum):
+    """Every sample against all others of the batch, as in CLIP."""
+
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        logits = normalize(logits) @ normalize(logits).T
+        return StepOutput(cross_entropy(logits, torch.arange(len(y)), reduction="sum"))
+
+
+class ContrastiveMean(Sum):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        logits = normalize(logits) @ normalize(logits).T
+        return StepOutput(cross_entropy(logits, torch.arange(len(y))))
+
+
+class AllPairs(Sum):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        return StepOutput((logits[:, None] - logits).square().sum())
+
+
+class Zero(Sum):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        return StepOutput(logits.sum() * 0)
+
+
+class MeanInSums(Sum):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        loss = cross_entropy(logits, y, reduction="sum")
+        return StepOutput(
+            loss, {"acc": lambda: (logits.argmax(1) == y).float().mean(), "right": 1.0 * len(y)}
+        )
+
+
+class MeanVector(Sum):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        return StepOutput(
+            cross_entropy(logits, y, reduction="sum"), {"probabilities": logits.softmax(1).mean(0)}
+        )
+
+    def summarize(self, sums: dict[str, Any], count: float) -> dict[str, Any]:
+        return {}
+
+
+class Normed(nn.Module):
+    """Batch norm and dropout: one batch is not the sum of its samples in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.layers = nn.Sequential(
+            nn.Linear(5, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(x)
+
+
+def parts_with(task: Any, rows: int = 16, **more: Any) -> tuple[Components, Any, list[str]]:
+    run, notes = parts_of((), count=64, batch_size=rows), []
+    torch.manual_seed(1)
+    model = Normed() if more.get("normed", True) else run.model
+    run.monitors.note = notes.append  # type: ignore[method-assign]
+    data = next(run.train.epoch(0)).data
+    return replace(run, task=task, model=model, counting=CountedBefore(task)), data, notes
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+@pytest.mark.parametrize("kind", [Sum, NoisySum, Wild, OneItem, Contrastive, AllPairs, Zero])
+def test_what_is_no_clear_mean_passes_and_leaves_no_trace(kind: type[Sum], rows: int) -> None:
+    task = kind()
+    run, data, notes = parts_with(task, rows)
+    before = [
+        *(value.clone() for value in run.model.state_dict().values()),
+        *(leaf.clone() for leaf in data),
+    ]
+    states = [
+        torch.get_rng_state(),
+        task.generator.get_state(),
+        random.getstate(),
+        numpy.random.get_state()[1].copy(),
+    ]
+    check_task(run, data)
+    assert not notes
+    after = [*run.model.state_dict().values(), *data]
+    assert all(map(torch.equal, before, after))
+    assert (task.calls, run.model.calls, run.model.training) == (0, 0, True)
+    assert all(p.grad is None for p in run.model.parameters())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(task.generator.get_state(), states[1])
+    assert random.getstate() == states[2]
+    assert (numpy.random.get_state()[1] == states[3]).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+def test_a_mean_is_refused_with_both_ways_out(rows: int) -> None:
+    run, data, _ = parts_with(Mean(), rows)
+    with pytest.raises(PluginError, match=r"the loss of Mean\.step\(\) is a mean") as refused:
+        check_task(run, data)
+    text = str(refused.value)
+    assert 'Return the sum (reduction="sum"), or StepOutput(loss_mean=loss, count=' in text
+    assert "trainer.check_task=false" in text
+    assert "\n" not in text
+
+
+def test_a_mean_over_pairs_is_told() -> None:
+    """It grows with the logarithm of the batch: neither a sum nor a mean of samples."""
+    run, data, notes = parts_with(ContrastiveMean(), 64)
+    check_task(run, data)
+    (told,) = notes
+    assert "the loss of ContrastiveMean.step() does not double where a batch is given twice" in told
+    assert "return StepOutput(loss_mean=loss, count=" in told
+
+
+def test_a_mean_is_found_behind_noise() -> None:
+    run, data, _ = parts_with(NoisyMean(), 64)
+    with pytest.raises(PluginError, match=r"the loss of NoisyMean\.step\(\) is a mean"):
+        check_task(run, data)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(MeanInSums, "acc"), (MeanVector, "probabilities")])
+def test_a_mean_in_the_sums_is_named(kind: type[Sum], name: str) -> None:
+    run, data, _ = parts_with(kind(), 64)
+    with pytest.raises(PluginError, match=rf'task: sums\["{name}"\] of {kind.__name__}\.step\(\) is a mean'):
+        check_task(run, data)
+
+
+def test_a_declared_mean_passes() -> None:
+    run, data, notes = parts_with(Declared())
+    late = parts_of(("task=exact_tasks.Mean",), count=64).counting
+    check_task(replace(run, counting=late), data)
+    assert not notes
+
+
+class Output(Sum):
+    def __init__(self, out: Any) -> None:
+        super().__init__()
+        self.out = out
+
+    def output(self, logits: Tensor, y: Tensor) -> Any:
+        return self.out(logits)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (
+            lambda x: {"loss": x.sum()},
+            r"Output\.step\(\) gave a dict; it must return trainrun\.interfaces\.StepOutput",
+        ),
+        (lambda x: x.sum(), r"Output\.step\(\) gave a Tensor; it must return"),
+        (lambda x: None, r"Output\.step\(\) gave a NoneType; it must return"),
+        (
+            lambda x: StepOutput(x.sum().item()),
+            r"Output\.step\(\) gave a loss_sum as a float; it must return",
+        ),
+        (
+            lambda x: StepOutput(x.sum(1)),
+            r"Output\.step\(\) gave a loss of shape \(8,\), requires_grad=True",
+        ),
+        (
+            lambda x: StepOutput(x.sum().detach()),
+            r"Output\.step\(\) gave a loss of shape \(\), requires_grad=False",
+        ),
+        (lambda x: StepOutput(x.sum(), {"a": "b"}), r'Output\.step\(\) gave sums\["a"\] as a str'),
+        (
+            lambda x: StepOutput(x.sum(), {"a": x}),
+            r'Output\.step\(\) gave sums\["a"\] of shape \(8, 3\); only its',
+        ),
+        (
+            lambda x: StepOutput(x.sum(), count=3),
+            r"Output has a method count\(batch\), and its step\(\) gave count=",
+        ),
+    ],
+)
+def test_an_output_that_the_contract_does_not_know_is_refused_in_one_line(out: Any, message: str) -> None:
+    run, data, _ = parts_with(Output(out))
+    with pytest.raises(PluginError, match=message) as refused:
+        check_task(run, data)
+    assert "\n" not in str(refused.value)
+
+
+class NoCopy(Mean):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a lock cannot be copied")
+
+
+class Whole(Mean):
+    def output(self, logits: Tensor, y: Tensor) -> StepOutput:
+        if len(y) != 16:
+            raise ValueError("sixteen at a time")
+        return super().output(logits, y)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(NoCopy, "TypeError: a lock"), (Whole, "ValueError: sixteen at")]
+)
+def test_what_cannot_be_checked_is_said(kind: type[Sum], reason: str) -> None:
+    run, data, notes = parts_with(kind())
+    check_task(run, data)
+    assert len(notes) == 1
+    assert f"could not be checked ({reason}" in notes[0]
+
+
+MEAN_TASK = """
+from torch.nn.functional import cross_entropy
+from trainrun.interfaces import StepOutput
+
+class Mine:
+    def count(self, batch):
+        return len(batch[1])
+
+    def step(self, model, batch{more}):
+        return StepOutput(cross_entropy(model(batch[0]), batch[1]))
+"""
+QUIET = ("monitor.plots=false", "monitor.hardware=false", "trainer.num_threads=1", "trainer.max_steps=2")
+
+
+@pytest.mark.parametrize("more", ["", ", info"])
+@pytest.mark.parametrize("word", ["trainer.accumulate_grad_batches=1", "trainer.accumulate_grad_batches=2"])
+def test_a_run_with_a_mean_ends_before_its_first_step_unless_it_is_meant(
+    workdir: Path, more: str, word: str
+) -> None:
+    (workdir / "my_task.py").write_text(MEAN_TASK.replace("{more}", more))
+    with pytest.raises(PluginError, match=r"task: the loss of Mine\.step\(\) is a mean"):
+        package.train("task=my_task.Mine", word, *QUIET)
+    run = package.train("task=my_task.Mine", word, "trainer.check_task=false", *QUIET)
+    assert run.status["step"] == 2
+
+
+def test_a_run_has_the_same_bits_with_and_without_the_check(workdir: Path) -> None:
+    text = MEAN_TASK.replace("{more}", "").replace("batch[1])", "batch[1], reduction='sum')")
+    (workdir / "my_task.py").write_text(text.replace("len(batch[1], reduction='sum')", "len(batch[1])"))
+    words = ("task=my_task.Mine", "model=cnn", "model.dropout=0.5", *QUIET)
+    runs = [package.train(*words, f"trainer.check_task={word}", "seed=3") for word in ("true", "false")]
+    assert not any("could not be checked" in row.get("text", "") for row in runs[0].metrics)
+    models = [run.load_model("last").state_dict() for run in runs]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
+
+
+def test_a_loss_that_later_loses_its_shape_names_the_task(workdir: Path) -> None:
+    text = MEAN_TASK.replace("{more}", "").replace("batch[1]))", "batch[1], reduction=self.reduction()))")
+    text = text.replace("len(batch[1], reduction=self.reduction())", "len(batch[1])")
+    text += "    calls = 0\n    def reduction(self):\n        self.calls += 1\n"
+    text += "        return 'sum' if self.calls < 2 else 'none'\n"
+    (workdir / "my_task.py").write_text(text)
+    with pytest.raises(PluginError, match=r"task: at step 2 Mine\.step\(\) gave a loss that is not 0-d"):
+        package.train("task=my_task.Mine", "trainer.check_task=false", *QUIET)

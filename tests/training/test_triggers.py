@@ -1,0 +1,209 @@
+"""When validation, log points and the end are due, from the state alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trainrun.errors import ConfigError, TrainingError
+from trainrun.runtime.signals import StopFlag
+from trainrun.training.state import TrainState
+from trainrun.training.triggers import Intervals, MetricTracker, RunLimits, Triggers
+
+
+class Heard:
+    """A schedule that remembers which validations it was told of."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_validation(self, metrics: dict[str, float]) -> None:
+        self.losses.append(metrics["val/loss"])
+
+
+def end(state: TrainState, failure: str) -> None:
+    raise TrainingError(f"step {state.step}: {failure}")
+
+
+def triggers(
+    limits: RunLimits = RunLimits(None, None, None),
+    per_epoch: int | None = 10,
+    accumulate: int = 1,
+    val: tuple[int | None, float | None] = (None, 1.0),
+    every: int = 1,
+    log_every: int | None = 4,
+    total: int | None = None,
+    watch: MetricTracker = MetricTracker(None, "min"),
+    best: MetricTracker = MetricTracker(None, "min"),
+    failure: str = "",
+) -> tuple[Triggers, Heard, StopFlag]:
+    heard, flag = Heard(), StopFlag()
+    rhythm = Intervals(per_epoch, accumulate, val[0], val[1], every, log_every, total)
+    built = Triggers(limits, rhythm, watch, best, heard, flag, lambda wait: failure, lambda: 0, end)
+    built.start(TrainState())
+    return built, heard, flag
+
+
+def due_steps(built: Triggers, micro_per_epoch: int, accumulate: int, steps: int) -> list[int]:
+    """Walks an epoch of micro-batches window by window, as the loop does."""
+    state, found = TrainState(), []
+    for _ in range(steps):
+        state.batches = min(state.batches + accumulate, micro_per_epoch)
+        state.step += 1
+        if state.batches == micro_per_epoch:
+            state.epoch, state.batches = state.epoch + 1, 0
+        if built.validation_due(state):
+            found.append(state.step)
+            state.validated_step = state.step
+    return found
+
+
+@pytest.mark.parametrize(
+    ("val", "every", "steps"),
+    [
+        ((None, 1.0), 1, [10, 20, 30]),
+        ((None, 0.5), 1, [5, 10, 15, 20, 25, 30]),
+        ((None, 0.25), 1, [3, 5, 8, 10, 13, 15, 18, 20, 23, 25, 28, 30]),
+        ((None, 0.4), 1, [4, 8, 14, 18, 24, 28]),
+        ((7, None), 1, [7, 14, 21, 28]),
+        ((None, 2.0), 1, [20]),
+        ((None, 1.0), 3, [30]),
+        ((None, 0.5), 2, [15, 20]),
+        ((None, None), 1, []),
+    ],
+)
+def test_validation_by_fraction_steps_and_epochs(
+    val: tuple[int, float], every: int, steps: list[int]
+) -> None:
+    built, _, _ = triggers(val=val, every=every)
+    assert due_steps(built, 10, 1, 30) == steps
+
+
+def test_fractions_count_steps_not_micro_batches() -> None:
+    built, _, _ = triggers(per_epoch=4, accumulate=3, val=(None, 0.5))
+    assert due_steps(built, 10, 3, 8) == [2, 4, 6, 8]  # windows of 3, 3, 3, 1 micro-batches
+
+
+def test_unknown_length_validates_at_the_end_of_an_epoch() -> None:
+    built, _, _ = triggers(per_epoch=None)
+    assert due_steps(built, 7, 1, 15) == [7, 14]
+
+
+def test_the_end_is_validated_once_and_a_signal_is_not() -> None:
+    built, _, _ = triggers(RunLimits(3, None, None))
+    state = TrainState(step=3, batches=3)
+    built.after_step(state)
+    assert state.stop_reason == "trainer.max_steps=3 reached"
+    assert built.validation_due(state)
+    state.validated_step = 3
+    assert not built.validation_due(state)
+    stopped = TrainState(step=10, epoch=1, stop_request=2)
+    built.after_step(stopped)
+    assert stopped.stop_reason == "interrupted by Ctrl-C"
+    assert not built.validation_due(stopped)
+
+
+def test_the_first_limit_wins_and_is_named() -> None:
+    built, _, _ = triggers(RunLimits(5, 1, None))
+    by_epoch, by_step = TrainState(step=4, epoch=1), TrainState(step=5)
+    built.after_step(by_epoch)
+    built.after_step(by_step)
+    assert by_epoch.stop_reason == "trainer.max_epochs=1 reached"
+    assert by_step.stop_reason == "trainer.max_steps=5 reached"
+
+
+def test_time_is_a_request_that_ranks_agree_on() -> None:
+    built, _, flag = triggers(RunLimits(None, None, 100.0))
+    assert built.stop_request() == 0
+    built.start(TrainState(seconds=100.0))  # earlier sessions used the time up
+    assert built.stop_request() == 1
+    flag.request = 1
+    assert built.stop_request() == 2
+    state = TrainState(stop_request=1)
+    built.after_step(state)
+    assert state.stop_reason == "trainer.max_time=100 seconds reached"
+
+
+def test_log_points_are_every_n_steps_and_the_last() -> None:
+    built, _, _ = triggers(total=10)
+    assert [step for step in range(1, 11) if built.log_due(step)] == [4, 8, 10]
+    silent, _, _ = triggers(log_every=None, total=10)
+    assert not any(silent.log_due(step) for step in range(1, 11))
+
+
+def test_a_run_of_unknown_length_has_log_points_from_its_first_step() -> None:
+    built, _, _ = triggers(log_every=6, total=None)
+    assert [step for step in range(1, 19) if built.log_due(step)] == [1, 2, 4, 6, 12, 18]
+
+
+@pytest.mark.parametrize(("total", "points"), [(3, [1, 2, 3]), (11, [1, 2, 4, 6, 11]), (12, [6, 12])])
+def test_so_has_one_that_is_too_short_for_more_than_one(total: int, points: list[int]) -> None:
+    built, _, _ = triggers(log_every=6, total=total)
+    assert [step for step in range(1, total + 1) if built.log_due(step)] == points
+
+
+def test_a_failure_ends_the_run_before_anything_is_saved() -> None:
+    built, _, _ = triggers(failure="a gradient was not finite")
+    with pytest.raises(TrainingError, match="step 7: a gradient was not finite"):
+        built.after_step(TrainState(step=7))
+
+
+def test_a_failure_that_lies_on_the_device_is_looked_for_at_validation_and_log_points() -> None:
+    """Where the host has waited for the device anyway: a log of rows that are not finite would be no news."""
+    built, _, _ = triggers(val=(6, None), log_every=4)
+    waited = []
+    built._failure = lambda wait: str(waited.append(wait) or "")
+    for step in range(1, 9):
+        built.after_step(TrainState(step=step))
+    assert [step for step, wait in enumerate(waited, start=1) if wait] == [1, 2, 4, 6, 8]
+
+
+def validate(built: Triggers, losses: list[float]) -> TrainState:
+    state = TrainState()
+    for loss in losses:
+        state.step, state.epoch = state.step + 10, state.epoch + 1
+        built.note_validation(state, {"val/loss": loss})
+        if state.early_stop:
+            break
+    return state
+
+
+def test_patience_counts_validations_without_enough_improvement() -> None:
+    built, heard, _ = triggers(watch=MetricTracker("val/loss", "min", patience=2, min_delta=0.1))
+    state = validate(built, [1.0, 0.95, 0.85, 0.84, 0.83, 0.2])
+    assert state.step == 50
+    assert state.early_stop == "early stopping: val/loss has not improved in 2 validations"
+    assert heard.losses == [1.0, 0.95, 0.85, 0.84, 0.83]
+
+
+def test_thresholds_end_the_waiting() -> None:
+    built, _, _ = triggers(watch=MetricTracker("val/loss", "min", 9, threshold=0.5, divergence=5.0))
+    assert "reached the threshold" in validate(built, [1.0, 0.5]).early_stop
+    assert "divergence" in validate(built, [1.0, 6.0]).early_stop
+    assert "divergence" in validate(built, [math.nan]).early_stop
+
+
+def test_an_extra_validation_at_the_end_is_not_heard_by_early_stopping() -> None:
+    built, heard, _ = triggers(
+        watch=MetricTracker("val/loss", "min", patience=1), best=MetricTracker("val/loss", "min")
+    )
+    state = TrainState(step=3, batches=3, stop_reason="trainer.max_steps=3 reached")
+    assert not built.note_validation(state, {"val/loss": 0.5})  # nor by hooks
+    assert (state.watched_metric, heard.losses) == (None, [])
+    assert (state.best_metric, state.best_step) == (0.5, 3)
+
+
+def test_best_ignores_what_is_not_finite_and_keeps_the_earlier_of_equals() -> None:
+    built, _, _ = triggers(best=MetricTracker("val/acc", "max"))
+    state = TrainState()
+    for step, value in ((10, 0.5), (20, math.nan), (30, 0.9), (40, 0.9), (50, math.inf)):
+        state.step, state.epoch = step, step // 10
+        built.note_validation(state, {"val/acc": value, "val/loss": 0.0})
+    assert (state.best_metric, state.best_step) == (0.9, 30)
+
+
+def test_an_unknown_metric_is_named_with_those_there_are() -> None:
+    built, _, _ = triggers(best=MetricTracker("val/f1", "max"))
+    with pytest.raises(ConfigError, match="checkpoint.monitor=val/f1: no such metric; there are val/loss"):
+        built.note_validation(TrainState(step=10, epoch=1), {"val/loss": 1.0, "val/seconds": 0.1})

@@ -1,0 +1,74 @@
+"""LoRA and freezing, alone: what is trained, that nothing changes at first, and that merging keeps the outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainrun.model.gpt import Gpt
+from trainrun.transform.freeze import freeze
+from trainrun.transform.lora import LoraLinear, lora, merge_lora
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)))
+
+
+def trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_lora_begins_as_the_network_it_is_given_and_trains_its_own_matrices_alone() -> None:
+    model, x = network(), torch.randn(5, 4)
+    before = model(x)
+    model = lora(model, rank=2, target=["0", "2.*"])
+    assert torch.equal(model(x), before)
+    layers = ["0", "2.0", "2.1"]
+    assert trained(model) == [f"{name}.{half}" for name in layers for half in ("lora_a", "lora_b")]
+    assert model[0].lora_a.shape == (2, 4)
+    assert model[0].lora_b.shape == (8, 2)
+
+
+def test_other_layers_are_trained_if_they_are_named() -> None:
+    model = lora(network(), rank=1, target="0", train="2.1.*")
+    assert trained(model) == ["0.lora_a", "0.lora_b", "2.1.weight", "2.1.bias"]
+    assert isinstance(model[2][0], nn.Linear)
+
+
+def test_merging_gives_the_plain_network_with_the_same_outputs() -> None:
+    model, x = lora(network(), rank=2, alpha=4.0), torch.randn(5, 4)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    before = model(x)
+    merged = merge_lora(model)
+    assert torch.allclose(merged(x), before, atol=1e-5)
+    assert list(merged.state_dict()) == list(network().state_dict())
+    assert len(trained(merged)) == 6
+    single = lora(nn.Linear(3, 3), rank=1)
+    assert isinstance(single, LoraLinear)
+    assert type(merge_lora(single)) is nn.Linear
+
+
+def test_layers_whose_weights_are_read_and_tied_ones_still_work() -> None:
+    attention = lora(nn.TransformerEncoderLayer(8, 2, batch_first=True), rank=2)
+    assert not any(name.startswith("self_attn.") for name in trained(attention))
+    attention(torch.randn(2, 3, 8)).sum().backward()
+    model = lora(Gpt(vocab_size=11, width=8, heads=2, layers=1, context=4), rank=2)
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if "lora" not in name)
+
+
+def test_freezing_by_name() -> None:
+    assert trained(freeze(network(), ["0.*", "2.0.weight"])) == ["2.0.bias", "2.1.weight", "2.1.bias"]
+    assert trained(freeze(network(), "*", keep="*.bias")) == ["0.bias", "2.0.bias", "2.1.bias"]
+
+
+def test_what_fits_nothing_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"patterns=2\.0\.wieght: fits no name .* mean 2\.0\.weight"):
+        freeze(network(), "2.0.wieght")
+    with pytest.raises(ValueError, match="target=head: fits no name in the model"):
+        lora(network(), target="head")
+    with pytest.raises(ValueError, match="rank=0: must be"):
+        lora(network(), rank=0)

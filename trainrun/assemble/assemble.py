@@ -1,0 +1,382 @@
+"""From config to `Components`, on each rank: the only place that instantiates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainrun.assemble.backends import set_backends, set_threads
+from trainrun.assemble.compile_scope import with_scope
+from trainrun.assemble.data_pipeline import (
+    applied,
+    build_sources,
+    build_transform,
+    check_alike,
+    check_classes,
+    check_numbers,
+    key_of,
+    open_split,
+)
+from trainrun.assemble.memory import build_update
+from trainrun.assemble.model_and_transforms import apply_built_in, apply_transforms, build_model
+from trainrun.assemble.optimizer_and_schedule import (
+    SCHEDULE_KEYS,
+    build_named,
+    build_optimizer_of,
+    build_schedule_of,
+    describe_update,
+    warmup_steps,
+)
+from trainrun.assemble.run_plan import (
+    best_watch,
+    build_fingerprint,
+    build_rhythm,
+    build_watch,
+    default_monitor,
+    keep_options,
+    with_accumulation,
+)
+from trainrun.assemble.start_choices import Chosen, choose_numbers
+from trainrun.assemble.step_function import (
+    build_accumulate,
+    build_counting,
+    build_log,
+    build_own_step,
+    build_step,
+    checked_step,
+    seen_step,
+)
+from trainrun.checkpoint.manager import CheckpointManager
+from trainrun.checkpoint.weights import load_initial
+from trainrun.config.private_values import public
+from trainrun.config.schema import SAME, RunConfig, validation_nodes
+from trainrun.config.units import parse_seconds
+from trainrun.data.bad_samples import report_to
+from trainrun.data.facts import facts_of_all
+from trainrun.data.sequences.token_counter import TokenCounter
+from trainrun.errors import ConfigError, PluginError
+from trainrun.instantiate import bind_faults, build, named_nodes
+from trainrun.interfaces import (
+    ChecksModel,
+    CountsSamples,
+    DataFacts,
+    Monitor,
+    Parallel,
+    Precision,
+    RunFacts,
+    counts_before,
+)
+from trainrun.monitor.metric_logger import MetricLogger
+from trainrun.optimizer.ema import Ema
+from trainrun.precision.autocast import (
+    PrecisionOptions,
+    build_precision,
+)
+from trainrun.precision.update import Update
+from trainrun.runs.run_folder import RunDir
+from trainrun.runtime.collector import Tidy
+from trainrun.runtime.free_memory import host_memory
+from trainrun.runtime.signals import StopFlag
+from trainrun.scheduler.schedule import Schedule
+from trainrun.timing.cuda_events import Copying, DeviceTimes
+from trainrun.timing.phases import PhaseTimer
+from trainrun.training.components import Components
+from trainrun.training.hooks import Hooks
+from trainrun.training.named_optimizers import (
+    JoinedOptimizers,
+    JoinedPrecision,
+    JoinedSchedules,
+    NamedOptimizer,
+)
+from trainrun.training.own_step import OwnStep
+from trainrun.training.recovery.nan_validation import likely_cause
+from trainrun.training.recovery.nonfinite import BadSteps
+from trainrun.training.recovery.oom import OomRetry
+from trainrun.training.task_calls import Place, TaskCalls
+from trainrun.training.triggers import Intervals, RunLimits, Triggers
+
+LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Where a run is built: its folder, its ranks, who may stop it, and who listens on rank 0.
+
+    chosen: what the run began with, and after the build what was chosen for it. measures: whether by a clock.
+    is_new: nothing of the run has been trained before, so its task is checked.
+    """
+
+    run: RunDir
+    run_id: str
+    parallel: Parallel
+    stop: StopFlag
+    monitors: list[Monitor]
+    on_position: Callable[[int], None] | None = None
+    on_log: Callable[[int], None] | None = None
+    before_commit: Callable[[], None] | None = None
+    init_from: str | None = None  # weights to begin with, where nothing is taken from a checkpoint
+    phases: PhaseTimer = field(default_factory=PhaseTimer)
+    chosen: Chosen = field(default_factory=dict)
+    measures: bool = False
+    is_new: bool = False
+    device_times: DeviceTimes | None = None
+
+
+def check_targets(config: RunConfig) -> None:
+    """Bind every open node to its target's signature; raise ConfigError with all faults together."""
+    faults: list[str] = []
+    data = config.data
+    nodes = {"data.train": data.train, "data.test": data.test, "model": config.model}
+    nodes |= {key_of(split): node for split, node in validation_nodes(data).items()}
+    nodes |= {"task": config.task, "data.collate_fn": data.collate_fn, "data.transform": data.transform}
+    ours = {"data.val_transform": data.val_transform, "data.test_transform": data.test_transform}
+    nodes |= {key: node for key, node in ours.items() if node != SAME}
+    nodes |= {f"data.augment.{name}": node for name, node in data.augment.items()}
+    for key, node in nodes.items():
+        faults += bind_faults(node, key) if node else []
+    several = {f"optimizer.{name}": node for name, node in named_nodes(config.optimizer).items()}
+    for key, node in (several or {"optimizer": config.optimizer or {}}).items():
+        own = {name: value for name, value in node.items() if not several or name != "params"}
+        faults += bind_faults(own, key, ["params"])
+    several = {f"scheduler.{name}": node for name, node in named_nodes(config.scheduler).items()}
+    for key, node in (several or {"scheduler": config.scheduler or {}}).items():
+        own = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
+        faults += bind_faults(own, key, ["optimizer"]) if own.get("_target_") else []
+    for name, node in config.monitor.listeners.items():
+        faults += bind_faults(node, f"monitor.{name}")
+    for name, node in config.transform.items():
+        faults += bind_faults(node, f"transform.{name}", ["model"])
+    for name, node in config.hook.items():
+        faults += bind_faults(node, f"hook.{name}")
+    if faults:
+        raise ConfigError(*faults)
+
+
+def build_components(config: RunConfig, site: RunContext) -> tuple[Components, RunFacts]:
+    """Everything of one rank, and the facts for the first lines on the screen."""
+    notes = set_backends(config, site.parallel)
+    check_targets(config)
+    config = with_accumulation(config, site.parallel.world_size)
+    sources = build_sources(config)
+    facts = facts_of_all(sources, build_transform(config, "train"))
+    check_alike(config, sources)
+    report = report_to([monitor.on_note for monitor in site.monitors])
+    tally, copying = TokenCounter(), Copying(site.phases, site.device_times)
+    task = build_task(config, facts)
+    sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
+    streams = {
+        name: open_split(config, site.parallel, name, source, notes, report, tally, copying, sizes)
+        for name, source in sources.items()
+    }
+    train, test = streams.pop("train"), streams.pop("test")
+    assert train is not None
+    validation = {name: stream for name, stream in streams.items() if stream is not None}
+    val = next(iter(validation.values()), None)
+    notes += filter(None, [applied(config)])
+    check_numbers(config, sources)
+    check_classes(config, facts, sources)
+    rhythm = build_rhythm(config, train, val is not None)
+    warmup_steps(config, rhythm)
+    model = build_model(config, facts, site.parallel.materialize)
+    if site.init_from is not None:
+        notes.append(load_initial(model, site.init_from, site.parallel))
+    model = apply_transforms(config, model, site.parallel.device, notes)
+    config = with_scope(
+        config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, site.parallel.device, notes
+    )
+    set_threads(config, model, site.parallel.device, notes)
+    if isinstance(task, ChecksModel):
+        task.check_model(model)
+    apply_built_in(config, model, site.parallel.device, notes)
+    num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
+    config = choose_numbers(
+        config, model, task, train, site.parallel, site.chosen, site.measures, num_batches, notes
+    )
+    guarded, more = build_precision(
+        precision_options(config), model, site.parallel.device, site.phases, site.parallel
+    )
+    notes += more
+    wrapped = site.parallel.wrap(model)
+    optimizer, schedule, precision, optimizers = build_updates(config, site, model, guarded, rhythm, notes)
+    ema = Ema(
+        model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps
+    )
+    why_nan = None if val is None else partial(likely_cause, ema.module, val)
+    monitors = build_monitors(config, site, schedule, rhythm, task, tally, why_nan)
+    compile_log = build_log(monitors, site.phases)
+    default_metric = default_monitor(task, list(validation))
+    if len(validation) > 1:
+        names = ", ".join(validation)
+        notes.append(f"validation: {names}; best and early stopping look at {default_metric} by default")
+    checkpoints = build_checkpoints(config, site, default_metric, monitors.note)
+    retry, bad_steps = build_rescue(config, site, model, task, precision, monitors.note)
+    triggers = Triggers(
+        RunLimits(config.trainer.max_steps, config.trainer.max_epochs, parse_seconds(config.trainer.max_time)),
+        rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule, site.stop,
+        precision.failure, checkpoints.time_request, bad_steps,
+    )  # fmt: skip
+    calls = build_task_calls(config, site, task, model)
+    counting = build_counting(config, model, task, site.parallel, site.phases)
+    own_step = build_own_step(config)
+    step = OwnStep(own_step) if own_step else build_step(config, guarded, site.parallel.device, compile_log)
+    step = seen_step(config, step, site.parallel.device, site.device_times, monitors.note)
+    run = Components(
+        config, model, wrapped, task, calls, optimizer, schedule, precision, site.parallel, ema, retry,
+        train, validation, test, triggers, checkpoints, monitors, facts, site.phases,
+        checked_step(step, site.is_new and config.trainer.check_task, task),
+        build_accumulate(retry, counting), compile_log, counting, build_hooks(config), tally.planned, optimizers,
+        own_step,
+    )  # fmt: skip
+    return run, run_facts(run, site, rhythm, notes)
+
+
+def build_hooks(config: RunConfig) -> Hooks:
+    return Hooks({f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()})
+
+
+def build_updates(
+    config: RunConfig,
+    site: RunContext,
+    model: nn.Module,
+    guarded: Update,
+    rhythm: Intervals,
+    notes: list[str],
+) -> tuple[Optimizer, Schedule | JoinedSchedules, Precision, dict[str, NamedOptimizer]]:
+    """The optimizer with its schedule and guarded update; of several by name all together, and each."""
+    named = build_named(
+        config, model, rhythm, notes,
+        lambda params: build_precision(precision_options(config), params, site.parallel.device, site.phases)[0],
+    )  # fmt: skip
+    if named:
+        return JoinedOptimizers(named), JoinedSchedules(named), JoinedPrecision(named, guarded), named
+    optimizer, precision = build_update(
+        config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)
+    )
+    return optimizer, build_schedule_of(config, optimizer, rhythm), precision, {}
+
+
+def build_monitors(
+    config: RunConfig, site: RunContext, schedule: Schedule | JoinedSchedules, rhythm: Intervals, task: Any,
+    tally: TokenCounter,
+    why_nan: Callable[[], str] | None,
+) -> MetricLogger:  # fmt: skip
+    between = config.trainer.python_gc == "between_steps"
+    return MetricLogger(
+        site.parallel, site.monitors, lambda: schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
+        rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), Tidy() if between else None, tally,
+        site.phases, task, why_nan,
+    )  # fmt: skip
+
+
+def build_checkpoints(
+    config: RunConfig, site: RunContext, default_metric: str | None, note: Callable[[str], None]
+) -> CheckpointManager:
+    return CheckpointManager(
+        site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
+        build_fingerprint(config, site.parallel), note, lambda: host_memory().free,
+        before_commit=site.before_commit,
+    )  # fmt: skip
+
+
+def build_rescue(
+    config: RunConfig,
+    site: RunContext,
+    model: nn.Module,
+    task: Any,
+    precision: Precision,
+    note: Callable[[str], None],
+) -> tuple[OomRetry, BadSteps]:
+    """What is done about a window that ran out of memory, and about one that was not finite."""
+    trainer = config.trainer
+    mends = trainer.nan_policy == "skip"
+    retry = OomRetry(trainer.out_of_memory, model, task, site.parallel, note, mends)
+    place = site.run.nonfinite
+    return retry, BadSteps(
+        trainer.nan_policy, trainer.max_rollbacks, place, site.parallel, precision, retry, note
+    )
+
+
+def build_task(config: RunConfig, facts: DataFacts) -> Any:
+    """One that takes `bytes_per_token`, and is given none, gets it from the data, where they say it."""
+    node = dict(config.task)
+    takes = "bytes_per_token" in node or node.get("_target_") == LANGUAGE_MODELING
+    if takes and node.get("bytes_per_token") is None:
+        node["bytes_per_token"] = facts.bytes_per_token
+    task = build(node, "task")
+    if not callable(getattr(task, "step", None)):
+        raise PluginError(
+            f"task: {type(task).__name__} has no method step; a task has step(model, batch) -> StepOutput and "
+            "count(batch) -> int, or gives count= with each StepOutput"
+        )
+    return task
+
+
+def build_task_calls(config: RunConfig, site: RunContext, task: Any, model: nn.Module) -> TaskCalls:
+    """Raises ConfigError if the steps are to be one graph, and this task's cannot."""
+    place = Place(config.seed or 0, site.parallel.rank, site.parallel.device)
+    calls = TaskCalls(task, model, place, None if site.parallel.rank else site.run.pictures)
+    reason = calls.obstacle()
+    if reason and config.trainer.compile.scope == "step":
+        raise ConfigError(
+            f"trainer.compile.scope=step: {type(task).__name__} {reason}, and a graph would freeze that; use "
+            "trainer.compile.scope=model"
+        )
+    if reason and config.trainer.cuda_graphs:
+        raise ConfigError(
+            f"trainer.cuda_graphs=true: {type(task).__name__} {reason}, and a graph would freeze that; use "
+            "trainer.cuda_graphs=false"
+        )
+    return calls
+
+
+def unit_of(task: Any) -> str:
+    """What the task counts: `tokens` where it says so, in its attribute `unit`."""
+    unit = getattr(task, "unit", "samples")
+    if unit not in ("samples", "tokens"):
+        raise PluginError(f"task: {type(task).__name__}.unit={unit!r}: must be 'samples' or 'tokens'")
+    return str(unit)
+
+
+def precision_options(config: RunConfig) -> PrecisionOptions:
+    trainer = config.trainer
+    return PrecisionOptions(
+        config.precision.mode, trainer.gradient_clip_val, trainer.gradient_clip_algorithm, trainer.nan_policy,
+        trainer.cpu_offload, config.precision.master_weights,
+    )  # fmt: skip
+
+
+def num_validated(run: Components) -> int | None:
+    """Samples of all validation sets; None without one, or if a set cannot say."""
+    numbers = [stream.num_samples for stream in run.validation.values()]
+    known = [number for number in numbers if number is not None]
+    return sum(known) if numbers and len(known) == len(numbers) else None
+
+
+def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[str]) -> RunFacts:
+    config, parameters = run.config, list(run.model.parameters())
+    return RunFacts(
+        name=config.run_name or "run",
+        folder=str(site.run.root),
+        device=str(site.parallel.device),
+        world_size=site.parallel.world_size,
+        batch_size=config.data.batch_size,
+        accumulate=rhythm.accumulate,
+        num_train=run.train.num_samples,
+        num_val=num_validated(run),
+        steps_per_epoch=rhythm.steps_per_epoch,
+        total_steps=rhythm.total_steps,
+        total_epochs=config.trainer.max_epochs,
+        model_summary=f"{type(run.model).__name__} ({', '.join(name for name, _ in run.model.named_children())})",
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        choices=tuple(notes),
+        update=describe_update(config, run.schedule),
+        run_id=site.run_id,
+        config=asdict(public(config)[0]),
+    )

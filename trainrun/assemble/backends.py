@@ -1,0 +1,142 @@
+"""Switches of the whole process: threads, determinism, kernels, rounding of products."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import deterministic
+
+from trainrun.config.schema import RunConfig
+from trainrun.errors import ConfigError
+from trainrun.interfaces import Parallel
+from trainrun.precision.autocast import matmul_note, set_matmul
+from trainrun.precision.type_rule import is_tiny
+from trainrun.runtime.host_memory import kept_host_memory
+
+FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
+SMALLEST = 1e-40  # below the smallest float32 with all its bits
+# Inductor's advice, by a function of torch; `matmul_note` gives it with the name of the setting.
+OF_TORCH = "TensorFloat32 tensor cores for float32 matrix multiplication available"
+DETERMINISM: Any = deterministic  # its switch is a property, which its stub does not know
+ROUNDING = (
+    "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision",
+    "cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision",
+)  # fmt: skip
+
+
+@contextmanager
+def kept_backends() -> Iterator[None]:
+    """Restore at the end what `set_backends`, `set_threads` and `FreedMemory` change: a notebook runs on."""
+    determined, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = DETERMINISM.fill_uninitialized_memory
+    benchmark, flush = torch.backends.cudnn.benchmark, flushes_denormal()
+    restore_rounding = kept_rounding()
+    try:
+        with kept_host_memory(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", OF_TORCH)
+            yield
+    finally:
+        set_deterministic(determined, warn_only)
+        DETERMINISM.fill_uninitialized_memory = fills
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        if flush != flushes_denormal():
+            torch.set_flush_denormal(flush)
+        restore_rounding()
+
+
+def kept_rounding() -> Callable[[], None]:
+    """Put back what float32 products may round to, in torch's two ways to say it (the newer since 2.9).
+
+    Torch refuses to read the older one where a user has set both.
+    """
+    older: str | None = None
+    tf32: bool | None = None
+    with suppress(RuntimeError):
+        older, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    newer = {name: attrgetter(name)(torch.backends) for name in ROUNDING if has_attribute(name)}
+
+    def restore() -> None:
+        if older is not None and tf32 is not None:
+            torch.set_float32_matmul_precision(older)
+            torch.backends.cudnn.allow_tf32 = tf32
+        for name, value in newer.items():
+            owner, _, attribute = name.rpartition(".")
+            if attrgetter(name)(torch.backends) != value:
+                setattr(attrgetter(owner)(torch.backends), attribute, value)
+
+    return restore
+
+
+def has_attribute(name: str) -> bool:
+    try:
+        attrgetter(name)(torch.backends)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def flushes_denormal() -> bool:
+    """Torch has a switch for it, and nothing that tells how it is set."""
+    return bool((torch.tensor(SMALLEST) * 1.0).view(torch.int32) == 0)
+
+
+def set_flush_denormal(wanted: bool) -> None:
+    if wanted and not torch.set_flush_denormal(True):
+        raise ConfigError("trainer.flush_denormal=true: this CPU cannot; use trainer.flush_denormal=false")
+
+
+def set_deterministic(wanted: bool, warn_only: bool) -> None:
+    """Only where it is a change: torch loads its compiler for this call, 1 to 2 s that few runs need."""
+    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if now != (wanted, warn_only):
+        torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
+
+
+def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
+    """Switches of the whole process: determinism, kernels, what float32 may round to."""
+    trainer = config.trainer
+    if parallel.device.type == "cuda":
+        # Torch asks once, at the first product of the process, whether this is set, so a deterministic run that comes
+        # second in a notebook needs that the first one set it. 32 MiB, what cuBLAS takes on Hopper anyway.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_deterministic(trainer.deterministic, warn_only=False)
+    if (
+        trainer.deterministic
+    ):  # or torch writes NaN into all new memory, a kernel each, which no result depends on
+        DETERMINISM.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = trainer.benchmark
+    set_flush_denormal(trainer.flush_denormal)
+    notes = [set_matmul(config.precision.matmul, parallel.device)]
+    if parallel.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(parallel.device)
+        notes.append(matmul_note(config.precision.matmul, config.precision.mode, capability))
+    return [note for note in notes if note]
+
+
+def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
+    """Threads of one operation on the CPU, by a rule and not by a clock: they change the last bits of sums.
+
+    A step of a few dense layers is too small to share, unless their weights are many: with batches of one, two threads
+    took 1.7x, 1.2x and 1.0x the time of one with 10, 85 and 301 thousand weights, and 0.76x, 0.73x and 0.60x with 0.6,
+    1.1 and 4.3 million, whose update is most of the step (two quiet cores of an Intel Xeon; measured again by
+    `trainrun diagnose data=synthetic data.shape=[64] model.hidden=[1024,512] data.batch_size=1 trainer.num_threads=1`).
+    """
+    wanted = config.trainer.num_threads
+    if wanted != "auto":
+        torch.set_num_threads(wanted)
+        return
+    if device.type != "cpu" or torch.get_num_threads() == 1:
+        return
+    few = sum(each.numel() for each in model.parameters() if each.requires_grad) < FEW_WEIGHTS
+    if few and is_tiny(model, config.data.batch_size):
+        torch.set_num_threads(1)
+        notes.append("trainer.num_threads: 1, a step this small does not gain from more")

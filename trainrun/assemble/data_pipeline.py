@@ -1,0 +1,194 @@
+"""From the section `data` to the streams of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainrun.config.schema import SAME, RunConfig, validation_nodes
+from trainrun.data.augment.nodes import build_augmentations
+from trainrun.data.bad_samples import Report
+from trainrun.data.engines.device_feed import Copying, Sizes, unnoticed
+from trainrun.data.facts import (
+    IGNORED_LABEL,
+    Labels,
+    check_labels,
+    check_number_of_classes,
+    check_real,
+    kind_of_input,
+)
+from trainrun.data.pipeline import open_batches
+from trainrun.data.sequences.token_counter import TokenCounter
+from trainrun.data.stream_options import StreamOptions
+from trainrun.errors import ConfigError
+from trainrun.instantiate import build
+from trainrun.interfaces import Batches, DataFacts, Parallel
+from trainrun.precision.autocast import data_float_dtype
+
+OUR_TASKS, ASK_FOR_CLASSES = "trainrun.task.", ("num_classes", "vocab_size")
+REGRESSION = "trainrun.task.regression.Regression"
+
+
+def build_sources(config: RunConfig) -> dict[str, Any]:
+    """The data sets by split. Where the targets of a table may be class numbers or real ones, the task says which."""
+    data, task = config.data, config.task or {}
+    nodes = {"train": data.train, **(validation_nodes(data) or {"val": None}), "test": data.test}
+    real = {"target_dtype": "float32"} if task.get("_target_") == REGRESSION else {}
+    return {
+        name: build(node, key_of(name), **(real if node.get("target_dtype") == "auto" else {}))
+        if node
+        else None
+        for name, node in nodes.items()
+    }
+
+
+def key_of(split: str) -> str:
+    """`data.val.day` of `val/day`: the setting that names its samples."""
+    return f"data.{split.replace('/', '.')}"
+
+
+def kind_of(split: str) -> str:
+    """`train`, `val` or `test`; each named validation set is one of `val`."""
+    return split.partition("/")[0]
+
+
+def open_split(
+    config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
+    tally: TokenCounter | None = None, copying: Copying = unnoticed, sizes: Sizes | None = None,
+) -> Batches | None:  # fmt: skip
+    """tally: counts the useful tokens of training batches. copying: surrounds their copies to a GPU. sizes: counts
+    items before a batch is copied there."""
+    if source is None:
+        return None
+    options = stream_options(config, parallel, name, report, tally, copying, sizes)
+    batches, note = open_batches(source, options)
+    notes += note.splitlines()
+    return batches
+
+
+def stream_options(
+    config: RunConfig, parallel: Parallel, name: str, report: Report,
+    tally: TokenCounter | None = None, copying: Copying = unnoticed, sizes: Sizes | None = None,
+) -> StreamOptions:  # fmt: skip
+    data, training = config.data, name == "train"
+    assert config.seed is not None
+    return StreamOptions(
+        key=key_of(name),
+        training=training,
+        batch_size=data.batch_size if training else data.val_batch_size or data.batch_size,
+        seed=config.seed,
+        shuffle=data.shuffle and training,
+        drop_last=data.drop_last and training,
+        engine=data.engine,
+        num_workers=data.num_workers,
+        pin_memory=data.pin_memory,
+        persistent_workers=data.persistent_workers,
+        prefetch_factor=data.prefetch_factor,
+        timeout_seconds=data.worker_timeout_seconds,
+        collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
+        max_sequence_length=data.max_sequence_length,
+        num_threads=data.num_threads,
+        cache=data.cache,
+        transform=build_transform(config, kind_of(name)),
+        transform_key=transform_key(config, kind_of(name)) or "data.transform",
+        augment=build_augmentations(data.augment),
+        on_error=data.on_error,
+        max_skipped_fraction=data.max_skipped_fraction,
+        report=report,
+        truncate=data.truncate,
+        padding=data.padding,
+        max_tokens=data.max_tokens,
+        pad_multiple=data.pad_multiple,
+        may_grow=not training and data.val_batch_size is None,
+        limit=getattr(config.trainer, f"limit_{kind_of(name)}_batches"),
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        local_world_size=parallel.local_world_size,
+        gather=parallel.gather,
+        device=parallel.device,
+        tally=tally if training else None,
+        copying=copying if training else unnoticed,
+        sizes=sizes,
+        float_dtype=data_float_dtype(config.precision.mode),
+    )
+
+
+def transform_key(config: RunConfig, split: str) -> str | None:
+    """The setting whose transform the samples of a split go through: `data.transform` is of training alone."""
+    data, name = config.data, "transform"
+    if split != "train":
+        name = "test_transform" if split == "test" and data.test_transform is not None else "val_transform"
+    name = "transform" if getattr(data, name) == SAME else name
+    return f"data.{name}" if getattr(data, name) else None
+
+
+def build_transform(config: RunConfig, split: str) -> Any:
+    key = transform_key(config, split)
+    return build(getattr(config.data, key.removeprefix("data.")), key) if key else None
+
+
+def applied(config: RunConfig) -> str:
+    """What changes the samples of each split, in the order of its doing; "" if nothing does."""
+    splits = {"training": "train", "validation": "val", "test": "test"}
+    changes = {}
+    for name, split in splits.items():
+        if getattr(config.data, split):
+            one = transform_key(config, split)
+            more = [
+                a.key for a in build_augmentations(config.data.augment) if split == "train" or not a.random
+            ]
+            changes[name] = ", ".join([*([one] if one else []), *more])
+    if not any(changes.values()):
+        return ""
+    way = "validation" in changes and config.data.transform and config.data.val_transform is None
+    return "; ".join(f"{name} samples: {does or 'as they are'}" for name, does in changes.items()) + (
+        " (data.val_transform=same: data.transform there too)" if way else ""
+    )
+
+
+def check_alike(config: RunConfig, sources: dict[str, Any]) -> None:
+    """Refuse inputs that become floats in training alone: a conversion there belongs to validation as well."""
+    for split, source in sources.items():
+        kind = kind_of(split)
+        if not config.data.transform or kind == "train" or source is None or transform_key(config, kind):
+            continue
+        kinds = [kind_of_input(sources["train"], "data.train", build_transform(config, "train")),
+                 kind_of_input(source, key_of(split), None)]  # fmt: skip
+        if all(kinds) and kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"data.transform: makes {kinds[0]} of a training sample, and {key_of(split)} gives {kinds[1]} as "
+                "it is; say data.val_transform=same, or data.val_transform._target_=... for one of its own"
+            )
+
+
+def check_numbers(config: RunConfig, sources: dict[str, Any]) -> None:
+    """Networks and tasks of ours take real numbers."""
+    takers = {name: (getattr(config, name) or {}).get("_target_") for name in ("model", "task")}
+    for number, (name, target) in enumerate(takers.items()):
+        for part, source in sources.items():
+            changed = transform_key(config, kind_of(part))
+            if source is not None and str(target).startswith("trainrun.") and not changed:
+                check_real(source, key_of(part), number, f"{name}._target_={target}")
+
+
+def check_classes(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
+    """Labels must lie inside the classes that the model is told of, or takes from the training data."""
+    model, task = config.model or {}, config.task or {}
+    asked = model.get("num_classes") or config.data.num_classes
+    key = "data.num_classes" if asked == config.data.num_classes else "model.num_classes"
+    real = task.get("_target_") == REGRESSION
+    is_ours = str(task.get("_target_")).startswith(OUR_TASKS) and not real
+    ignored = (IGNORED_LABEL, *([task["ignore_index"]] if isinstance(task.get("ignore_index"), int) else []))
+    if isinstance(asked, int) and real:
+        return
+    if isinstance(asked, int):
+        labels = Labels(asked, key, ignored)
+    elif facts.num_classes and any(name in model and model[name] is None for name in ASK_FOR_CLASSES):
+        check_number_of_classes(sources["train"], "data.train", facts.num_classes)
+        if not is_ours:
+            return
+        labels = Labels(facts.num_classes, "", ignored)
+    else:
+        return
+    for name, source in sources.items():
+        if source is not None:
+            check_labels(source, key_of(name), labels)

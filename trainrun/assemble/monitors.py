@@ -1,0 +1,131 @@
+"""Who listens to a run on rank 0: the screen, the log, the metrics file, and trackers; and what makes rows of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shlex
+import threading
+from typing import Any
+
+from trainrun.config.schema import RunConfig
+from trainrun.instantiate import build
+from trainrun.interfaces import Monitor
+from trainrun.monitor.bus import Bus
+from trainrun.monitor.console import Console
+from trainrun.monitor.hardware import Hardware
+from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, mend_end
+from trainrun.monitor.phase_rows import PhaseRows
+from trainrun.monitor.tracker import Tracker
+from trainrun.runs.run_folder import RunDir, check_there
+from trainrun.satellites import satellite
+from trainrun.timing.cuda_events import DeviceTimes
+from trainrun.timing.phases import LOGGING, PLOTS, PhaseTimer
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
+
+
+class Listeners:
+    """What listens on rank 0, opened together and closed together. bus: all that is reported goes through it."""
+
+    def __init__(
+        self, run: RunDir, config: RunConfig, phases: PhaseTimer, device_times: DeviceTimes | None = None
+    ) -> None:
+        self._run, self._config, self._phases = run, config, phases
+        self._closing = contextlib.ExitStack()
+        self._hardware: Hardware | None = None
+        self._told = ""
+        wanted = config.monitor
+        trackers = [  # before any file is opened: they may be refused
+            Tracker(build(node, key), key, wanted.on_error == "raise", self._note)
+            for key, node in ((f"monitor.{name}", node) for name, node in wanted.listeners.items())
+        ]
+        self._consoles: list[Console] = []
+        if wanted.verbose or wanted.progress_bar:
+            screen = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size)
+            log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
+            self._consoles = [screen, Console(False, wanted.verbose, False, wanted.window_size, log)]
+        self._has_file = wanted.metrics_file
+        file = None
+        if wanted.metrics_file:
+            mend_end(run.metrics)
+            file = MetricsFile(run.metrics, check=lambda: check_there(run))
+        self._keeps_rows = bool(file or trackers)
+        rows = PhaseRows(phases, device_times) if self._keeps_rows else None
+        self.bus = Bus(file, self._consoles, trackers, rows)
+
+    @property
+    def monitors(self) -> list[Monitor]:
+        return [self.bus]
+
+    def attach(self, run: Components, state: TrainState) -> None:
+        """Rows behind the step that a resume starts from are redone, so they are cut."""
+        if self._has_file:
+            cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
+        if self._keeps_rows and self._config.monitor.hardware:
+            ranks = run.parallel.world_size > 1  # then their starter is the root of all processes
+            root = os.getppid() if ranks else None
+            self._hardware = Hardware(self.bus.write, lambda: run.monitors.step, root_pid=root)
+
+    def on_position(self, step: int) -> None:
+        """After every step: where the progress bar is."""
+        for console in self._consoles:
+            console.on_batch(step)
+
+    def on_log(self, step: int) -> None:
+        """Pictures while the run goes on, every `monitor.plot_every_n_steps`."""
+        every = self._config.monitor.plot_every_n_steps
+        if every and step % every == 0 and self._config.monitor.plots and self._has_file:
+            self.bus.flush()
+            self._draw(report=False)
+
+    def flush(self) -> None:
+        """Ahead of a checkpoint: a run that goes on from it has every row before it, also after a power loss."""
+        self.bus.sync()
+
+    def faults(self) -> dict[str, int]:
+        """How many calls of each tracker failed; those without a fault are left out."""
+        return self.bus.faults()
+
+    def prepare_end(self) -> None:
+        """Import what draws in a thread, while the last checkpoint is still being written."""
+        if self._config.monitor.plots and self._has_file:
+            threading.Thread(target=_import_plots, name="trainrun-plots", daemon=True).start()
+
+    def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """The last rows, the pictures and the report, and last the summary on the screen."""
+        self._phases.open(LOGGING)
+        if self._hardware is not None:
+            self._hardware.close()
+        for row in rows:
+            self.bus.write(row)
+        self.bus.on_end(summary)
+        if self._config.monitor.plots and self._has_file:
+            self._draw(report=True)
+            self.bus.write_phases()  # what the pictures took is in the next ones
+        self.bus.show_end(summary | {"ledger": self._phases.read()})
+
+    def _draw(self, report: bool) -> None:
+        with self._phases.on(PLOTS):  # matplotlib costs half a second: only where it draws
+            plots = satellite("plots.draw", "no pictures are drawn", self._note)
+            if plots is not None and (problem := plots.draw(self._run, report)):
+                again = f"trainrun report {shlex.quote(str(self._run.root))}"
+                self._note(f"not all pictures were drawn: {problem}; where that is mended: {again}")
+
+    def _note(self, text: str) -> None:
+        if self._told != text:
+            self.bus.on_note(text)
+        self._told = text
+
+    def close(self) -> None:
+        """Always called; after a failure too."""
+        with self._closing as closing:
+            closing.callback(self.bus.close)
+            if self._hardware is not None:
+                closing.callback(self._hardware.close)
+
+
+def _import_plots() -> None:
+    with contextlib.suppress(Exception):  # it comes again where the pictures are drawn
+        importlib.import_module("trainrun.plots.draw").prepare()

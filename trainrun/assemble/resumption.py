@@ -1,0 +1,127 @@
+"""The state that a run begins with: a fresh one, or that of a checkpoint, with what is said about it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainrun.assemble.run_plan import DATA
+from trainrun.checkpoint.load import Loaded, resolve
+from trainrun.checkpoint.manifest import committed_steps
+from trainrun.config.schema import RunConfig
+from trainrun.errors import CheckpointError
+from trainrun.formatting import counted
+from trainrun.runs.run_folder import RunDir, note_saved, says_saved
+from trainrun.training.components import Components
+from trainrun.training.recovery.nonfinite import RollBack
+from trainrun.training.state import SAVE_NOW, TrainState
+
+TAIL_BYTES = 1 << 16
+
+
+def first_state(
+    run: Components, run_dir: RunDir, config: RunConfig, resume: bool, back: RollBack | None
+) -> TrainState:
+    """A fresh state, or the one of the checkpoint to go on from."""
+    state = loaded_state(run, run_dir, config, resume)
+    if back is not None:
+        back.apply(state)
+    elif config.trainer.nan_policy == "rollback" and state.saved_step != state.step:
+        state.save_request = SAVE_NOW  # so that there is a checkpoint from the first step on
+    return state
+
+
+def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bool) -> TrainState:
+    loaded = None
+    if resume:
+        loaded = run.checkpoints.load_latest()
+        if loaded is None:
+            begin_anew(run_dir, run.parallel.rank)
+            run.monitors.note("no checkpoint was written yet: the run starts again from its beginning")
+    if loaded is None and config.ckpt_path is not None:
+        loaded = run.checkpoints.restore(checkpoint_at(config.ckpt_path))
+    if loaded is None:
+        return TrainState()
+    same_ranks = loaded.manifest.world_size == run.parallel.world_size
+    state = run.load_tree(loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
+    if state.step != loaded.manifest.step:
+        raise CheckpointError(f"checkpoint {loaded.folder.name}: holds the state of step {state.step}")
+    state.saved_step = state.step
+    if resume:
+        tell(run, run_dir, loaded)
+    else:  # a new run has none of the other run's checkpoints, and no best of its own yet
+        state.saved_step, state.best_step, state.best_metric = -1, -1, None
+    return state
+
+
+def note_commit(run_dir: RunDir) -> None:
+    """Has RUN.json say that there are checkpoints, once there are."""
+    if committed_steps(run_dir.checkpoints):
+        note_saved(run_dir)
+
+
+def begin_anew(run_dir: RunDir, rank: int) -> None:
+    """Raises CheckpointError if there were checkpoints; but a folder that was taken away was so on purpose."""
+    if not says_saved(run_dir):
+        return
+    if run_dir.checkpoints.exists():
+        raise CheckpointError(
+            f"{run_dir.checkpoints}: no checkpoint is there, and {run_dir.identity.name} says that one was saved; is a "
+            "disk not mounted, or was it swept? Bring them back, or delete this folder to begin the run again"
+        )
+    if rank == 0:
+        note_saved(run_dir, False)
+
+
+def tell(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
+    """Where the run goes on, what is done again, and what else is another than it was. Raises CheckpointError."""
+    step = loaded.manifest.step
+    changed = differences(loaded.manifest.fingerprint, run.checkpoints.fingerprint())
+    if changed and run.config.checkpoint.strict:
+        raise CheckpointError(
+            f"checkpoint.strict=true: {loaded.folder.name} was saved with another {changed}; go on there, or leave "
+            "checkpoint.strict out"
+        )
+    again = last_step(run_dir.metrics) - step
+    lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
+    run.monitors.note(f"goes on from step {step} ({loaded.folder.name}){lost}")
+    if changed:
+        bits = "" if DATA in changed else " in their last bits"
+        run.monitors.note(
+            f"the checkpoint was saved with another {changed}: the numbers that follow may differ{bits} "
+            "from those of a run that was never stopped (checkpoint.strict=true refuses)"
+        )
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """`torch (2.12.0, now 2.13.0), num_threads (2, now 1)`; what only one of the two knows is left out."""
+    return ", ".join(
+        f"{name} ({then[name]}, now {now[name]})" for name in now if name in then and then[name] != now[name]
+    )
+
+
+def last_step(metrics: Path) -> int:
+    """Return the largest step among the last whole rows; -1 if there are none."""
+    try:
+        with metrics.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+        whole = [json.loads(line) for line in lines[int(size > TAIL_BYTES) : -1]]
+        steps = [row["step"] for row in whole if isinstance(row, dict) and "step" in row]
+    except (OSError, ValueError):
+        return -1  # the function that cuts the rows says what is wrong with them
+    return max(steps, default=-1)
+
+
+def checkpoint_at(ckpt_path: str) -> Path:
+    """A checkpoint's folder, or the newest one of a run's folder. Raises CheckpointError."""
+    path = Path(ckpt_path).expanduser().absolute()
+    inside = RunDir(path).checkpoints
+    try:
+        return resolve(inside, "last") if inside.is_dir() else resolve(path.parent, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"ckpt_path={ckpt_path}: {error}") from error

@@ -1,0 +1,126 @@
+"""What `auto` leaves open at a start: by rules here, and by a clock where `trainrun.autotune` is installed.
+
+What changes the numbers (their type, the attention kernel, threads) is chosen before the rest is built, written down in
+RUN.json, and taken from there ever after; the data engine when all parts are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from trainrun.config.schema import RunConfig
+from trainrun.interfaces import Batches, Parallel
+from trainrun.model.choices import attention_layers
+from trainrun.precision.autocast import emulates_bfloat16
+from trainrun.precision.type_rule import type_by_rule
+from trainrun.runtime.free_memory import free_bytes
+from trainrun.runtime.host_memory import can_keep, keep_freed_memory, return_freed_memory
+from trainrun.satellites import satellite
+from trainrun.training.components import Components
+
+AMPLE: Final = 1 / 3  # of the free memory may come: holes that fit no other tensor can double it
+NO_SWITCH: Final = "the C library of this machine has no such switch"
+WITHOUT: Final = "what is left open is chosen by rules alone, and no memory is forecast"
+
+Chosen = dict[str, str]  # what RUN.json holds, by name
+
+
+def chosen_before(identity: dict[str, Any], training: bool = False) -> Chosen:
+    """identity: what RUN.json holds. training: also what only a training needs."""
+    names = ("precision", "attention", "num_threads") if training else ("precision", "attention")
+    return {name: str(identity[name]) for name in names if name in identity}
+
+
+def autotune(lines: list[str]) -> ModuleType | None:
+    """What measures, if it is installed; lines: takes what is said otherwise."""
+    return satellite("autotune.start", WITHOUT, lines.append)
+
+
+def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel,
+                   chosen: Chosen, measures: bool, num_batches: float, notes: list[str]) -> RunConfig:  # fmt: skip
+    """The config with `precision=auto` decided; the model with its attention kernel, this process with its
+    number of threads.
+
+    chosen: what the run began with, if it did; what is chosen here is added. num_batches: of the whole run.
+    Every rank calls it, and decides the same.
+    """
+    open_type = config.precision.mode == "auto"
+    layers = [layer for layer in attention_layers(model) if layer.kernel == "auto"]
+    wanted = []
+    if open_type and "precision" not in chosen and not emulates_bfloat16(parallel.device):
+        wanted.append("precision")
+    if layers and "attention" not in chosen:
+        wanted.append("attention")
+    if config.trainer.num_threads == "auto" and "num_threads" not in chosen:
+        wanted.append("num_threads")
+    if measures and wanted and (tuner := autotune([])):
+        tuner.choose_numbers(config, model, task, train, parallel, num_batches, wanted, chosen, notes)
+    if open_type and "precision" not in chosen:
+        mode, why = type_by_rule(model, config.data.batch_size, parallel.device)
+        chosen["precision"] = mode
+        notes.append(f"precision: {mode}, not measured: {why}")
+    if layers:
+        kernel = chosen.setdefault("attention", "auto")  # the rule, also when the run goes on
+        for layer in layers:
+            layer.kernel = kernel
+    number = int(chosen.get("num_threads", 0))
+    if config.trainer.num_threads == "auto" and 0 < number < torch.get_num_threads():
+        torch.set_num_threads(number)
+        if "num_threads" not in wanted:
+            notes.append(f"trainer.num_threads: {number}, as the run began")
+    if not open_type:
+        return config
+    precision = dataclasses.replace(config.precision, mode=chosen["precision"])
+    return dataclasses.replace(config, precision=precision)
+
+
+def choose_engine(run: Components) -> list[str]:
+    """Decide how the data is read, and what becomes of freed memory. Returns lines to show. Every rank calls it."""
+    lines: list[str] = []
+    memory, tuner = FreedMemory(run), autotune(lines)
+    line, coming = "", math.inf
+    if tuner is not None:
+        lines.append(tuner.choose_engine(run))
+        line, coming = tuner.memory_forecast(run, rough_guess(run))
+    return [text for text in (*lines, memory.line(coming), line) if text]
+
+
+class FreedMemory:
+    """`trainer.cpu_allocator` of one run. Every rank decides for itself: no number depends on it."""
+
+    def __init__(self, run: Components) -> None:
+        """Set it at once, unless only a forecast can tell whether memory is ample."""
+        self._free = free_bytes(run.parallel.device) / run.parallel.local_world_size
+        self._told, wanted = "", run.config.trainer.cpu_allocator
+        self._open = wanted == "auto" and run.parallel.device.type == "cpu" and can_keep()
+        if wanted == "keep" and not keep_freed_memory():
+            self._told = f"trainer.cpu_allocator: keep, but {NO_SWITCH}"
+        if wanted == "return":
+            done = return_freed_memory()
+            self._told = f"trainer.cpu_allocator: {'tensors of 1 MB or more go back' if done else NO_SWITCH}"
+        self._decide(rough_guess(run))
+
+    def line(self, coming: float) -> str:
+        """For the first lines of the run. coming: bytes that a step will take, about."""
+        self._decide(coming)
+        if self._open:
+            self._told = "trainer.cpu_allocator: libc, memory may become scarce (keep may be faster)"
+        return self._told
+
+    def _decide(self, coming: float) -> None:
+        if self._open and coming <= AMPLE * self._free:
+            keep_freed_memory()
+            self._open = False
+
+
+def rough_guess(run: Components) -> float:
+    """An upper bound for ordinary networks, in bytes, from sizes alone."""
+    params = sum(param.numel() for param in run.model.parameters())
+    numbers = run.config.data.batch_size * math.prod(run.data_facts.shape or (1024,))
+    return 16.0 * params + 4.0 * numbers * max(1000, params / 64)

@@ -1,0 +1,151 @@
+"""What makes a step: `train_step`, or the same in one graph; and what compiling costs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.config.schema import RunConfig
+from trainrun.errors import ConfigError, PluginError
+from trainrun.instantiate import bind_faults, build, locate
+from trainrun.interfaces import Counting, Parallel, counts_before
+from trainrun.monitor.metric_logger import MetricLogger
+from trainrun.precision.update import Update
+from trainrun.runtime.collector import freeze_more
+from trainrun.timing.cuda_events import DeviceTimes
+from trainrun.timing.phases import COMPILE, PhaseTimer
+from trainrun.timing.sampled import sampled
+from trainrun.training.checks.contract import Checked
+from trainrun.training.checks.sync_debug import Watched
+from trainrun.training.checks.user_state import check_halves
+from trainrun.training.components import Accumulate, Step
+from trainrun.training.item_count import CountedAfter, divided_late
+from trainrun.training.recovery.oom import OomRetry
+from trainrun.training.train_step import (
+    CountedBefore,
+    accumulate_gradients,
+    accumulate_with_retry,
+    train_step,
+)
+from trainrun.transform.compile_log import CompileLog
+
+
+def build_log(monitors: MetricLogger, phases: PhaseTimer) -> CompileLog:
+    """Compiling is booked on its own account, and is no training time in the rows."""
+
+    @contextmanager
+    def booked() -> Iterator[None]:
+        with phases.on(COMPILE), monitors.paused():
+            yield
+            freeze_more()  # or each validation would look at the compiler's 200,000 objects, 0.1 s and more
+
+    return CompileLog(monitors.note, booked)
+
+
+def build_counting(
+    config: RunConfig, model: nn.Module, task: Any, parallel: Parallel, phases: PhaseTimer
+) -> Counting:
+    """ConfigError: the count comes with the output, and a setting needs it before."""
+    if counts_before(task):
+        return CountedBefore(task)
+    trainer = config.trainer
+    needs = {
+        "trainer.compile.scope=step": trainer.compile.scope == "step",
+        "trainer.cuda_graphs=true": trainer.cuda_graphs,
+        "trainer.optimizer_in_backward=true": trainer.optimizer_in_backward,
+    }
+    if wanted := [word for word, wants in needs.items() if wants]:
+        raise ConfigError(
+            f"{wanted[0]}: needs the count of a batch before its forward, and {type(task).__name__} has no method "
+            "count(batch); add it, or leave this setting out"
+        )
+    size = config.data.batch_size * trainer.accumulate_grad_batches
+    return CountedAfter(task, model, parallel, phases, size)
+
+
+def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
+    """Forward and backward of a window, with what this run does about memory that ends and counts that come late."""
+    accumulate = accumulate_with_retry if retry.acts else accumulate_gradients
+    return accumulate if isinstance(counting, CountedBefore) else divided_late(accumulate)
+
+
+def build_step(config: RunConfig, precision: Update, device: torch.device, log: CompileLog) -> Step:
+    wanted, records = config.trainer.compile, config.trainer.cuda_graphs
+    if wanted.scope != "step" and not records:
+        return train_step
+    if records and device.type != "cuda":
+        raise ConfigError(
+            f"trainer.cuda_graphs=true: only a CUDA device has them, and this run is on {device.type}; "
+            "use trainer.cuda_graphs=false"
+        )
+    from trainrun.step.captured import OnCuda, captured
+    from trainrun.step.graphs import Function, compiled
+    from trainrun.step.whole import WholeStep
+    from trainrun.transform.compile import check_options
+
+    if wanted.scope == "step":
+        try:
+            check_options(wanted.mode, wanted.backend, on_cpu=device.type == "cpu")
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from error
+
+    record = OnCuda()
+
+    def engine(function: Function, inputs: list[Tensor], num_held: int) -> Function:
+        if wanted.scope == "step":
+            function = compiled(function, inputs, wanted.backend, wanted.mode)
+        return captured(function, inputs, num_held, record) if records else function
+
+    return WholeStep(train_step, precision, config.data.batch_size, engine, log, fixed=records)
+
+
+def build_own_step(config: RunConfig) -> Any:
+    """A function, or an object of a class, that the config names in place of `train_step`; None if it names none."""
+    node = config.step
+    if not node:
+        return None
+    target = locate(node["_target_"], "step")
+    if faults := bind_faults(node, "step", [] if inspect.isclass(target) else ["run", "micro_batches"]):
+        raise ConfigError(*faults)
+    if inspect.isclass(target):
+        own = build(node, "step")
+    else:
+        own = build(node | {"_partial_": True}, "step") if len(node) > 1 else target
+    if not callable(own):
+        raise PluginError(
+            f"step._target_={node['_target_']}: must be a function (run, micro_batches) -> StepReport, or a class "
+            "whose objects are called so"
+        )
+    check_halves(own, "step")
+    return own
+
+
+def checked_step(step: Step, wanted: bool, task: Any) -> Step:
+    """The step, before whose first the task is looked at, if it is the user's own."""
+    own = not type(task).__module__.startswith("trainrun.")
+    return Checked(step) if wanted and own else step
+
+
+def seen_step(
+    config: RunConfig,
+    step: Step,
+    device: torch.device,
+    times: DeviceTimes | None,
+    note: Callable[[str], None],
+) -> Step:
+    """The step, timed on its device now and then, and watched where that was asked for; on a CPU the step itself."""
+    if times is not None:
+        step = sampled(step, times)
+    if not config.monitor.sync_debug:
+        return step
+    if device.type != "cuda":
+        raise ConfigError(
+            f"monitor.sync_debug=true: looks for what makes the host wait for a CUDA device, and this run is on "
+            f"{device.type}; use monitor.sync_debug=false"
+        )
+    return Watched(step, note)

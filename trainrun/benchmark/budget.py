@@ -1,0 +1,81 @@
+"""The seconds that a command may take, and the number of steps that fill a turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from trainrun.benchmark.worker_messages import Turn
+from trainrun.timing.phases import COMPILE
+
+TURN_SECONDS: Final = 0.3  # shorter turns are mostly noise, longer ones meet the drift of the machine
+MOST_STEPS: Final = 100_000
+LOOKS_BACK: Final = 4  # turns: batches may differ
+Take = Callable[[int], Turn]  # some steps
+
+
+class Budget:
+    """Seconds from now on, by a clock."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self.clock = seconds, clock
+        self._began = clock()
+
+    @property
+    def spent(self) -> float:
+        return self.clock() - self._began
+
+    def left(self, until: float = 1.0) -> float:
+        """Seconds left, until a fraction of all is spent; below 0 when it is over."""
+        return until * self.seconds - self.spent
+
+    def deadline(self, until: float = 1.0) -> float:
+        """The same as a time of the clock."""
+        return self._began + until * self.seconds
+
+
+def steps_for(take: Take, seconds: float = TURN_SECONDS) -> int:
+    """Return how many steps take about so long, found by doubling, which costs about twice that.
+
+    A turn that ends before all of its steps are done has no time for more.
+    """
+    steps = 1
+    while True:
+        turn = take(steps)
+        if turn.steps < steps:
+            return max(1, turn.steps)
+        each = max(turn.running_seconds / steps, 1e-9)
+        if turn.running_seconds >= seconds / 2 or steps >= MOST_STEPS:
+            return max(1, round(seconds / each))
+        steps = min(MOST_STEPS, max(2 * steps, round(0.7 * seconds / each)))
+
+
+def warm_for(steps: int) -> int:
+    """Steps before a turn that are not timed: fewer if they are long."""
+    return 1 if steps < 4 else 2
+
+
+class PacedTurns:
+    """Turns of one thing that take about so long, however fast it is: each follows the pace of the last few.
+
+    multiple: of the steps of every turn.
+    """
+
+    def __init__(self, take: Take, steps: int, seconds: float = TURN_SECONDS, multiple: int = 1) -> None:
+        self._take, self._seconds, self._multiple = take, seconds, multiple
+        self._steps = self._whole(steps / 8)  # it may be far slower than the base
+        self._turns: list[Turn] = []
+
+    def __call__(self) -> Turn:
+        turn = self._take(self._steps)
+        self._turns.append(turn)
+        known = self._turns[1:][-LOOKS_BACK:] or self._turns  # the first steps are the slowest
+        each = sum(one.running_seconds for one in known) / max(sum(one.steps for one in known), 1)
+        wanted = self._seconds / max(each, 1e-9)
+        most = self._steps * (1 if turn.phase(COMPILE) else 8)
+        self._steps = self._whole(min(max(1.0, wanted - warm_for(round(wanted))), most))
+        return turn
+
+    def _whole(self, steps: float) -> int:
+        return max(1, round(steps / self._multiple)) * self._multiple

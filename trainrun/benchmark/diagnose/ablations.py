@@ -1,0 +1,175 @@
+"""A run with one thing taken away: what it gains is the most that improving this thing could give.
+
+Each ablation replaces a part of the run for a few steps whose outcome is thrown away.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from trainrun.benchmark.worker_messages import SAVING, RunInfo
+from trainrun.config.schema import RunConfig
+from trainrun.data.engines.stream import Around
+from trainrun.interfaces import GradReport, MicroBatch, StepReport
+from trainrun.timing.phases import OPTIMIZER, RUNNER
+from trainrun.training.components import Components
+
+NUM_CACHED: Final = 12  # batches
+FILL_SECONDS: Final = 1.0  # after which those that are there are enough
+
+
+class CachedBatches(Around):
+    """Fills `Batches`: a few batches that are on the device already, forever. A model must not write into them."""
+
+    def __init__(self, run: Components) -> None:
+        super().__init__(run.train)
+        self._batches_kept: list[MicroBatch] = []
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        while True:
+            yield from self._batches_kept
+
+    def fill(self, windows: Iterator[list[MicroBatch]]) -> int:
+        """Keep the batches that come next, once; return how many windows were read."""
+        kept, until, epochs = self._batches_kept, time.monotonic() + FILL_SECONDS, 0
+        if kept:
+            return 0
+        for number, window in enumerate(windows, 1):
+            epochs += window[-1].last
+            for batch in window:  # the last of an epoch may be smaller
+                if (batch.real and not (batch.last and kept)) or (epochs > 1 and not kept):
+                    kept.append(batch._replace(last=False))
+            if kept and (window[-1].last or len(kept) >= NUM_CACHED or time.monotonic() > until):
+                return number
+        return 0
+
+    def close(self) -> None:
+        self._batches_kept.clear()
+
+
+class NoLogging:
+    """Replace the triggers of a run: nothing is logged."""
+
+    def __init__(self, triggers: Any) -> None:
+        self._triggers = triggers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._triggers, name)
+
+    def log_due(self, step: int) -> bool:
+        return False
+
+
+class NoGradientSync:
+    """Replace the parallel backend: every micro-batch is one that another follows."""
+
+    def __init__(self, parallel: Any) -> None:
+        self._parallel = parallel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parallel, name)
+
+    def sync_gradients(self, last: bool) -> Any:
+        return self._parallel.sync_gradients(last=False)
+
+
+def step_without_update(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+    gradients = run.accumulate(run, micro_batches)
+    run.phases.open(OPTIMIZER)
+    for group in run.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    run.phases.open(RUNNER)
+    return StepReport(*gradients, GradReport(None, False))
+
+
+def step_with_autocast_everywhere(step: Any, run: Components, micro_batches: Any) -> StepReport:
+    """Run a step with autocast also where the model switches it off."""
+    enter: Any = torch.autocast.__enter__
+
+    def enabled(self: Any) -> Any:
+        self._enabled = True
+        return enter(self)
+
+    torch.autocast.__enter__ = enabled  # type: ignore[method-assign]
+    try:
+        report: StepReport = step(run, micro_batches)
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    return report
+
+
+def step_with_threads(number: int, step: Any, run: Components, micro_batches: Any) -> StepReport:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        report: StepReport = step(run, micro_batches)
+    finally:
+        torch.set_num_threads(before)
+    return report
+
+
+CACHED: Final = "cached"
+NO_LOGGING: Final = "no_logging"
+NO_UPDATE: Final = "no_update"
+THREADS: Final = "threads="
+LARGER: Final = "larger_batch"  # without logging, which is another cause
+BUCKET: Final = "bucket"
+OTHER_READING: Final = (
+    SAVING,
+    BUCKET,
+    LARGER,
+)  # read other data than the base, or while something else goes on
+ABLATIONS: Final[dict[str, Callable[[Components], Any]]] = {
+    NO_LOGGING: lambda run: replace(run, triggers=NoLogging(run.triggers)),  # type: ignore[arg-type]
+    NO_UPDATE: lambda run: replace(run, step=step_without_update),
+    "no_gradient_sync": lambda run: replace(run, parallel=NoGradientSync(run.parallel)),
+    "one_type": lambda run: replace(run, step=partial(step_with_autocast_everywhere, run.step)),
+}
+# The cause that an ablation shows, and what was done; the order in which they matter when time is short.
+CAUSES_OF: Final = {
+    CACHED: ("data", "batches that are there already"), SAVING: ("checkpoint", "no checkpoints"),
+    "no_gradient_sync": ("ranks", "no exchange of gradients"), "one_type": ("islands", "autocast everywhere"),
+    NO_LOGGING: ("logging", "no log points"), NO_UPDATE: ("update", "no optimizer"),
+    BUCKET: ("padding", "data.padding=bucket"),
+}  # fmt: skip
+
+
+def ablated(name: str, run: Components, cached: CachedBatches) -> Components:
+    """Return the run with one ablation, or with several joined by `+`; `threads=2` is one too."""
+    for one in name.split("+"):
+        if one.startswith(THREADS):
+            step = partial(step_with_threads, int(one.removeprefix(THREADS)), run.step)
+            run = replace(run, step=step)
+        else:
+            run = replace(run, train=cached) if one == CACHED else ABLATIONS[one](run)
+    return run
+
+
+def useful_ablations(config: RunConfig, info: RunInfo, steps: int) -> list[str]:
+    """Return what can tell something about this run, of which a turn holds so many steps; the most telling first."""
+    keep, cores = config.checkpoint, os.cpu_count() or 1
+    counts = sorted({1, max(1, cores // 2), min(cores, 2 * info.num_threads)} - {info.num_threads})
+    plain_step = not config.trainer.optimizer_in_backward and config.trainer.compile.scope != "step"
+    often = keep.enabled and keep.every_n_train_steps and keep.every_n_train_steps <= 2 * steps
+    return [
+        CACHED,
+        *[SAVING] * bool(often),
+        *["no_gradient_sync"] * (info.world_size > 1),
+        *["one_type"] * ("mixed" in config.precision.mode),
+        *[f"{THREADS}{number}" for number in counts if info.world_size == 1 and info.device == "cpu"],
+        NO_LOGGING,
+        *[NO_UPDATE] * plain_step,
+    ]
+
+
+def title_of(name: str) -> str:
+    """Return how an ablation is called if there was no time for it."""
+    return "a larger batch" if name == LARGER else CAUSES_OF.get(name, ("", f"trainer.num_{name}"))[1]

@@ -1,0 +1,317 @@
+"""What a training waits for: it runs with one thing after the other taken away, in turns with itself.
+
+What: the real loop on the real parts. What an ablation gains is the most that improving this thing can give; nothing is
+read off a profile. When: before anything is tuned. Cost: 20 to 60 seconds. Source: the phases of DS-Analyzer (Mohan and
+others, 2021, arXiv:2007.06775), for everything and not only for data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Final
+
+from trainrun.benchmark.budget import TURN_SECONDS, Budget, PacedTurns, steps_for, warm_for
+from trainrun.benchmark.diagnose.ablations import (
+    BUCKET,
+    CACHED,
+    CAUSES_OF,
+    LARGER,
+    NO_LOGGING,
+    OTHER_READING,
+    THREADS,
+    title_of,
+    useful_ablations,
+)
+from trainrun.benchmark.diagnose.rounds import Rounds, Side, freed
+from trainrun.benchmark.run_overrides import config_of, own_choices, replaced
+from trainrun.benchmark.worker_messages import (
+    SAVING,
+    Load,
+    Profile,
+    Profiled,
+    RunInfo,
+    Save,
+    Turn,
+    Validate,
+)
+from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
+from trainrun.config.units import parse_seconds
+from trainrun.errors import TrainrunError
+from trainrun.timing.paired import Ratio
+from trainrun.timing.phases import COMPILE, DATA, LOGGING
+
+CLEAR: Final = 1.10  # a gain below it is not worth a word
+END_SECONDS, TRACE_SECONDS = 2.0, 2.0  # for what comes after the rounds
+LEAST_TURN: Final = 0.1
+LONG_STEP: Final = 0.5  # seconds; what the first steps of a turn take longer is nothing compared with it
+MOST_SIDES: Final = 10
+FEWEST_ROUNDS, FEW_ROUNDS, MOST_ROUNDS = 2, 3, 12
+SLOWER: Final = 0.9  # an ablation below it is not worth more turns
+MOST_PACING, MOST_STARTING = 0.6, 0.5  # of the time: to find the pace, and to start another run
+TINY_BATCH: Final = 8
+LOG_SECONDS: Final = 1.0  # from one log point to the next, at most
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """How much faster the whole run would be if one thing were free. name: one of `verdict.CAUSES`."""
+
+    name: str
+    gain: Ratio
+    about: str
+
+    @property
+    def computed(self) -> bool:
+        """Whether it follows from known seconds, and not from turns."""
+        return self.gain.low == self.gain.high
+
+    @property
+    def sure(self) -> bool:
+        """Whether it has an interval, which a single turn has not."""
+        return self.computed or self.gain.pairs > 1
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that was measured. speed: items a second of the loop. step_seconds: with its part of validation and
+    checkpoints. load_speed: of loading with nobody to train; load_cores: that it keeps busy. untried: what there was no
+    time for."""
+
+    info: RunInfo
+    speed: float
+    step_seconds: float
+    what_ifs: list[WhatIf]
+    load_speed: float
+    load_cores: float
+    fused: bool = True
+    profiled: Profiled | None = None
+    untried: tuple[str, ...] = ()
+
+
+def diagnose(
+    overrides: Sequence[str], budget: Budget, progress: Callable[[str, float], None], trace: bool = False
+) -> Diagnosis:
+    """Raises what a run of these overrides would raise before its first step. trace: profile a few steps as well."""
+    with WorkerPool() as pool:
+        progress("starting the run", budget.left())
+        base = pool.start(config_of(overrides))
+        reserved = END_SECONDS + TRACE_SECONDS * trace
+        found = Examination(pool, base, overrides, budget, reserved, progress).diagnosis()
+        if trace:
+            progress("a few steps under torch's profiler", budget.left())
+            found = replace(found, profiled=base.ask(Profile()))
+        return found
+
+
+class Examination:
+    """One base run, and everything that is compared with it. reserved: seconds at the end of the budget."""
+
+    def __init__(self, pool: WorkerPool, base: WorkerProcess, overrides: Sequence[str], budget: Budget,
+                 reserved: float, progress: Callable[[str, float], None]) -> None:  # fmt: skip
+        self._pool, self._base, self._overrides = pool, base, list(overrides)
+        self._config, self._budget, self._reserved = config_of(overrides), budget, reserved
+        self._say, self._untried, self._compiling = progress, list[str](), 0.0
+        known = base.info.device == "cpu"  # the account of time says it: all the work is the loop's
+        self._known = {NO_LOGGING: LOGGING} if known else {}
+        self._known |= {CACHED: DATA} if known and not base.info.reads_ahead else {}
+
+    def _left(self) -> float:
+        return self._budget.left() - self._reserved
+
+    def _is_over(self, grace: float = 0.0) -> bool:
+        """Compiling cannot be interrupted, and after a turn that compiled one shape the next may compile another."""
+        return self._left() + grace <= self._compiling
+
+    def diagnosis(self) -> Diagnosis:
+        starting = self._budget.spent
+        pace = self._find_pace()
+        starting = self._budget.spent - starting + self._base.start_seconds
+        load: Turn = self._base.ask(Load(max(2, min(self._steps, 50)) if self._warm else 1, self._warm))
+        sides = {name: self._side(self._base, name) for name in self._affordable(pace)}
+        readings = [(name, side()) for name, side in sides.items() if self._needs_pacing(name)]
+        sides |= dict(self._other_runs(pace, starting))
+        deadline = self._budget.deadline() - self._reserved
+        rounds = Rounds(self._own_turn, sides, deadline, self._budget.clock)
+        for name, turn in readings:
+            rounds.note_reading(name, turn)
+        self._measure(rounds, list(sides), pace)
+        return self._result(rounds, load)
+
+    def _find_pace(self) -> Turn:
+        self._say("finding its pace", self._left())
+        self._seconds = min(TURN_SECONDS, max(LEAST_TURN, self._left() / (8 * MOST_SIDES)))
+        turns: list[Turn] = []
+
+        def take(steps: int) -> Turn:
+            turns.append(self._train(self._base, steps, warm_for(steps), "", MOST_PACING))
+            return turns[-1]
+
+        steps = steps_for(take, self._seconds)
+        self._steps = max(1, steps - warm_for(steps))
+        self._step_seconds = turns[-1].running_seconds / turns[-1].steps
+        self._warm = warm_for(self._steps) if self._step_seconds < LONG_STEP else 0
+        self._reserved += (3 if self._warm else 1) * self._step_seconds  # a save needs a step to be saved
+        return turns[-1]
+
+    def _train(self, run: WorkerProcess, steps: int, warm: int, variant: str, part: float = 1.0) -> Turn:
+        turn = run.train(steps, warm, variant, max(part * self._left(), LEAST_TURN))
+        self._compiling = max(self._compiling, turn.phase(COMPILE))
+        return turn
+
+    def _own_turn(self) -> Turn:
+        return self._train(self._base, self._steps, self._warm, "")
+
+    def _side(self, run: WorkerProcess, variant: str) -> Side:
+        if variant == SAVING:  # a turn that is cut may save nothing
+            every = self._config.checkpoint.every_n_train_steps or 1
+            return PacedTurns(
+                lambda steps: run.train(steps, self._warm, SAVING), self._steps, self._seconds, every
+            )
+        return PacedTurns(
+            lambda steps: self._train(run, steps, min(self._warm, warm_for(steps)), variant),
+            self._steps,
+            self._seconds,
+        )
+
+    def _needs_pacing(self, name: str) -> bool:
+        """The first steps of an ablation are the slowest; one without loading may have far shorter ones."""
+        return (self._steps > 1 or name == CACHED) and not self._is_over(1.0)
+
+    def _affordable(self, pace: Turn) -> list[str]:
+        """Choose the most telling ablations that fit into the time, one at least; note the others."""
+        names = useful_ablations(self._config, self._base.info, self._steps)
+        turn = (self._warm + self._steps) * self._step_seconds
+        most = int(self._left() / (FEWEST_ROUNDS * turn * 1.5)) - 1
+        if most >= len(names):
+            return names
+        small = (1 - 1 / CLEAR) * pace.running_seconds
+        worth = [name for name in names if name not in self._known or pace.phase(self._known[name]) >= small]
+        self._untried += [title_of(name) for name in worth[max(most, 1) :]]
+        return worth[: max(most, 1)]
+
+    def _other_runs(self, pace: Turn, starting: float) -> Iterator[tuple[str, Side]]:
+        """Start the same run with a larger batch, and with sequences of like length together."""
+        batch, self._times = self._config.data.batch_size, 2
+        # Twice a tiny batch says little: products of a few rows take other kernels than those of some more.
+        if batch <= TINY_BATCH and TINY_BATCH * self._step_seconds <= TURN_SECONDS:
+            self._times = TINY_BATCH if 2 * TINY_BATCH * pace.peak_bytes < self._base.info.memory_bytes else 2
+        wanted = {LARGER: f"data.batch_size={self._times * batch}"}
+        if self._base.info.has_padding and self._config.data.padding in ("longest", "max"):
+            wanted[BUCKET] = "data.padding=bucket"
+        for name, override in wanted.items():
+            turns = 2 * (self._warm + 1) * self._step_seconds * (self._times if name == LARGER else 1)
+            if starting + turns > MOST_STARTING * self._left():
+                self._untried.append(override)
+                continue
+            self._say(f"starting it with {override}", self._left())
+            own = own_choices(self._config, self._base.info)
+            with suppress(TrainrunError):  # too few samples, or no memory: then it tells nothing
+                run = self._pool.start(config_of(replaced(replaced(self._overrides, own), [override])))
+                side = self._side(run, NO_LOGGING if name == LARGER else "")
+                side()
+                yield name, side
+
+    def _measure(self, rounds: Rounds, names: list[str], pace: Turn) -> None:
+        """Take rounds until the time is over; the last ones of what gained most, as far as there is time.
+
+        If finding the pace took all the time, the pace is all that is known.
+        """
+        for number in range(MOST_ROUNDS):
+            asked = names if number % 2 == 0 else names[::-1]
+            if number >= FEW_ROUNDS:  # there may not be time for all of them
+                worth = [name for name in names if rounds.ratio(name).value > SLOWER]
+                asked = sorted(worth, key=lambda name: -rounds.ratio(name).value)
+            self._say(f"round {number + 1}", self._left())
+            for first in range(0, len(asked), 2):
+                if self._is_over(1.0) or not rounds.take(asked[first : first + 2], in_any_case=number == 0):
+                    break
+            names = [name for name in names if rounds.pairs[name]]
+        if not rounds.own:
+            rounds.own.append(pace)
+        self._untried += [title_of(name) for name, pairs in rounds.pairs.items() if not pairs]
+
+    def _result(self, rounds: Rounds, load: Turn) -> Diagnosis:
+        info, steps = self._base.info, sum(turn.steps for turn in rounds.own)
+        loop_seconds = rounds.base.seconds / steps
+        ratios, small = self._ratios(rounds)
+        late = self._budget.left() <= self._compiling
+        self._untried += ["validation and checkpoints"] * late
+        costs = {} if late else dict(self._rare_costs(loop_seconds, ratios.get(SAVING)))
+        costs["compile"] = rounds.compile_seconds(info.total_steps)
+        step_seconds = loop_seconds + sum(costs.values())
+        if not late:
+            costs |= self._logging_cost(loop_seconds)
+        what_ifs = [
+            WhatIf(name, freed(ratios[ablation], step_seconds, loop_seconds), about)
+            for name, ablation, about in self._named(ratios, small)
+            if name not in costs
+        ]
+        for name, seconds in costs.items():
+            if seconds > 0:
+                value = step_seconds / max(step_seconds - seconds, 1e-9)
+                so_far = ", so far" if name == "compile" and rounds.own[-1].phase(COMPILE) else ""
+                what_ifs.append(
+                    WhatIf(name, Ratio(value, value, value, 1), f"{1e3 * seconds:.3g} ms a step{so_far}")
+                )
+        if LARGER in ratios:
+            gain = freed(ratios[LARGER], step_seconds, loop_seconds)
+            what_ifs.append(WhatIf("dispatch", gain, f"a batch {self._times} times as large"))
+        optimizer: Any = self._config.optimizer or {}
+        fused = optimizer.get("fused", True) is not False and optimizer.get("foreach") is not True
+        return Diagnosis(
+            info, 1 / rounds.base.each, step_seconds, what_ifs, load.items_per_second,
+            load.cpu_seconds / load.seconds, fused, untried=tuple(dict.fromkeys(self._untried)),
+        )  # fmt: skip
+
+    def _ratios(self, rounds: Rounds) -> tuple[dict[str, Ratio], set[str]]:
+        """Return the gain of each ablation, and those that the account of time shows to be next to nothing."""
+        read = [DATA] if CACHED in self._known else []
+        ratios = {}
+        for name in (name for name, pairs in rounds.pairs.items() if pairs):
+            same = [] if name in OTHER_READING or CACHED in name else read
+            ratios[name] = rounds.ratio(name, [LOGGING] if name == LARGER else same)
+        if CACHED in ratios and read:
+            ratios[CACHED] = rounds.ratio_unread()
+        small = {name: rounds.ratio_of_phase(phase) for name, phase in self._known.items()}
+        small = {name: ratio for name, ratio in small.items() if ratio.value < CLEAR or name not in ratios}
+        return ratios | small, set(small)
+
+    def _rare_costs(self, loop_seconds: float, saving: Ratio | None) -> Iterator[tuple[str, float]]:
+        """Yield the seconds a step of validation and checkpoints, each timed by itself.
+
+        saving: the gain without frequent checkpoints, whose writing also slows the steps after them.
+        """
+        keep, every = self._config.checkpoint, self._base.info.val_every
+        if every:
+            turns = [self._base.ask(Validate()) for _ in range(2 if self._warm else 1)]
+            yield "validation", min(turn.seconds for turn in turns) / every  # the first is the slowest
+        if saving is not None:
+            yield "checkpoint", max(loop_seconds / saving.value - loop_seconds, 0.0)
+        elif keep.enabled:
+            rate = 1 / keep.every_n_train_steps if keep.every_n_train_steps else 0.0
+            interval = parse_seconds(keep.train_time_interval)
+            rate += loop_seconds / interval if keep.save_last and interval else 0.0
+            if rate:
+                turns = [self._base.ask(Save()) for _ in range(3 if self._warm else 1)]
+                yield "checkpoint", median(turn.seconds for turn in turns) * rate
+
+    def _logging_cost(self, loop_seconds: float) -> dict[str, float]:
+        """Seconds a step, from as many steps as hold a log point, if turns need not hold one."""
+        every = self._config.monitor.log_every_n_steps
+        if not self._steps < every <= LOG_SECONDS / loop_seconds:
+            return {}
+        turns = [self._base.train(every, 0, most_seconds=END_SECONDS) for _ in range(2)]
+        if min(turn.steps for turn in turns) < every:  # shapes that were compiled meanwhile
+            return {}
+        return {"logging": min(turn.phase(LOGGING) / turn.seconds for turn in turns) * loop_seconds}
+
+    def _named(self, ratios: dict[str, Ratio], small: set[str]) -> Iterator[tuple[str, str, str]]:
+        for ablation, (name, about) in CAUSES_OF.items():
+            if ablation in ratios:
+                yield name, ablation, "its time in the unchanged loop" if ablation in small else about
+        if counts := [name for name in ratios if name.startswith(THREADS)]:
+            best = max(counts, key=lambda name: ratios[name].value)
+            yield "threads", best, f"trainer.num_{best}"

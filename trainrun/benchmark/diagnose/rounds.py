@@ -1,0 +1,122 @@
+"""Turns of many ablations next to turns of the unchanged loop, and what they say.
+
+What: seconds an item over all turns together, since what a run would gain is a sum of time: a stall that comes once in
+a hundred steps is in few turns, and in no median. On a CPU without readers of its own, the account of time says exactly
+what reading and logging take, so a stall of the data says nothing about other ablations. Source: the ratio estimator of
+Cochran, Sampling Techniques (1977).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from trainrun.benchmark.diagnose.ablations import CACHED, OTHER_READING
+from trainrun.benchmark.worker_messages import Turn
+from trainrun.timing.paired import (
+    BASE,
+    Comparison,
+    Ratio,
+    Spent,
+    Turns,
+    half_interval,
+    ratio_of_totals,
+    total,
+    unexplained,
+)
+from trainrun.timing.phases import DATA
+
+Side = Callable[[], Turn]
+
+
+class Rounds:
+    """Turns of the base, and of each ablation next to one of them."""
+
+    def __init__(self, base: Side, sides: Mapping[str, Side], deadline: float,
+                 clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
+        self.own: list[Turn] = []
+        self.turns: dict[str, list[Turn]] = {name: [] for name in sides}
+        self.pairs: dict[str, list[tuple[Turn, Turn]]] = {name: [] for name in sides}
+        self.readings: list[Spent] = []  # of every turn that reads as the base does
+        named = {BASE: base, **sides}
+        self._turns = Turns(
+            {name: self._recorded(name, side) for name, side in named.items()}, clock, deadline
+        )
+
+    def _recorded(self, name: str, side: Side) -> Callable[[], float]:
+        def take() -> float:
+            turn = side()
+            (self.turns[name] if name else self.own).append(turn)
+            self.note_reading(name, turn)
+            return turn.running_seconds / turn.items if turn.items else math.inf
+
+        return take
+
+    def note_reading(self, name: str, turn: Turn) -> None:
+        """Remember how long reading took, in the steps before the turn too."""
+        if name not in OTHER_READING and CACHED not in name:
+            seconds = turn.phase(DATA) + turn.warm_data_seconds
+            self.readings.append(Spent(seconds, turn.items + turn.warm_items))
+
+    def take(self, names: Sequence[str], in_any_case: bool) -> bool:
+        """Take one round, as far as there is time; return whether there was."""
+        before, found = len(self.own), Comparison({name: [] for name in names})
+        went = self._turns.round(names, found, in_any_case)
+        for number, name in enumerate(names):
+            if found.pairs[name]:
+                self.pairs[name].append((self.own[before + number // 2], self.turns[name][-1]))
+        return went
+
+    @property
+    def base(self) -> Spent:
+        return total(spent(turn) for turn in self.own)
+
+    def seconds_of(self, phases: Sequence[int]) -> float:
+        """Seconds of these phases in an item of the unchanged loop."""
+        return sum(turn.phase(phase) for turn in self.own for phase in phases) / self.base.items
+
+    def ratio(self, name: str, without: Sequence[int] = ()) -> Ratio:
+        """Return how many times as fast an ablation is. without: phases whose time is the same for both: they are
+        taken off both sides, and their mean is added again."""
+        found = ratio_of_totals(
+            [(spent(own, without), spent(turn, without)) for own, turn in self.pairs[name]]
+        )
+        rest = self.seconds_of(without)
+        return freed(found, self.base.each, self.base.each - rest) if rest else found
+
+    def ratio_unread(self) -> Ratio:
+        """`ratio` of cached batches to the base with the mean reading of all turns that read alike: so few stalls say
+        more. Their own interval is part of it."""
+        whole = total(self.readings)
+        pairs = [
+            (Spent(spent(own, [DATA]).seconds + own.items * whole.each, own.items), spent(turn))
+            for own, turn in self.pairs[CACHED]
+        ]
+        left = half_interval([unexplained(one, whole) for one in self.readings]) if whole.seconds else 0.0
+        return ratio_of_totals(pairs, doubt=left * whole.each / total(own for own, _ in pairs).each)
+
+    def ratio_of_phase(self, phase: int) -> Ratio:
+        """Return how many times as fast the unchanged loop would be without this phase."""
+        return ratio_of_totals([(spent(turn), spent(turn, [phase])) for turn in self.own])
+
+    def compile_seconds(self, total_steps: int | None) -> float:
+        """Return seconds a step of the whole run: torch compiles a function for a few shapes and then no more.
+
+        For a run without an end, what these rounds still compiled.
+        """
+        if total_steps is not None:
+            return self.own[-1].compile_seconds / total_steps
+        return sum(turn.seconds - turn.running_seconds for turn in self.own) / sum(
+            turn.steps for turn in self.own
+        )
+
+
+def spent(turn: Turn, without: Sequence[int] = ()) -> Spent:
+    return Spent(turn.running_seconds - sum(turn.phase(phase) for phase in without), turn.items)
+
+
+def freed(ratio: Ratio, whole: float, part: float) -> Ratio:
+    """Return the gain of `whole` seconds if `part` of them gains by `ratio`."""
+    value, low, high = (whole / max(whole - part + part / one, 1e-12) if one else 0.0 for one in ratio[:3])
+    return Ratio(value, low, high, ratio.pairs)

@@ -1,0 +1,135 @@
+"""From what was measured to at most two causes in words, each with what it costs at most and what to try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from trainrun.benchmark.diagnose.diagnosis import CLEAR, Diagnosis, WhatIf
+
+LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below it is not worth a word
+LEAST_OF_LARGER: Final = 3  # pairs with it, for the same reason: the interval of two may be narrow by luck
+MOST_CAUSES: Final = 2
+BUSY: Final = 0.5  # cores: loading that computes; below, it waits
+
+# Of equal gains the first is named; what a larger batch also explains comes before it.
+CAUSES: Final = {
+    "data": "loading",
+    "compile": "compiling",
+    "logging": "logging",
+    "checkpoint": "checkpoints",
+    "validation": "validation",
+    "threads": "the number of threads",
+    "padding": "padding",
+    "islands": "parts of the model outside of mixed precision",
+    "ranks": "the exchange of gradients",
+    "update": "the optimizer's update",
+    "dispatch": "calls that are too small: the batch is tiny for this machine",
+}
+INSIDE: Final = ("compile", "threads", "padding", "islands", "ranks", "update")  # a larger batch shares them
+THREADS: Final = "data.engine=threads data.num_threads=4"  # for data that says thread_safe = True
+WORKERS: Final = "data.engine=workers data.num_workers=4"
+REMEDIES: Final[dict[str, tuple[str, ...]]] = {
+    "data": ("data.cache=memory", "data.engine=workers data.num_workers=auto"),
+    "compile": (
+        "data.padding=bucket data.pad_multiple=64",
+        "trainer.compile.dynamic=true",
+        "trainer.compile=off",
+    ),
+    "logging": ("monitor.log_every_n_steps=500", "monitor=fast"),
+    "checkpoint": ("checkpoint.async_save=true", "checkpoint.train_time_interval=10min"),
+    "validation": ("trainer.check_val_every_n_epoch=5", "trainer.limit_val_batches=0.2"),
+    "padding": ("data.padding=bucket",),
+    "ranks": ("trainer.accumulate_grad_batches=4", "parallel.static_graph=true"),
+    "update": ("optimizer.fused=true",),
+    "dispatch": ("trainer.compile=step", "data.batch_size=256"),
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """remedies: overrides to try."""
+
+    what_if: WhatIf
+    text: str
+    remedies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """first: the name of the first cause; else `healthy`, or `unclear` if a cause may hide in the noise."""
+
+    causes: tuple[Cause, ...]
+    text: str
+    first: str
+
+
+def verdict(found: Diagnosis) -> Verdict:
+    worth = worth_naming(found)
+    causes = [cause_of(found, what_if) for what_if in worth if is_certain(what_if)][:MOST_CAUSES]
+    tried = ""
+    if found.untried:
+        tried = f". No time was left for: {', '.join(found.untried)} (--budget 120 may have it)"
+    if not causes and worth:
+        return Verdict((), unclear_text(found, worth[0]), "unclear")
+    if not causes and found.untried and all(each.gain.pairs < 2 for each in found.what_ifs):
+        return Verdict((), "unclear: nothing was taken away often enough" + tried, "unclear")
+    if not causes:
+        text = "healthy: nothing around the step costs a tenth of the time (the update is part of it)"
+        return Verdict((), text + tried, "healthy")
+    text = "; ".join(f"{cause.text}: up to {gain_text(cause.what_if)} faster without" for cause in causes)
+    if len(causes) > 1:
+        text += " (the two are not added up: together at most what is measured together)"
+    hidden = [one for one in worth if one.gain.value > causes[0].what_if.gain.value and not is_certain(one)]
+    text += "".join(f"; {unclear_text(found, one)}" for one in hidden[:1])
+    return Verdict(tuple(causes), text + tried, causes[0].what_if.name)
+
+
+def worth_naming(found: Diagnosis) -> list[WhatIf]:
+    """Return what seems to gain, the most first: the update only if there is a faster one; a larger batch only if it
+    gains much, and after what else in a step costs time."""
+    clear = [
+        each
+        for each in found.what_ifs
+        if each.gain.value >= (LARGE if each.name == "dispatch" else CLEAR)
+        and not (each.name == "update" and found.fused)
+    ]
+    explained = any(each.name in INSIDE for each in clear)
+    return sorted(clear, key=lambda each: (explained and each.name == "dispatch", -each.gain.value))
+
+
+def is_certain(what_if: WhatIf) -> bool:
+    enough = what_if.name != "dispatch" or what_if.gain.pairs >= LEAST_OF_LARGER
+    return enough and what_if.gain.low > 1.0
+
+
+def unclear_text(found: Diagnosis, what_if: WhatIf) -> str:
+    start = f"unclear: {CAUSES[what_if.name]} may cost something"
+    if not what_if.sure or what_if.gain.low > 1.0:
+        turns = f"{what_if.gain.pairs} turns" if what_if.sure else "a single turn"
+        return (
+            f"{start} ({gain_text(what_if)} faster without, in {turns}): no time for more; try --budget 120"
+        )
+    low, high = (100 * (bound - 1) for bound in what_if.gain[1:3])
+    return f"{start} ({low:+.0f} to {high:+.0f} % faster without); turns differ too much to tell; try --budget 120"
+
+
+def gain_text(what_if: WhatIf) -> str:
+    return f"{100 * (what_if.gain.value - 1):.0f} %"
+
+
+def cause_of(found: Diagnosis, what_if: WhatIf) -> Cause:
+    text, remedies = CAUSES[what_if.name], REMEDIES.get(what_if.name, ())
+    if what_if.name == "data":
+        text, remedies = slow_loading(found)
+    elif what_if.name == "threads":
+        remedies = (what_if.about,)
+    return Cause(what_if, text, remedies)
+
+
+def slow_loading(found: Diagnosis) -> tuple[str, tuple[str, ...]]:
+    """Say whether loading waits or computes, and what to try."""
+    if found.load_cores >= BUSY:
+        return "loading, which mostly computes (decoding, Python)", REMEDIES["data"]
+    waiting = (THREADS if found.info.thread_safe else WORKERS, "data.cache=memory")
+    return "loading, which mostly waits (a disk, a network, a sleep)", waiting

@@ -1,0 +1,116 @@
+"""Let a run move a few steps at a time: triggers that end a turn, and a stream that stays open between turns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trainrun.data.engines.stream import Around
+from trainrun.interfaces import Batches, MicroBatch
+from trainrun.training.state import TrainState
+from trainrun.training.triggers import Due
+
+
+class PacedTriggers:
+    """Replace the triggers of a run: only the number of steps, or the time, ends it.
+
+    validates: validations come as in the run. until: by `time.monotonic()`; one step at least is done.
+    """
+
+    def __init__(
+        self, triggers: Any, state: TrainState, steps: int, validates: bool, until: float = math.inf
+    ) -> None:
+        self._triggers, self._validates, self._until = triggers, validates, until
+        self._begin, self._end, self.log = state.step, state.step + steps, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._triggers, name)
+
+    def after_step(self, state: TrainState) -> Due:
+        self._triggers.check(state, wait=self._triggers.validation_due(state))
+        over = state.step >= self._end or (state.step > self._begin and time.monotonic() >= self._until)
+        state.stop_reason = "all steps done" if over else ""
+        self.log = bool(self._triggers.log_due(state.step + 1))
+        return Due(self.validation_due(state), over, self.log)
+
+    def validation_due(self, state: TrainState) -> bool:
+        if not self._validates:
+            return False
+        with running(state):
+            return bool(self._triggers.validation_due(state))
+
+
+class PacedCheckpoints:
+    """Replace the checkpoints of a run: those that are due while it goes on, or none."""
+
+    def __init__(self, checkpoints: Any, saves: bool) -> None:
+        self._checkpoints, self._saves = checkpoints, saves
+
+    def due(self, state: TrainState) -> bool:
+        with running(state):
+            return self._saves and bool(self._checkpoints.due(state))
+
+    def save(self, run: Any, state: TrainState) -> None:
+        with running(state):
+            self._checkpoints.save(run, state)
+
+
+@contextmanager
+def running(state: TrainState) -> Iterator[None]:
+    """Hide the end of a turn, which is not the end of the run."""
+    reason, state.stop_reason = state.stop_reason, ""
+    try:
+        yield
+    finally:
+        state.stop_reason = reason
+
+
+class OpenStream(Around):
+    """Fills `Batches`: a stream that stays open between two turns, so that nothing is read again."""
+
+    def __init__(self, train: Batches) -> None:
+        super().__init__(train)
+        self._open: Iterator[MicroBatch] | None = None
+        self._epoch, self._at = -1, 0
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        if self._open is None or (self._epoch, self._at) != (epoch, start):
+            self._end()
+            self._open, self._epoch, self._at = self._batches.epoch(epoch, start), epoch, start
+        return self._counted(self._open)
+
+    def _counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            self._at += 1
+            yield batch
+
+    def _end(self) -> None:
+        getattr(self._open, "close", lambda: None)()
+        self._open = None
+
+    def close(self) -> None:
+        self._end()
+        super().close()
+
+
+class FirstBatches(Around):
+    """Fills `Batches`: those of the first seconds, and at least one."""
+
+    def __init__(self, batches: Batches, seconds: float) -> None:
+        super().__init__(batches)
+        self._seconds, self._given = seconds, 0
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        self._given, end = 0, time.monotonic() + self._seconds
+        for batch in self._batches.epoch(epoch, start):
+            self._given += 1
+            yield batch
+            if time.monotonic() >= end:
+                break
+
+    def times_longer(self) -> float:
+        """Return how much longer all batches take than those that were given."""
+        return max(1.0, (self.num_batches or self._given) / max(self._given, 1))

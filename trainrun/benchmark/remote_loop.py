@@ -1,0 +1,322 @@
+"""The loop of a run under measurement: the real loop on the real components, a few steps for each message."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import torch
+from safetensors.torch import save_file
+
+from trainrun.benchmark.diagnose.ablations import CACHED, CachedBatches, ablated
+from trainrun.benchmark.diagnose.profile import profiled
+from trainrun.benchmark.pacing import FirstBatches, OpenStream, PacedCheckpoints, PacedTriggers
+from trainrun.benchmark.snapshot import StateSnapshot
+from trainrun.benchmark.worker_messages import (
+    SAVING,
+    WHOLE,
+    FirstSteps,
+    Load,
+    Message,
+    Profile,
+    Reply,
+    RunInfo,
+    Save,
+    TraceSteps,
+    Train,
+    Turn,
+    Validate,
+)
+from trainrun.data.engines.auto_stream import AutoStream
+from trainrun.data.map_style import thread_safe
+from trainrun.errors import PluginError
+from trainrun.interfaces import MicroBatch, StepReport, counts_before
+from trainrun.model.choices import attention_layers
+from trainrun.monitor.hardware import forget_peak
+from trainrun.summary.throughput_limits import ahead, settle
+from trainrun.timing.phases import ACCOUNTS, COMPILE, DATA
+from trainrun.training import loop
+from trainrun.training.components import Components
+from trainrun.training.evaluate import evaluate
+from trainrun.training.state import SAVE_NOW, TrainState
+
+VALIDATION_SECONDS: Final = 3.0
+PADDED: Final = 1.05  # times the positions of batches of like length
+
+
+class RemoteLoop:
+    """The node `loop` of a run under measurement: it trains when a message asks for it.
+
+    address, key: of the command's socket. folder: for files that are handed over.
+    """
+
+    def __init__(self, address: str, key: str, folder: str) -> None:
+        self._address, self._key, self._folder = address, key, Path(folder)
+
+    def __call__(self, run: Components, state: TrainState) -> TrainState:
+        leads = run.parallel.rank == 0
+        connection: Any = Client(self._address, authkey=bytes.fromhex(self._key)) if leads else None
+        worker = Worker(run, state, self._folder)
+        try:
+            if leads:
+                connection.send(info_of(run))
+            while True:
+                message = None
+                with contextlib.suppress(EOFError):  # the command is gone
+                    message = connection.recv() if leads else None
+                message = run.parallel.gather(message)[0]
+                if message is None:
+                    state.stop_reason = "the measurement is over"
+                    return state
+                reply = worker.reply(message)
+                if run.parallel.device.type == "cuda":
+                    torch.cuda.empty_cache()  # a stopped run leaves the others the memory that only its steps need
+                if leads:
+                    connection.send(reply)
+        finally:
+            worker.close()
+
+
+def info_of(run: Components) -> RunInfo:
+    """Describe the run before its first step."""
+    config, device, train = run.config, run.parallel.device, run.train
+    auto = train if isinstance(train, AutoStream) else None
+    own_threads = config.data.engine == "threads" and config.data.num_threads not in ("auto", 1)
+    intervals = run.triggers.rhythm
+    val_every = None if intervals.val_steps is None else float(intervals.val_steps)
+    if val_every is None and intervals.val_epochs is not None and intervals.steps_per_epoch is not None:
+        epochs = max(intervals.val_epochs, intervals.every_n_epoch if intervals.val_epochs >= 1 else 0)
+        val_every = intervals.steps_per_epoch * epochs
+    on_gpu = device.type == "cuda"
+    return RunInfo(
+        unit=str(getattr(run.task, "unit", "samples")),
+        engine=auto.chosen.engine if auto else "",
+        number=auto.chosen.number if auto else 0,
+        num_threads=torch.get_num_threads(),
+        device=str(device),
+        world_size=run.parallel.world_size,
+        total_steps=intervals.total_steps,
+        val_every=val_every,
+        layers=tuple(sorted({type(module).__name__ for module in run.model.modules()})),
+        memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total,
+        precision=config.precision.mode,
+        attention=next((layer.kernel for layer in attention_layers(run.model)), ""),
+        thread_safe=thread_safe(auto.source) if auto else own_threads,
+        reads_ahead=ahead(run) > 0,
+        has_padding=run.positions.get(config.data.padding, 0)
+        > PADDED * run.positions.get("bucket", math.inf),
+    )
+
+
+class Worker:
+    """One rank of a run under measurement."""
+
+    def __init__(self, run: Components, state: TrainState, folder: Path) -> None:
+        self._own, self._state, self._folder = run, state, folder
+        self._components = replace(run, train=OpenStream(run.train))
+        self._cached, self._snapshot = CachedBatches(self._components), StateSnapshot(run)
+        self._variants: dict[str, tuple[Components, TrainState]] = {}
+        self._steps_ahead = -(-ahead(run) // run.config.trainer.accumulate_grad_batches)
+        self._refilled = False  # readers had time to read ahead while nobody asked them
+        self._first_schedule = copy.deepcopy(run.schedule.state_dict())
+        self._device = run.parallel.device
+
+    def reply(self, message: Message) -> Reply:
+        match message:
+            case Train():
+                return self._train(message)
+            case TraceSteps():
+                return self._first_steps(message.steps)
+            case Load():
+                return self._load(message)
+            case Validate():
+                return self._validate()
+            case Save():
+                return self._save()
+            case Profile():
+                file = self._folder / f"trace-{self._own.parallel.rank}.json.gz"
+                return profiled(
+                    lambda steps: self._run(self._components, self._state, steps), self._device, file
+                )
+
+    def close(self) -> None:
+        self._cached.close()
+        self._components.train.close()
+
+    def _train(self, message: Train) -> Turn:
+        run, state = self._variant(message.variant)
+        self._rewind(run, state)
+        if message.restart:
+            self._snapshot.restart()
+        with contextlib.nullcontext() if run is self._components else self._snapshot.undone():
+            if CACHED in message.variant.split("+"):
+                return self._train_cached(message, run, state)
+            own = self._state
+            state.epoch, state.batches = own.epoch, own.batches
+            turn = self._turn(message, run, state, max(message.warm, self._steps_ahead * self._refilled))
+            own.epoch, own.batches = state.epoch, state.batches  # one stream, which stays open
+            self._refilled = False
+            return turn
+
+    def _train_cached(self, message: Train, run: Components, state: TrainState) -> Turn:
+        windows = self._windows()
+        taken = self._cached.fill(windows)
+        for _ in range(max(self._own.parallel.gather(taken)) - taken):
+            next(windows)  # or the ranks would go on with batches of different steps
+        workers = psutil.Process().children(recursive=True)
+        self._refilled = not workers
+        with suspended(workers):
+            return self._turn(message, run, state, message.warm)
+
+    def _turn(self, message: Train, run: Components, state: TrainState, warm: int) -> Turn:
+        ranks, loading = run.parallel.world_size, ACCOUNTS[DATA]
+        until = time.monotonic() + message.most_seconds if ranks == 1 else math.inf
+        items_first, first = state.items, run.phases.read()
+        forget_peak(self._device)
+        self._run(run, state, warm, message.variant, until)
+        step, items, spent = state.step, state.items, run.phases.read()
+        settle(self._device)
+        began = time.perf_counter()
+        self._run(run, state, message.steps, message.variant, until)
+        settle(self._device)
+        seconds, now = time.perf_counter() - began, run.phases.read()
+        return Turn(
+            seconds=seconds,
+            steps=state.step - step,
+            items=(state.items - items) * ranks,
+            peak_bytes=self._snapshot.peak_bytes(self._device),
+            phases={name: value - spent.get(name, 0.0) for name, value in now.items()},
+            compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
+            warm_data_seconds=spent.get(loading, 0.0) - first.get(loading, 0.0),
+            warm_items=(items - items_first) * ranks,
+        )
+
+    def _variant(self, name: str) -> tuple[Components, TrainState]:
+        """Return the components of a variant; ablations have a state of their own: the run goes on where it was."""
+        if name in ("", WHOLE, SAVING):
+            return self._components, self._state
+        if name not in self._variants:
+            state = copy.copy(self._state)
+            state.losses = []
+            self._variants[name] = ablated(name, self._components, self._cached), state
+        return self._variants[name]
+
+    def _run(
+        self, run: Components, state: TrainState, steps: int, variant: str = "", until: float = math.inf
+    ) -> None:
+        if steps:
+            triggers: Any = PacedTriggers(run.triggers, state, steps, variant == WHOLE, until)
+            checkpoints: Any = PacedCheckpoints(run.checkpoints, variant in (WHOLE, SAVING))
+            loop.fit(replace(run, triggers=triggers, checkpoints=checkpoints), state)
+
+    def _rewind(self, run: Components, state: TrainState) -> None:
+        """Let a run that would be over go on, with the learning rates of its beginning."""
+        total = self._own.triggers.rhythm.total_steps
+        if total is not None and state.step >= total:
+            state.step = 0
+            run.schedule.load_state_dict(copy.deepcopy(self._first_schedule))
+
+    def _first_steps(self, steps: int) -> FirstSteps:
+        run = self._components
+        before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
+        losses: list[float] = []
+        items: list[float] = []
+
+        def recorded(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+            report = self._own.step(run, micro_batches)
+            sums = [float(torch.stack(report.losses).sum()), float(report.items)]
+            total, count = run.parallel.sum_over_ranks(sums)
+            losses.append(total / count if count else 0.0)
+            items.append(count)
+            return report
+
+        self._run(replace(run, step=recorded), self._state, steps)
+        file = self._folder / "update.safetensors"
+        changes = {
+            name: (value.detach() - before[name]).float().cpu().contiguous()
+            for name, value in run.model.named_parameters()
+        }
+        if run.parallel.rank == 0:
+            save_file(changes, file)
+        return FirstSteps(tuple(losses), tuple(items), str(file))
+
+    def _windows(self) -> Iterator[list[MicroBatch]]:
+        """Read on where the training is; what is read here is not trained on."""
+        state = self._state
+        for window in loop.windows_from(self._components, state):
+            state.batches += len(window)
+            if window[-1].last:
+                state.epoch, state.batches = state.epoch + 1, 0
+            yield window
+
+    def _load(self, message: Load) -> Turn:
+        task = self._own.task
+        if not counts_before(task):
+            raise PluginError(
+                f"task: {type(task).__name__} says its count with each output, so loading alone cannot be "
+                "measured in items; add a method count(batch)"
+            )
+        windows, items = self._windows(), 0
+        for _ in islice(windows, max(message.warm, ahead(self._own))):
+            pass  # what was read ahead costs nothing any more
+        settle(self._device)
+        began, cpu = time.perf_counter(), cpu_seconds()
+        for window in islice(windows, message.batches):
+            items += sum(batch.counted_by(task) for batch in window if batch.real)
+        settle(self._device)
+        seconds = time.perf_counter() - began
+        return Turn(seconds, message.batches, items * self._own.parallel.world_size, cpu_seconds() - cpu)
+
+    def _validate(self) -> Turn:
+        assert self._own.val is not None
+        few = FirstBatches(self._own.val, VALIDATION_SECONDS)
+        turn = self._timed(lambda: evaluate(replace(self._own, validation={"val": few}), "val"))
+        return replace(turn, seconds=turn.seconds * few.times_longer())
+
+    def _save(self) -> Turn:
+        self._run(self._components, self._state, 1)  # a step that is saved already is not written again
+        checkpoints, state = self._own.checkpoints, copy.copy(self._state)
+        state.save_request, state.saved_step = SAVE_NOW, -1
+        turn = self._timed(lambda: checkpoints.save(self._own, state))
+        checkpoints.close()  # a run does not wait for what is written in the background
+        return turn
+
+    def _timed(self, work: Callable[[], object]) -> Turn:
+        settle(self._device)
+        began = time.perf_counter()
+        work()
+        settle(self._device)
+        return Turn(time.perf_counter() - began, 0, 0.0)
+
+
+@contextlib.contextmanager
+def suspended(workers: list[psutil.Process]) -> Iterator[None]:
+    """Stop loader workers, which would read ahead during a turn that reads nothing, and for the next one."""
+    try:
+        for worker in workers:
+            with contextlib.suppress(psutil.Error):
+                worker.suspend()
+        yield
+    finally:
+        for worker in workers:
+            with contextlib.suppress(psutil.Error):
+                worker.resume()
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and its loader workers (theirs to 10 ms)."""
+    seconds = time.process_time()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            spent = child.cpu_times()
+            seconds += spent.user + spent.system
+    return seconds

@@ -1,0 +1,72 @@
+"""Overrides (`key=value`) of a run that are replaced by others, and those that say what a run chose for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from trainrun.benchmark.worker_messages import RunInfo
+from trainrun.config.compose import compose_run, prepare
+from trainrun.config.schema import RunConfig
+
+LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def replaced(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return the overrides with others in the place of those of the same key, or of a value inside the same group."""
+    others = list(others)
+    keys = {key_of(other) for other in others}
+    inside = tuple(f"{key}." for key in keys if "." not in key)
+    kept = [one for one in overrides if key_of(one) not in keys and not key_of(one).startswith(inside)]
+    return [*kept, *others]
+
+
+def plain_overrides(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of a command by the names that the config has, without the folder of a run."""
+    words, _ = prepare(list(argv), Path.cwd())
+    own = [f"{key}={value}" for key, value in words.own.items() if key != "hydra.run.dir"]
+    return [*[f"--config-dir={folder}" for folder in words.config_dirs], *own, *words.overrides]
+
+
+def config_of(overrides: Sequence[str]) -> RunConfig:
+    """Compose the config of a run whose steps repeat: with a seed, and no name of its own. Raises ConfigError.
+
+    Composing takes as long as hundreds of steps, and a search asks for the same overrides again and again.
+    """
+    return _composed(tuple(overrides), Path.cwd())
+
+
+@lru_cache(maxsize=512)
+def _composed(overrides: tuple[str, ...], working_dir: Path) -> RunConfig:
+    return composed_anew(overrides)
+
+
+def composed_anew(overrides: Sequence[str]) -> RunConfig:
+    """`config_of`, from the files as they are now."""
+    config = compose_run(list(overrides)).config
+    return replace(config, seed=0 if config.seed is None else config.seed, run_name=None)
+
+
+def own_choices(config: RunConfig, info: RunInfo) -> list[str]:
+    """Return what the run chose when it started, as overrides: two runs then differ only in what is compared."""
+    found = [f"trainer.num_threads={info.num_threads}"] if config.trainer.num_threads == "auto" else []
+    if config.precision.mode == "auto":
+        found.append(f"precision.mode={info.precision}")
+    if info.attention not in ("", "auto") and (config.model or {}).get("attention") == "auto":
+        found.append(f"model.attention={info.attention}")
+    return found + (loader_overrides(config, info.engine, info.number) if info.engine else [])
+
+
+def loader_overrides(config: RunConfig, engine: str, number: int) -> list[str]:
+    """Return the overrides that select one engine; keys of other engines that the config sets are reset."""
+    wanted = {"data.engine": engine, "data.num_workers": "auto", "data.num_threads": "auto"}
+    if engine != "resident":
+        wanted[f"data.num_{engine}"] = str(number)
+    now = {key: str(getattr(config.data, key.partition(".")[2])) for key in LOADER_KEYS}
+    return [f"{key}={value}" for key, value in wanted.items() if now[key] != value]

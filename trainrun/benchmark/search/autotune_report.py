@@ -1,0 +1,153 @@
+"""What a search or a table of techniques found, for people and for programs: text, JSON and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Final
+
+from trainrun.benchmark.search.acceptance import EXACT, NUMERIC
+from trainrun.benchmark.search.candidates import KEPT, NEEDLESS, REJECTED, UNTRIED, Trial
+from trainrun.benchmark.search.options import OTHER
+from trainrun.benchmark.search.search import Results
+from trainrun.benchmark.search.technique_table import Row, TechniqueTable
+from trainrun.formatting import quantity
+from trainrun.plots.bars import Bar, draw_bars, short
+from trainrun.plots.compare import text_table
+from trainrun.timing.paired import Ratio
+
+SEARCH_HEAD: Final = ("speed", "x before", "interval", "x yours", "memory", "loss off", "kept", "setting")
+TABLE_HEAD: Final = (
+    "technique",
+    "alone",
+    "interval",
+    "says",
+    "on top",
+    "memory",
+    "loss off",
+    "training",
+    "settings",
+)
+LONGEST_REASON: Final = 20
+CHANGES: Final = {EXACT: "the same", NUMERIC: "rounds more", OTHER: "another"}
+
+
+def as_plain(value: Any) -> Any:
+    """Return dataclasses and named tuples as dictionaries, for JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: as_plain(one) for name, one in value._asdict().items()}
+    return [as_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def search_lines(results: Results, explain: bool) -> list[str]:
+    """All that was measured, in its order, and how the best of it went on. explain: why a setting was not taken."""
+    noise = results.noise
+    smallest = 100 * max(noise.high - 1, 1 - noise.low)
+    rows = [[f"{quantity(results.speed)} {results.unit}/s", "", "", "1.00x", "", "", "", "your own settings"]]
+    gain = 1.0
+    for trial in results.trials:
+        if (ratio := trial.ratio) is not None:
+            held = gain * ratio.value
+            state = f"yes ({trial.gate})" if trial.state == KEPT else f"no ({trial.state})"
+            rows.append([
+                f"{quantity(results.speed * held)} {results.unit}/s", f"{ratio.value:.2f}x", interval(ratio),
+                f"{held:.2f}x", *memory_and_loss(trial), state, f"+ {trial.title}",
+            ])  # fmt: skip
+            gain = held if trial.state == KEPT else gain
+    lines = [
+        f"noise: your settings against themselves {noise}; effects below {smallest:.2g} % are not seen here now",
+        text_table(SEARCH_HEAD, rows),
+        *[f"note: {note}" for note in results.notes],
+    ]
+    left = [trial for trial in results.trials if trial.state != KEPT]
+    if explain:
+        lines += list(dict.fromkeys(f"{trial.option}: {trial.title}: {why(trial)}" for trial in left))
+    else:
+        for state in (REJECTED, UNTRIED, NEEDLESS):
+            names = list(dict.fromkeys(trial.option for trial in left if trial.state == state))
+            lines += [f"{state}: {', '.join(names)} (why: --explain)"] if names else []
+    return [*lines, f"result: {results.verdict}"]
+
+
+def why(trial: Trial) -> str:
+    ratio = f" {trial.ratio}" if trial.ratio is not None else ""
+    return f"{trial.state}{ratio}" + (f", {trial.reason}" if trial.reason else "")
+
+
+def table_lines(table: TechniqueTable) -> list[str]:
+    results = table.results
+    lines = [text_table(TABLE_HEAD, [table_row(row) for row in table.rows])]
+    lines += [f"{row.title}: {row.reason}" for row in table.rows if len(row.reason) > LONGEST_REASON]
+    lines.append(
+        f"noise: your settings against themselves {results.noise}, at {quantity(results.speed)} {results.unit}/s"
+    )
+    settings = " ".join(one for part in results.parts for one in part.overrides)
+    if not settings:
+        untried = sum(row.alone is None and row.reason.startswith("no time") for row in table.rows)
+        short_of_time = f"; for {untried} there was no time (--budget)" if untried else ""
+        return [*lines, f"total: nothing that leaves the training the same helped clearly{short_of_time}"]
+    if results.claim is None:
+        return [*lines, f"total: not measured, {results.verdict}; what helped: {settings}"]
+    total = f"{results.claim} (99 %, fresh processes)"
+    return [*lines, f"total of all that leaves the training the same and helped: {total}: {settings}"]
+
+
+def table_row(row: Row) -> list[str]:
+    settings = " ".join(row.overrides)
+    if row.alone is None:
+        reason = row.reason if len(row.reason) <= LONGEST_REASON else "see below"
+        return [row.title, "-", "", reason, "", "", "", CHANGES[row.gate], settings]
+    says = "helps" if row.alone.low > 1 else "HURTS" if row.alone.high < 1 else "not seen"
+    together = "" if row.together is None else f"{row.together.value:.2f}x{'' if row.kept else ' (left out)'}"
+    on = "is on; without it: " if row.on else ""
+    return [row.title, f"{row.alone.value:.2f}x", interval(row.alone), says, together, *memory_and_loss(row),
+            CHANGES[row.gate], f"{on}{settings}"]  # fmt: skip
+
+
+def memory_and_loss(found: Trial | Row) -> list[str]:
+    loss = "" if found.loss is None else f"{found.loss:.0e}" if found.loss else "0"
+    return [f"{found.peak_bytes / 1e6:,.0f} MB" if found.peak_bytes else "", loss]
+
+
+def interval(ratio: Ratio) -> str:
+    return f"{ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def search_picture(results: Results, path: Path, head: str) -> Path:
+    """Draw each setting over the user's own, and in the end the best, measured again."""
+    bars, gain = [bar("your settings again (noise)", results.noise)], 1.0
+    for trial in results.trials:
+        if trial.ratio is not None:
+            bars.append(bar(trial.title, trial.ratio, before=gain))
+            gain *= trial.ratio.value if trial.state == KEPT else 1.0
+    if results.claim is not None:
+        bars.append(bar("ALL THAT IS KEPT, measured again", results.claim))
+    about = ("each setting on top of what was kept before it, the dotted line it had to beat; grey: not told from it; "
+             "black: intervals, 95 %, of the last 99 %", head)  # fmt: skip
+    return draw_bars(path, results.verdict.partition(";")[0], {"": bars}, about)
+
+
+def table_picture(table: TechniqueTable, path: Path, head: str) -> Path:
+    claim, last = table.results.claim, "all that helped, measured again"
+    alone = [*(bar(row.title, row.alone, row.reason) for row in table.rows), Bar(last, None)]
+    top = [bar(row.title, row.together, "" if row.alone is None else "-") for row in table.rows]
+    title = "Well-known techniques on this run" + ("" if claim is None else f": {claim} in all")
+    about = (
+        "green: helps, orange: hurts, grey: not told from 1; lines: 95 % intervals, 99 % for all together",
+        head,
+    )
+    panels = {
+        "alone, over your settings": alone,
+        "on top of what helped before": [*top, bar(last, claim, "not measured")],
+    }
+    return draw_bars(path, title, panels, about)
+
+
+def bar(label: str, ratio: Ratio | None, note: str = "", before: float = 1.0) -> Bar:
+    """before: the speed that the ratio is over, on the scale of the picture."""
+    if ratio is None:
+        return Bar(label, None, note=short(note))
+    value, low, high = (before * number for number in ratio[:3])
+    return Bar(label, value, low, high, before=before)

@@ -1,0 +1,98 @@
+"""What was found, as a preset in the user's `conf/`: small, with its evidence, and with where it holds."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from trainrun.benchmark.run_overrides import composed_anew, key_of, replaced
+from trainrun.benchmark.search.search import Results, SearchPart
+from trainrun.config.tuned_settings import MARK, fingerprint_line
+from trainrun.errors import ConfigError
+from trainrun.masking import masked_words
+from trainrun.runs.run_folder import write_text
+
+PLAIN: Final = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|null)\Z")
+
+
+class WrittenPreset(NamedTuple):
+    """path: None if a preset cannot carry it. use: the overrides of a run that has it."""
+
+    path: Path | None
+    use: list[str]
+
+
+def preset_path(name: str, working_dir: Path) -> Path:
+    """Raises ConfigError if a file of that name is somebody's own."""
+    path = working_dir / "conf" / "preset" / f"{name}.yaml"
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ConfigError(f"--name {name}: a preset is named with letters, digits, - and _")
+    if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(f"{path}: is not one that trainrun autotune wrote; give another with --name")
+    return path
+
+
+def host_preset() -> str:
+    host = re.sub(r"[^\w-]+", "-", socket.gethostname().partition(".")[0].lower()).strip("-")
+    return f"tuned-{host or 'here'}"
+
+
+def write_preset(path: Path, typed: Sequence[str], results: Results, working_dir: Path) -> WrittenPreset:
+    """typed: the overrides of the run, without what it chose for itself."""
+    wanted = composed_anew(replaced(typed, results.found))
+    use = replaced(typed, [*results.found, f"preset={path.stem}"])
+    use = [one for one in use if one not in results.found]
+    before = next((one.partition("=")[2] for one in typed if key_of(one) == "preset"), "none").strip('"')
+    old = path.read_text(encoding="utf-8") if path.is_file() else None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, preset_text(typed, results, before, fingerprint_line(wanted, working_dir)))
+    if composed_anew(use) == wanted:
+        return WrittenPreset(path, use)
+    if old is None:  # an experiment of the user's sets one of the keys itself, and comes after a preset
+        path.unlink()
+    else:
+        write_text(path, old)
+    return WrittenPreset(None, replaced(typed, results.found))
+
+
+def preset_text(typed: Sequence[str], results: Results, before: str, fingerprint: str) -> str:
+    assert results.claim is not None
+    claim, said = results.claim, " ".join(masked_words(typed)) or "(no settings)"
+    head = [
+        "# @package _global_",
+        f"# Written by `trainrun autotune` on {datetime.now():%Y-%m-%d %H:%M}: {results.unit}/s {claim.value:.2f}x "
+        f"({claim.low:.2f} to {claim.high:.2f}, 99 %, {claim.pairs} fresh pairs) of: {said}",
+        f"# The same training: loss off by at most {results.loss or 0:.1g} in {results.num_first_steps} steps, "
+        f"update cosine {results.cosine or 0:.4f}. Noise of the machine: {results.noise}.",
+        fingerprint,
+    ]
+    lines = [f"# {' '.join(part.overrides)}: {evidence(part)}" for part in results.parts]
+    groups: list[Any] = [f"/preset/{before}"] if before != "none" else []
+    tree: dict[str, Any] = {}
+    for key, _, value in (one.lstrip("+").partition("=") for one in results.found):
+        if "." not in key:
+            groups.append({f"override /{key}": parsed(value)})
+            continue
+        *path, name = key.split(".")
+        node = tree
+        for one in path:
+            node = node.setdefault(one, {})
+        node[name] = parsed(value)
+    tree = {"defaults": groups, **tree} if groups else tree
+    return "\n".join([*head, *lines, yaml.safe_dump(tree, sort_keys=False)])
+
+
+def evidence(part: SearchPart) -> str:
+    return "all that was found" if part.found is None else f"found at {part.found}"
+
+
+def parsed(value: str) -> Any:
+    """Return the value that is written as Hydra reads it: `off` is a string to Hydra, and false to YAML."""
+    value = value.strip('"')
+    return yaml.safe_load(value) if PLAIN.match(value) else value

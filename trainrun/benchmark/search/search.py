@@ -1,0 +1,420 @@
+"""The fastest way to the same training: option after option, and only what is measured again in the end is claimed.
+
+What: the settings of each option run in turns against the best so far. In the end the best
+meets the user's own settings again in fresh processes, as often as was decided before; the winner among many was also
+lucky, so only that ratio is told. When: a training long enough to pay for the search. When not: a run of seconds.
+Source: `timing.paired`. Gain: of this search itself, see `scripts/bench_autotune.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+from trainrun.benchmark.budget import Budget
+from trainrun.benchmark.run_overrides import config_of, key_of, own_choices, replaced
+from trainrun.benchmark.search.acceptance import EXACT, GATES, NUMERIC, SHOWN, Acceptance, accept, loosest
+from trainrun.benchmark.search.candidates import (
+    BEATEN,
+    FIRST_ROUNDS,
+    KEPT,
+    NEEDLESS,
+    NOISE,
+    REJECTED,
+    SLOW_STEP_SECONDS,
+    SLOWER,
+    UNPAID,
+    UNTRIED,
+    Candidate,
+    Start,
+    Starter,
+    Trial,
+)
+from trainrun.benchmark.search.options import (
+    COMPILE,
+    COMPILE_SECONDS,
+    OPTIONS,
+    SearchFacts,
+    SearchOption,
+    TriedSetting,
+)
+from trainrun.benchmark.worker_messages import Load, Turn
+from trainrun.config.schema import RunConfig
+from trainrun.config.units import parse_seconds
+from trainrun.errors import ConfigError, TrainingError
+from trainrun.formatting import counted
+from trainrun.timing.paired import Comparison, Ratio, Rules, compare, grouped_ratio
+
+SEARCH_UNTIL: Final = 0.75  # of the budget
+NOISE_FRACTION: Final = 0.06  # of the budget
+LEAST_NOISE, MOST_NOISE = 6, 20  # pairs
+CALM: Final = 0.01  # a machine whose noise is within it needs no more pairs
+SMALLEST: Final = 0.02  # an effect below it is not worth a word in a preset
+MEMORY_FRACTION: Final = 0.9  # of the device that a setting may fill
+SURE: Final = 0.99  # the confidence of the claim
+FRESH: Final = 3  # pairs of processes: a process may be a little slower than its twin for all of its life
+MOST_PAIRS, LEAST_PAIRS = (
+    24,
+    12,
+)  # of the claim; of fewer a single disturbed one would be an end of the interval
+START_ROOM: Final = 1.2  # times the seconds that a candidate needs to start
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class SearchPart:
+    """A part of the best settings. found: its speed over that of the best before it."""
+
+    overrides: tuple[str, ...]
+    option: str
+    gate: str
+    found: Ratio | None
+
+
+@dataclass(frozen=True)
+class Results:
+    """claim: the speed of the best over the user's own settings, in fresh processes, if there is one. noise: two runs
+    of the same settings. speed: items a second of the user's settings. loss, cosine: how far the best is from them."""
+
+    overrides: tuple[str, ...]
+    unit: str
+    speed: float
+    noise: Ratio
+    trials: tuple[Trial, ...]
+    parts: tuple[SearchPart, ...]
+    claim: Ratio | None
+    claimed: bool
+    verdict: str
+    seconds: float
+    loss: float | None = None
+    cosine: float | None = None
+    num_first_steps: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """The overrides that are claimed to be faster."""
+        return tuple(one for part in self.parts for one in part.overrides) if self.claimed else ()
+
+
+class Search:
+    """One search. start: `WorkerPool.start`. overrides: of a run, by the config's own names. gate: what may differ."""
+
+    def __init__(self, start: Start, overrides: Sequence[str], budget: Budget, cores: int, progress: Progress,
+                 gate: str = EXACT, turns: float = 1.0) -> None:  # fmt: skip
+        if gate not in GATES:
+            raise ConfigError(f"--allow {gate}: must be one of {EXACT}, {NUMERIC}")
+        self._start, self.overrides, self.budget, self._cores = start, list(overrides), budget, cores
+        self._say, self._gate = progress, gate
+        self.starter = Starter(start, budget, turns * min(0.3, max(0.05, budget.seconds / 400)))
+        self.trials: list[Trial] = []
+        self.parts: list[SearchPart] = []
+        self._notes: list[str] = []
+        self._known: list[RunConfig] = []  # need not be tried
+        self._gain = 1.0
+        self.facts: SearchFacts
+        self.base: Candidate
+        self.noise: Ratio
+        self._best: Candidate | None = None
+
+    def run(self, options: Sequence[SearchOption] = OPTIONS) -> Results:
+        """Raises what a run of these settings would raise."""
+        self.measure_base()
+        return self.search(options)
+
+    def progress(self, about: str) -> None:
+        self._say(about, max(0.0, self.budget.left()))
+
+    def measure_base(self) -> None:
+        """Look at the run of the user's own settings, and at the noise between two of them.
+
+        Raises ConfigError if no comparison fits into the budget, TrainingError if the two are not the same training.
+        """
+        self._look()
+        self.progress("noise: your own settings against themselves")
+        starter, clock = self.starter, self.budget.clock
+        self.base, starter.reference = starter.base(self.overrides)
+        twin, steps = starter.base(self.overrides)
+        usual = accept(starter.reference, steps, NUMERIC)
+        if usual.reason:
+            raise TrainingError(
+                f"two runs of these settings differ by more than rounding ({usual.reason}), so nothing can be compared "
+                "with them; is there a random number that seed= does not reach?"
+            )
+        starter.usual = Acceptance("", usual.loss, usual.cosine)
+        if usual.loss:
+            self._notes.append(f"two runs of your settings differ already, by {usual.loss:.1g} of the loss")
+        began = clock()
+        rules = Rules(
+            CALM, began + NOISE_FRACTION * self.budget.seconds, least_rounds=LEAST_NOISE, first_rounds=LEAST_NOISE,
+            most_pairs=MOST_NOISE,
+        )  # fmt: skip
+        found = compare(self.base.item_seconds, {"twin": twin.item_seconds}, rules, clock)
+        if found.failed or not found.pairs["twin"]:
+            raise TrainingError(
+                f"a run of these settings failed after its start: {twin.error or self.base.error}"
+            )
+        self.noise, self.speed = found.ratio("twin"), found.speed("")
+        starter.turn_cost = (clock() - began) / (2 * len(found.pairs["twin"]))
+        twin.close()
+
+    def _look(self) -> None:
+        """Find how long a step takes, and what the run chooses for itself, which is then held fixed."""
+        self.progress("your own settings")
+        config, budget, starter = config_of(self.overrides), self.budget, self.starter
+        scout = Candidate(self._start(config, budget.seconds), budget.seconds)
+        try:
+            scout.find_pace(starter.turn_seconds)
+            turn = scout.turn()
+            step = turn.seconds / turn.steps
+            batches = min(50, max(2, int(starter.turn_seconds / step)))
+            load: Turn = scout.worker.ask(Load(batches))
+        finally:
+            scout.close()
+        info = scout.info
+        refuse_too_short(budget, scout.worker.start_seconds, step, max(starter.turn_seconds, 2 * step))
+        starter.num_steps = min(20, max(3, int(budget.seconds / 120 / step)))
+        self.overrides = replaced(self.overrides, own_choices(config, info))
+        self._known = [config_of(self.overrides)]
+        seconds = math.inf if info.total_steps is None else info.total_steps * step
+        max_time = parse_seconds(config.trainer.max_time)
+        seconds = min(seconds, math.inf if max_time is None else max_time)
+        self.facts = SearchFacts(self._known[0], info, self._cores, step, load.seconds / batches, seconds)
+
+    def search(self, options: Sequence[SearchOption]) -> Results:
+        """Try every option on top of those before it, and claim what the best gains."""
+        for number, option in enumerate(options):
+            waiting = [one for one in options[number:] if one is option or not one.skip(self.facts)]
+            self._try(option, option.weight / sum(one.weight for one in waiting))
+        claim, trial = None, Trial("best", ())
+        if self.parts:
+            if self._best is not None:
+                self._best.close()
+            self.progress("the best against your own settings, in fresh processes")
+            claim, trial = self._confirm()
+        verdict = verdict_of(claim, trial, self.trials)
+        return Results(
+            tuple(self.overrides), self.facts.info.unit, self.speed, self.noise, tuple(self.trials), tuple(self.parts),
+            claim, claim is not None and claim.low > 1 and claim.value >= 1 + SMALLEST, verdict, self.budget.spent,
+            trial.loss, trial.cosine, self.starter.num_steps, tuple(self._notes),
+        )  # fmt: skip
+
+    def _try(self, option: SearchOption, fraction: float) -> None:
+        """Compare all settings of an option with the best so far, and keep the fastest if it is faster."""
+        if reason := option.skip(self.facts):
+            self.trials.append(Trial(option.name, (), state=NEEDLESS, reason=reason))
+            return
+        settings, starter, clock = (
+            self._different(option.settings(self.facts)),
+            self.starter,
+            self.budget.clock,
+        )
+        left = self.budget.left(SEARCH_UNTIL)
+        one = START_ROOM * starter.start_seconds + starter.rounds_seconds(1)
+        ends = clock() + min(left, max(fraction * left, one))
+        running: dict[str, tuple[Candidate, Trial]] = {}
+        for setting in settings:
+            candidate, trial = self._start_setting(option, setting, ends, len(running))
+            if candidate is None:
+                self._remember(trial)
+            else:
+                running[trial.title] = candidate, trial
+        if not running:
+            return
+        self.progress(f"{option.name}: {len(running)} in turns")
+        turns = {title: candidate.item_seconds for title, (candidate, _) in running.items()}
+        found = compare(self._running_best().item_seconds, turns, Rules(SMALLEST, ends, FIRST_ROUNDS), clock)
+        trials = [self._judged(found, candidate, trial) for candidate, trial in running.values()]
+        kept = [trial for trial in trials if trial.state == KEPT]
+        best = max(kept, key=lambda trial: trial.ratio.value if trial.ratio else 0.0, default=None)
+        for trial in trials:
+            if trial.state == KEPT and best is not None and trial is not best:
+                trial = replace(trial, state=BEATEN, reason=f"by {best.title}")
+            if trial is not best:
+                self._remember(trial)
+                running[trial.title][0].close()
+        if best is not None:
+            self._remember(best)
+            self._keep(best, running[best.title][0])
+
+    def _different(self, settings: Sequence[TriedSetting]) -> list[TriedSetting]:
+        """Return those that give a new config, each once; an impossible one is kept, to be refused with its reason."""
+        seen, found = list(self._known), []
+        for setting in settings:
+            try:
+                config = config_of(self._with(setting.overrides))
+            except ConfigError:
+                found.append(setting)
+                continue
+            if config not in seen:
+                seen.append(config)
+                found.append(setting)
+        return found
+
+    def _with(self, overrides: Sequence[str]) -> list[str]:
+        return replaced(self.overrides, replaced(self._found(), overrides))
+
+    def _found(self) -> list[str]:
+        return [one for part in self.parts for one in part.overrides]
+
+    def _remember(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        if trial.state != UNTRIED:
+            with suppress(ConfigError):
+                self._known.append(config_of(self._with(trial.overrides)))
+
+    def _start_setting(
+        self, option: SearchOption, setting: TriedSetting, ends: float, running: int
+    ) -> tuple[Candidate | None, Trial]:
+        """running: candidates that run already and need their turns too."""
+        trial, starter, compiles = (
+            Trial(option.name, *setting),
+            self.starter,
+            any("compile" in one for one in setting.overrides),
+        )
+        if setting.gate == NUMERIC and self._gate == EXACT:
+            return None, replace(trial, state=REJECTED, reason="rounds more: --allow numeric")
+        left = ends - self.budget.clock() - starter.rounds_seconds(running + 1)
+        if left < START_ROOM * starter.start_seconds + COMPILE_SECONDS * compiles:
+            return None, replace(trial, reason="no time left for it")
+        self.progress(f"{option.name}: {trial.title}")
+        gate = SHOWN if self._gate == SHOWN else loosest(setting.gate, *[part.gate for part in self.parts])
+        return starter.candidate(self._with(setting.overrides), trial, left, gate, compiles)
+
+    def _judged(self, found: Comparison, candidate: Candidate, trial: Trial) -> Trial:
+        """Keep what is faster by more than SMALLEST, as far as its pairs can say."""
+        pairs = found.pairs[trial.title]
+        if candidate.error:
+            return replace(trial, state=REJECTED, reason=candidate.error)
+        if len(pairs) < FIRST_ROUNDS:
+            return replace(trial, state=UNTRIED, reason=f"time for {len(pairs)} turns only")
+        ratio, memory = found.ratio(trial.title), self.facts.info.memory_bytes
+        trial = replace(trial, ratio=ratio, peak_bytes=candidate.peak_bytes)
+        if memory and candidate.peak_bytes > MEMORY_FRACTION * memory:
+            return replace(
+                trial, state=REJECTED, reason=f"fills more than {100 * MEMORY_FRACTION:.0f} % of the memory"
+            )
+        if ratio.high < 1 or not (ratio.low > 1 and ratio.value > 1 + SMALLEST):
+            return replace(trial, state=SLOWER if ratio.high < 1 else NOISE)
+        extra, run = (
+            max(0.0, trial.start_seconds - self.starter.start_seconds),
+            self.facts.run_seconds / self._gain,
+        )
+        if (
+            trial.option == COMPILE
+            and math.isfinite(run)
+            and extra + run / ratio.value > run / (1 + SMALLEST)
+        ):
+            needed = extra / (1 - 1 / ratio.value)
+            reason = f"{extra:.0f} s more to start: paid back after {needed:.0f} s, the run takes {run:.0f} s"
+            return replace(trial, state=UNPAID, reason=reason)
+        return replace(trial, state=KEPT)
+
+    def _keep(self, trial: Trial, candidate: Candidate) -> None:
+        """Make a setting a part of the best; parts before it lose the keys that it sets."""
+        keys = {key_of(one) for one in trial.overrides}
+        parts = [
+            replace(part, overrides=tuple(one for one in part.overrides if key_of(one) not in keys))
+            for part in self.parts
+        ]
+        new = SearchPart(trial.overrides, trial.option, trial.gate, trial.ratio)
+        self.parts = [*(part for part in parts if part.overrides), new]
+        self._gain *= trial.ratio.value if trial.ratio is not None else 1.0
+        if self._best is not None:
+            self._best.close()
+        self._best = candidate
+        self.facts = replace(self.facts, config=config_of(self._with(())), info=candidate.info)
+
+    def _running_best(self) -> Candidate:
+        return self.base if self._best is None else self._best
+
+    def _confirm(self) -> tuple[Ratio | None, Trial]:
+        """Compare the best with the user's own settings in up to FRESH pairs of new processes.
+
+        The number of pairs is decided before the first: looking at them in between would find what it looks for.
+        """
+        starter, budget, clock = self.starter, self.budget, self.budget.clock
+        gate = SHOWN if self._gate == SHOWN else loosest(*[part.gate for part in self.parts])
+        trial = Trial("best", tuple(self._found()), gate)
+        groups: list[list[tuple[float, float]]] = []
+        starting, lives = 2 * starter.start_seconds, 1
+        while len(groups) < lives:
+            began = clock()
+            base = starter.base(self.overrides)[0] if len(groups) % 2 == 0 else None
+            left = max(5.0, budget.left())
+            candidate, trial = starter.candidate(
+                self._with(()), replace(trial, reason=""), left, gate, patient=True
+            )
+            if candidate is None:
+                return None, trial
+            base = base or starter.base(self.overrides)[0]  # the order of the starts changes too
+            starting = clock() - began
+            cost = 2 * starter.turn_cost
+            if not groups:
+                lives += max(0, min(FRESH - 1, int((budget.left() - LEAST_PAIRS * cost) / (2 * starting))))
+            rest = lives - len(groups) - 1
+            number = min(
+                -(-MOST_PAIRS // lives), max(1, int((budget.left() - rest * starting) / (rest + 1) / cost))
+            )
+            rules = Rules(0.0, budget.deadline(), first_rounds=number, most_pairs=number)
+            found = compare(base.item_seconds, {"best": candidate.item_seconds}, rules, clock)
+            groups.append(found.pairs["best"])
+            trial = replace(trial, peak_bytes=candidate.peak_bytes)
+            for one in (base, candidate):
+                one.close()
+            if base.error or candidate.error:
+                return None, replace(trial, reason=base.error or candidate.error)
+        pairs = sum(map(len, groups))
+        if pairs < LEAST_PAIRS:
+            reason = (
+                f"only {pairs} fresh pairs fitted into the time, {LEAST_PAIRS} are needed: give more --budget"
+            )
+            return None, replace(trial, reason=reason)
+        return grouped_ratio([group for group in groups if group], SURE), trial
+
+
+def refuse_too_short(budget: Budget, starting: float, step: float, turn: float) -> None:
+    """Raise ConfigError if not even one setting could be compared. With short steps a search ends in time, whatever it
+    has found."""
+    needed = 3 * (starting + 6 * step) + (2 + 3 * FIRST_ROUNDS) * turn
+    if step > SLOW_STEP_SECONDS and budget.spent + needed > 0.6 * budget.seconds:
+        least = math.ceil((budget.spent + needed) / 0.6 / 10) * 10
+        raise ConfigError(
+            f"--budget {budget.seconds:g}: a step of this run takes {step:.2g} s, and one setting beside your own "
+            f"about {needed:.0f} s: --budget {least} at least, {5 * least} for most settings"
+        )
+
+
+def verdict_of(claim: Ratio | None, best: Trial, trials: Sequence[Trial]) -> str:
+    """Say in a sentence what was found. best: without overrides if nothing on the way was clearly faster."""
+    untried = sum(trial.state == UNTRIED for trial in trials)
+    measured = sum(trial.ratio is not None for trial in trials)
+    rest = f"; not tried, for want of time: {counted(untried, 'setting')} (--budget)" if untried else ""
+    if not best.overrides:
+        if not measured:
+            return f"nothing is known: no other setting was measured{rest}"
+        clearly = f"of {counted(measured, 'setting')} that could be measured none is clearly faster{rest}"
+        known = untried < measured  # the best can be told only of most of what there is
+        return (
+            f"your configuration is the best that was found: {clearly}"
+            if known
+            else f"little is known: {clearly}"
+        )
+    if claim is None:
+        return f"nothing is claimed: the best was not confirmed ({best.reason})"
+    if claim.high < 1:
+        return (
+            f"your configuration is the best: what seemed faster is slower in fresh processes, {claim}{rest}"
+        )
+    if claim.low <= 1:
+        return (
+            f"your configuration is within noise of the best that was found: {claim}, which holds 1.00{rest}"
+        )
+    if claim.value < 1 + SMALLEST:
+        return f"your configuration is as good as the best that was found: {claim}{rest}"
+    return (
+        f"{claim.value:.2f}x the speed of your own settings ({claim.low:.2f} to {claim.high:.2f}, 99 % sure)"
+    )

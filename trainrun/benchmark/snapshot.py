@@ -1,0 +1,143 @@
+"""Keep what the steps of a run change, and put it back, so that all that is compared starts from the same numbers.
+
+What: the tensors of weights, buffers, running averages, and of the optimizer's and the precision's state, copied back
+into the same memory (captured graphs know the addresses). Plain numbers, random states and the place in the data go on.
+When: a turn with an ablation leaves no trace (`diagnose`); all turns of settings that are compared start from the same
+numbers (`autotune`). When not: where a second copy has no room, on any rank.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from trainrun.runtime.free_memory import free_bytes
+from trainrun.training.components import Components
+
+MAX_DEPTH: Final = 16  # of what an optimizer keeps: a tree that holds itself has no end
+MOST_OF_FREE: Final = 0.25  # of the free memory for one copy: several runs stand at once
+SMALL_BYTES: Final = 32 * 2**20  # always fits
+
+
+class Copy(NamedTuple):
+    tensors: dict[str, Tensor]
+    precision: dict[str, Any]
+
+
+class StateSnapshot:
+    """The state of one rank's run, kept to be put back."""
+
+    def __init__(self, run: Components) -> None:
+        self._components = run
+        self._start: Copy | None = None
+        self._spare: Copy | None = None  # memory that is used again: fresh memory takes longer than the copy
+        self._fits: bool | None = None
+        self._bytes = self._peak_before = 0
+
+    def restart(self) -> None:
+        """Put back what the first call saw; a call that sees more state than that one begins anew."""
+        tensors = tensors_of(self._components)
+        if not self._has_room(tensors):
+            return
+        if self._start is not None and self._start.tensors.keys() == tensors.keys():
+            self._put_back(self._start)
+        else:
+            self._start = self._copy(tensors)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo on leaving what the steps inside changed."""
+        tensors = tensors_of(self._components)
+        if not self._has_room(tensors):
+            yield
+            return
+        self._spare = kept = self._copy(tensors, self._spare)
+        try:
+            yield
+        finally:
+            self._put_back(kept)
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """Return the peak memory of the device, or of this process on a CPU, without the copies."""
+        if device.type == "cuda":
+            return max(torch.cuda.max_memory_allocated(device) - self._bytes, 0)
+        return max(peak_rss() - self._bytes, self._peak_before)
+
+    def _has_room(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Decide once, and on all ranks alike."""
+        if self._fits is None:
+            size, parallel = num_bytes(tensors), self._components.parallel
+            free = MOST_OF_FREE * free_bytes(parallel.device) / parallel.local_world_size
+            self._fits = all(parallel.gather(size < SMALL_BYTES or size < free))
+        return self._fits
+
+    def _copy(self, tensors: Mapping[str, Tensor], spare: Copy | None = None) -> Copy:
+        if not self._bytes:
+            self._peak_before = peak_rss()
+        self._bytes = max(self._bytes, num_bytes(tensors))
+        old = {} if spare is None else spare.tensors
+        copies = {
+            name: old[name].copy_(tensor) if alike(old.get(name), tensor) else tensor.clone()
+            for name, tensor in tensors.items()
+        }
+        return Copy(copies, self._components.precision.state_dict())
+
+    def _put_back(self, kept: Copy) -> None:
+        """Copy back what is still there in the same shape; state that appeared since then stays."""
+        with torch.no_grad():
+            for name, tensor in tensors_of(self._components).items():
+                if alike(old := kept.tensors.get(name), tensor):
+                    tensor.copy_(old)
+        self._components.precision.load_state_dict(kept.precision)
+
+
+def tensors_of(run: Components) -> dict[str, Tensor]:
+    """All that a step may write into, by its place in the state. Nothing is copied."""
+    state = {
+        "weights": dict(run.model.named_parameters()),
+        "buffers": dict(run.model.named_buffers()),
+        "average": run.ema.state_dict(),
+        "optimizer": list(run.optimizer.state.values()),
+        "precision": run.precision.state_dict(),
+    }
+    return dict(_leaves(state, "", MAX_DEPTH))
+
+
+def _leaves(tree: Any, place: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        if is_ordinary(tree):
+            yield place, tree.detach()
+    elif isinstance(tree, Mapping | list | tuple) and depth:
+        for name, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _leaves(value, f"{place}/{name}", depth - 1)
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a copy can be taken and put back: not lazy, sparse, nested, quantized, expanded or of an own class."""
+    if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
+        return False
+    odd = (
+        tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+    )
+    expanded = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return type(tensor.detach()) is Tensor and not odd and not expanded
+
+
+def alike(copy: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:
+    return copy is not None and (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def peak_rss() -> int:
+    """Return the peak resident memory of this process in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

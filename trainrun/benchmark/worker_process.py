@@ -1,0 +1,240 @@
+"""Runs under measurement, each in a process of its own, of which only one moves at a time.
+
+What: a real run, started in a temporary folder with `benchmark.remote_loop` as its loop. Between two messages its
+process and its children (loader workers, ranks) are stopped, so nothing is read ahead and no core is taken from the
+run whose turn it is. When: `diagnose`, `autotune`. When not: on Windows, which cannot stop a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import psutil
+
+from trainrun.benchmark.worker_messages import Message, RunInfo, Train, Turn
+from trainrun.config.compose import Composition
+from trainrun.config.schema import RunConfig, with_values
+from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
+from trainrun.runs.run import LaunchSpec, execute, new_run
+from trainrun.runtime.scratch import scratch_folder
+from trainrun.runtime.signals import QUIET_SECONDS, catch_stops
+
+START_SECONDS: Final = 120.0  # the longest that a run may take to its first step
+REPLY_SECONDS: Final = 120.0
+PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+SHORT_FOLDER: Final = "/tmp"  # the name of a socket may have about a hundred letters
+ERROR_FILE: Final = "error.txt"
+OUTPUT_FILE: Final = "output.txt"
+
+
+class WorkerFailed(TrainingError):
+    """A run under measurement ended by itself; message and exit code are its own."""
+
+    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class WorkerPool:
+    """A temporary folder for runs under measurement, and their processes; leaving the context removes both."""
+
+    def __init__(self) -> None:
+        if not hasattr(signal, "SIGSTOP"):
+            raise ConfigError("this needs a system that can stop a process: Linux or macOS")
+        import trainrun.runs.rank  # noqa: F401  # a forked run then has torch already: 0.4 s instead of 2
+
+        self._paths = [path for path in sys.path if path]
+        self._folders, self._signals = contextlib.ExitStack(), contextlib.ExitStack()
+        self.folder = self._folders.enter_context(scratch_folder("benchmark-"))
+        self._workers: list[WorkerProcess] = []
+        self._quiet_until = 0.0
+
+    def __enter__(self) -> WorkerPool:
+        self._signals.enter_context(catch_stops(self._interrupt))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._quiet_until = math.inf
+        with self._signals:
+            for worker in self._workers:
+                worker.close()
+            self._folders.close()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Turn a signal into KeyboardInterrupt; further ones do not disturb the cleaning up."""
+        if time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + QUIET_SECONDS
+            raise KeyboardInterrupt
+
+    def start(self, config: RunConfig, limit: float = START_SECONDS) -> WorkerProcess:
+        """Start a run and stop it before its first step.
+
+        Raises WorkerFailed with the run's own message, or if it takes more than `limit` seconds.
+        """
+        folder = self.folder / secrets.token_hex(4)
+        folder.mkdir()
+        worker = WorkerProcess(quiet(config), folder, self._paths)
+        self._workers.append(worker)
+        worker.wait_until_ready(limit)
+        return worker
+
+
+def quiet(config: RunConfig) -> RunConfig:
+    """Return the same training with nothing on the screen and no pictures. Raises ConfigError."""
+    if config.step:
+        raise ConfigError("step: is your own, so nothing can be taken away from it in turns; leave it out")
+    if config.loop:
+        raise ConfigError("loop: is your own, so its steps cannot be ordered one by one; leave it out")
+    changes = {
+        **dict.fromkeys(("monitor.verbose", "monitor.progress_bar", "monitor.plots"), False),
+        "trainer.early_stopping.enabled": False, "ckpt_path": None,
+        "parallel.timeout_seconds": 24 * 3600.0,  # a stopped rank is not a lost one
+        "parallel.max_restarts": 0, "trainer.watchdog_seconds": 0,
+    }  # fmt: skip
+    return with_values(config, changes)
+
+
+class WorkerProcess:
+    """One run under measurement; it moves while it works on a message, and is stopped otherwise."""
+
+    info: RunInfo
+
+    def __init__(self, config: RunConfig, folder: Path, paths: list[str]) -> None:
+        self._folder, self._folders = folder, contextlib.ExitStack()
+        address = str(self._folders.enter_context(scratch_folder("benchmark-", SHORT_FOLDER)) / "socket")
+        self._key = secrets.token_bytes(16)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen(1)
+        node = {"address": address, "key": self._key.hex(), "folder": str(folder)}
+        config = replace(config, loop={"_target_": "trainrun.benchmark.remote_loop.RemoteLoop", **node})
+        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self._process = context.Process(target=run_worker, args=(config, folder, paths))
+        self._connection: Connection | None = None
+        self._began, self.start_seconds = time.perf_counter(), 0.0
+        self._closed, self._ended_with = False, None
+        self._process.start()
+
+    def wait_until_ready(self, limit: float) -> None:
+        deadline = time.monotonic() + limit
+        while self._connection is None:
+            readable = wait([self._listener, self._process.sentinel], 1.0)
+            if self._listener in readable:
+                self._connection = Connection(self._listener.accept()[0].detach())
+                deliver_challenge(self._connection, self._key)
+                answer_challenge(self._connection, self._key)
+            elif readable:
+                raise self._failure()
+            elif time.monotonic() > deadline:
+                self.close()
+                raise WorkerFailed(f"it did not come to its first step in {limit:.0f} s")
+        self.info = self._reply(limit)
+        self.start_seconds = time.perf_counter() - self._began
+        self._signal(signal.SIGSTOP)
+
+    def train(self, steps: int, warm: int = 2, variant: str = "", most_seconds: float = math.inf) -> Turn:
+        turn: Turn = self.ask(Train(steps, warm, variant, most_seconds=most_seconds))
+        return turn
+
+    def ask(self, message: Message, limit: float = REPLY_SECONDS) -> Any:
+        """Return the reply. Raises WorkerFailed if the run ended or did not reply in time; it is ended then."""
+        if self._connection is None:
+            raise self._failure()
+        self._signal(signal.SIGCONT)
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._failure() from error
+        reply = self._reply(limit)
+        self._signal(signal.SIGSTOP)
+        return reply
+
+    def _reply(self, limit: float) -> Any:
+        assert self._connection is not None
+        if not self._connection.poll(limit):
+            self.close()
+            raise WorkerFailed(f"it did not answer in {limit:.0f} s")
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._failure() from error
+
+    def _failure(self) -> WorkerFailed:
+        """The run's own message, or the last line that its process printed, such as that of a traceback."""
+        if not self._closed:
+            self._process.join(10.0)
+        files = [self._folder / name for name in (ERROR_FILE, OUTPUT_FILE)]
+        error, output = (
+            file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+            for file in files
+        )
+        self.close()
+        text = error or output.rpartition("\n")[2] or f"its process ended with {self._ended_with}"
+        return WorkerFailed(text, EXIT_USAGE if self._ended_with == EXIT_USAGE else EXIT_FAILED)
+
+    def _signal(self, number: int) -> None:
+        """Signal the process first, so that it starts no others meanwhile."""
+        for process in self._family():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def _family(self) -> Iterator[psutil.Process]:
+        if not self._closed:
+            with contextlib.suppress(psutil.Error):
+                own = psutil.Process(self._process.pid)
+                yield own
+                yield from own.children(recursive=True)
+
+    def close(self) -> None:
+        """End the run with all its processes, whatever they are doing; a second call does nothing."""
+        if self._closed:
+            return
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._listener.close()
+        self._folders.close()
+        family = list(self._family())
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self._process.join(10.0)
+        psutil.wait_procs(family, timeout=5.0)
+        self._closed, self._ended_with = True, self._process.exitcode
+        if self._ended_with is not None:
+            self._process.close()  # its pipes: a long search starts more runs than there are descriptors
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def run_worker(config: RunConfig, folder: Path, paths: list[str]) -> None:
+    """Be the process of a run under measurement; what it prints goes to a file."""
+    os.setpgid(0, 0)  # Ctrl-C is for the command, which ends this process
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    output = os.open(folder / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for old, new in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+        os.dup2(new, old)
+    sys.path += [path for path in paths if path not in sys.path]
+    try:
+        run = new_run(Composition(config, {}, [], {"hydra.run.dir": str(folder / "run")}), [])
+        execute(run, config, LaunchSpec(resume=False, paths=paths, began=time.perf_counter()))
+    except TrainrunError as error:
+        (folder / ERROR_FILE).write_text(str(error), encoding="utf-8")
+        sys.exit(error.exit_code)

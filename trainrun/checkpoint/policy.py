@@ -1,0 +1,105 @@
+"""Why a state is saved and which are the best, from the state alone: all ranks and a resumed run find the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainrun.checkpoint.manifest import Metric
+from trainrun.errors import ConfigError
+from trainrun.training.state import SAVE_NOW, TrainState
+
+
+@dataclass(frozen=True)
+class KeepOptions:
+    """monitor: the full name of the metric (`val/acc`), None if there is none; mode: `min` or `max`.
+
+    async_save: while a checkpoint is written, the training goes on.
+    """
+
+    enabled: bool
+    monitor: str | None
+    mode: str
+    save_top_k: int
+    save_last: bool
+    keep_last: int
+    every_n_train_steps: int | None
+    interval_seconds: float | None
+    async_save: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    step: int
+    value: float
+
+
+class Ranking:
+    """The `size` best steps so far, best first. Of equal values the earlier is better; NaN never is."""
+
+    def __init__(self, mode: str, size: int, entries: list[Entry]) -> None:
+        self._sign = -1.0 if mode == "max" else 1.0
+        self._size = size
+        self._entries: list[Entry] = []
+        for entry in entries:
+            self.add(entry)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return list(self._entries)
+
+    @property
+    def steps(self) -> set[int]:
+        return {entry.step for entry in self._entries}
+
+    def admits(self, entry: Entry) -> bool:
+        """Whether the step is new and among the best."""
+        if not math.isfinite(entry.value) or entry.step in self.steps:
+            return False
+        return entry in self._with(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Take an entry in its place, and the worst out, if the entry is admitted."""
+        if self.admits(entry):
+            self._entries = self._with(entry)
+
+    def drop(self, steps: set[int]) -> None:
+        self._entries = [entry for entry in self._entries if entry.step not in steps]
+
+    def _with(self, entry: Entry) -> list[Entry]:
+        everyone = sorted([*self._entries, entry], key=lambda one: (self._sign * one.value, one.step))
+        return everyone[: self._size]
+
+
+def kind_of(options: KeepOptions, ranking: Ranking, state: TrainState) -> str | None:
+    """What the state of this step would be saved as; None if it is not saved."""
+    if not options.enabled:
+        return None
+    if state.saved_step == state.step:  # a run that goes on from here may have had no time to validate
+        return "measured" if _is_best(options, ranking, state) else None
+    if state.stop_reason and state.stop_request > 0:
+        return "stopped"
+    if state.stop_reason and options.save_last:
+        return "final"
+    if options.every_n_train_steps and state.step > 0 and state.step % options.every_n_train_steps == 0:
+        return "periodic"
+    if state.save_request == SAVE_NOW and options.save_last:
+        return "last"
+    return "best" if _is_best(options, ranking, state) else None
+
+
+def _is_best(options: KeepOptions, ranking: Ranking, state: TrainState) -> bool:
+    metric = metric_of(options, state)
+    return metric is not None and ranking.admits(Entry(state.step, metric.value))
+
+
+def metric_of(options: KeepOptions, state: TrainState) -> Metric | None:
+    """The monitored metric of this very step; None if it was not measured, or is not finite."""
+    name = options.monitor
+    if name is None or options.save_top_k == 0 or state.validated_step != state.step:
+        return None
+    if name not in state.last_metrics:
+        known = ", ".join(sorted(state.last_metrics)) or "nothing"
+        raise ConfigError(f"checkpoint.monitor={name}: validation does not measure it; it measures {known}")
+    value = float(state.last_metrics[name])
+    return Metric(name, options.mode, value) if math.isfinite(value) else None

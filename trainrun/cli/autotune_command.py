@@ -1,0 +1,141 @@
+"""`trainrun autotune [settings of a run]`: the fastest way to the same training on this machine, as a preset."""
+
+from __future__ import annotations
+
+import shlex
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainrun.cli.run_arguments import Parser, known_and_words, take_seconds
+from trainrun.errors import EXIT_DONE
+from trainrun.masking import masked_words
+from trainrun.output import say
+
+if TYPE_CHECKING:
+    from trainrun.benchmark.search.search import Results
+    from trainrun.benchmark.search.technique_table import TechniqueTable
+
+SEARCH_SECONDS, TABLE_SECONDS = 120.0, 180.0
+ABOUT = (
+    "Takes the settings of a run and measures, on its own model and data, what makes it faster without changing what "
+    "it learns: threads and data engine, kernels, precision with layout and attention, micro-batches, ranks, "
+    "compilation. Writes conf/preset/tuned-HOST.yaml, which preset=tuned-HOST finds. With --table it measures "
+    "well-known techniques instead, each alone and then together; what hurts is shown as hurting."
+)
+
+
+def main(argv: list[str]) -> int:
+    default = TABLE_SECONDS if "--table" in argv else SEARCH_SECONDS
+    argv, budget = take_seconds(argv, default, "autotune")
+    wish, words = known_and_words(autotune_parser(), argv)
+    from trainrun.benchmark.command_output import begin
+
+    typed, folder = begin("autotune", words)
+    from trainrun.benchmark.search.preset_file import host_preset, preset_path
+
+    preset = preset_path(wish.name or host_preset(), Path.cwd())
+    if wish.table:
+        return report_table(typed, measured_table(typed, budget), budget, folder)
+    return report(wish, typed, measured(wish, typed, budget), budget, folder, preset)
+
+
+def autotune_parser() -> Parser:
+    parser = Parser(
+        prog="trainrun autotune", description=ABOUT, allow_abbrev=False,
+        usage="trainrun autotune [key=value ...] [--allow exact|numeric] [--budget SECONDS] [--name PRESET] "
+        "[--explain] [--table]",
+    )  # fmt: skip
+    parser.add_argument("--allow", choices=("exact", "numeric"), default="exact",
+                        help="exact (default): other kernels, losses equal to 1e-4; numeric: other number types too, "
+                        "as bfloat16, losses within 2 %%")  # fmt: skip
+    parser.add_argument("--budget", metavar="SECONDS", help="in all (120; 180 for the table)")
+    parser.add_argument("--name", metavar="PRESET", help="of the preset (tuned-HOST)")
+    parser.add_argument("--explain", action="store_true", help="say of every setting why it was not taken")
+    parser.add_argument(
+        "--table", action="store_true", help="measure well-known techniques, and write no preset"
+    )
+    return parser
+
+
+def measured(wish: Namespace, typed: list[str], budget: float) -> Results:
+    """Nothing is written before the search ends: an interrupted one leaves no trace."""
+    from trainrun.benchmark.budget import Budget
+    from trainrun.benchmark.command_output import progress_line
+    from trainrun.benchmark.search.search import Search
+    from trainrun.benchmark.worker_process import WorkerPool
+    from trainrun.parallel.launch import num_cores
+
+    with WorkerPool() as pool, progress_line() as progress:
+        return Search(pool.start, typed, Budget(budget), num_cores(), progress, wish.allow).run()
+
+
+def measured_table(typed: list[str], budget: float) -> TechniqueTable:
+    from trainrun.benchmark.budget import Budget
+    from trainrun.benchmark.command_output import progress_line
+    from trainrun.benchmark.search.acceptance import SHOWN
+    from trainrun.benchmark.search.search import Search
+    from trainrun.benchmark.search.technique_table import measure_table
+    from trainrun.benchmark.worker_process import WorkerPool
+    from trainrun.parallel.launch import num_cores
+
+    with WorkerPool() as pool, progress_line() as progress:
+        return measure_table(
+            Search(pool.start, typed, Budget(budget), num_cores(), progress, SHOWN, turns=0.5)
+        )
+
+
+def report(
+    wish: Namespace, typed: list[str], results: Results, budget: float, folder: Path, preset: Path
+) -> int:
+    from trainrun.benchmark.command_output import shown
+    from trainrun.benchmark.search import autotune_report
+    from trainrun.benchmark.search.preset_file import write_preset
+
+    head = say_head(typed, results, budget)
+    for line in autotune_report.search_lines(results, wish.explain):
+        say(line)
+    if results.claimed:
+        written = write_preset(preset, typed, results, Path.cwd())
+        use = f"trainrun {shlex.join(written.use)}"
+        if written.path is not None:
+            say(f"wrote {shown(written.path)}; use it with: {use}")
+        else:
+            say(f"no preset: a setting of yours, or an experiment, stands above it; say: {use}")
+    elif wish.allow == "exact":
+        say("not tried: bfloat16 and other number types, which round more (--allow numeric)")
+    write_results(folder, typed, autotune_report.as_plain(results) | {"found": list(results.found)})
+    picture = autotune_report.search_picture(results, folder / "autotune.png", head)
+    say(f"details: {shown(folder / 'autotune.json')}, {picture.name}")
+    return EXIT_DONE
+
+
+def report_table(typed: list[str], table: TechniqueTable, budget: float, folder: Path) -> int:
+    from trainrun.benchmark.command_output import shown
+    from trainrun.benchmark.search import autotune_report
+
+    head = say_head(typed, table.results, budget)
+    for line in autotune_report.table_lines(table):
+        say(line)
+    write_results(folder, typed, autotune_report.as_plain(table))
+    picture = autotune_report.table_picture(table, folder / "autotune.png", head)
+    say(f"details: {shown(folder / 'autotune.json')}, {picture.name}")
+    return EXIT_DONE
+
+
+def say_head(typed: list[str], results: Results, budget: float) -> str:
+    from trainrun.config.tuned_settings import machine
+
+    head = f"trainrun autotune {shlex.join(masked_words(typed))}".rstrip()
+    say(f"{head} | {machine()} | {results.seconds:.0f} s of {budget:.0f} s")
+    return head
+
+
+def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:
+    from trainrun.config.tuned_settings import machine
+    from trainrun.runs.run_folder import write_json
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(
+        folder / "autotune.json", {"machine": machine(), "words_typed": masked_words(typed), **results}
+    )

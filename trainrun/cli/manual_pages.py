@@ -1,0 +1,84 @@
+"""`trainrun help [TOPIC]`: the manual, as it lies in `trainrun/manual/*.md`. No torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trainrun.cli.main import COMMANDS
+from trainrun.cli.run_arguments import Parser
+from trainrun.config.conf_folders import conf_dir, groups, user_conf_dirs
+from trainrun.config.help_text import help_text
+from trainrun.config.validate import nearest
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.output import say
+
+FOLDER = Path(__file__).resolve().parents[1] / "manual"
+
+
+def main(argv: list[str]) -> int:
+    """Print one topic of the manual, one section of it, or the help of a setting; without a topic, the topics."""
+    parser = Parser(
+        prog="trainrun help", allow_abbrev=False,
+        description="Prints a topic of the manual, or one section of it. Without a topic it lists them.",
+    )  # fmt: skip
+    parser.add_argument(
+        "topic", metavar="TOPIC", nargs="*", help="a topic, a section, a command or a setting"
+    )
+    say(manual_text(" ".join(parser.parse_args(argv).topic)))
+    return EXIT_DONE
+
+
+def topics() -> dict[str, str]:
+    """The text of each file of the manual by its name."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
+
+
+def slug(heading: str) -> str:
+    """The name that a link gives to a heading: `Signals and exit codes` is `signals-and-exit-codes`."""
+    return re.sub(r"[^\w-]", "", heading.strip().lower().replace(" ", "-"))
+
+
+def sections(text: str) -> dict[str, str]:
+    """The `## ` sections of a text by their slugs."""
+    parts = re.split(r"^## (?=.)", text, flags=re.MULTILINE)[1:]
+    return {slug(part.partition("\n")[0]): f"## {part}" for part in parts}
+
+
+def manual_text(topic: str) -> str:
+    """Raises ConfigError that names the nearest topic."""
+    known = topics()
+    if not topic:
+        return "\n".join(
+            [*_overview(known), "", "trainrun help TOPIC prints one; trainrun --help lists the settings."]
+        )
+    wanted = slug(topic)
+    if wanted in known:
+        return _shown(known[wanted])
+    found = {
+        name: part
+        for page, text in known.items()
+        if page != "settings"
+        for name, part in sections(text).items()
+    }
+    if wanted in found and wanted not in groups([conf_dir()]):
+        return _shown(found[wanted])
+    try:  # a group, a section of settings, one setting or a command
+        return help_text([topic], COMMANDS, [*user_conf_dirs([], Path.cwd()), conf_dir()])
+    except ConfigError:
+        near = nearest(wanted, [*known, *found, *COMMANDS])
+        raise ConfigError(f"help {topic}: no such topic.{near} Topics: {', '.join(known)}") from None
+
+
+def _overview(known: dict[str, str]) -> list[str]:
+    lines = ["The manual:"]
+    for name, text in known.items():
+        lines.append(f"  {name:<14} {text.partition(chr(10))[0].lstrip('# ')}")
+    return lines
+
+
+def _shown(text: str) -> str:
+    """Links name the topic in place of the file: `[data](data.md)` is shown as `data (trainrun help data)`."""
+    text = re.sub(r"\[([^\]]+)\]\(([\w-]+)\.md(?:#[\w-]+)?\)", r"\1 (trainrun help \2)", text)
+    text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)
+    return text.rstrip()

@@ -1,0 +1,111 @@
+"""`trainrun predict RUN_DIR`: one row a sample, as CSV or Parquet."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, no_split, parse, run_parser
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.formatting import counted
+from trainrun.output import say
+from trainrun.runs.run import open_run
+from trainrun.runs.run_folder import RunDir
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainrun.training.components import Components
+
+FORMATS = (".csv", ".parquet")
+
+
+def main(argv: list[str]) -> int:
+    """Rows are in the order of the data; the columns are the task's."""
+    parser = run_parser(
+        "predict", "Predictions of a saved model, one row a sample, in the order of the data."
+    )
+    add_checkpoint(parser)
+    parser.add_argument(
+        "--out", default=None, help="a .csv or .parquet file (default: predictions-SPLIT.csv in RUN_DIR)"
+    )
+    words = parse(parser, argv)
+    run_dir = open_run(words.run_dir)
+    out = Path(words.out) if words.out else run_dir.root / f"predictions-{words.split.replace('/', '-')}.csv"
+    if out.suffix not in FORMATS:
+        raise ConfigError(f"--out {out}: must end in {' or '.join(FORMATS)}")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
+    columns = predictions(
+        run_dir, checkpoint_of(run_dir, words.which), words.split, words.overrides, words.trust
+    )
+    try:
+        write_table(out, columns)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot write there ({error.strerror}); name another file") from error
+    say(f"{counted(len(columns['index']), 'prediction')} in {out}")
+    return EXIT_DONE
+
+
+def predictions(
+    run_dir: RunDir, which: str, split: str, overrides: list[str], trust: bool = False
+) -> dict[str, list[Any]]:
+    """Columns of equal length: `index`, the number of the sample in the data, then the task's."""
+    from trainrun.runs.restore_config import parts_of
+
+    run, _, _ = parts_of(run_dir, which, overrides, trust)
+    if split not in run.splits():
+        raise no_split(run.splits(), split)
+    columns: dict[str, list[Any]] = {}
+    for name, tensor in predict_split(run, split).items():
+        flat = tensor.reshape(len(tensor), -1)
+        if flat.shape[1] == 1:
+            columns[name] = flat[:, 0].tolist()
+        else:
+            columns |= {f"{name}_{i}": flat[:, i].tolist() for i in range(flat.shape[1])}
+    count = len(next(iter(columns.values())))
+    return {"index": list(range(count))} | columns
+
+
+def predict_split(run: Components, split: str) -> dict[str, Tensor]:
+    """The task's columns over a whole split, on the CPU; raw outputs where the task predicts nothing."""
+    import torch
+
+    from trainrun.interfaces import Predicts
+    from trainrun.task.batches import joined
+
+    collected: dict[str, list[Tensor]] = {}
+    run.model.eval()
+    with torch.no_grad():
+        for batch in run.splits()[split].epoch(0):
+            with run.precision.autocast():
+                if isinstance(run.task, Predicts):
+                    columns = run.task.predict(run.model, batch.data)
+                else:
+                    columns = {"output": run.model(batch.data[0])}
+            if batch.indices is not None and len(batch.indices) == len(next(iter(columns.values()))):
+                columns = {"index": batch.indices, **columns}
+            for name, column in columns.items():
+                collected.setdefault(name, []).append(column.detach().cpu())
+    return {name: joined(chunks) for name, chunks in collected.items()}
+
+
+def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
+    """Replace the file as a whole."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    if out.suffix == ".parquet":
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ConfigError(
+                f"--out {out}: needs pyarrow; pip install 'trainrun[parquet]', or write .csv"
+            ) from error
+        pyarrow.parquet.write_table(pyarrow.table(columns), temporary)
+    else:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
+    temporary.replace(out)

@@ -1,0 +1,103 @@
+"""`trainrun report RUN_DIR...`: draws the plots of runs again; several are put side by side."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainrun.cli.run_arguments import Parser, add_trust
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.output import say
+from trainrun.runs.run_folder import RunDir
+from trainrun.runs.trusted_code import check_files
+
+MOST_FOLDERS = 2000  # looked at when a run is not found
+NOT_SEARCHED = ("checkpoints", "plots", "node_modules", "__pycache__")
+
+
+def main(argv: list[str]) -> int:
+    """Draw `plots/*.png` and `report.html` of each run, and for several `compare.html` too."""
+    parser = Parser(
+        prog="trainrun report", allow_abbrev=False,
+        description="Draws the plots and report.html of runs again, from what they logged; several runs are "
+        "also put side by side: compare.html, compare_loss.png, compare_metrics.png.",
+    )  # fmt: skip
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, help="where the comparison goes (default: beside the first run)"
+    )
+    add_trust(parser)
+    words = parser.parse_args(argv)
+    runs = list(dict.fromkeys(find_run(word) for word in words.run_dirs))
+    for run in runs:
+        check_files(run.root, words.trust)
+    if words.out is not None and len(runs) == 1:
+        raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
+
+    try:
+        draw_all(runs, words.out)
+    except BrokenPipeError:  # of who reads what is printed
+        raise
+    except OSError as error:
+        raise ConfigError(f"{error.filename or 'report'}: cannot write there ({error.strerror})") from error
+    return EXIT_DONE
+
+
+def draw_all(runs: list[RunDir], out: Path | None) -> None:
+    """Each run, then several side by side."""
+    from trainrun.plots.report import draw_report
+    from trainrun.plots.run_curves import draw_run
+
+    for run in runs:
+        pictures = draw_run(run)
+        say(f"{draw_report(run)}  (pictures: {len(pictures)}, in {run.plots})")
+    if len(runs) > 1:
+        from trainrun.plots.compare import compare
+
+        comparison = compare(runs, out or runs[0].root.parent)
+        say(f"\n{comparison.table}\n")
+        for path in comparison.files:
+            say(path)
+
+
+def find_run(folder: str) -> RunDir:
+    """A run folder with rows to draw. Raises ConfigError that names the nearest ones."""
+    run = RunDir(Path(folder).expanduser().absolute())
+    if run.metrics.is_file():
+        return run
+    if run.config.is_file():
+        raise ConfigError(
+            f"{folder}: this run has logged nothing (no {run.metrics.name}); there is nothing to draw. "
+            "Runs write it with monitor.metrics_file=true"
+        )
+    what = "no run is in this folder" if run.root.is_dir() else "no such folder"
+    near = nearest_runs(run.root)
+    hint = (
+        f"; runs near it: {', '.join(near)}" if near else "; give the folder that a run has named as its own"
+    )
+    raise ConfigError(f"{folder}: {what} (no {run.metrics.name}){hint}")
+
+
+def nearest_runs(wanted: Path) -> list[str]:
+    """Up to three run folders with a similar path, as one would type them here."""
+    start = next(parent for parent in (wanted, *wanted.parents) if parent.is_dir())
+    found = [_typed(folder) for folder in _runs_below(start)]
+    return difflib.get_close_matches(_typed(wanted), found, n=3, cutoff=0.0)
+
+
+def _typed(folder: Path) -> str:
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
+
+
+def _runs_below(start: Path) -> Iterator[Path]:
+    """Run folders, without those hidden or very far away."""
+    for number, (folder, inner, files) in enumerate(os.walk(start)):
+        if number >= MOST_FOLDERS:
+            return
+        if "metrics.jsonl" in files:
+            yield Path(folder)
+            inner.clear()
+        inner[:] = sorted(name for name in inner if not name.startswith(".") and name not in NOT_SEARCHED)

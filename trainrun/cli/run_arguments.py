@@ -1,0 +1,112 @@
+"""Arguments that several commands have in common: a run folder with overrides, and `--budget SECONDS`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from typing import NoReturn
+
+from trainrun.config.units import parse_seconds
+from trainrun.config.validate import nearest
+from trainrun.errors import ConfigError
+from trainrun.output import say
+from trainrun.runs.run_folder import RunDir
+
+LEAST_SECONDS = 5.0
+FOLDER_FLAGS = ("--config-dir", "-cd")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog.partition(' ')[2]}: {message}; see {self.prog} --help")
+
+
+def run_parser(name: str, about: str) -> Parser:
+    """A parser of RUN_DIR and key=value words."""
+    parser = Parser(prog=f"trainrun {name}", description=about)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="single values to change"
+    )
+    add_trust(parser)
+    return parser
+
+
+def add_trust(parser: Parser) -> None:
+    """What a folder names, and where it leads, is followed without a question only where it is the user's own."""
+    parser.add_argument(
+        "--trust", action="store_true", help="run the code that RUN_DIR names, and follow its links"
+    )
+
+
+def add_checkpoint(parser: Parser) -> None:
+    parser.add_argument(
+        "--which", help="best, last, or a checkpoint's name (default: best, or last without one)"
+    )
+    parser.add_argument("--split", default="val", help="val, test, or a named set as val/day (default: val)")
+
+
+def no_split(there: Iterable[str], split: str) -> ConfigError:
+    """The fault of a `--split` that the run does not have."""
+    name = f"data.{split.replace('/', '.')}"
+    there = list(there)
+    sets = [one for one in there if one.startswith(f"{split}/")]
+    way = f"use --split {sets[0]}" if sets else f"name it with {name}._target_=..."
+    return ConfigError(
+        f"--split {split}: this run has no {name}; there are {', '.join(there) or 'none'}; {way}"
+    )
+
+
+def checkpoint_of(run: RunDir, which: str | None) -> str:
+    """What `--which` says; without it the best, or the last where no metric chose a best one."""
+    from trainrun.checkpoint.best import best_checkpoint
+
+    if which is not None:
+        return which
+    if best_checkpoint(run.checkpoints) is not None:
+        return "best"
+    say("note: no checkpoint of this run was chosen by a metric, so this is of the last", file=sys.stderr)
+    return "last"
+
+
+def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own flags, and the words of a run; of its flags only the folder of configs means something here."""
+    found, words = parser.parse_known_args(argv)
+    own = [name for action in parser._actions for name in action.option_strings]
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("-") and flag not in FOLDER_FLAGS:
+            near = nearest(flag, own)
+            raise ConfigError(f"{word}: no flag of {parser.prog}.{near} See {parser.prog} --help")
+    return found, words
+
+
+def parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    """Options and key=value words in any order."""
+    return parser.parse_intermixed_args(argv)
+
+
+def take_seconds(argv: list[str], default: float, command: str) -> tuple[list[str], float]:
+    """The other words, and the seconds: of `--budget 120`, `--budget=2m`. Raises ConfigError."""
+    rest: list[str] = []
+    seconds = default
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != "--budget":
+            rest.append(word)
+            continue
+        text = value if equals else next(words, "")
+        try:
+            found = parse_seconds(float(text) if text.replace(".", "", 1).isdigit() else text or None)
+        except ValueError:
+            found = None
+        if found is None or found < LEAST_SECONDS:
+            raise ConfigError(
+                f"{command}: --budget {text}: must be {LEAST_SECONDS:g} seconds or more, as 60 or 2m"
+            )
+        seconds = found
+    return rest, seconds

@@ -1,0 +1,240 @@
+"""The command line made ready for Hydra: flags first, other names translated, numbers quoted.
+
+Hydra reads `precision=32` as a number and stops; it takes no flags between overrides; it knows nothing
+of the names that other frameworks use. All of that is mended here, on plain strings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trainrun.config.aliases import OPTIONS, aliases, key_of_today, value_of_today
+from trainrun.config.path_settings import as_path, is_path
+from trainrun.config.schema import NODE, NODES, settings
+from trainrun.config.validate import nearest
+from trainrun.errors import ConfigError
+
+FLAGS = (
+    "--help", "-h", "--version", "--multirun", "-m", "--resolve", "--run", "-r", "--info", "--hydra-help",
+)  # fmt: skip
+FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--shell-completion")
+CFG_QUESTIONS = ("job", "hydra", "all")
+WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
+OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+DATA_SETS = ("data.train", "data.val", "data.test")
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
+TRACKERS = "monitor.listeners"  # where `monitor.mine` is kept
+CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
+
+_PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
+
+
+@dataclass
+class CommandLine:
+    """A command line taken apart.
+
+    notes: one line for each name that was translated. twice: one for each key with two values; the last
+    one wins, which a program that adds to its own words may want, and a person may not have seen. typed: what was
+    typed, by what it was translated to.
+    """
+
+    flags: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    config_dirs: list[str] = field(default_factory=list)
+    own: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+    typed: dict[str, str] = field(default_factory=dict)
+
+    def as_typed(self, fault: str) -> str:
+        """A line on a setting, which names the word and the value that were typed."""
+        head, must, allowed = fault.partition(": must be ")
+        for word in self.overrides:
+            key, _, value = word.lstrip("+").partition("=")
+            if must and head.startswith(f"{key}=") and not head.endswith("(a text)"):
+                fault = f"{key}={value}{must}{allowed}"
+        for meant, word in self.typed.items():
+            if fault.startswith(f"{meant}:"):
+                return word + fault[len(meant) :]
+        own = fault.startswith(f"{TRACKERS}.") and not any(TRACKERS in word for word in self.typed.values())
+        return fault.replace(TRACKERS, "monitor") if own else fault
+
+
+def split_command_line(argv: list[str]) -> CommandLine:
+    """Flags, overrides, and what is meant for the runner itself, wherever they stand."""
+    words, rest = CommandLine(), list(argv)
+    faults: list[str] = []
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            word = _with_its_rest(word, rest)
+            key, _, value = word.partition("=")
+            if key in OWN_KEYS:
+                if words.own.get(key, value) != value:
+                    words.twice.append(
+                        f"{key}={words.own[key]} and {word}: two values; leave one of them out"
+                    )
+                words.own[key] = value
+            else:
+                words.overrides.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS_WITH_VALUE and not equals and rest:
+            value = rest.pop(0)
+        if fault := _flag_fault(word, flag, value):
+            faults.append(fault)
+        elif flag in ("--config-dir", "-cd"):
+            words.config_dirs.append(value)
+        else:
+            words.flags += [flag, value] if value else [flag]
+    if faults:
+        raise ConfigError(*faults)
+    return words
+
+
+def _with_its_rest(word: str, rest: list[str]) -> str:
+    """`lr = 1`, of which a shell makes three words, as one that is refused for its spaces; also `lr =1` and `lr= 1`."""
+    whole = word
+    if "=" not in whole and rest and rest[0].startswith("="):
+        whole += rest.pop(0)
+    if (
+        whole.find("=") == len(whole) - 1
+        and rest
+        and rest[0]
+        and "=" not in rest[0]
+        and not rest[0].startswith("-")
+    ):
+        whole += rest.pop(0)
+    return word if whole == word else whole.replace("=", " = ", 1)
+
+
+def _flag_fault(word: str, flag: str, value: str) -> str:
+    """What is wrong with a word that begins with a dash; empty if nothing is."""
+    if flag not in FLAGS + FLAGS_WITH_VALUE:
+        bare = word.lstrip("-")
+        is_setting = "=" in word or "." in bare or bare in aliases()
+        near = nearest(flag, FLAGS + FLAGS_WITH_VALUE)
+        if is_setting:
+            near = f" A setting is written without dashes: {bare}{'' if '=' in word else '=VALUE'}."
+        return f"{word}: no such flag.{near} See trainrun --help"
+    if flag in ("--cfg", "-c") and value not in CFG_QUESTIONS:
+        return f"{word}: needs one of {', '.join(CFG_QUESTIONS)}, as --cfg job"
+    if flag in FLAGS_WITH_VALUE and not value:
+        return f"{word}: needs a value after it"
+    return ""
+
+
+def translate(
+    words: CommandLine, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool]
+) -> None:
+    """Replace other frameworks' names, shorthands and numbers in place, and note what was meant."""
+    out: list[str] = []
+    typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
+    may_vary = not {"--multirun", "-m"}.isdisjoint(words.flags)
+    for word in words.overrides:
+        bare = word.lstrip("+~")
+        sign = word[: len(word) - len(bare)]
+        typed_key, equals, value = bare.partition("=")
+        key = key_of_today(typed_key, is_group)
+        if is_tracker := _is_tracker(key, value):
+            key = f"{TRACKERS}.{key.removeprefix('monitor.')}"
+        elif key.startswith(f"{TRACKERS}."):
+            words.notes.append(f"{key} is written {key.replace(TRACKERS, 'monitor')} now")
+        known = settings().get(key)
+        if is_group(key) and equals:
+            meant = [sign + part for part in _group_words(key, value, is_option)]
+        elif known is not None and known.short and equals and not set(value) & set("{(,$"):
+            key = f"{key}.{known.short}"
+            meant = [f"{key}={value_of_today(key, value)}"]
+        elif _takes_a_target(key) and DOTTED.fullmatch(value):
+            meant = [f"+{key}._target_={value}"]
+        elif key in OWN_KEYS:
+            words.twice += _said_twice(f"{key}={value}", word, typed)
+            words.own[key] = value
+            words.typed[f"{key}={value}"] = word
+            continue
+        elif is_path(key) and equals:
+            meant = [f"{sign}{key}={as_path(value, may_vary)}"]
+            if key == typed_key:  # no other word is meant
+                words.typed[meant[0].lstrip("+")] = word
+                words.twice += _said_twice(f"{key}={value}", word, typed)
+                out += meant
+                continue
+        else:
+            meant = [sign + key + equals + value_of_today(key, value)]
+        if meant[-1].replace('"', "") != word and not is_tracker:
+            words.notes.append(f"{word} is read as {meant[-1]}")
+        for part in meant:
+            if part != word:
+                words.typed[part.lstrip("+")] = word
+            words.twice += _said_twice(part, word, typed)
+        out += meant
+    words.overrides = _with_custom_groups(out, is_group)
+
+
+def _is_tracker(key: str, value: str) -> bool:
+    """Whether a word sets a tracker, `monitor.mine._target_=...` or `monitor.mine=my_file.MyClass`."""
+    group, _, rest = key.partition(".")
+    name, dot, _ = rest.partition(".")
+    return group == "monitor" and f"monitor.{name}" not in settings() and bool(dot or DOTTED.fullmatch(value))
+
+
+def _takes_a_target(key: str) -> bool:
+    """Whether `key=my_file.MyClass` names what stands at an open node; the sets of `data` keep their arguments."""
+    known, above = settings().get(key), settings().get(key.rpartition(".")[0])
+    by_name = known is None and above is not None and above.opens == NODES
+    return by_name or (known is not None and known.opens == NODE and key not in DATA_SETS)
+
+
+def _said_twice(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:
+    """One line where an earlier word gave the same key another value.
+
+    typed: for each key its value, and the word as it was typed.
+    """
+    key, equals, value = meant.lstrip("+").partition("=")
+    if not equals or meant.startswith("~"):
+        return []
+    earlier_value, earlier_word = typed.setdefault(key, (value, word))
+    if earlier_value == value:
+        return []
+    return [f"{earlier_word} and {word}: two values for {key}; leave one of them out"]
+
+
+def _group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
+    """`precision=32,bf16` -> `precision=32-true,bf16-mixed`; `model=my_net.Net` -> its two words."""
+    if value[:1] in ("[", "{", '"', "'", "$"):
+        return [f"{group}={value}"]
+    aliases = OPTIONS.get(group, {})
+    options = [
+        part if is_option(group, part) else aliases.get(part.lower(), part) for part in value.split(",")
+    ]
+    extra = ["parallel.accelerator=cpu"] if group == "parallel" and value == "processes" else []
+    if len(options) == 1 and "." in value and not is_option(group, value) and re.fullmatch(r"[\w.]+", value):
+        target = "data.train._target_" if group == "data" else f"{group}._target_"
+        return [f"{group}={CUSTOM}", f"{target}={value}"]
+    quoted = [f'"{part}"' if _PLAIN.match(part) else part for part in options]
+    return [f"{group}={','.join(quoted)}", *extra]
+
+
+def with_one_warmup(overrides: list[str]) -> list[str]:
+    """A warmup that is named replaces the one that the option brings along, in another unit."""
+    units = {f"scheduler.warmup_{unit}": empty for unit, empty in WARMUP_UNITS.items()}
+    named = {word.lstrip("+").partition("=")[0] for word in overrides} & set(units)
+    if len(named) != 1:
+        return overrides
+    return overrides + [f"{key}={empty}" for key, empty in units.items() if key not in named]
+
+
+def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -> list[str]:
+    """A `_target_` of the user's own, without a choice of the group, starts from the empty option."""
+    chosen = {word.partition("=")[0] for word in overrides}
+    added = []
+    for word in overrides:
+        key = word.lstrip("+").partition("=")[0]
+        group = key.partition(".")[0]
+        if key in (f"{group}._target_", "data.train._target_") and is_group(group) and group not in chosen:
+            added.append(f"{group}={CUSTOM}")
+            chosen.add(group)
+    return added + overrides

@@ -1,0 +1,252 @@
+"""From overrides to a `RunConfig`: every mistake becomes one readable line, and all are listed at once.
+
+Nothing of Hydra or OmegaConf is left afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from trainrun.config.aliases import value_of_today, with_names_of_today, with_targets_of_today
+from trainrun.config.argv import CUSTOM, CommandLine, split_command_line, translate, with_one_warmup
+from trainrun.config.conf_folders import conf_dir, groups, options, user_conf_dirs
+from trainrun.config.messages import explain_reference, first_line, override_fault
+from trainrun.config.overrides import composed, put_into_saved, schema_node
+from trainrun.config.path_settings import follow_path, unread_path
+from trainrun.config.private_values import (
+    is_environment,
+    leaves_of,
+    missing_secrets,
+    public,
+    remember,
+    with_secrets,
+)
+from trainrun.config.schema import NODES, RunConfig, settings, value_of, with_values
+from trainrun.config.target_arguments import argument_faults
+from trainrun.config.tuned_settings import stale
+from trainrun.config.validate import check
+from trainrun.config.yaml_limits import read_yaml_text
+from trainrun.errors import ConfigError
+from trainrun.limits import choices_of
+from trainrun.runs.run_folder import RunDir, read_json, write_json, write_text
+
+SEAL = "# sha256 of the lines above: "
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A checked config. overrides: as Hydra got them; own: what the runner itself was told."""
+
+    config: RunConfig
+    choices: dict[str, str]
+    overrides: list[str]
+    own: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare(argv: list[str], working_dir: Path) -> tuple[CommandLine, list[Path]]:
+    """The command line ready for Hydra, and every folder of configs, the user's first."""
+    words = split_command_line(argv)
+    folders = [*user_conf_dirs(words.config_dirs, working_dir), conf_dir()]
+    known = groups(folders)
+    translate(words, lambda group, option: option in options(group, folders), lambda name: name in known)
+    empty = [
+        f"{key}=: names no folder; give one, or leave it out" for key, own in words.own.items() if not own
+    ]
+    if empty:
+        raise ConfigError(*map(words.as_typed, empty))
+    return words, folders
+
+
+def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition:
+    """The config that a command line asks for. Raises ConfigError with every fault of it."""
+    words, folders = prepare(argv, working_dir or Path.cwd())
+    try:
+        return _composition(words, folders, working_dir or Path.cwd())
+    except ConfigError as error:
+        raise ConfigError(*[words.as_typed(fault) for fault in error.faults]) from error
+
+
+def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
+    wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
+    faults = list(wrong.values())
+    overrides = with_one_warmup([word for word in words.overrides if word not in wrong])
+    cfg = composed(overrides, folders, faults)
+    if cfg is None:
+        raise ConfigError(*faults)
+    choices = {
+        key: str(value) for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")
+    }
+    try:
+        config = to_run_config(cfg)
+    except ConfigError as error:
+        raise ConfigError(*faults, *error.faults) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(*faults, explain_reference(error)) from error
+    faults += [*check(config), *unread_path(config)]
+    faults += untold(argument_faults(config) | idle_settings(config, overrides), faults)
+    if faults:
+        raise ConfigError(*faults)
+    if config.run_name is None:
+        names = (
+            _named(config.data.name, config.data.train),
+            _named(choices.get("model", "model"), config.model),
+        )
+        config = replace(config, run_name="-".join(names))
+    words.notes += stale_preset(config, choices.get("preset", "none"), folders, working_dir)
+    return Composition(config, choices, overrides, words.own, words.notes)
+
+
+def _named(option: str, node: Any) -> str:
+    """Return the option's name or, for the user's own, that of the class or function it names."""
+    target = node.get("_target_") if option == CUSTOM and isinstance(node, dict) else None
+    name = str(target).rpartition(".")[2]
+    return name if target and name.isidentifier() else option
+
+
+def stale_preset(config: RunConfig, preset: str, folders: list[Path], working_dir: Path) -> list[str]:
+    """One line where the preset was measured on something else."""
+    files = [folder / "preset" / f"{preset}.yaml" for folder in folders]
+    file = next((file for file in files if preset != "none" and file.is_file()), None)
+    told = stale(file, config, working_dir) if file is not None else ""
+    return [told] if told else []
+
+
+def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
+    """What was typed for a section that is off, as the patience of no early stopping; off by its own word is fine."""
+    typed = dict.fromkeys(word.lstrip("+").partition("=")[0] for word in overrides)
+    faults = {}
+    for section, found in settings().items():
+        switch = f"{section}.{found.short}"
+        if not found.short or switch in typed or (off := value_of(config, switch)) not in (False, "off"):
+            continue
+        on = "true" if off is False else "model"
+        for key in (key for key in typed if key.startswith(f"{section}.")):
+            if key in settings() and (value := value_of(config, key)) != settings()[key].default:
+                way = f"add {section}={on}, or leave it out"
+                faults[key] = f"{key}={value}: does nothing while {switch}={str(off).lower()}; {way}"
+    return faults
+
+
+def untold(more: dict[str, str], faults: list[str]) -> list[str]:
+    """Those of further faults, by key, whose key no fault names."""
+    told = {fault.partition("=")[0] for fault in faults}
+    return [fault for key, fault in more.items() if key not in told]
+
+
+def to_run_config(cfg: DictConfig) -> RunConfig:
+    """Plain dataclasses with every reference resolved. Hydra composed into the schema, so all types are checked."""
+    try:
+        found = _of_today(RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)}))
+        return remember(cfg, found)
+    except MissingMandatoryValue as error:
+        missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
+        raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
+
+
+def _of_today(config: RunConfig) -> RunConfig:
+    """The config with other words for values, and sources of data that have moved, as they are named today."""
+    sets = {
+        f"data.{name}": with_targets_of_today(getattr(config.data, name)) for name in ("train", "val", "test")
+    }
+    sets |= {  # `hook.x=null` takes an entry away
+        key: {name: node for name, node in value_of(config, key).items() if node is not None}
+        for key, found in settings().items()
+        if found.opens == NODES and isinstance(value_of(config, key), dict)
+    }
+    spoken = [key for key, found in settings().items() if found.words]
+    words = {key: value_of_today(key, str(value_of(config, key))) for key in spoken}
+    return with_values(
+        config, sets | {key: word for key, word in words.items() if word in choices_of(settings()[key].kind)}
+    )
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+
+def save_config(config: RunConfig) -> str:
+    """The config as YAML text, to be read by `load_config`; without secrets."""
+    text = OmegaConf.to_yaml(OmegaConf.structured(public(config)[0]))
+    return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def write_config(run: RunDir, config: RunConfig) -> None:
+    """The config of a run, and its secrets apart from it."""
+    if secrets := public(config)[1]:
+        write_json(run.secrets, secrets, durable=True)
+    write_text(run.config, save_config(config), durable=True)
+
+
+def is_as_saved(path: Path) -> bool:
+    """Whether a saved config has the hash that its last line names; one that names none may be by hand."""
+    text, seal, digest = read_yaml_text(path).rpartition(SEAL)
+    return not seal or digest.strip() == hashlib.sha256(text.encode()).hexdigest()
+
+
+def plain_config(path: Path) -> dict[str, Any]:
+    """The plain values of a config that a run has saved; raises ConfigError. Nothing in it is looked up or run."""
+    text = read_yaml_text(path)
+    try:
+        found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: not a config of a run ({first_line(error)})") from error
+    except AssertionError:  # OmegaConf's answer to a single number
+        found = None
+    if not isinstance(found, dict) or not found.get("model"):
+        raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
+    for key, value in leaves_of(found):
+        if isinstance(value, str) and "${" in value and not is_environment(value):
+            raise ConfigError(
+                f"{path}: {key}={value[:80]}: a reference; a run saves its config with all of them resolved"
+            )
+    return {str(name): value for name, value in found.items()}
+
+
+def load_config(path: Path, overrides: list[str]) -> RunConfig:
+    """A saved config with single values changed. Raises ConfigError; group choices are fixed by now."""
+    return with_overrides(plain_config(path), path, overrides)
+
+
+def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> RunConfig:
+    """The config that `path` holds as plain values, with the overrides of a command line."""
+    try:
+        kept: Any = None
+        with contextlib.suppress(OSError, ValueError):
+            kept = read_json(RunDir(path.parent).secrets)
+        saved = OmegaConf.create(with_names_of_today(with_secrets(found, kept), path))
+        cfg = OmegaConf.merge(schema_node(), saved)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        key = str(getattr(error, "full_key", None) or "config")
+        raise ConfigError(f"{path}: not a config of a run ({key}: {first_line(error)})") from error
+    assert isinstance(cfg, DictConfig)
+    words = split_command_line(overrides)
+    translate(words, lambda *_: False, lambda name: False)
+    faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
+    wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
+    faults += wrong.values()
+    put_into_saved(cfg, [word for word in words.overrides if word not in wrong], faults)
+    faults += missing_secrets(cfg)
+    try:
+        config = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigError(*faults, explain_reference(error)) from error
+    assert isinstance(config, RunConfig)
+    config = remember(cfg, _of_today(config))
+    config = follow_path(config, OmegaConf.select(saved, "data.path"))
+    faults += check(config)
+    faults += untold(idle_settings(config, words.overrides), faults)
+    # With its other values it has trained.
+    changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
+    faults += untold({key: fault for key, fault in argument_faults(config).items() if key in changed}, faults)
+    if faults:
+        raise ConfigError(*[words.as_typed(fault) for fault in faults])
+    return config

@@ -1,0 +1,155 @@
+"""`trainrun --help`, read from the comments of the config files and from `config/schema.py`: no Hydra, no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainrun.config.conf_folders import conf_dir, groups
+from trainrun.config.schema import RunConfig, Setting, settings
+from trainrun.config.validate import nearest
+from trainrun.errors import ConfigError
+from trainrun.limits import choices_of
+
+WITH_OWN_KEYS = ("data", "model", "task", "optimizer", "scheduler")  # groups whose options bring keys along
+
+EXAMPLES = """\
+usage: trainrun [group=option ...] [key=value ...]     one run
+       trainrun --multirun optimizer.lr=1e-3,3e-4      every combination
+       trainrun COMMAND RUN_DIR ...                    something with a finished run
+       trainrun --help GROUP                           the options of one group, as --help model
+       trainrun --help SECTION                         its settings, as --help trainer; --help all: every setting
+       trainrun --help GROUP=OPTION                    the settings of one option, as --help model=gpt
+       trainrun --cfg job [key=value ...]              the composed config, without running
+       trainrun help [TOPIC]                           the manual, by topic
+
+  trainrun                                             digits, a small network, 20 epochs
+  trainrun data=fashion_mnist model=cnn preset=fast
+  trainrun parallel=ddp precision=16-mixed
+  trainrun model=my_net.Net model.width=9              your own class, from the folder you are in
+"""
+
+
+def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) -> str:
+    """The overview, one group with its options, one section or option with its settings, one setting, or all.
+
+    folders: with configs, the user's first, ours last.
+    """
+    known_groups, topic = groups(folders), topics[0] if topics else ""
+    sections, keys = _sections(), _lines()
+    group, equals, option = topic.partition("=")
+    if equals and option in _option_files(group, folders):
+        return "\n".join(_option(group, option, folders))
+    if topic in known_groups or topic in sections:
+        found = [_group(topic, folders)] if topic in known_groups else []
+        return "\n\n".join([*found, *(["\n".join(sections[topic])] if topic in sections else [])])
+    if topic == "all":
+        own = [
+            "\n".join(_option(group, name, folders))
+            for group in WITH_OWN_KEYS
+            for name in sorted(_option_files(group, folders))
+        ]
+        return "\n".join([*keys, "", *own])
+    if found := [line for line in keys if line.partition("=")[0] == topic]:
+        return found[0]
+    if topic in commands:
+        return f"trainrun {topic}: {commands[topic]}; see trainrun {topic} --help"
+    if topic:
+        known = [*known_groups, *(name for name in sections if name not in known_groups), "all"]
+        near = nearest(topic, [*known, *(line.partition("=")[0] for line in keys)])
+        if equals and group in known_groups:
+            known = [f"{group}={name}" for name in sorted(_option_files(group, folders))]
+            near = nearest(topic, known)
+        raise ConfigError(f"--help {topic}: no such topic.{near} Choose from: {', '.join(known)}")
+    lines = [EXAMPLES, "groups (the default comes first):"]
+    defaults = _defaults(conf_dir())
+    for group in known_groups:
+        options = sorted(_option_files(group, folders), key=lambda name: (name != defaults.get(group), name))
+        lines.append(f"  {group:<12} {', '.join(options)}")
+    lines.append("\ncommands:")
+    lines += [f"  {name:<12} {text}" for name, text in commands.items()]
+    return "\n".join(lines)
+
+
+def _group(group: str, folders: list[Path]) -> str:
+    lines, options = [f"{group}="], _option_files(group, folders)
+    width = max([16, *map(len, options)])
+    for name, path in sorted(options.items()):
+        lines.append(f"  {name:<{width}} {first_comment(path)}".rstrip())
+    return "\n".join(lines)
+
+
+def _option_files(group: str, folders: list[Path]) -> dict[str, Path]:
+    """Those of an earlier folder hide those of a later one."""
+    return {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
+
+
+def first_comment(path: Path) -> str:
+    """What an option file says of itself."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and not line.startswith("# @package"):
+            return line.lstrip("# ")
+    return ""
+
+
+def _defaults(folder: Path) -> dict[str, str]:
+    pairs = [
+        line.strip("- ").partition("#")[0] for line in (folder / "trainrun.yaml").read_text().splitlines()
+    ]
+    return {key.strip(): value.strip() for key, _, value in (pair.partition(":") for pair in pairs) if value}
+
+
+def _option(group: str, option: str, folders: list[Path]) -> list[str]:
+    """The settings that one option of a group brings along, with what its file says of them."""
+    path = _option_files(group, folders)[option]
+    lines, parents = [f"with {group}={option}: {first_comment(path)}"], [(-1, group)]
+    text = path.read_text(encoding="utf-8")
+    if "# @package _global_" in text:
+        parents = [(-1, "")]
+    for line in text.splitlines():
+        key, colon, rest = line.partition(":")
+        indent = len(key) - len(key.lstrip())
+        if not colon or key.lstrip()[:1] in ("#", "-", "") or key.strip() == "defaults":
+            continue
+        while parents[-1][0] >= indent:
+            parents.pop()
+        name = f"{parents[-1][1]}.{key.strip()}".lstrip(".")
+        value, _, comment = rest.partition(" #")
+        if value.strip():
+            lines.append(_line(f"  {name}={value.strip()}", comment.strip()))
+        else:
+            parents.append((indent, name))
+    return lines
+
+
+def _sections() -> dict[str, list[str]]:
+    """By name the lines of every section, `trainer` and `trainer.compile`."""
+    return {key: _lines(f"{key}.") for key, found in settings().items() if found.section is not None}
+
+
+def _lines(prefix: str = "") -> list[str]:
+    return [_line(f"{name}={value}", text) for name, value, text in setting_rows() if name.startswith(prefix)]
+
+
+def setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Name, default and meaning with what is allowed, for every setting of the config."""
+    for key, found in settings(schema).items():
+        if found.section is None:
+            default = {"None": "null", "True": "true", "False": "false"}.get(
+                str(found.default), str(found.default)
+            )
+            yield key, default, found.help + _allowed(found)
+
+
+def _allowed(found: Setting) -> str:
+    """What a number or a name may be; the other types show in the default."""
+    text = re.sub(r"^(one of|a whole number|a number)(, )?|, or null$", "", found.allowed).strip()
+    limited = (
+        choices_of(found.kind) or " or more" in text or "than" in text or "below" in text or "at most" in text
+    )
+    return f" ({text.removeprefix('or ')})" if limited and text else ""
+
+
+def _line(setting: str, text: str) -> str:
+    return f"{setting:<46} {text}".rstrip()

@@ -1,0 +1,229 @@
+"""What is wrong with an override: one line that names it as typed, with the way out."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import fields
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainrun.config.aliases import ANSWERS
+from trainrun.config.argv import OWN_KEYS
+from trainrun.config.conf_folders import conf_dir, groups
+from trainrun.config.schema import RunConfig, open_nodes, settings
+from trainrun.config.validate import closest, nearest
+
+SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
+NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"
+KINDS = {
+    "Integer": "a whole number",
+    "Float": "a number",
+    "Boolean": "true or false",
+    "bool": "true or false",
+}
+BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
+_FILE_FAULT = re.compile(r"In '(.+?)': \w+ raised while composing config:\n(.*)\n\s*full_key: (\S+)")
+MAX_NAMES = 12  # that are listed where none is near
+
+
+def override_fault(word: str) -> str:
+    """What is wrong with one override as typed, before its value is turned into another type; empty if nothing is."""
+    key, equals, value = word.lstrip("+").partition("=")
+    if not equals or set(value) & set("{(,$"):  # a reference, or several values of a sweep
+        return ""
+    kind = settings()[key].kind if key in settings() else None
+    if kind is bool and value.lower() not in BOOLEANS:
+        return f"{key}={value}: must be true or false"
+    if not value and kind in (str, str | None):
+        return f"{key}=: has no value; give one, or leave it out"
+    cores = os.cpu_count() or 1
+    if key == "trainer.num_threads" and value.isdigit() and int(value) > cores:
+        return f"{key}={value}: this machine has {cores} cores; use at most {cores}, or auto"
+    return ""
+
+
+def explain(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
+    """One line on what Hydra does not compose, and the word to take out; None if no single word is to blame."""
+    text = str(error)
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        fault = no_option(group, option, [name for name in error.options if "/" not in name])
+        culprit = next((word for word in words if word.partition("=")[0].lstrip("+~") == group), None)
+        return fault, culprit
+    if found := _FILE_FAULT.match(text):
+        return _explain_file(found[1], found[2], found[3], folders), _choosing(found[1], words)
+    for word in words:
+        name = word.partition("=")[0].lstrip("+~")
+        if word.startswith("~") and f"'{word[1:]}'" in text:
+            return f"{word}: is not chosen, so it cannot be taken away", word
+        if f"'{name}'" in text and any((folder / name).is_dir() for folder in folders):
+            return f"{word}: nothing is chosen of {name} that it could replace; add it, as +{word}", word
+        if f"'{name}'" in text:
+            return unknown_key(name, word.lstrip("+"), "", top_names(folders)), word
+    return " ".join(text.split()[:60]), None
+
+
+def _choosing(file: str, words: list[str]) -> str | None:
+    """The word that chooses an option's file."""
+    return next((word for word in words if word.lstrip("+").replace("=", "/", 1) == file), None)
+
+
+def _explain_file(file: str, text: str, key: str, folders: list[Path]) -> str:
+    """What does not fit the schema in an option of the user's own."""
+    if "not in" not in text:
+        return f"{file}.yaml: {key}: {_rule(text)}"
+    if key == file.partition("/")[0]:
+        return f"{file}.yaml: there is no section {key}; settings of others need `# @package _global_` as first line"
+    above = key.rpartition(".")[0]
+    names = [item.name for item in fields(attrgetter(above)(RunConfig()))] if above else top_names(folders)
+    return unknown_key(key, f"{file}.yaml: {key}", above, names)
+
+
+def no_option(group: str, option: str, known: list[str]) -> str:
+    return (
+        f"{group}={option}: there is no such {group}.{nearest(option, known)} Choose from: {', '.join(known)}"
+    )
+
+
+def unread(word: str) -> str:
+    """One of Hydra's own settings, which would change nothing."""
+    return f"{word}: changes nothing here; of Hydra's own settings a run reads {' and '.join(OWN_KEYS)}"
+
+
+def unreadable(word: str) -> str:
+    """Hydra's grammar speaks of tokens; the usual reasons are few."""
+    if not word.strip():
+        return f"{word!r}: an empty word, as of a shell variable that is not set; leave it out"
+    word = word.strip()
+    key, equals, _ = word.partition("=")
+    name = key.lstrip("~")
+    if not equals or not name:
+        return f"{word}: cannot be read as key=value"
+    if name != name.rstrip():
+        return f"{word}: cannot be read as key=value; no spaces around the ="
+    if not re.fullmatch(r"[\w$/@:-]+(\.[\w$-]+)*", name):
+        return f"{word}: cannot be read as key=value; a key is names with dots between, as model.hidden"
+    return (
+        f"{word}: cannot be read as key=value; a bracket or quote may be open, or the value holds one of "
+        f"= , : ( ) [ ] {{ }} or a quote: then quote it twice, as '{key}=\"...\"'"
+    )
+
+
+def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: list[Path]) -> str:
+    """Why a value cannot be set, or a reference not be followed."""
+    text, full_key = first_line(error), str(error.full_key or key)
+    place = f"{full_key} " if full_key != key else ""
+    if "does not support deletion" in text:
+        return f"~{key}: a setting cannot be taken away; give it another value, as {key}=null"
+    if "is not a subclass of" in text:
+        return f"{key}={value}: is a section, not a single value; see trainrun --help all | grep '^{key}[.]'"
+    if "to Dict[" in text:
+        return f"{key}={value}: holds things by name, as {key}.mine._target_=my_file.MyClass"
+    if "not in" in text or "is not in struct" in text:
+        above = full_key.rpartition(".")[0]
+        return unknown_key(full_key, f"{key}={value}", above, names_of(error.parent_node))
+    if "is not a ListConfig" in text:
+        return f"{key}={value}: must be a list, as [1,28,28]"
+    known = settings().get(key) if not place else None
+    return f"{key}={value}: {place}{f'must be {known.allowed}' if known and known.kind is not Any else _rule(text)}"
+
+
+def _rule(text: str) -> str:
+    """What a value must be, from what OmegaConf says of it."""
+    kinds = (
+        word for kind, word in KINDS.items() if f"converted to {kind}" in text or f"valid {kind}" in text
+    )
+    return next((f"must be {word}" for word in kinds), text)
+
+
+def explain_reference(error: OmegaConfBaseException) -> str:
+    """Why a config of which every value was set cannot be read: a `${...}` leads nowhere, or to what does not fit."""
+    key, text = str(error.full_key or "config"), first_line(error)
+    node = error.parent_node
+    above = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else {}
+    value = str(above.get(error.key, "")) if isinstance(above, dict) else ""
+    for start in ("raised while resolving interpolation: ", f"interpolation '{value}': "):
+        text = text.rpartition(start)[2]
+    missing = re.fullmatch(r"Interpolation key '(.+)' not found", text)
+    return f"{key}={value}: {f'there is no setting {missing[1]}' if missing else _rule(text)}"
+
+
+def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: list[Path]) -> str:
+    """What is wrong with the place of a key; empty if nothing is."""
+    node: Any = cfg
+    parts = key.split(".")
+    for place, part in enumerate(parts):
+        above = ".".join(parts[:place])
+        if isinstance(node, ListConfig):
+            return ""  # by number, which OmegaConf looks at
+        if not isinstance(node, DictConfig):
+            return "" if may_be_new and node is None else _below_a_value(above, word, node)
+        if part not in node.keys():  # noqa: SIM118  (`in` says no where the value is still missing)
+            return (
+                ""
+                if may_be_new
+                else unknown_key(key, word, above, names_of(node) if above else top_names(folders))
+            )
+        node = OmegaConf.select(cfg, ".".join(parts[: place + 1])) if place + 1 < len(parts) else None
+    return ""
+
+
+def _below_a_value(key: str, word: str, value: Any) -> str:
+    if value is None and key in open_nodes():
+        return (
+            f"{word}: no such setting; nothing is chosen for {key}, which {key}._target_=my_file.MyClass does"
+        )
+    return f"{word}: no such setting; {key} is a single value, as {key}=..."
+
+
+def unknown_key(key: str, word: str, above: str, names: list[str]) -> str:
+    """above: the part of the key that is known; names: what is known there."""
+    if "/" in key:
+        return f"{word}: no such group; a setting is written with dots, as {key.replace('/', '.')}=..."
+    head = f"{above}." if above else ""
+    part, dot, below = key.removeprefix(head).partition(".")
+    kind = "no such setting" if head or below else "no such group or setting"
+    sections = [item.name for item in fields(RunConfig)]
+    last = key.rpartition(".")[2]
+    elsewhere = [
+        name for name, found in settings().items() if not found.section and name.endswith(f".{last}")
+    ]
+    if last in ANSWERS:
+        return f"{word}: {kind}; {ANSWERS[last]}"
+    if not below and 0 < len(elsewhere) <= 2:
+        return f"{word}: {kind}. Did you mean {' or '.join(elsewhere)}?"
+    known = sections if below and not head else names
+    if near := closest(part, known):
+        return f"{word}: {kind}. Did you mean {head}{near}{dot}{below}?"
+    if not known and above in open_nodes():
+        return f"{word}: {kind}. Known there: names of your own, as {head}{part}._target_=my_file.MyClass"
+    return f"{word}: {kind}.{_listed(known, above)}"
+
+
+def _listed(names: list[str], above: str) -> str:
+    if not names:
+        return ""
+    if above and len(names) > MAX_NAMES:
+        return (
+            f" Known there: {', '.join(names[:MAX_NAMES])}, ... (trainrun --help {above.partition('.')[0]})"
+        )
+    return f" Known there: {', '.join(names)}"
+
+
+def names_of(node: Any) -> list[str]:
+    return [str(name) for name in node.keys()] if isinstance(node, DictConfig) else []  # noqa: SIM118
+
+
+def top_names(folders: list[Path]) -> list[str]:
+    """List the names of the groups and of the settings that stand alone."""
+    return sorted({*(item.name for item in fields(RunConfig)), *groups(folders or [conf_dir()])})
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

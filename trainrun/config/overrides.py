@@ -1,0 +1,286 @@
+"""The overrides as Hydra reads them: it composes the options that are chosen, and the settings are put in one by one.
+
+Hydra stops at the first setting that is wrong. Here each one, read by its grammar and put into the config that it
+composed, says for itself what is wrong with it: one composition finds all faults of a command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from trainrun.config.argv import CUSTOM, CommandLine
+from trainrun.config.conf_folders import conf_dir, groups, options
+from trainrun.config.messages import (
+    NO_SWEEP,
+    SWEEP,
+    explain,
+    explain_value,
+    misplaced,
+    no_option,
+    unread,
+    unreadable,
+)
+from trainrun.config.schema import ANY, NODES, RunConfig, open_nodes, settings
+from trainrun.config.yaml_limits import limit_fault, yaml_fault
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.masking import masked_lines
+from trainrun.output import say
+
+# Options of Hydra's own that no run reads; without them composing takes 0.8x its time.
+LEFT_OUT = (
+    "~hydra/launcher", "~hydra/sweeper", "~hydra/output", "~hydra/env",
+    "~hydra/help", "~hydra/hydra_help", "~hydra/hydra_logging", "~hydra/job_logging",
+)  # fmt: skip
+
+BY_NAME = tuple(  # below these every name is the user's own
+    f"{key}." for key, found in settings().items() if found.opens in (NODES, ANY) or key in ("step", "loop")
+)
+_user_dirs: list[Path] = []
+
+
+class TrainrunSearchPath(SearchPathPlugin):
+    """Puts the user's config folders in front of ours; registered for this process only."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in _user_dirs:
+            search_path.prepend("user", f"file://{folder}", anchor="main")
+
+
+def schema_node() -> DictConfig:
+    """The schema as OmegaConf merges into it: it would keep frozen dataclasses read-only."""
+    found: DictConfig = OmegaConf.structured(RunConfig)
+    _unlock(found)
+    return found
+
+
+def _unlock(section: DictConfig) -> None:
+    section._set_flag("readonly", None)
+    for key in section:
+        inner = section._get_node(key)
+        if isinstance(inner, DictConfig) and not inner._is_none():
+            _unlock(inner)
+
+
+@cache
+def _register() -> None:
+    """Our search path and our schema, made known to Hydra once: the schema takes 10 ms."""
+    Plugins.instance().register(TrainrunSearchPath)
+    ConfigStore.instance().store(name="trainrun_schema", node=schema_node(), provider="trainrun")
+
+
+def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
+    """The config with all overrides in it that are right; `faults` gets a line for each that is not.
+
+    None if the files of the config folders cannot be composed.
+    """
+    broken = [
+        fault
+        for folder in folders[:-1]
+        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
+        if (fault := limit_fault(path))
+    ]
+    if broken:
+        faults += broken
+        return None
+    read = [override for word in _opened(words, folders) if (override := _read(word, faults))]
+    known = groups(folders)
+    choices, settings = [], []
+    for override in read:
+        if not _is_choice(override, known):
+            settings.append(override)
+        elif fault := _no_option(override, folders):
+            faults.append(fault)
+        else:
+            choices.append(str(override.input_line))
+    cfg = _composed_choices(choices, folders, faults)
+    if cfg is not None:
+        faults += [fault for override in settings if (fault := _put(cfg, override, folders))]
+    return cfg
+
+
+def _read(word: str, faults: list[str], if_several: str = SWEEP) -> Override | None:
+    typed = word.lstrip("+") or word
+    try:
+        override = _parser().parse_override(word)
+    except HydraException:
+        faults.append(unreadable(typed))
+        return None
+    key = override.key_or_group
+    if not key:
+        faults.append(unreadable(typed))
+    elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        faults.append(unread(typed))
+    elif override.is_sweep_override():
+        faults.append(f"{typed}: {if_several}")
+    else:
+        return override
+    return None
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+def _is_choice(override: Override, known: list[str]) -> bool:
+    """Whether Hydra takes it for the choice of an option."""
+    key = override.key_or_group
+    is_group = key in known or "/" in key or override.package is not None
+    return is_group and not isinstance(override.value(), dict)
+
+
+def _no_option(override: Override, folders: list[Path]) -> str:
+    """What is wrong with a choice; empty if Hydra will find its file, or is to say what it does not like."""
+    group, option = override.key_or_group, override.value()
+    known = options(group, folders)
+    if override.is_delete() or not isinstance(option, str) or not known:
+        return ""
+    found = any((folder / group / f"{option}.yaml").is_file() for folder in folders)
+    return "" if found else no_option(group, option, known)
+
+
+def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
+    """A choice that Hydra refuses is explained in `faults`, taken out, and the rest tried again."""
+    while True:
+        try:
+            return _hydra_compose(words, folders[:-1])
+        except yaml.YAMLError as error:
+            faults.append(yaml_fault(error))
+            return None
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            fault, culprit = explain(error, words, folders)
+            faults.append(fault)
+            if culprit is None:
+                return None
+            words = [word for word in words if word != culprit]
+
+
+def _hydra_compose(words: list[str], user_dirs: list[Path]) -> DictConfig:
+    _user_dirs[:] = reversed(user_dirs)
+    _register()
+    logging.getLogger("hydra").setLevel(logging.ERROR)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name="trainrun"):
+        return compose("trainrun", overrides=[*words, *LEFT_OUT], return_hydra_config=True)
+
+
+def _put(cfg: DictConfig, override: Override, folders: list[Path]) -> str:
+    key, text = override.key_or_group, str(override.input_line).partition("=")[2]
+    if override.is_delete():
+        return _take_away(cfg, key, text, folders)
+    may_be_new = override.is_add() or override.is_force_add()
+    return put(cfg, key, override.value(), text, may_be_new, folders)
+
+
+def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, folders: list[Path]) -> str:
+    """Set one value. What is wrong with it in a line; empty if nothing is. text: the value as it was typed."""
+    try:
+        if fault := misplaced(cfg, key, f"{key}={text}", may_be_new, folders):
+            return fault
+        OmegaConf.update(cfg, key, value, merge=True, force_add=may_be_new)
+    except OmegaConfBaseException as error:
+        return explain_value(error, key, text, folders)
+    return ""
+
+
+def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str:
+    """`~key`: the target's own default counts."""
+    if text:
+        return f"~{key}={text}: a setting is taken away without a value, as ~{key}"
+    if fault := misplaced(cfg, key, f"~{key}", False, folders):
+        return fault
+    above, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, above) if above else cfg
+    try:
+        with open_dict(cfg):
+            del node[name]
+    except OmegaConfBaseException as error:
+        return explain_value(error, key, "", folders)
+    return ""
+
+
+def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None:
+    """Single values of a run whose options are chosen; below an open node they may be new."""
+    fixed = groups([conf_dir()])
+    for word in words:
+        override = _read(word, faults, NO_SWEEP)
+        if override is None:
+            continue
+        key, text = override.key_or_group, word.partition("=")[2]
+        may_be_new = any(key.startswith(f"{node}.") for node in open_nodes())
+        if key in fixed:
+            fault = (
+                f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"
+            )
+        elif override.is_delete():
+            fault = f"{word}: nothing of a run can be taken away; give it another value, as {key}=null"
+        else:
+            fault = put(cfg, key, override.value(), text, may_be_new, [conf_dir()])
+        faults += [fault] if fault else []
+
+
+def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
+    """Keys below a node of the user's own may be new: the target's signature decides, not Hydra."""
+    chosen = dict(word.partition("=")[::2] for word in overrides)
+    targets = [key.removesuffix("._target_") for key in chosen if key.endswith("._target_")]
+    named = [key for key in targets if any(f"{key}.".startswith(f"{node}.") for node in open_nodes())]
+    own, user_dirs = groups([conf_dir()]), folders[:-1]
+
+    def is_open(key: str) -> bool:
+        group = key.partition(".")[0]
+        if any(key == f"{node}._target_" or key.startswith(f"{node}.") for node in named):
+            return True
+        if key.startswith(BY_NAME):
+            return True
+        if not any(key.startswith(node + ".") for node in open_nodes()):
+            return False
+        option = chosen.get(group, "").strip('"')
+        return option == CUSTOM or any((folder / group / f"{option}.yaml").is_file() for folder in user_dirs)
+
+    def with_plus(word: str) -> str:
+        """`++` where a key may be new, as typed in the rest of an open node and for a group of the user's own, and
+        none where the schema is closed: with a `+` a misspelt setting would be added, and nobody would read it."""
+        bare = word.lstrip("+")
+        key = bare.partition("=")[0]
+        if is_open(key):
+            return f"++{bare}"
+        if not key:
+            return word
+        of_the_user = key not in own and (key in groups(user_dirs) or "/" in key)
+        return word if of_the_user or key.startswith(tuple(f"{node}." for node in open_nodes())) else bare
+
+    return [word if word[:1] == "~" else with_plus(word) for word in overrides]
+
+
+def hydra_question(words: CommandLine, folders: list[Path]) -> int:
+    """Hydra's own questions (--cfg job, --info, --hydra-help, shell completion), answered by Hydra."""
+    faults: list[str] = []
+    composed([word for word in words.overrides if not word.lstrip("+~").startswith("hydra")], folders, faults)
+    if faults:
+        raise ConfigError(*[words.as_typed(fault) for fault in faults])
+    logging.getLogger("hydra").setLevel(logging.NOTSET)  # --info is told by its log
+    sys.argv = ["trainrun", *_opened(words.overrides, folders), *words.flags]
+    with contextlib.redirect_stdout(io.StringIO()) as answer:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
+    say(masked_lines(answer.getvalue()), end="")
+    return EXIT_DONE

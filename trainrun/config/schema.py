@@ -1,0 +1,484 @@
+"""The run config: every setting with its default, limits, help text and other names. No torch.
+
+Hydra composes into these dataclasses; the checks, the messages, `--help`, the translation of other names and the
+manual's tables are made from their fields, so a setting is added here and nowhere else. A `RunConfig` never changes:
+`with_values` gives another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+from trainrun.config.units import parse_cache, parse_interval, parse_limit, parse_seconds
+from trainrun.limits import Auto, Count, Limits, NotNegativeInt, described
+
+PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
+SAME = "same"  # of data.val_transform: that of data.transform
+PARALLELS = ("single", "ddp")
+NODE, NODES, NAMED, ANY = "node", "nodes", "named", "any"  # a `_target_`; several by name; either; anything
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of one field. kind: the type of its values; parse: raises ValueError for a wrong one.
+
+    words: values that are read as others. opens: what may stand below it, if keys there may be the user's own. short:
+    of a section, the field that `section=value` sets.
+    """
+
+    key: str
+    default: Any
+    help: str
+    kind: Any
+    parse: Callable[[Any], object] | None = None
+    aliases: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
+    opens: str = ""
+    required: bool = False
+    also: tuple[str, ...] = ()
+    short: str = ""
+    section: type | None = None
+
+    @property
+    def allowed(self) -> str:
+        """What a value must be, in words."""
+        return described(self.kind)
+
+
+def setting(
+    default: Any, help: str, *, kind: Any = None, parse: Callable[[Any], object] | None = None,
+    aliases: tuple[str, ...] = (), words: Mapping[str, str] | None = None, **limits: float,
+) -> Any:  # fmt: skip
+    """A field of one value. kind: where it takes more than its annotation says; limits: as in `Limits`."""
+    about = {"help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}}
+    return field(default=default, metadata={**about, "limits": Limits(**limits)})
+
+
+def choice(*choices: str, help: str, default: str = "", **about: Any) -> Any:
+    """A field of one of some names; the first is the default unless another is named."""
+    return setting(default or choices[0], help, kind=Literal[choices], **about)
+
+
+def node(help: str, *, required: bool = False, named: bool = False, also: tuple[str, ...] = ()) -> Any:
+    """An open node: `_target_` and the arguments of that target, or null.
+
+    named: a map of several, by name, is taken too. also: names that stand for something else.
+    """
+    about = {"help": help, "opens": NAMED if named else NODE, "required": required, "also": also}
+    return field(default=None, metadata=about)
+
+
+def nodes(help: str) -> Any:
+    """Open nodes by name: `section.mine._target_=my_file.MyClass`."""
+    return field(default_factory=dict, metadata={"help": help, "opens": NODES})
+
+
+def section(kind: type, short: str = "", aliases: tuple[str, ...] = ()) -> Any:
+    """A part of the config with fields of its own. short: the one that `section=value` sets."""
+    return field(default_factory=kind, metadata={"help": "", "short": short, "aliases": aliases})
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which samples, and how they become batches (`batch_size` is per device)."""
+
+    name: str = setting("custom", "name of the data, for the name of the run")
+    path: str | None = setting(None, "file or folder of the data")
+    train: Any = node("_target_ and arguments of what gives the training samples", required=True)
+    val: Any = node("the same for validation, or several sets by name; null: none", named=True)
+    test: Any = node("the same for the test at the end; null: none")
+    shape: list[int] | None = setting(
+        None,
+        "shape of one input, where the data cannot say",
+        kind=Annotated[list[Count], "as [1,28,28]"] | None,
+    )
+    num_classes: int | None = setting(None, "number of classes, where the data cannot say", at_least=2)
+    batch_size: int = setting(
+        32,
+        "samples per device and micro-batch",
+        at_least=1,
+        aliases=("batch_size", "per_device_train_batch_size"),
+    )
+    val_batch_size: int | None = setting(
+        None, "null: at least twice data.batch_size", at_least=1,
+        aliases=("val_batch_size", "per_device_eval_batch_size", "eval_batch_size"),
+    )  # fmt: skip
+    global_batch_size: int | None = setting(
+        None,
+        "samples of one step over all ranks; sets the accumulation",
+        at_least=1,
+        aliases=("global_batch_size",),
+    )
+    shuffle: bool = setting(True, "a new order in every epoch")
+    drop_last: bool = setting(False, "leave out the last batch of an epoch where it is short")
+    engine: str = choice(
+        "auto", "resident", "workers", "threads", help="what reads the samples; auto measures"
+    )
+    num_workers: Any = setting(
+        "auto",
+        "processes that load",
+        kind=NotNegativeInt | Auto,
+        aliases=("num_workers", "dataloader_num_workers"),
+    )
+    num_threads: Any = setting("auto", "threads that load", kind=Count | Auto)
+    cache: str = setting(
+        "none",
+        "what is kept once it was loaded: none, memory, pool:<size> or disk:<folder>",
+        parse=parse_cache,
+    )
+    transform: Any = node("_target_ of what every training sample goes through")
+    val_transform: Any = node(
+        "the same for validation and test samples; same: data.transform; null: they stay as they are",
+        also=(SAME,),
+    )
+    test_transform: Any = node("the same for test samples alone; null: that of validation", also=(SAME,))
+    augment: dict[str, Any] = nodes("random changes of whole batches, by name")
+    on_error: str = choice("raise", "skip", help="a sample that cannot be read ends the run, or is skipped")
+    max_skipped_fraction: float = setting(
+        0.01, "with on_error=skip: more of them end the run", at_least=0, at_most=1,
+        aliases=("data.max_skipped_share",),
+    )  # fmt: skip
+    pin_memory: bool = setting(
+        True, "page-locked batches, which a GPU fetches faster", aliases=("dataloader_pin_memory",)
+    )
+    persistent_workers: bool = setting(
+        True, "loading processes outlive an epoch", aliases=("dataloader_persistent_workers",)
+    )
+    prefetch_factor: int = setting(
+        2, "batches that each worker or thread makes ahead; from 2 on, threads make 4 in all at least", at_least=1,
+        aliases=("dataloader_prefetch_factor",),
+    )  # fmt: skip
+    worker_timeout_seconds: float = setting(300.0, "limit for one batch; 0: none", at_least=0)
+    collate_fn: Any = node("_target_ of what makes a batch of samples")
+    max_sequence_length: int | None = setting(None, "longer sequences are truncated", at_least=1)
+    truncate: str = choice(
+        "left", "right", "drop", "split", default="right", help="which part of a longer one is kept"
+    )
+    padding: str = choice(
+        "longest", "max", "bucket", "pack", "token_budget",
+        help="how sequences of different length become a batch",
+    )  # fmt: skip
+    max_tokens: int | None = setting(None, "tokens of a batch, with padding=token_budget", at_least=1)
+    pad_multiple: int | None = setting(None, "lengths are rounded up to a multiple", at_least=1)
+
+
+def validation_nodes(data: DataConfig) -> dict[str, Any]:
+    """The nodes of `data.val` by the name of their split: `val`, or `val/day` and `val/night` of named sets."""
+    if not data.val:
+        return {}
+    if "_target_" in data.val:
+        return {"val": data.val}
+    return {f"val/{name}": node for name, node in data.val.items() if node}
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """A running average of the weights; validation and predictions use it."""
+
+    enabled: bool = setting(
+        False, "keep an average of the weights; validation uses it. trainer.ema=true is short for it"
+    )
+    decay: float = setting(0.999, "what remains of the average at each update", at_least=0, below=1)
+    update_every_n_steps: int = setting(1, "steps between updates", at_least=1)
+
+
+@dataclass(frozen=True)
+class EarlyStoppingConfig:
+    """Stops when the monitored metric no longer improves, or is good enough."""
+
+    enabled: bool = setting(False, "trainer.early_stopping=true is short for it")
+    monitor: str | None = setting(None, "a metric; null: that of the checkpoints")
+    mode: str = choice("auto", "min", "max", help="auto: by the metric's name")
+    patience: int = setting(
+        3, "validations without a better value", at_least=1, aliases=("early_stopping_patience",)
+    )
+    min_delta: float = setting(
+        0.0, "less is no improvement", at_least=0, aliases=("early_stopping_threshold",)
+    )
+    stopping_threshold: float | None = setting(None, "good enough: stop")
+    divergence_threshold: float | None = setting(None, "hopeless: stop")
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """What becomes generated code, with torch's own arguments; auto: what pays before the run ends."""
+
+    scope: str = choice(
+        "off", "model", "regional", "step", "auto",
+        help="what becomes generated code; trainer.compile=model is short for it",
+        words={
+            **dict.fromkeys(("true", "on", "yes"), "model"),
+            **dict.fromkeys(("false", "off", "no", "none", "null"), "off"),
+        },
+    )  # fmt: skip
+    mode: str | None = setting(
+        None, "torch's: default, reduce-overhead, max-autotune (compiling takes longest), ...",
+        aliases=("torch_compile_mode",),
+    )  # fmt: skip
+    backend: str = setting("inductor", "torch's", aliases=("torch_compile_backend",))
+    fullgraph: bool = setting(False, "refuse models that do not become one graph")
+    dynamic: bool | None = setting(None, "one graph for all shapes; null: torch decides")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop. A step is one optimizer update, everywhere."""
+
+    max_epochs: int | None = setting(
+        20, "limit; null: none", at_least=0, aliases=("epochs", "max_epochs", "num_train_epochs")
+    )
+    max_steps: int | None = setting(None, "limit in optimizer updates", at_least=0, aliases=("max_steps",))
+    max_time: Any = setting(
+        None, "limit: seconds, 90s, 10min, 2h, 1d or DD:HH:MM:SS", parse=parse_seconds, aliases=("max_time",)
+    )
+    stop_grace_seconds: float = setting(
+        120.0, "from a signal until the process ends, saved or not", at_least=0
+    )
+    watchdog_seconds: Any = setting(
+        "auto", "without progress before the run ends with its stacks; 0: never", kind=NotNegativeInt | Auto
+    )
+    accumulate_grad_batches: int = setting(
+        1, "micro-batches of one step", at_least=1,
+        aliases=("accumulate_grad_batches", "gradient_accumulation_steps",
+                 "trainer.gradient_accumulation_steps", "grad_accum_steps"),
+    )  # fmt: skip
+    gradient_clip_val: float | None = setting(
+        None, "null: no clipping", at_least=0, aliases=("gradient_clip_val", "max_grad_norm", "clip_grad")
+    )
+    gradient_clip_algorithm: str = choice("norm", "value", help="by the total norm, or each value")
+    val_check_interval: Any = setting(
+        1.0, "steps (100) or a part of an epoch (0.25, 1.0)", parse=parse_interval, aliases=("eval_steps",)
+    )
+    check_val_every_n_epoch: int = setting(1, "epochs between validations", at_least=1)
+    limit_train_batches: Any = setting(
+        1.0, "a fraction (0.1) or a number (10) of the batches of an epoch", parse=parse_limit
+    )
+    limit_val_batches: Any = setting(
+        1.0,
+        "a fraction of validation, or the samples of so many batches: always the same ones",
+        parse=parse_limit,
+    )
+    limit_test_batches: Any = setting(1.0, "the same for the test", parse=parse_limit)
+    out_of_memory: str = choice(
+        "split",
+        "split-batchnorm",
+        "stop",
+        help="run the step again in smaller pieces (of BatchNorm too), or stop",
+    )
+    nan_policy: str = choice("stop", "skip", "rollback", "ignore", help="at gradients that are not finite")
+    max_rollbacks: int = setting(3, "with nan_policy=rollback: more of them end the run", at_least=1)
+    compile: CompileConfig = section(CompileConfig, "scope", ("compile", "torch_compile"))
+    cuda_graphs: bool = setting(False, "record the whole step and replay it (GPU)")
+    channels_last: bool = setting(
+        False, "memory format of images and convolutions", aliases=("channels_last",)
+    )
+    gradient_checkpointing: Any = setting(
+        "none", "none, auto, full, selective, or a fraction that is kept (0.5)",
+        kind=Literal["none", "auto", "full", "selective"] | Annotated[float, Limits(above=0, below=1)],
+        aliases=("gradient_checkpointing", "trainer.activation_checkpointing", "activation_checkpointing"),
+        words={"true": "full", "on": "full", "yes": "full", "false": "none", "off": "none", "no": "none"},
+    )  # fmt: skip
+    activation_offload: bool = setting(False, "activations wait in the host's memory (GPU)")
+    cpu_offload: str = choice("none", "optimizer", "parameters", help="what stays in the host's memory (GPU)")
+    optimizer_in_backward: bool = setting(False, "update each parameter as soon as its gradient is there")
+    cpu_allocator: str = choice(
+        "auto", "keep", "libc", "return",
+        help="freed memory of the host: kept for the next step, returned to the system, or as the C library likes",
+        aliases=("trainer.freed_memory",), words={"true": "return", "false": "auto"},
+    )  # fmt: skip
+    deterministic: bool = setting(
+        False, "refuse kernels whose sums have no fixed order", aliases=("deterministic", "full_determinism")
+    )
+    benchmark: bool = setting(False, "cuDNN picks kernels by timing (GPU)")
+    num_threads: Any = setting("auto", "threads of one operation on a CPU", kind=Count | Auto)
+    flush_denormal: bool = setting(False, "numbers below 1e-38 count as 0 (CPU)")
+    check_task: bool = setting(True, "refuse a task of your own that returns a mean where a sum is wanted")
+    python_gc: str = choice("between_steps", "automatic", help="when Python looks for garbage")
+    ema: EmaConfig = section(EmaConfig, "enabled", ("ema",))
+    early_stopping: EarlyStoppingConfig = section(EarlyStoppingConfig, "enabled", ("early_stopping",))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept: the newest (`last`), the best by a metric, and others by steps or time."""
+
+    enabled: bool = setting(
+        True, "checkpoint=false is short for it", aliases=("trainer.enable_checkpointing",)
+    )
+    monitor: str | None = setting(
+        None, "the metric that says which is best; null: the task's", aliases=("metric_for_best_model",)
+    )
+    mode: str = choice("auto", "min", "max", help="auto: by the metric's name")
+    save_top_k: int = setting(1, "how many of the best are kept", at_least=0, aliases=("save_top_k",))
+    save_last: bool = setting(True, "save at the end and by time")
+    keep_last: int = setting(2, "how many of the newest are kept", at_least=1, aliases=("save_total_limit",))
+    every_n_train_steps: int | None = setting(
+        None, "save at these steps too", at_least=1, aliases=("save_steps", "every_n_train_steps")
+    )
+    train_time_interval: Any = setting(
+        60, "seconds, 10min, 2h between saves; null: none by time", parse=parse_seconds
+    )
+    async_save: bool = setting(
+        True, "the training goes on while a checkpoint is written, for one copy of the state in memory"
+    )
+    strict: bool = setting(False, "a resume on another machine, torch or number of ranks is refused")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number types; mode `auto` is 32-true or bf16-mixed, whichever is measured to be faster."""
+
+    mode: str = choice(*PRECISIONS, help="number types; chosen by precision=")
+    matmul: str = choice(
+        "highest",
+        "high",
+        "medium",
+        help="what float32 products may round to; high and medium: TF32 or bfloat16",
+    )
+    fp8: bool = setting(False, "linear layers in 8 bits (Hopper GPUs)")
+    master_weights: bool = setting(False, "with bf16-true: float32 copies that the optimizer updates")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Who trains together."""
+
+    mode: str = choice(*PARALLELS, help="chosen by parallel=")
+    accelerator: str = choice(
+        "auto",
+        "cpu",
+        "cuda",
+        "mps",
+        help="the kind of device",
+        words={"gpu": "cuda"},
+        aliases=("accelerator", "trainer.accelerator"),
+    )
+    devices: Any = setting(
+        "auto", "ranks on this machine; auto: every GPU, or two on a CPU", kind=Count | Auto,
+        aliases=("devices", "trainer.devices", "nproc_per_node"),
+    )  # fmt: skip
+    sync_batchnorm: bool = setting(False, "statistics over all ranks", aliases=("sync_batchnorm",))
+    find_unused_parameters: bool = setting(
+        False,
+        "for models that do not use all parameters in every step",
+        aliases=("ddp_find_unused_parameters",),
+    )
+    static_graph: bool = setting(False, "the same parameters are used in every step")
+    gradient_as_bucket_view: bool = setting(True, "gradients lie in what is exchanged: a copy less")
+    bucket_cap_mb: float = setting(25.0, "MB that are exchanged at a time", above=0)
+    timeout_seconds: float = setting(1800.0, "limit for one exchange", above=0)
+    max_restarts: int = setting(0, "restarts of the ranks after a failure", at_least=0)
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """What is logged, how often, and where it is shown."""
+
+    log_every_n_steps: int = setting(
+        50, "steps between log points", at_least=1,
+        aliases=("log_every_n_steps", "trainer.log_every_n_steps", "logging_steps"),
+    )  # fmt: skip
+    plot_every_n_steps: int | None = setting(
+        None, "draw the plots while the run goes on; null: at its end", at_least=1
+    )
+    window_size: int = setting(20, "log points that are averaged in plots", at_least=1)
+    progress_bar: bool = setting(True, "on the terminal", aliases=("trainer.enable_progress_bar",))
+    metrics_file: bool = setting(True, "metrics.jsonl in the run folder")
+    hardware: bool = setting(True, "memory and load of the machine, in the metrics")
+    sync_debug: bool = setting(False, "names the lines that make the host wait for a GPU")
+    plots: bool = setting(True, "draw them at the end")
+    verbose: bool = setting(True, "one line for every validation")
+    listeners: dict[str, Any] = nodes("trackers, written monitor.NAME: _target_ and arguments")
+    on_error: str = choice("warn", "raise", help="when a tracker fails: warn once and go on, or end the run")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The whole run: the only config object that the rest of the code sees."""
+
+    data: DataConfig = section(DataConfig)
+    model: Any = node("_target_ and arguments; chosen by model=", required=True)
+    transform: dict[str, Any] = nodes("what changes the model once, in this order: _target_ and arguments")
+    task: Any = node("_target_ and arguments; chosen by task=", required=True)
+    optimizer: Any = node("_target_ and arguments; chosen by optimizer=", required=True, named=True)
+    scheduler: Any = node("_target_ and arguments; chosen by scheduler=", named=True)
+    precision: PrecisionConfig = section(PrecisionConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "enabled")
+    monitor: MonitorConfig = section(MonitorConfig)
+    hook: dict[str, Any] = nodes(
+        "what acts on the run at epochs, validations, checkpoints: _target_ and arguments"
+    )
+    step: Any = node("_target_ of a step of your own: (run, micro_batches) -> StepReport")
+    loop: Any = node("_target_ of a training loop of your own")
+    seed: int | None = setting(
+        42, "of everything random; null: another one each time", at_least=0, below=2**32,
+        aliases=("seed_everything",),
+    )  # fmt: skip
+    run_name: str | None = setting(None, "null: data and model", aliases=("task_name",))
+    ckpt_path: str | None = setting(
+        None, "a run or checkpoint whose whole state is taken over", aliases=("resume_from_checkpoint",)
+    )
+    init_from: str | None = setting(None, "a run, checkpoint or .safetensors file with weights to begin with")
+    user: Any = field(
+        default=None, metadata={"help": "whatever you want to keep in config.yaml", "opens": ANY}
+    )
+
+
+@cache
+def settings(schema: type = RunConfig, prefix: str = "") -> dict[str, Setting]:
+    """Every setting and section below a dataclass, by its key."""
+    found: dict[str, Setting] = {}
+    hints = get_type_hints(schema)
+    for item in dataclasses.fields(schema):
+        key, kind, about = f"{prefix}{item.name}", hints[item.name], dict(item.metadata)
+        limits = about.pop("limits", None)
+        kind = about.pop("kind", None) or _limited(kind, limits)
+        inner = kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+        default = item.default if item.default is not dataclasses.MISSING else {} if inner is None else None
+        found[key] = Setting(key=key, default=default, kind=kind, section=inner, **about)
+        if inner is not None:
+            found |= settings(inner, f"{key}.")
+    return found
+
+
+def _limited(kind: Any, limits: Limits | None) -> Any:
+    """The annotation of a field with its limits; those of `int | None` are of the number."""
+    if limits is None or limits == Limits():
+        return kind
+    number: Any = int if kind in (int, int | None) else float
+    limited: Any = Annotated[number, limits]
+    return limited | None if NoneType in get_args(kind) else limited
+
+
+def open_nodes(schema: type = RunConfig) -> tuple[str, ...]:
+    """The keys below which a user's own may stand."""
+    return tuple(key for key, found in settings(schema).items() if found.opens)
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value at a dotted key, of which the last parts may lie in an open node. Raises KeyError."""
+    found = config
+    for name in key.split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    return found
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with other values at some keys, as `{"trainer.ema.enabled": False}`; nothing is checked."""
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            value = with_values(
+                config[name] if isinstance(config, dict) else getattr(config, name), {rest: value}
+            )
+        changed = config | {name: value} if isinstance(config, dict) else replace(config, **{name: value})  # type: ignore[type-var]
+        config = changed  # type: ignore[assignment]
+    return config

@@ -1,0 +1,87 @@
+"""`data.on_error=skip`: samples that cannot be read are left out, counted and reported.
+
+A batch comes without them, shorter; nothing stands in for them, so no sample is seen twice and a resume
+finds every other one where it was. How many may be missing is held against the samples of the epoch up to
+the same place, but against a thousand (or the whole epoch, where it is shorter) before there are so many.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from trainrun.errors import DataError
+from trainrun.output import say
+
+NAMED = 3  # faults in one report
+LEAST_SAMPLES = 1000  # that a share is held against: two faults in the first batch say nothing of the rest
+Report = Callable[[str], None]
+
+
+def to_stderr(text: str) -> None:
+    say(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def report_to(listeners: Sequence[Report]) -> Report:
+    """One line to everyone who listens; where nobody does, as on most ranks, to stderr."""
+
+    def report(text: str) -> None:
+        for listener in listeners or (to_stderr,):
+            listener(text)
+
+    return report
+
+
+class Skips:
+    """Counts for one stream, in the main process. total: since it was opened.
+
+    samples: in an epoch, of this rank.
+    """
+
+    def __init__(self, key: str, max_share: float, report: Report, samples: float) -> None:
+        self._key = key
+        self._least = min(samples, LEAST_SAMPLES)
+        self._max_share = max_share
+        self._report = report
+        self._epoch = 0
+        self._seen = 0.0
+        self._faults: list[str] = []
+        self._number = 0
+        self.total = 0
+
+    def begin(self, epoch: int, seen: float) -> None:
+        """seen: samples of the epoch before its first batch; above 0 after a resume."""
+        self.end()
+        self._epoch, self._seen = epoch, seen
+
+    def add(self, good: int, faults: Sequence[str]) -> None:
+        """One batch. Raises DataError if too many were left out."""
+        self._seen += good + len(faults)
+        if not faults:
+            return
+        self._number += len(faults)
+        self.total += len(faults)
+        self._faults = [*self._faults, *faults][:NAMED]
+        among = max(self._seen, self._least)
+        if self._number > max(1.0, self._max_share * among):
+            message = (
+                f"data.max_skipped_fraction={self._max_share:g}: {self._number} of the first {self._seen:.0f} "
+                f"samples of {self._key} in epoch {self._epoch} cannot be read, more than this fraction of "
+                f"{among:.0f}; mend them or raise the fraction. {self._shown()}"
+            )
+            self._faults, self._number = [], 0  # said here, and not once more at the end
+            raise DataError(message)
+
+    def end(self) -> None:
+        """Reports what the epoch left out, once."""
+        if self._number:
+            plural = "sample was" if self._number == 1 else "samples were"
+            self._report(
+                f"data.on_error=skip: {self._number} {plural} left out of {self._key} in epoch {self._epoch}. "
+                f"{self._shown()}"
+            )
+        self._faults, self._number = [], 0
+
+    def _shown(self) -> str:
+        more = f"; and {self._number - len(self._faults)} more" if self._number > len(self._faults) else ""
+        return "; ".join(self._faults) + more

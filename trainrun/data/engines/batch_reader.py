@@ -1,0 +1,298 @@
+"""From indices to a batch: read, transform, collate; the same in every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import default_collate
+
+from trainrun.data.batch import Preparation, arrays_to_tensors, map_leaves
+from trainrun.data.engines.generators import (
+    Calling,
+    GlobalDraw,
+    generator_of,
+    guarded,
+    seeded,
+    takes,
+    watched,
+)
+from trainrun.data.engines.workers import WorkerFailure, failure_or_raise
+from trainrun.data.map_style import describe, innermost, name_of, reads_at_once, shallow, whole_batches
+from trainrun.data.scale import Scale
+from trainrun.data.tensor_dataset import Columns
+from trainrun.errors import DataError
+from trainrun.interfaces import MicroBatch
+from trainrun.runtime.user_traceback import ANY_FAULT, line_of
+from trainrun.seeding import kept_random_state
+
+Collate = Callable[[list[Any]], Any]
+TRANSFORM, COLLATE = 1, 2  # their numbers do not depend on how many the reading drew before
+FILLERS_TRIED = 100
+
+
+class Key(NamedTuple):
+    """What a reader is asked for. It carries the epoch: persistent workers cannot see an attribute change."""
+
+    epoch: int
+    indices: list[int]
+    real: bool
+    last: bool
+
+
+class Reading(NamedTuple):
+    """A batch on its way to the main process.
+
+    data: None if no sample could be read, and none has to stand in. indices: of the samples in it, as a
+    list, because a tensor would take shared memory and an open file. faults: of the samples left out.
+    """
+
+    data: Any
+    indices: list[int]
+    real: bool
+    last: bool
+    faults: tuple[str, ...] = ()
+
+    def micro_batch(self) -> MicroBatch:
+        return MicroBatch(self.data, self.real, self.last, torch.tensor(self.indices, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done to samples, in this order: `scale` and `transform` each, `preparation` and `collate` the batch.
+
+    seed: of the stream. key: names the source in messages. skips: a sample that cannot be read is left
+    out. training: a batch that lost all of its samples is filled with another one that counts nothing
+    (`real=False`), because the other ranks wait; in evaluation there is no such batch. scale: None if
+    nobody sees single samples, and batches are scaled.
+    """
+
+    preparation: Preparation
+    seed: int
+    key: str
+    transform: Callable[..., Any] | None = None
+    collate: Collate | None = None
+    skips: bool = False
+    training: bool = True
+    scale: Scale | None = None
+    transform_key: str = "data.transform"
+
+
+class Transform:
+    """A user's transform, with its numbers drawn from (seed, epoch, index)."""
+
+    def __init__(self, recipe: Recipe, calling: Calling, dataset: Any) -> None:
+        self._dataset = dataset
+        self._function = recipe.transform
+        self._seed = recipe.seed
+        self._key = recipe.key
+        self._name = recipe.transform_key
+        self._calling = calling
+        self._scale = recipe.scale
+        self._takes_generator = takes(recipe.transform, "generator")
+
+    def __call__(self, sample: Any, epoch: int, index: int) -> Any:
+        if self._scale is not None:
+            sample = self._scale.first_of(sample)
+        if self._function is None:
+            return sample
+        parts = (self._seed, epoch, index, TRANSFORM)
+        try:
+            with self._calling(parts, self._name):
+                if self._takes_generator:
+                    return self._function(sample, generator=generator_of(*parts))
+                return self._function(sample)
+        except GlobalDraw:
+            raise
+        except ANY_FAULT as error:
+            place = describe(self._dataset, index)
+            raise DataError(
+                f"{self._name}: sample {index}{place} of {self._key} cannot be transformed: "
+                f"{type(error).__name__}: {error}{line_of(error)}"
+            ) from error
+
+
+class BatchReader:
+    """Turns a key into a batch, in a worker, a thread or the main process.
+
+    What a `__getitem__` draws depends on (seed, epoch, index) alone. A data set with `__getitems__` that
+    draws from the global generators is seeded once per batch, by the first index.
+    """
+
+    def __init__(self, dataset: Any, recipe: Recipe, calling: Calling = seeded) -> None:
+        self._dataset = dataset
+        self._recipe = recipe
+        self._calling = calling
+        self._transform = Transform(recipe, calling, dataset)
+        base, _ = innermost(dataset, [])
+        self._at_once = reads_at_once(dataset)
+        alone = recipe.transform is None and recipe.collate is None and recipe.scale is None
+        self._whole = whole_batches(dataset) if alone else None
+        self._plain = isinstance(dataset, Columns) and recipe.transform is None and recipe.collate is None
+        self._takes_generator = takes(getattr(base, "__getitem__", None), "generator")
+        self._takes_generators = self._at_once and takes(base.__getitems__, "generators")
+
+    @property
+    def users_code(self) -> bool:
+        """Whether reading runs anything that is not of this package."""
+        return not self._plain and self._whole is None
+
+    def __getitem__(self, key: Key) -> Reading | WorkerFailure:
+        try:
+            return self.read(key)
+        except DataError as error:
+            return failure_or_raise(error)
+
+    def read(self, key: Key) -> Reading:
+        """Raises DataError, which names the sample."""
+        if self._plain:
+            return Reading(self._dataset.batch(key.indices, self._recipe.preparation), *key[1:])
+        whole = self._whole_batch(key.indices) if self._whole is not None else None
+        if whole is not None:
+            return Reading(whole, *key[1:])
+        samples, faults = self._samples(key.epoch, key.indices)
+        if samples:
+            indices = [index for index, _ in samples]
+            data = self._collated(key, [sample for _, sample in samples])
+            return Reading(data, indices, key.real, key.last, faults)
+        if not self._recipe.training:
+            return Reading(None, [], False, key.last, faults)
+        index, sample = self._filler(key)
+        return Reading(self._collated(key, [sample]), [index], False, key.last, faults)
+
+    def _whole_batch(self, indices: list[int]) -> Any:
+        """None if it cannot be made at once: then sample by sample, which finds the one that is to blame."""
+        assert self._whole is not None
+        try:
+            batch = self._whole.whole_batch(indices)
+        except DataError:
+            return None
+        return None if batch is None else self._recipe.preparation.batch(batch)
+
+    def sample(self, epoch: int, index: int) -> Any:
+        """One sample, read and transformed."""
+        return self._transform(self._read(epoch, index), epoch, index)
+
+    def try_out(self, epoch: int, indices: Sequence[int]) -> None:
+        """Read single samples while nothing else draws. Raises GlobalDraw if reading one draws globally."""
+        trial = BatchReader(self._dataset, self._recipe, watched)
+        with kept_random_state():
+            for index in indices:
+                try:
+                    trial.read(Key(epoch, [index], True, False))
+                except GlobalDraw:
+                    raise
+                except DataError:  # it is raised, or the sample left out, when its turn comes
+                    continue
+
+    def guarded(self) -> BatchReader:
+        """The same for a thread during the training."""
+        return BatchReader(self._dataset, self._recipe, guarded)
+
+    def copy(self) -> BatchReader:
+        """For a look ahead: what a data set opens when it is first read must not be open when workers fork."""
+        return BatchReader(shallow(self._dataset), self._recipe, self._calling)
+
+    def _collated(self, key: Key, samples: list[Any]) -> Any:
+        if self._recipe.collate is None:
+            return collated(samples, self._recipe)
+        with self._calling((self._recipe.seed, key.epoch, key.indices[0], COLLATE), "data.collate_fn"):
+            return collated(samples, self._recipe)
+
+    def _samples(self, epoch: int, indices: list[int]) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
+        """What can be read, each with its index; and the faults of the others, where they may be left out."""
+        at_once = self._read_at_once(epoch, indices) if self._at_once else None
+        samples, faults = [], []
+        for place, index in enumerate(indices):
+            try:
+                sample = self._read(epoch, index) if at_once is None else at_once[place]
+                samples.append((index, self._transform(sample, epoch, index)))
+            except GlobalDraw:
+                raise
+            except DataError as error:
+                if not self._recipe.skips:
+                    raise
+                faults.append(str(error))
+        return samples, tuple(faults)
+
+    def _filler(self, key: Key) -> tuple[int, Any]:
+        """The next sample in the data set that can be read."""
+        number = len(self._dataset)
+        for step in range(1, min(number, FILLERS_TRIED) + 1):
+            index = (key.indices[-1] + step) % number
+            samples, _ = self._samples(key.epoch, [index])
+            if samples:
+                return samples[0]
+        raise DataError(
+            f"{self._recipe.key}: neither sample {key.indices[-1]} nor the {FILLERS_TRIED} after it can be read"
+        )
+
+    def _read(self, epoch: int, index: int) -> Any:
+        parts = (self._recipe.seed, epoch, index)
+        try:
+            if isinstance(self._dataset, Columns):
+                return self._dataset[index]
+            with self._calling(parts, f"sample {index} of {name_of(self._dataset)}"):
+                if not self._takes_generator:
+                    return self._dataset[index]
+                base, (place,) = innermost(self._dataset, [index])
+                return base.__getitem__(place, generator=generator_of(*parts))
+        except GlobalDraw:
+            raise
+        except ANY_FAULT as error:
+            raise self._fault(f"sample {index}", describe(self._dataset, index), error) from error
+
+    def _read_at_once(self, epoch: int, indices: list[int]) -> list[Any] | None:
+        """The samples as `__getitems__` gives them; None if it failed but each can be read by itself.
+
+        If one of them cannot, and may not be left out, this says which.
+        """
+        seed = self._recipe.seed
+        try:
+            with self._calling((seed, epoch, indices[0]), f"samples of {name_of(self._dataset)}"):
+                if not self._takes_generators:
+                    samples = self._dataset.__getitems__(indices)
+                else:
+                    base, places = innermost(self._dataset, indices)
+                    generators = [generator_of(seed, epoch, index) for index in indices]
+                    samples = base.__getitems__(places, generators=generators)
+            assert len(samples) == len(indices), f"{len(samples)} samples for {len(indices)} indices"
+            return list(samples)
+        except GlobalDraw:
+            raise
+        except ANY_FAULT as error:
+            if self._recipe.skips:
+                return None
+            for index in indices:
+                self._read(epoch, index)
+            raise self._fault(f"one of the samples {_listed(indices)}", "", error) from error
+
+    def _fault(self, which: str, place: str, error: BaseException) -> DataError:
+        return DataError(
+            f"{self._recipe.key}: {which}{place} of {name_of(self._dataset)} cannot be read: "
+            f"{type(error).__name__}: {error}{line_of(error)}"
+        )
+
+
+def _listed(indices: list[int]) -> str:
+    return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+
+
+def collated(samples: list[Any], recipe: Recipe) -> Any:
+    """One batch from samples. Without a function of the user's, tuples stay tuples, unlike torch's."""
+    preparation = recipe.preparation
+    try:
+        samples = [preparation.sample(sample) for sample in samples]
+        if recipe.collate is not None:
+            return preparation.batch(recipe.collate(samples))
+        batch = default_collate([map_leaves(sample, arrays_to_tensors) for sample in samples])
+        return preparation.batch(tuple(batch) if type(samples[0]) is tuple else batch)
+    except GlobalDraw:
+        raise
+    except ANY_FAULT as error:
+        raise DataError(
+            f"{recipe.key}: its samples do not form a batch: {type(error).__name__}: {error}; "
+            f"give them one shape, or a function of your own as data.collate_fn"
+        ) from error

@@ -1,0 +1,134 @@
+"""From host batches to device batches: on a GPU the next batch is copied while the model computes.
+
+What: pinned memory, a copy on a stream of its own, and an event that the training's stream waits for; the
+host never waits. When: CUDA, behind any engine that reads on the host. Elsewhere batches are moved as they
+come, and on a CPU there is nothing to do. Source: torch.Tensor.record_stream, "CUDA semantics" of torch's
+documentation; the same scheme as NVIDIA's data prefetchers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainrun.data.batch import map_leaves, to_device
+from trainrun.data.engines.stream import Around
+from trainrun.interfaces import Batches, MicroBatch
+
+AHEAD = 1  # batches on their way while another is computed with
+
+
+class OnTheWay(NamedTuple):
+    """host: the batch in pinned memory, kept until its copy has been waited for."""
+
+    host: MicroBatch
+    data: Any
+    copied: torch.cuda.Event | None
+
+
+Copying = Callable[[torch.cuda.Stream | None], AbstractContextManager[Any]]
+Sizes = Callable[[Any], Tensor | None]  # of `CountsSamples`
+
+
+def unnoticed(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Surrounds a copy that nobody times."""
+    return nullcontext()
+
+
+def fed(
+    batches: Batches, device: torch.device, copying: Copying = unnoticed, sizes: Sizes | None = None
+) -> Batches:
+    """The stream with its batches on the device; on a CPU the same stream."""
+    return batches if device.type == "cpu" else DeviceFeed(batches, device, copying, sizes)
+
+
+def pinned(data: Any) -> Any:
+    """The batch in page-locked memory, from which a copy to a GPU does not hold up the host."""
+    return map_leaves(data, pinned_leaf)
+
+
+def pinned_leaf(leaf: Any) -> Any:
+    """What lies on a GPU already stays there."""
+    there = isinstance(leaf, Tensor) and leaf.is_cuda
+    return leaf.pin_memory() if hasattr(leaf, "pin_memory") and not there else leaf
+
+
+def counted(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
+    found = sizes(batch.data)
+    return batch if found is None else batch._replace(items=int(found.sum()))
+
+
+class DeviceFeed(Around):
+    """Fills `Batches`. Faults and the end come in their turn, after the batches that were ahead of them.
+
+    copying: surrounds each copy; given the stream that it is made on, or None if the host waits for it.
+    sizes: counts the items of a batch while it is still on the host.
+    """
+
+    def __init__(
+        self, batches: Batches, device: torch.device, copying: Copying = unnoticed, sizes: Sizes | None = None
+    ) -> None:
+        super().__init__(batches)
+        self._device = device
+        self._copying = copying
+        self._sizes = sizes
+        self._ahead = AHEAD if device.type == "cuda" else 0
+        self._stream: torch.cuda.Stream | None = None
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        if self._device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        source = self._batches.epoch(epoch, start)
+        waiting: deque[OnTheWay] = deque()
+        fault: Exception | None = None
+        more = True
+        try:
+            while more or waiting:
+                while more and len(waiting) <= self._ahead:
+                    try:
+                        batch = next(source, None)
+                        batch = batch if batch is None or self._sizes is None else counted(batch, self._sizes)
+                    except Exception as error:  # raised below, once what was read before it is used
+                        batch, fault = None, error
+                    more = batch is not None
+                    if batch is not None:
+                        waiting.append(self._send(batch))
+                if waiting:
+                    yield self._receive(waiting.popleft())
+            if fault is not None:
+                raise fault
+        finally:
+            close = getattr(source, "close", None)
+            if close is not None:  # a generator: its threads end now, not when it is collected
+                close()
+
+    def _send(self, batch: MicroBatch) -> OnTheWay:
+        if self._stream is None:
+            with self._copying(None):
+                return OnTheWay(batch, to_device(batch.data, self._device, pinned=False), None)
+        with self._copying(self._stream), torch.cuda.stream(self._stream):
+            data = map_leaves(batch.data, self._copy)
+            return OnTheWay(batch, data, self._stream.record_event())
+
+    def _copy(self, leaf: Any) -> Any:
+        """Others that can be moved have to wait: their memory could not be held for the training's stream."""
+        return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "record_stream") else leaf
+
+    def _receive(self, item: OnTheWay) -> MicroBatch:
+        if item.copied is None:
+            return item.host._replace(data=item.data)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(item.copied)
+
+        def use(leaf: Any) -> Any:
+            if hasattr(leaf, "record_stream"):
+                leaf.record_stream(current)  # its memory is not given away while this stream still reads it
+                return leaf
+            return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "to") else leaf
+
+        return item.host._replace(data=map_leaves(item.data, use))

@@ -1,0 +1,189 @@
+"""Batches that torch's DataLoader reads, in worker processes or in the main process; a dead worker is survived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from trainrun.data.bad_samples import Report, Skips, to_stderr
+from trainrun.data.engines.batch_reader import BatchReader, Key, Reading
+from trainrun.data.engines.device_feed import pinned
+from trainrun.data.engines.iterable import StreamReader
+from trainrun.data.engines.workers import (
+    LoaderWorkers,
+    WorkerDied,
+    WorkerFailure,
+    WorkerLate,
+    WorkerOptions,
+    build_loader,
+)
+from trainrun.data.order.sampler import StreamPlan
+from trainrun.errors import DataError
+from trainrun.interfaces import MicroBatch
+from trainrun.seeding import kept_random_state
+
+MOST_RESTARTS = 3  # of one stream
+MOST_NAMED = 32
+
+
+def keys_of(plan: StreamPlan, epoch: int, start: int) -> Iterator[Key]:
+    """Raises DataError at once for a start behind the end, before any worker is asked."""
+    number, shares = plan.effective_epoch(epoch), plan.shares(epoch, start)
+    return (Key(number, indices.tolist(), real, last) for indices, real, last in shares)
+
+
+def seen_before(plan: StreamPlan, start: int) -> float:
+    """About how many samples of an epoch this rank has seen before batch `start`."""
+    return plan.num_seen / plan.world_size * start / max(plan.num_batches, 1)
+
+
+def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]:
+    """The batches of an epoch, with what was left out of them counted."""
+    for reading in readings:
+        skips.add(len(reading.indices) if reading.real else 0, reading.faults)
+        if reading.last:
+            skips.end()  # now: the taker of the last batch may not ask for another
+        if reading.data is not None:
+            yield reading.micro_batch()
+
+
+class KeySource:
+    """The sampler of the DataLoader: yields the keys that were put in before the epoch."""
+
+    def __init__(self) -> None:
+        self.keys: Iterator[Key] = iter(())
+
+    def __iter__(self) -> Iterator[Key]:
+        return self.keys
+
+
+class LoaderBatches:
+    """A stream over a map-style data set, `Columns` or an IterableDataset; its batches are on the host.
+
+    One epoch is open at a time. If a worker dies, all are started again and read on from the batch that is
+    missing, which changes none; after a few times it is an error. report: told of each.
+    """
+
+    def __init__(self, reader: BatchReader | StreamReader, plan: StreamPlan, options: WorkerOptions, skips: Skips,
+                 seed: int, key: str, report: Report = to_stderr) -> None:  # fmt: skip
+        self._reader = reader
+        self._plan = plan
+        self._options = options
+        self._skips = skips
+        self._seed = seed
+        self._key = key
+        self._report = report
+        self._restarts = 0
+        self._turn: object = None
+        self._keys = KeySource()
+        self._workers: LoaderWorkers | None = None
+
+    @property
+    def num_batches(self) -> int | None:
+        """None for an IterableDataset without a length."""
+        return None if self._has_no_length else self._plan.num_batches
+
+    @property
+    def num_samples(self) -> int | None:
+        return None if self._has_no_length else self._plan.num_seen
+
+    @property
+    def _has_no_length(self) -> bool:
+        return isinstance(self._reader, StreamReader) and self._reader.num_samples is None
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        self._skips.begin(epoch, seen_before(self._plan, start))
+        self._turn = mine = object()
+        try:
+            for batch in delivered(self._readings(epoch, start), self._skips):
+                yield batch
+                assert self._turn is mine, "another epoch was opened, or the stream was closed"
+            self._skips.end()
+        except DataError:
+            self.close()
+            raise
+
+    def _readings(self, epoch: int, start: int) -> Iterator[Reading]:
+        """The readings of an epoch from `start` on; workers that ended unexpectedly are started again."""
+        place, asked = start, False
+        while True:
+            asked = False
+            try:
+                items = self._open(epoch, place)
+                asked = True
+                for item in items:
+                    if isinstance(item, WorkerFailure):
+                        raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
+                    yield item
+                    place += 1
+                    if item.last:
+                        break  # whatever becomes of the workers now
+                break
+            except WorkerDied as error:
+                if asked:  # otherwise they died before
+                    error = WorkerDied(f"{error}; {self._in_flight(epoch, place)}")
+                self._start_again(error)
+            except WorkerLate as error:
+                raise DataError(f"{error}; {self._in_flight(epoch, place)}") from error
+        if not self._options.persistent_workers:
+            self._end()
+
+    def _open(self, epoch: int, place: int) -> Iterator[Any]:
+        """What the DataLoader yields from batch `place` on; idle workers are asked again."""
+        reader: Any = self._reader
+        if isinstance(reader, StreamReader):
+            self._end()  # its workers hold the epoch
+            reader, keys = reader.at(epoch, place), None
+        else:
+            keys, self._keys.keys = self._keys, keys_of(self._plan, epoch, place)
+        if self._options.num_workers == 0:
+            return self._read_here(iter(build_loader(reader, keys, self._options, self._seed, self._key)))
+        if self._workers is None or not self._options.persistent_workers or not self._workers.restart_epoch():
+            self._end()
+            if keys is not None:  # torch may have asked for some of them
+                keys.keys = keys_of(self._plan, epoch, place)
+            loader = build_loader(reader, keys, self._options, self._seed, self._key)
+            self._workers = LoaderWorkers(loader, self._key, self._options)
+        return iter(self._workers)
+
+    def _read_here(self, items: Iterator[Any]) -> Iterator[Any]:
+        """In the main process the global generators stay put."""
+        end = object()
+        while True:
+            with kept_random_state():
+                item: Any = next(items, end)
+            if item is end:
+                return
+            yield item._replace(data=pinned(item.data)) if self._options.pin_memory else item
+
+    def _in_flight(self, epoch: int, place: int) -> str:
+        """The samples that the workers were asked for and did not give: one of them may be the reason."""
+        if isinstance(self._reader, StreamReader):
+            return f"it was reading on from batch {place}"
+        number = max(1, self._options.num_workers * self._options.prefetch_factor)
+        keys = islice(keys_of(self._plan, epoch, place), number)
+        asked = [index for key in keys for index in key.indices]
+        more = len(asked) - MOST_NAMED
+        shown = ", ".join(map(str, asked[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+        return f"on their way were the samples {shown or 'of no batch'}"
+
+    def _start_again(self, error: WorkerDied) -> None:
+        if self._restarts == MOST_RESTARTS:
+            raise WorkerDied(f"{error} (the workers were started again {MOST_RESTARTS} times)") from error
+        self._restarts += 1
+        self._end()
+        self._report(
+            f"{error}; they were started again, and no batch changed ({self._restarts} of {MOST_RESTARTS})"
+        )
+
+    def close(self) -> None:
+        self._turn = None
+        self._skips.end()
+        self._end()
+
+    def _end(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+        self._workers = None
+        self._keys.keys = iter(())

@@ -1,0 +1,370 @@
+"""Worker processes of torch's DataLoader: how they start and end, and what is said if one dies or gives no batch.
+
+Torch's own handler of SIGCHLD raises wherever the main thread happens to be, in the middle of an optimizer's update
+too. It is put aside here: a death is found while its batch is waited for, within `POLL_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+from torch.utils.data import DataLoader, get_worker_info
+
+from trainrun.data.batch import map_leaves
+from trainrun.errors import DataError
+from trainrun.runtime.free_memory import memory_line
+from trainrun.seeding import derive_seed
+
+POLL_SECONDS: Final = 0.5  # of waiting between two looks at the workers
+NOTICE_SECONDS: Final = 1.0  # longest time from a broken connection to the end of the worker behind it
+TICK_SECONDS: Final = 1.0  # of `TimeLimit`
+OWNER_SECONDS: Final = 0.5  # between two looks whether the training is still there
+STACK_SECONDS = 0.3  # to write them
+SMALL_BYTES: Final = 2**17  # of a tensor that goes through the pipe
+STANDARD_ERROR: Final = 2
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PLAIN = (str, bytes, int, float, np.ndarray, np.generic, type(None))  # whose pickling does not fail
+
+
+class WorkerDied(DataError):
+    """A loader worker is gone, and no fault of its own is known."""
+
+
+class WorkerLate(DataError):
+    """A loader worker gave no batch for too long."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How the loader reads. num_workers: 0 reads in the main process. timeout_seconds: 0 waits forever."""
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = True
+    prefetch_factor: int = 2
+    timeout_seconds: float = 300.0
+
+
+class WorkerFailure(NamedTuple):
+    """A fault on its way out of a worker: its message, and the traceback as text."""
+
+    message: str
+    trace: str
+
+
+def seed_globals(*parts: int) -> None:
+    """Seed the generators that a user's `__getitem__` may draw from, by a hash of `parts`."""
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # torch.manual_seed would seed every accelerator as well, or record a stack trace for each call.
+    torch.default_generator.manual_seed(seed)
+
+
+def failure_or_raise(error: DataError) -> WorkerFailure:
+    """In a worker the fault as a value, because an exception would arrive as a page of text."""
+    if get_worker_info() is None:
+        raise error
+    return WorkerFailure(str(error), traceback.format_exc())
+
+
+def build_loader(reader: Any, keys: Any, options: WorkerOptions, seed: int, key: str) -> DataLoader[Any]:
+    """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers. key: names the
+    source in messages.
+
+    Its workers stay until they are shut down, also if each epoch is to have its own: those that ended by
+    themselves at the end of an epoch could not be told from those that died.
+    """
+    several = options.num_workers > 0
+    generator = torch.Generator().manual_seed(derive_seed(seed))  # or iter() would draw from the global one
+    with without_advice():
+        return DataLoader(
+            reader,
+            sampler=keys,
+            batch_size=None,
+            num_workers=options.num_workers,
+            collate_fn=partial(sendable, key) if several else as_it_is,
+            pin_memory=options.pin_memory and several,  # else later: samples may lie on a GPU
+            timeout=POLL_SECONDS if several else 0,
+            worker_init_fn=partial(begin_worker, os.getpid()) if several else None,
+            generator=generator,
+            prefetch_factor=options.prefetch_factor if several else None,
+            persistent_workers=several,
+        )
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Torch warns of more workers than cores; where reading waits, they win."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        yield
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def sendable(key: str, item: Any) -> Any:
+    """What a worker has read, or why it cannot be pickled: torch would print that, and the training would wait."""
+
+    def check(leaf: Any) -> Any:
+        if not isinstance(leaf, PLAIN) and (type(leaf) is not Tensor or leaf.requires_grad):
+            ForkingPickler.dumps(leaf)
+        return leaf
+
+    try:
+        map_leaves(item, check)
+    except Exception as error:  # whatever the user's own classes raise
+        why = f"{type(error).__name__}: {error}"
+        return WorkerFailure(f"{key}: a batch cannot be sent by its worker ({why})", traceback.format_exc())
+    return item
+
+
+def begin_worker(owner: int, worker: int) -> None:
+    """Set a worker up: it ignores stop requests, leaves with the training, and sends small tensors as bytes."""
+    ignore_stop_signals()
+    ForkingPickler.register(Tensor, reduce_tensor)
+    if multiprocessing.get_start_method() != "forkserver":  # whose children are not the owner's
+        threading.Thread(target=leave_with, args=(owner,), daemon=True).start()
+
+
+def reduce_tensor(tensor: Tensor) -> Any:
+    """Pickle a small tensor as its bytes; torch's way opens a file and a socket for each.
+
+    Gain: a batch of two tensors of 50 kB that a worker has read is there after 0.4 of the time.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()  # torch's way forgets both
+    strided = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+    plain = strided and not (tensor.requires_grad or tensor.is_quantized)
+    if plain and tensor.untyped_storage().nbytes() == tensor.nbytes <= SMALL_BYTES:
+        return tensor_of, (tensor.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+    return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+
+
+def tensor_of(content: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that these bytes are, in memory of torch's: kernels may round by its alignment."""
+    found = torch.empty(shape, dtype=dtype, device="cpu")
+    found.view(-1).view(torch.uint8).numpy()[:] = content
+    return found
+
+
+def leave_with(owner: int) -> None:
+    """Torch asks between two batches whether the parent is still the one that it found when it began: a worker that
+    sits in one, or whose training was killed while it began, would stay."""
+    while os.getppid() == owner:
+        time.sleep(OWNER_SECONDS)
+    os._exit(1)
+
+
+def ignore_stop_signals() -> None:
+    """A stop request goes to the whole process group, but the batches on the way are still wanted."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
+
+
+class LoaderWorkers:
+    """The workers of one DataLoader, from their start to their end; they also end with this object."""
+
+    def __init__(self, loader: DataLoader[Any], key: str, options: WorkerOptions) -> None:
+        self._loader, self._key, self._options = loader, key, options
+        with starting(key):
+            self._iterator: Any = iter(loader)
+        self._processes: list[BaseProcess] = getattr(self._iterator, "_workers", [])
+        self.close = weakref.finalize(self, shut_down, self._iterator, os.getpid())
+
+    def restart_epoch(self) -> bool:
+        """Have idle workers read again, by the keys that the loader's sampler now gives; False if they cannot."""
+        with TimeLimit(self._options.timeout_seconds, self._processes) as limit, limit.waiting():
+            try:
+                self._iterator = iter(self._loader)
+            except (RuntimeError, OSError, EOFError) as error:
+                if not limit.has_passed:
+                    self._raise_if_dead(error)
+                return False  # still busy with an epoch that nobody reads any more, or stopped
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of an epoch. Raises WorkerDied and WorkerLate."""
+        with TimeLimit(self._options.timeout_seconds, self._processes) as limit:
+            while True:
+                with limit.waiting():
+                    try:
+                        item = self._next(limit)
+                    except StopIteration:
+                        return
+                yield item
+
+    def _next(self, limit: TimeLimit) -> Any:
+        while True:
+            try:
+                return next(self._iterator)
+            except (RuntimeError, OSError, EOFError) as error:
+                if limit.has_passed:
+                    raise WorkerLate(
+                        f"data.worker_timeout_seconds={limit.seconds:g}: {self._key} gave no batch for that "
+                        "long (where its workers stand is above); raise it (0 waits for ever)"
+                    ) from error
+                if "DataLoader timed out" not in str(error):
+                    self._raise_if_dead(error, NOTICE_SECONDS)
+                    raise
+
+    def _raise_if_dead(self, error: Exception, notice_seconds: float = 0.0) -> None:
+        """notice_seconds: how long to wait for a death; a connection breaks a little before its process has ended."""
+        until = time.monotonic() + notice_seconds
+        while not (dead := [one for one in self._processes if one.exitcode is not None]):
+            if time.monotonic() >= until:
+                return
+            time.sleep(0.01)
+        raise WorkerDied(f"{self._key}: {describe_exits(dead)}") from error
+
+
+@contextmanager
+def starting(key: str) -> Iterator[None]:
+    """Surround the start of workers: signals wait, so that none hits a worker that cannot ignore it yet, and the
+    handler of SIGCHLD stays what it was."""
+    deaths = getattr(torch.utils.data._utils, "signal_handling", None)
+    if deaths is not None and hasattr(
+        deaths, "_SIGCHLD_handler_set"
+    ):  # then torch's handler is not even there for a moment
+        deaths._SIGCHLD_handler_set = True
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        with without_advice():  # Python 3.12+ warns of every fork in a process with threads, as torch has
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            yield
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"{key}: the data set cannot be sent to worker processes ({error}); use data.num_workers=0"
+        ) from error
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+class TimeLimit:
+    """A thread that ends workers which somebody has waited for longer than `seconds`; 0 waits forever.
+
+    Torch's own timeout ends the wait for the word of a batch, but not for its tensors: a worker that stands still by
+    then (stopped, or in C code that holds Python's lock) would keep the training forever. Ticks of this thread are
+    counted, so time in which the process itself was suspended does not count.
+    """
+
+    def __init__(self, seconds: float, processes: list[BaseProcess]) -> None:
+        self.seconds, self.has_passed = seconds, False
+        self._processes = processes
+        self._changes = 0  # odd while somebody waits
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="trainrun worker timeout", daemon=True)
+
+    def __enter__(self) -> TimeLimit:
+        if self.seconds > 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._changes += 1
+        try:
+            yield
+        finally:
+            self._changes += 1
+
+    def _watch(self) -> None:
+        tick, before, waited = min(TICK_SECONDS, self.seconds / 4), 0, 0.0
+        while not self._ended.wait(tick):
+            waited = waited + tick if self._changes == before and before % 2 else 0.0
+            before = self._changes
+            if waited >= self.seconds:
+                self.has_passed = True
+                kill_with_stacks(self._processes)
+                return
+
+
+def kill_with_stacks(workers: list[BaseProcess]) -> None:
+    """Make workers print their stacks, C code included, on standard error, then kill them."""
+    alive = [worker for worker in workers if worker.is_alive()]
+    for worker in alive:
+        _send(worker, signal.SIGQUIT)
+    time.sleep(STACK_SECONDS if alive else 0)
+    for worker in alive:
+        worker.kill()
+
+
+def _send(worker: BaseProcess, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(cast(int, worker.pid), number)
+
+
+def shut_down(iterator: Any, owner: int) -> None:
+    """End the workers of a DataLoader's iterator; torch's only other way is to forget it.
+
+    Stopped ones are continued, as torch waits 10 seconds for each, and longer for a batch that is to be pinned.
+    owner: id of the process that started them. A forked child that drops its copy must not end them.
+    """
+    end_workers: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
+    if end_workers is None or os.getpid() != owner:
+        return
+    workers: list[BaseProcess] = iterator._workers
+    for worker in workers:
+        if worker.is_alive():
+            _send(worker, signal.SIGCONT)
+    end_workers()
+    for worker in workers:  # torch's last resort is SIGTERM, which they ignore
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+
+
+def describe_exits(dead: list[BaseProcess]) -> str:
+    """What became of the workers, and what to do."""
+    codes = {worker.exitcode or 0 for worker in dead}
+    each = ", ".join(f"process {worker.pid}: {_exit_of(worker.exitcode or 0)}" for worker in dead)
+    if -signal.SIGKILL in codes:  # nobody but the system, or a person, sends it
+        return (
+            f"a loader worker was killed ({each}), most likely by the system for lack of memory: "
+            f"{memory_line()}; use fewer data.num_workers, a smaller data.prefetch_factor or data.batch_size, "
+            "or data.num_workers=0"
+        )
+    if min(codes) >= 0:
+        return (
+            f"a loader worker left ({each}): code of the data set, or of a library of its, ends the process"
+        )
+    return (
+        f"a loader worker died ({each}); it may have crashed or used up its memory ({memory_line()}): "
+        "use fewer data.num_workers, or data.num_workers=0 to see the fault"
+    )
+
+
+def _exit_of(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

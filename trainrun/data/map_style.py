@@ -1,0 +1,75 @@
+"""What a map-style data set can be asked besides its samples; a Subset passes the question on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import Subset
+
+from trainrun.data.tensor_dataset import Columns
+
+
+@runtime_checkable
+class WholeBatches(Protocol):
+    """A data set that makes batches quicker than samples."""
+
+    def whole_batch(self, indices: list[int]) -> Any:
+        """The bits that collating the samples gives; None if it makes none. DataError: one cannot be read."""
+
+
+def whole_batches(dataset: Any) -> WholeBatches | None:
+    """Only a data set of this package is asked: what is called `whole_batch` elsewhere may be anything."""
+    ours = type(dataset).__module__.startswith("trainrun.data.")
+    return dataset if ours and isinstance(dataset, WholeBatches) else None
+
+
+def reads_at_once(dataset: Any) -> bool:
+    """Whether a data set has `__getitems__` of its own; a Subset merely passes the call on."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def innermost(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
+    """The data set that a Subset passes indices on to, and the indices in it."""
+    while type(dataset) is Subset:
+        indices = [int(dataset.indices[index]) for index in indices]
+        dataset = dataset.dataset
+    return dataset, indices
+
+
+def name_of(dataset: Any) -> str:
+    """Return the name of its class, for messages; for a cache, that of the data set it reads."""
+    return str(getattr(dataset, "name_of_source", type(dataset).__name__))
+
+
+def shallow(dataset: Any) -> Any:
+    """A copy that shares the data, but not the attributes that reading may set."""
+    if isinstance(dataset, Columns | list | tuple | dict):
+        return dataset
+    try:
+        clone = copy.copy(dataset)
+    except Exception:  # whatever a user's __copy__ or __reduce_ex__ raises: then there is no copy
+        return dataset
+    if type(dataset) is Subset:
+        clone.dataset = shallow(dataset.dataset)
+    return clone
+
+
+def describe(dataset: Any, index: int) -> str:
+    """` (file and record)` of a sample, where the data set can say it."""
+    base, (place,) = innermost(dataset, [index])
+    function = getattr(base, "describe", None)
+    if not callable(function):
+        return ""
+    try:
+        return f" ({function(place)})"
+    except Exception:  # it is asked about a fault, and must not stand before that
+        return ""
+
+
+def thread_safe(dataset: Any) -> bool:
+    """Whether several threads may read it at once: it says so (`thread_safe = True`), or is a list of samples."""
+    base, _ = innermost(dataset, [])
+    return isinstance(base, Columns | list | tuple) or bool(getattr(base, "thread_safe", False))

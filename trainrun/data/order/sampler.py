@@ -1,0 +1,198 @@
+"""Which samples form which micro-batch: a pure function of seed, epoch and position.
+
+A *global* micro-batch is `batch_size * world_size` consecutive entries of the epoch's order, and every
+rank takes its contiguous share of it. So W ranks see the global batches that one rank with a batch
+W times as large would see.
+
+Up to `LISTED` samples, the order of an epoch is torch's permutation, a list in memory; above, it is computed by
+index, so that neither the memory nor the time to begin and to resume grow with the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trainrun.data.order.permutation import KeyedPermutation
+from trainrun.errors import DataError
+from trainrun.seeding import derive_seed
+
+ROWS_AT_ONCE = 1024  # micro-batches whose index tensors exist at the same time
+POSITIONS_AT_ONCE = 2**16  # indices computed together: about 5 ms of a core
+ORDER = 2  # kept in checkpoints; before it had a number, orders of every size were lists
+LISTED = 2**20  # samples: such a list takes 8 MiB and 20 ms to make
+
+
+class Share(NamedTuple):
+    """What one rank reads of one micro-batch; `real` and `last` as in `MicroBatch`.
+
+    indices: (size,) int64, into the data set.
+    """
+
+    indices: Tensor
+    real: bool
+    last: bool
+
+
+class StreamPlan(Protocol):
+    """The stream of one rank, without the data: what every engine asks of a plan."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def global_size(self) -> int:
+        """Samples (or rows) in a full micro-batch over all ranks."""
+
+    @property
+    def num_batches(self) -> int:
+        """Global micro-batches in an epoch: the same on every rank."""
+
+    @property
+    def num_seen(self) -> int:
+        """Samples in an epoch, over all ranks."""
+
+    def effective_epoch(self, epoch: int) -> int: ...
+
+    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+        """This rank's shares from position `start` on, their indices on `device`."""
+
+
+Lookup = Callable[[Tensor], Tensor]
+
+
+def order_of(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
+    """From positions in an epoch to sample numbers, both int64 on the host and of one shape: a permutation."""
+    if not shuffle:
+        return lambda positions: positions
+    if num_samples > LISTED:
+        keyed = KeyedPermutation(num_samples, derive_seed(seed, epoch))
+        return lambda positions: torch.from_numpy(keyed.at(positions.numpy()))
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+    order = torch.randperm(num_samples, generator=generator)
+    return lambda positions: order[positions]
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
+    """The whole order as (num_samples,) int64, for those that need every sample of it at once."""
+    return order_of(num_samples, seed, epoch, shuffle)(torch.arange(num_samples))
+
+
+def share_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Begin and end of a rank's share of `size` samples; shares differ by at most one sample."""
+    base, extra = divmod(size, world_size)
+    begin = rank * base + min(rank, extra)
+    return begin, begin + base + (rank < extra)
+
+
+def limited(full: int, limit: float | int) -> int:
+    """How many of `full` a limit leaves: a fraction (float, at least one) or a number (int)."""
+    if isinstance(limit, int):
+        return min(full, limit)
+    return min(full, max(1, math.floor(full * limit + 1e-9)))  # 0.29 * 100 is 28.999999999999996
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stream of one rank, without the data.
+
+    batch_size: per rank. limit: see `limited`; of the micro-batches, in evaluation of the samples.
+    training: an epoch has its own order, and a rank without a share of the last, short micro-batch gets
+    a filler; in evaluation every epoch is epoch 0, and that rank gets nothing. What a limit leaves of an
+    evaluation is the same random part of the data every time, whatever the ranks and the batches, in its own order.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    training: bool = True
+    limit: float | int = 1.0
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def global_size(self) -> int:
+        return self.batch_size * self.world_size
+
+    @property
+    def num_batches(self) -> int:
+        """Global micro-batches in an epoch: the same on every rank."""
+        if not self.training:
+            return -(-self.num_seen // self.global_size)
+        full, rest = divmod(self.num_samples, self.global_size)
+        return limited(full + (rest > 0 and not self.drop_last), self.limit)
+
+    @property
+    def num_seen(self) -> int:
+        """Samples in an epoch, over all ranks."""
+        if not self.training:
+            return limited(self.num_samples, self.limit)
+        return min(self.num_samples, self.num_batches * self.global_size)
+
+    def effective_epoch(self, epoch: int) -> int:
+        return epoch if self.training else 0
+
+    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+        """This rank's shares from position `start` on, their indices on `device`."""
+        if start and start >= self.num_batches:
+            raise behind_the_end(start, self.num_batches)
+        return self._shares(epoch, start, device)
+
+    def _shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
+        order, whole = self._order(epoch), self.num_seen // self.global_size
+        tail = self._tail(order, whole)
+        left = whole - start + len(tail)
+        mine = torch.arange(self.batch_size) + self.rank * self.batch_size
+        at_once = max(1, min(ROWS_AT_ONCE, POSITIONS_AT_ONCE // self.batch_size))
+        for first in range(start, whole, at_once):
+            rows = torch.arange(first, min(first + at_once, whole)) * self.global_size
+            for indices in order(rows[:, None] + mine).to(device).unbind():
+                left -= 1
+                yield Share(indices, True, left == 0)
+        for indices, real in tail:
+            yield Share(indices.to(device), real, True)
+
+    def _order(self, epoch: int) -> Lookup:
+        if self.training or self.num_seen == self.num_samples:
+            return order_of(self.num_samples, self.seed, self.effective_epoch(epoch), self.shuffle)
+        part, _ = order_of(self.num_samples, self.seed, 0, True)(torch.arange(self.num_seen)).sort()
+        return lambda positions: part[positions]
+
+    def _tail(self, order: Lookup, whole: int) -> list[tuple[Tensor, bool]]:
+        """This rank's part of the last, short micro-batch, where there is one."""
+        if whole == self.num_batches:
+            return []
+        rest = order(torch.arange(whole * self.global_size, self.num_seen))
+        begin, end = share_bounds(len(rest), self.rank, self.world_size)
+        if begin < end:
+            return [(rest[begin:end], True)]
+        return [(rest[:1], False)] if self.training else []
+
+
+def behind_the_end(start: int, num_batches: int) -> DataError:
+    """The fault of a resume whose data has become smaller."""
+    return DataError(
+        f"the run stopped at batch {start} of an epoch, but an epoch now has {num_batches} batches: "
+        "resume with the data, data.batch_size and number of ranks that the run was started with"
+    )
+
+
+def batch_too_large(key: str, num_samples: int, plan: Plan) -> DataError:
+    """The fault of a training batch that the data cannot fill."""
+    ranks = f" for {plan.world_size} ranks" if plan.world_size > 1 else ""
+    largest = num_samples // plan.world_size
+    allowed = f"at most {largest} is possible" if largest else "use fewer ranks (parallel.devices)"
+    return DataError(
+        f"data.batch_size={plan.batch_size}: larger than the data: {key} has {num_samples} samples{ranks}; "
+        f"{allowed}"
+    )

@@ -1,0 +1,138 @@
+"""One protocol for every format, and the data set that is made around a reader.
+
+A format is a `Reader`: how many samples there are, how they are read, what is known of them. Which of them are train,
+val and test, where a damaged one lies and what a cache depends on is answered here, once for all formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainrun.data.readers.parts import Part, RandomRows, Rows
+from trainrun.data.readers.paths import fingerprint_of
+from trainrun.errors import DataError
+
+
+@dataclass(frozen=True)
+class Info:
+    """What is known of the samples of a reader.
+
+    files: what their content depends on; settings: what else it depends on, for the fingerprint.
+    labels: (N, ...) the targets of all samples, if they are in memory: classes are held out in proportion.
+    where: names a sample in messages; default: the first file and the number.
+    lengths: computes (N,) int64, how long each sequence is. batch: collates many samples, quicker than one by one, to
+    the same bits. thread_safe: several threads may read at once.
+    """
+
+    files: tuple[Path, ...]
+    settings: Any = ()
+    labels: Any = None
+    class_names: tuple[str, ...] = ()
+    num_classes: int | None = None
+    where: Callable[[int], str] | None = None
+    lengths: Callable[[], np.ndarray[Any, Any]] | None = None
+    batch: Callable[[list[int]], Any] | None = None
+    thread_safe: bool = True
+
+
+class Reader(Protocol):
+    """Samples of one format by number, from 0; it can be pickled and used in another process.
+
+    read: samples in the order of the numbers, each of which may come twice; ValueError or DataError: one is damaged.
+    """
+
+    @property
+    def info(self) -> Info: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Sequence[int]) -> list[Any]: ...
+
+
+class ReaderDataset:
+    """Map-style: those samples of a reader that belong to one part of the data."""
+
+    def __init__(self, reader: Reader, rows: Rows | RandomRows | None = None) -> None:
+        """rows: numbers of the samples; None is all."""
+        self.reader = reader
+        self.rows = rows
+        self._info = reader.info
+        self.thread_safe = self._info.thread_safe
+        self.class_names = self._info.class_names
+        self.num_classes = self._info.num_classes
+
+    def __len__(self) -> int:
+        return len(self.reader) if self.rows is None else len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._read([self._number(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return self._read(self._numbers(indices))
+
+    def whole_batch(self, indices: Sequence[int]) -> Any:
+        """The bits that collating the samples gives; None if the reader makes no batches."""
+        return None if self._info.batch is None else self._info.batch(self._numbers(indices))
+
+    @property
+    def labels(self) -> Any:
+        """The target of each sample, if all are in memory."""
+        labels = self._info.labels
+        return labels if labels is None or self.rows is None else labels[self._numbers(range(len(self)))]
+
+    @property
+    def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(N,) int64: of each sequence; computed at each call."""
+        if self._info.lengths is None:
+            raise AttributeError("lengths: the samples are no sequences")
+        lengths = self._info.lengths()
+        return lengths if self.rows is None else lengths[self._numbers(range(len(self)))]
+
+    def describe(self, index: int) -> str:
+        """The file of a sample and its place in it."""
+        return self._where(self._number(index))
+
+    def fingerprint(self) -> str:
+        rows = None if self.rows is None else self.rows.tobytes()
+        labels = None if self._info.labels is None else np.asarray(self._info.labels).tobytes()
+        return fingerprint_of(self._info.files, type(self.reader).__name__, self._info.settings, rows, labels)
+
+    def _number(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return int(index) if self.rows is None else int(self.rows[index])
+
+    def _numbers(self, indices: Sequence[int]) -> list[int]:
+        places = np.asarray(indices, dtype=np.int64)
+        if len(places) and not 0 <= places.min() <= places.max() < len(self):
+            raise IndexError(indices)
+        numbers: list[int] = (places if self.rows is None else self.rows[places]).tolist()
+        return numbers
+
+    def _read(self, numbers: list[int]) -> list[Any]:
+        try:
+            return self.reader.read(numbers)
+        except (ValueError, OverflowError) as error:
+            if len(numbers) == 1:
+                raise DataError(f"{self._where(numbers[0])}: {error}") from error
+        return [sample for number in numbers for sample in self._read([number])]
+
+    def _where(self, number: int) -> str:
+        return (
+            f"{self._info.files[0]}, sample {number}"
+            if self._info.where is None
+            else self._info.where(number)
+        )
+
+
+def dataset_of(reader: Reader, part: Part) -> ReaderDataset:
+    """The samples that belong to the part. DataError: there is none, or nothing is left for one side."""
+    if len(reader) == 0:
+        raise DataError(f"{part.place[1]}={part.place[0]}: there is no record in it")
+    labels = reader.info.labels
+    return ReaderDataset(reader, part.rows(np.zeros(len(reader), np.int64) if labels is None else labels))

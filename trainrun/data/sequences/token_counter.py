@@ -1,0 +1,73 @@
+"""Useful tokens of the batches that are trained on: what is left of their size without the padding.
+
+What: the positions of sequences are counted on the device, and read at log points with everything else. When: the
+lengths of training samples differ, so that samples a second say little of the work done. When not: tasks whose items
+are tokens count them by themselves. Gain: none in speed; a sum of a mask costs a batch about 5 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trainrun.data.engines.stream import Around
+from trainrun.data.sequences.collate import Collate, Packed, Padded
+from trainrun.interfaces import Batches, MicroBatch
+
+
+class TokenCounter:
+    """Positions since the last look, of this rank. counts: whether any stream is counted by it. planned: positions
+    of a batch, as in `SequencePlan`."""
+
+    def __init__(self) -> None:
+        self.counts = False
+        self.planned: Mapping[str, float] = {}
+        self._sum: Tensor | None = None
+
+    def add(self, positions: Tensor) -> None:
+        self._sum = positions if self._sum is None else self._sum + positions
+
+    def take(self) -> float:
+        """Waits for the device."""
+        found, self._sum = self._sum, None
+        return 0.0 if found is None else float(found)
+
+
+def counted(batches: Batches, collate: Collate | None, tally: TokenCounter | None) -> Batches:
+    """The stream, told to the tally where every batch says which of its positions are real."""
+    says = isinstance(collate, Packed) or (isinstance(collate, Padded) and bool(collate.names))
+    if tally is None or not says:
+        return batches
+    tally.counts = True
+    return Counted(batches, tally)
+
+
+class Counted(Around):
+    """Fills `Batches`: the same, with the positions of what is taken from it counted."""
+
+    def __init__(self, batches: Batches, tally: TokenCounter) -> None:
+        super().__init__(batches)
+        self._tally = tally
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        for batch in self._batches.epoch(epoch, start):
+            if batch.real:
+                self._tally.add(useful_positions(batch.data))
+            yield batch
+
+
+def useful_positions(batch: Mapping[str, Any]) -> Tensor:
+    """0-d: the places of a padded or packed batch that are no padding."""
+    mask = mask_of(batch)
+    assert mask is not None
+    return mask.count_nonzero()
+
+
+def mask_of(batch: Any) -> Tensor | None:
+    """Not 0 at the places of a padded or packed batch that are no padding; None if it does not say which."""
+    if not isinstance(batch, Mapping):
+        return None
+    mask = batch.get("segment_ids", batch.get("attention_mask"))
+    return mask if isinstance(mask, Tensor) else None

@@ -1,0 +1,230 @@
+"""Data that lies in memory: equal-length tensors or arrays, and the container they came in."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from trainrun.data.batch import Preparation, as_tensor, is_integer
+from trainrun.data.memmap_pickling import MappedPlace, opened, place_of
+from trainrun.data.scale import Scale
+from trainrun.errors import DataError
+
+Column = Tensor | np.ndarray[Any, Any]
+COLUMN_TYPES = (Tensor, np.ndarray)
+INDEXED = ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16")  # kind and bytes
+TARGET_NAMES = ("target", "targets", "label", "labels", "y")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """What the built-in sources return: inputs and targets, and what is known of the classes.
+
+    scale: where the first tensor is pictures as bytes, what makes the numbers of a batch of them.
+    describe: names the place of a sample's target, as a line of a file; it can be pickled.
+    """
+
+    tensors: tuple[Any, ...]
+    class_names: tuple[str, ...] = ()
+    num_classes: int | None = None
+    scale: Scale | None = None
+    describe: Callable[[int], str] | None = None
+
+    def as_bytes(self) -> tuple[Arrays, Scale] | None:
+        return None if self.scale is None else (replace(self, scale=None), self.scale)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One tensor or array per element of a sample.
+
+    names: of a mapping's columns, else empty. pack: puts the elements into the user's container.
+    in_place: their memory is a cache's, which has its limit: nothing on the host makes a copy of a whole one.
+    scale: of the first column, applied to single samples; for batches, their gathering applies it.
+    again: makes them in another process, to which they are not sent.
+    int_dtype: of all integers in a sample or a batch, where narrower ones lie in memory.
+    unsigned: these hold numbers without a sign, in types that torch indexes as signed ones only.
+    """
+
+    values: tuple[Column, ...]
+    names: tuple[str, ...]
+    pack: Callable[[list[Any]], Any]
+    in_place: bool = False
+    scale: Scale | None = None
+    again: Callable[[], Columns] | None = None
+    int_dtype: torch.dtype | None = None
+    unsigned: bool = False
+
+    def __len__(self) -> int:
+        return len(self.values[0])
+
+    def __reduce__(self) -> Any:
+        if self.again is not None:
+            return self.again, ()
+        values = tuple(place_of(value) or value for value in self.values)
+        rest = (self.in_place, self.scale, None, self.int_dtype, self.unsigned)
+        return _received, (values, self.names, self.pack, *rest)
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample as a copy, which the user's code may change; a single number is a 0-d array."""
+        sample = self.pack([self._copied(value[index]) for value in self.values])
+        return sample if self.scale is None else self.scale.first_of(sample)
+
+    def batch(self, indices: list[int], preparation: Preparation) -> Any:
+        """Many samples at once, equal to what a resident copy gives."""
+        return self.pack([self.widened(preparation.column(rows(value, indices))) for value in self.values])
+
+    def widened(self, rows: Tensor) -> Tensor:
+        """Rows of a batch in the types of samples."""
+        if self.int_dtype is None or not is_integer(rows):
+            return rows
+        wide = rows.to(self.int_dtype)
+        return wide.bitwise_and_((1 << 8 * rows.element_size()) - 1) if self.unsigned else wide
+
+    def _copied(self, row: Any) -> Any:
+        copy = row.clone() if isinstance(row, Tensor) else np.array(row)
+        return copy if self.int_dtype is None else self.widened(as_tensor(copy))
+
+    @property
+    def mapped(self) -> bool:
+        """Whether a batch can be gathered straight from mapped files, and some of the columns are such."""
+        files = [value for value in self.values if is_mapped(value)]
+        return bool(files) and all(tensor_view(value) is not None for value in files)
+
+    def on_host(self) -> Columns:
+        """The same columns where worker processes can reach them."""
+        if all(value.device.type == "cpu" for value in self.values if isinstance(value, Tensor)):
+            return self
+        return replace(self, values=tuple(v.cpu() if isinstance(v, Tensor) else v for v in self.values))
+
+    def target(self) -> Column | None:
+        """The second element of a sample; in a mapping, the one that has a target's name."""
+        if self.names:
+            return next((v for n, v in zip(self.names, self.values, strict=True) if n in TARGET_NAMES), None)
+        return self.values[1] if len(self.values) > 1 else None
+
+
+def _received(values: tuple[Any, ...], *rest: Any) -> Columns:
+    return Columns(
+        tuple(opened(value) if isinstance(value, MappedPlace) else value for value in values), *rest
+    )
+
+
+@runtime_checkable
+class MayBeColumns(Protocol):
+    """A map-style source that may be in memory, such as a full cache."""
+
+    def as_columns(self) -> Columns | None:
+        """None while it is not."""
+
+
+def rows_in_memory(source: Any) -> Columns | None:
+    """Return the rows of one of this package's sources that can tell where its samples lie, else None.
+
+    A class defined elsewhere that wraps or extends such a source has samples of its own.
+    """
+    kind = type(source)
+    if not (kind.__module__.startswith("trainrun.data.") and hasattr(kind, "as_rows")):
+        return None
+    found: Columns | None = source.as_rows()
+    return found
+
+
+def rows(value: Column, indices: list[int]) -> Column:
+    """Copies of many rows; of a mapped file, no other rows are touched."""
+    source = tensor_view(value)
+    if source is None:
+        return np.asarray(value[indices])
+    return source.index_select(0, torch.tensor(indices, device=source.device))
+
+
+def is_mapped(value: Any) -> bool:
+    """Whether an array lies in a file that is mapped into memory: a numpy.memmap, or a view of one."""
+    base = value if isinstance(value, np.ndarray) else None
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, mmap.mmap)
+
+
+def tensor_view(value: Column) -> Tensor | None:
+    """The same memory as a tensor, for gathering rows alone; None if torch cannot index such an array.
+
+    A read-only array is no hindrance, since nothing is ever written through this tensor: `index_select`
+    from it runs at the speed of any other tensor, several times that of NumPy's indexing.
+    """
+    if isinstance(value, Tensor):
+        return value
+    plain = value.dtype.isnative and value.dtype.str[1:] in INDEXED and min(value.strides, default=0) >= 0
+    if not plain or any(stride % value.itemsize for stride in value.strides):
+        return None
+    return torch.from_numpy(np.asarray(_Writeable(value)))
+
+
+class _Writeable:
+    """The same array without its write protection, of which torch would warn."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array  # keeps the memory
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def columns_of(source: Any, key: str) -> Columns | None:
+    """The columns of an in-memory source; None for any other. `key` names it in errors.
+
+    In memory are: a tensor or array, a tuple, list or mapping of them, a plain `TensorDataset`, and
+    `Arrays`. A list of tensors is a list of columns, not of samples.
+    """
+    if isinstance(source, MayBeColumns):
+        return source.as_columns()
+    if isinstance(source, Arrays | TensorDataset):
+        if isinstance(source, TensorDataset) and type(source) is not TensorDataset:
+            return None  # a subclass may do more than index
+        columns = _checked(source.tensors, key, pack=tuple)
+        return replace(columns, scale=source.scale) if isinstance(source, Arrays) else columns
+    if isinstance(source, COLUMN_TYPES):
+        return _checked((source,), key, pack=itemgetter(0))
+    if isinstance(source, Mapping) and not isinstance(source, Dataset):
+        names = tuple(source)
+        return _checked(tuple(source.values()), key, partial(_as_dict, names), names)
+    if isinstance(source, tuple | list) and any(isinstance(value, COLUMN_TYPES) for value in source):
+        container = list if isinstance(source, list) else getattr(type(source), "_make", tuple)
+        return _checked(source, key, container)
+    return None
+
+
+def _as_dict(names: tuple[str, ...], values: list[Any]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
+
+
+def _checked(values: Sequence[Any], key: str, pack: Callable[[list[Any]], Any],
+             names: tuple[str, ...] = ()) -> Columns:  # fmt: skip
+    if not values:
+        raise DataError(f"{key}: the data set is empty: there is no array in it")
+    labels = [repr(name) for name in names] or [f"number {i + 1}" for i in range(len(values))]
+    for label, value in zip(labels, values, strict=True):
+        _check_column(value, f"{key}: array {label}")
+    lengths = [len(value) for value in values]
+    if len(set(lengths)) > 1:
+        raise DataError(f"{key}: its arrays have unequal lengths {lengths}; every sample needs a row in each")
+    columns = tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
+    return Columns(columns, names, pack)
+
+
+def _check_column(value: Any, where: str) -> None:
+    if not isinstance(value, COLUMN_TYPES):
+        raise DataError(f"{where} is a {type(value).__name__}; allowed: torch tensors and NumPy arrays")
+    if value.ndim == 0:
+        raise DataError(f"{where} is a single number; its first dimension must be the samples")
+    try:
+        as_tensor(value[:1])
+    except TypeError as error:
+        raise DataError(f"{where}: {error}; give it as an array of integers, bools or floats") from error

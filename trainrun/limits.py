@@ -1,0 +1,119 @@
+"""What a value may be, written as a type, as `Annotated[int, Limits(at_least=1)]`. No torch.
+
+The fields of the config and the signatures of models, tasks, optimizers, schedules and readers say their limits in
+these types; the checks before a run, the messages and `--help` are made from them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+_COMPARISONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "at_least": (operator.ge, "{} or more"),
+    "above": (operator.gt, "more than {}"),
+    "at_most": (operator.le, "at most {}"),
+    "below": (operator.lt, "below {}"),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The range of a number, which must be finite."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def __str__(self) -> str:
+        return " and ".join(text.format(limit) for _, text, limit in self._set())
+
+    def allow(self, value: float) -> bool:
+        return math.isfinite(value) and all(compare(value, limit) for compare, _, limit in self._set())
+
+    def _set(self) -> list[tuple[Callable[[float, float], bool], str, float]]:
+        limits = ((*_COMPARISONS[name], getattr(self, name)) for name in _COMPARISONS)
+        return [(compare, text, limit) for compare, text, limit in limits if limit is not None]
+
+
+Number = Annotated[float, Limits()]  # a bare float may be nan
+Count = Annotated[int, Limits(at_least=1)]
+NotNegativeInt = Annotated[int, Limits(at_least=0)]
+NotNegative = Annotated[float, Limits(at_least=0)]
+Positive = Annotated[float, Limits(above=0)]
+Fraction = Annotated[float, Limits(at_least=0, at_most=1)]
+BelowOne = Annotated[float, Limits(at_least=0, below=1)]
+Steps = Annotated[float, Limits(at_least=1)]  # also as 1e3
+Rates = NotNegative | list[NotNegative]  # an optimizer may have several groups of parameters
+Auto = Literal["auto"]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold, and neither nan nor infinite."""
+    return is_number(value) and math.isfinite(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, float) or (whole and abs(value) <= sys.float_info.max)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a plain value of a config is of that kind; a type that is not listed here takes any value."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, part) for part in inner)
+    if origin is Annotated:
+        limits = [limit for limit in inner[1:] if isinstance(limit, Limits)]
+        return fits(value, inner[0]) and all(limit.allow(value) for limit in limits)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in inner)
+    if origin in (list, Sequence):
+        return isinstance(value, list | tuple) and all(fits(item, inner[0]) for item in value)
+    if origin is tuple and Ellipsis not in inner:
+        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits, value, inner))
+    if kind in (NoneType, None):
+        return value is None
+    if kind in (int, float):
+        return is_number(value) and isinstance(value, int | kind)
+    return isinstance(value, kind) if kind in (bool, str) else True
+
+
+def described(kind: Any) -> str:
+    """What a value of that kind is, as a message says it: `a whole number, 1 or more, or auto`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        last = {NoneType: "null"}
+        parts = [last.get(part) or described(part).removeprefix("one of ") for part in inner]
+        if set(inner) == {bool, NoneType}:
+            return "true, false or null"
+        return ", or ".join(sorted(parts, key=lambda part: part == "null"))
+    if origin is Annotated:
+        return ", ".join([described(inner[0]), *(str(limit) for limit in inner[1:] if str(limit))])
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin in (list, Sequence):
+        return f"a list of {_plural(inner[0])}"
+    if origin is tuple:
+        return f"{len(inner)} {_plural(inner[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(
+        kind, "a value"
+    )
+
+
+def _plural(kind: Any) -> str:
+    return described(kind).removeprefix("a ").replace("number", "numbers", 1)
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The names among the values of a kind; empty if it has none."""
+    if get_origin(kind) is Literal:
+        return tuple(map(str, get_args(kind)))
+    return tuple(name for part in get_args(kind) for name in choices_of(part))

@@ -1,0 +1,27 @@
+"""What the reference networks take by name, as types of their signatures; no torch here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal, get_args
+
+Activation = Literal["relu", "gelu", "silu", "tanh"]
+Norm = Literal["none", "batch", "layer"]
+Scheme = Literal["default", "he", "xavier"]
+ResnetSize = Literal[18, 34, 50]
+Stem = Literal["auto", "small", "large"]
+Body = Literal["auto", "conv", "mlp"]
+GptSize = Literal["0.8M", "3M", "11M", "25M", "124M"]
+Positions = Literal["rotary", "learned"]
+Kernel = Literal["auto", "flash", "fp32", "plain", "math"]
+Outputs = Literal["each", "last"]
+
+NORMS, SCHEMES, STEMS, BODIES = get_args(Norm), get_args(Scheme), get_args(Stem), get_args(Body)
+GPT_SIZES, POSITIONS, KERNELS, OUTPUTS = map(get_args, (GptSize, Positions, Kernel, Outputs))
+RESNET_SIZES = tuple(map(str, get_args(ResnetSize)))
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The attention layers of our kind; where their module was never imported, there are none."""
+    gpt = sys.modules.get("trainrun.model.gpt")
+    return [] if gpt is None else [layer for layer in model.modules() if isinstance(layer, gpt.Attention)]

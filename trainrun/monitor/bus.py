@@ -1,0 +1,128 @@
+"""The one way of every row of a run: from where it is made to the metrics file and to every tracker."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from trainrun.interfaces import Monitor, RunFacts
+from trainrun.monitor.metrics_file import MetricsFile, Row
+from trainrun.monitor.phase_rows import PhaseRows
+from trainrun.monitor.tracker import Tracker
+
+NOT_IN_ROWS = ("run_id", "config")  # of the facts: they stand in files of their own
+
+
+class Bus:
+    """Fills `Monitor`. screens: what people see; file, trackers: get every row; phases: makes rows of its own.
+
+    Rows may come from any thread. The file has them at once, trackers on the thread that trains, with its next
+    row: theirs is code of users, which need not be safe for threads.
+    """
+
+    def __init__(
+        self,
+        file: MetricsFile | None = None,
+        screens: Sequence[Monitor] = (),
+        trackers: Sequence[Tracker] = (),
+        phases: PhaseRows | None = None,
+    ) -> None:
+        self._file, self._screens, self._trackers, self._phases = file, screens, trackers, phases
+        self._waiting: deque[Row] = deque()
+        self._step = 0
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Take a row of any kind: plain numbers, texts, lists and mappings."""
+        if self._file is not None:
+            self._file.write(row)
+        if self._trackers:
+            self._waiting.append(dict(row))
+
+    def on_start(self, facts: RunFacts, step: int) -> None:
+        self._step = step
+        for monitor in (*self._screens, *self._trackers):
+            monitor.on_start(facts, step)
+        told = {item.name: getattr(facts, item.name) for item in fields(facts)}
+        self._publish("start", facts={name: told[name] for name in told if name not in NOT_IN_ROWS})
+        self.write_phases()
+
+    def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        self._step = step
+        for screen in self._screens:
+            screen.on_step(step, epoch, row)
+        self._publish("train", epoch=epoch, **row)
+        self._write_due_phases()
+        for tracker in self._trackers:
+            tracker.on_step(step, epoch, row)
+        self._hand_on()
+
+    def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        self._step = step
+        for screen in self._screens:
+            screen.on_eval(step, epoch, row)
+        self._publish("test" if any(name.startswith("test/") for name in row) else "eval", epoch=epoch, **row)
+        self._write_due_phases()
+        self.flush()
+        for tracker in self._trackers:
+            tracker.on_eval(step, epoch, row)
+        self._hand_on()
+
+    def on_note(self, text: str) -> None:
+        for monitor in (*self._screens, *self._trackers):
+            monitor.on_note(text)  # a tracker whose on_note fails is told of once, so this ends
+        self._publish("note", text=text)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """The last row; the screens show the summary in `show_end`, after the plots."""
+        self._step = summary.get("step", self._step)
+        self.write_phases()
+        self._publish("end", summary=dict(summary))
+        self.flush()
+
+    def show_end(self, summary: Mapping[str, Any]) -> None:
+        self._hand_on()
+        for monitor in (*self._screens, *self._trackers):
+            monitor.on_end(summary)
+
+    def write_phases(self) -> None:
+        """The account of time up to now, as a row."""
+        if self._phases is not None:
+            self.write(self._phases.row(self._step))
+
+    def _write_due_phases(self) -> None:
+        if self._phases is not None and self._phases.is_due():
+            self.write_phases()
+
+    def flush(self) -> None:
+        """Write the rows that the file held back."""
+        if self._file is not None:
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Return when the disk has every row."""
+        if self._file is not None:
+            self._file.sync()
+
+    def faults(self) -> dict[str, int]:
+        """How many calls of each tracker failed; those without a fault are left out."""
+        return {tracker.key: tracker.faults for tracker in self._trackers if tracker.faults}
+
+    def _publish(self, kind: str, **values: Any) -> None:
+        self.write({"kind": kind, "step": self._step, "time": time.time(), **values})
+
+    def _hand_on(self) -> None:
+        while self._waiting:
+            row = self._waiting.popleft()
+            for tracker in self._trackers:
+                tracker.on_row(row)
+
+    def close(self) -> None:
+        """Trackers first: their faults are still shown and written."""
+        with contextlib.ExitStack() as closing:  # from the last to the first, whatever one of them raises
+            for part in (*self._screens, self._file, self._phases, *self._trackers):
+                if part is not None:
+                    closing.callback(part.close)

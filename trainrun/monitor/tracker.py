@@ -1,0 +1,72 @@
+"""A tracker (`monitor.NAME`): code of the user's, or of ours, that gets what a run reports, and changes nothing.
+
+An error in one is told once and counted, and the training goes on (`monitor.on_error=raise` ends it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainrun.errors import PluginError
+from trainrun.interfaces import RunFacts
+from trainrun.runtime.user_traceback import line_of
+
+METHODS = ("on_start", "on_step", "on_eval", "on_row", "on_note", "on_end", "close")
+
+
+class Tracker:
+    """Fills `Monitor` by calling those methods that `target` has.
+
+    key: as typed, `monitor.NAME`. stops: whether an error ends the run; one of `close` never does, since the run
+    has ended by then. faults: how many calls failed. tell: shows one line; called at the first error.
+    Raises PluginError for an object without any of the methods.
+    """
+
+    def __init__(self, target: Any, key: str, stops: bool, tell: Callable[[str], None]) -> None:
+        self.key, self.faults = key, 0
+        self._name, self._stops, self._tell = type(target).__name__, stops, tell
+        found = {name: getattr(target, name, None) for name in METHODS}
+        self._calls = {name: method for name, method in found.items() if callable(method)}
+        if not self._calls:
+            raise PluginError(
+                f"{key}: {self._name} has none of the methods of a monitor: {', '.join(METHODS)}; "
+                "see trainrun.interfaces.Monitor"
+            )
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        method = self._calls.get(name)
+        if method is None:
+            return
+        try:
+            method(*arguments)
+        except Exception as error:  # whatever fails in code of the user's that only listens
+            self.faults += 1
+            stops = self._stops and name != "close"
+            if self.faults == 1:
+                what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                then = "" if stops else "; the run goes on (monitor.on_error=raise ends it)"
+                self._tell(f"{self.key}: {name} of {self._name} failed: {what}{line_of(error)}{then}")
+            if stops:
+                raise
+
+    def on_start(self, facts: RunFacts, step: int) -> None:
+        self._call("on_start", facts, step)
+
+    def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        self._call("on_step", step, epoch, dict(row))  # a copy: what it changes is not what others get
+
+    def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
+        self._call("on_eval", step, epoch, dict(row))
+
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        self._call("on_row", dict(row))
+
+    def on_note(self, text: str) -> None:
+        self._call("on_note", text)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        self._call("on_end", dict(summary))
+
+    def close(self) -> None:
+        self._call("close")

@@ -1,0 +1,97 @@
+"""What a rank does before torch is there, and how it says why it died."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
+from trainrun.output import say
+from trainrun.runs.run_folder import RunDir, write_json
+from trainrun.runtime.user_traceback import line_of
+
+WATCH_SECONDS = 0.5
+SAVE_SECONDS = 30.0
+STANDARD_ERROR = 2
+
+
+class LostContact(LaunchError):
+    """Another rank went away. Its own error says why; this one is only an echo, and worth a new try."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, reason: BaseException | str) -> None:
+        self.reason = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+        super().__init__(f"lost contact with the other ranks ({self.reason})")
+
+
+def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
+    """Called first thing in a rank: when its parent process dies, even by SIGKILL, it stops and saves.
+
+    A rank that cannot, because it hangs, is gone `save_seconds` later.
+    """
+    parent = int(os.environ.get("TRAINRUN_DRIVER", os.getppid()))
+    threading.Thread(target=outlive_briefly, args=(parent, save_seconds), daemon=True).start()
+
+
+def say_listening() -> None:
+    """Called once stop signals are handled: from then on the driver waits for a save."""
+    listening_file(Path(os.environ["TRAINRUN_STORE"]), int(os.environ["RANK"])).touch()
+
+
+def listening_file(store: Path, rank: int) -> Path:
+    return store.with_name(f"listening{rank}")
+
+
+def outlive_briefly(parent: int, save_seconds: float) -> None:
+    """A thread, not Linux's PR_SET_PDEATHSIG: it works everywhere, and also ends a rank that hangs."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(save_seconds)
+    os._exit(EXIT_FAILED)
+
+
+def show_stacks_when_asked() -> None:
+    """From here on SIGQUIT has all threads written to the output, whatever they do; nothing else happens on it."""
+    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
+
+
+def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int]) -> int:
+    """The exit code of a rank's whole work; a failure is left in the run folder for the driver."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        try:
+            report_failure(run_dir, rank, error)
+        except OSError:  # the disk is full, perhaps: the driver knows the code, the rank's output the reason
+            say(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED
+
+
+def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
+    """Write the error file of this rank.
+
+    kind: `fault` a user can cause, `echo` of another rank's death, or `bug`, which keeps its traceback.
+    """
+    fault = isinstance(error, TrainrunError)
+    write_json(
+        run_dir.rank_error(rank),
+        {
+            "time": time.time(),
+            "rank": rank,
+            "exit_code": error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED,
+            "kind": "echo" if isinstance(error, LostContact) else "fault" if fault else "bug",
+            "message": str(error) if fault else f"{type(error).__name__}: {error}{line_of(error)}",
+            "traceback": "".join(traceback.format_exception(error)),
+        },
+    )

@@ -1,0 +1,25 @@
+"""Names chosen by patterns, as `blocks.*.qkv`: `*` stands for any text, `?` for one letter."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+SHOWN = 8
+
+
+def matching(names: Iterable[str], patterns: str | Sequence[str], key: str) -> list[str]:
+    """The names that fit a pattern, in their order. Raises ValueError for a pattern that fits none of them."""
+    known = list(names)
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    faults = []
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
+            guess = f"; did you mean {near[0]}?" if near else ""
+            shown = ", ".join(known[:SHOWN]) + (", ..." if len(known) > SHOWN else "")
+            faults.append(f"{key}={pattern}: fits no name in the model{guess} There are: {shown or 'none'}")
+    if faults:
+        raise ValueError("; ".join(faults))
+    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -1,0 +1,231 @@
+"""The curves of one run, and `draw_run`, which draws them and all other pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainrun.formatting import SPEEDS, quantity
+from trainrun.formatting import figure as readable
+from trainrun.plots import canvas
+from trainrun.plots.history import History, read_config, read_history
+from trainrun.plots.prediction_grids import confusion_picture, predictions_picture, task_pictures
+from trainrun.plots.series import (
+    Floats,
+    Series,
+    fitting_window,
+    moving_average,
+    names_in,
+    series_of,
+    wants_log_scale,
+    window_steps,
+)
+from trainrun.plots.time_stack import ledger_picture
+from trainrun.runs.run_folder import RunDir
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WINDOW = 20  # monitor.window_size where a folder has no config
+BYTE_UNITS = ((1024.0**4, "TiB"), (1024.0**3, "GiB"), (1024.0**2, "MiB"))
+TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
+    """Draw all pictures that the rows of a run allow into `plots/`; return their paths.
+
+    window_size: log points that curves are averaged over; None takes `monitor.window_size` of the run.
+    Raises DataError if a file of the run is damaged, OSError if there are no rows.
+    """
+    history = read_history(run)
+    window = window_size or read_config(run).get("monitor", {}).get("window_size") or WINDOW
+    pictures = {
+        "loss.png": loss_picture(history, window),
+        "metrics.png": metrics_picture(history, window),
+        "lr.png": lr_picture(history),
+        "throughput.png": throughput_picture(history, window),
+        "memory.png": memory_picture(history),
+        "time.png": ledger_picture(history, _title("Time", history)),
+        "confusion.png": confusion_picture(history),
+        "predictions.png": predictions_picture(run),
+    } | task_pictures(run)
+    return [
+        canvas.save(picture, run.plots / name) for name, picture in pictures.items() if picture is not None
+    ]
+
+
+def loss_picture(history: History, window: int) -> Figure | None:
+    """Training and validation loss; the best step marked."""
+    curves = _splits(history, "loss")
+    if not any(len(curve) for curve in curves.values()):
+        return None
+    picture, (ax,) = canvas.panels(_title("Loss", history), 1, height=3.4)
+    _draw_splits(ax, curves, window)
+    _mark_best(ax, history)
+    for row in history.of("start"):
+        if row["step"] > 0:
+            ax.axvline(row["step"], color=canvas.QUIET, linewidth=1, linestyle=":", label="resumed")
+    ax.set_ylabel("loss")
+    if wants_log_scale(list(curves.values())):
+        canvas.use_log_scale(ax)
+    _finish(ax, list(curves.values()), history)
+    return picture
+
+
+def metrics_picture(history: History, window: int) -> Figure | None:
+    """One panel for every metric besides the loss."""
+    columns = names_in([*history.of("train"), *history.of("eval"), *history.of("test")])
+    names = dict.fromkeys(column.partition("/")[2] for column in columns if _is_metric(column))
+    if not names:
+        return None
+    wide = 1 if len(names) == 1 else 2
+    picture, axes = canvas.panels(_title("Metrics", history), len(names), wide, 3.4 if wide == 1 else 2.8)
+    for ax, name in zip(axes, names, strict=True):
+        curves = _splits(history, name)
+        _draw_splits(ax, curves, window)
+        if history.best is not None and history.best.metric == f"val/{name}":
+            _mark_best(ax, history)
+        ax.set_ylabel(name, parse_math=False)
+        _finish(ax, list(curves.values()), history)
+    return picture
+
+
+def lr_picture(history: History) -> Figure | None:
+    """The learning rate, and the gradient norm below it."""
+    rows = history.of("train")
+    rates = [name for name in names_in(rows) if name == "lr" or name.startswith("lr/")]
+    norm = series_of(rows, "grad_norm")
+    if not rates:
+        return None
+    picture, axes = canvas.panels(_title("Learning rate", history), 2 if len(norm) else 1)
+    for color, name in zip(canvas.CYCLE * len(rates), rates, strict=False):
+        canvas.draw_line(axes[0], series_of(rows, name), color, name if len(rates) > 1 else None)
+    axes[0].set_ylabel("learning rate")
+    canvas.start_at_zero(axes[0])
+    if len(norm):
+        canvas.draw_line(axes[1], norm, canvas.TRAIN, None)
+        axes[1].set_ylabel("gradient norm\nbefore clipping")
+        if wants_log_scale([norm]):
+            canvas.use_log_scale(axes[1])
+        canvas.note_gaps(axes[1], [norm])
+    canvas.label_steps(axes, history.steps_per_epoch)
+    return picture
+
+
+def throughput_picture(history: History, window: int) -> Figure | None:
+    """Samples, or useful tokens, per second, and the time of a step."""
+    rows = history.of("train")
+    name = next((name for name in SPEEDS if any(name in row for row in rows)), "samples_per_second")
+    speed, seconds = series_of(rows, name), series_of(rows, "step_seconds")
+    if not len(speed):
+        return None
+    picture, axes = canvas.panels(_title("Throughput", history), 2 if len(seconds) else 1)
+    steps = window_steps(seconds)
+    weights = np.nan_to_num(seconds.values * steps) if len(seconds) == len(speed) else None
+    _draw_averaged(axes[0], speed, window, canvas.TRAIN, SPEEDS[name], weights)
+    axes[0].set_ylabel(name.replace("_", " "))
+    axes[0].yaxis.set_major_formatter(lambda value, _: quantity(value))
+    canvas.start_at_zero(axes[0])
+    if len(seconds):
+        scaled, unit = _in_units(seconds, TIME_UNITS)
+        _draw_averaged(axes[1], scaled, window, canvas.VAL, "step time", steps)
+        axes[1].set_ylabel(f"{unit} per step")
+        canvas.start_at_zero(axes[1])
+    canvas.label_steps(axes, history.steps_per_epoch)
+    return picture
+
+
+def memory_picture(history: History) -> Figure | None:
+    """Memory of the run and of its GPU, and how busy CPU and GPU are."""
+    rows = history.of("hardware")
+    memory = {
+        "RAM of the run's processes": series_of(rows, "memory_bytes"),
+        "GPU in use": series_of(rows, "gpu_memory_bytes"),
+        "GPU, peak of this process": series_of(rows, "gpu_allocated_peak_bytes"),
+    }
+    busy = {
+        "CPU (100 % is one core)": series_of(rows, "cpu_percent"),
+        "GPU": series_of(rows, "gpu_percent"),
+    }
+    memory = {name: curve for name, curve in memory.items() if len(curve)}
+    busy = {name: curve for name, curve in busy.items() if len(curve)}
+    if not memory:
+        return None
+    picture, axes = canvas.panels(_title("Memory and load", history), 2 if busy else 1)
+    largest = Series(np.empty(0), np.concatenate([curve.values for curve in memory.values()]))
+    _, unit = _in_units(largest, BYTE_UNITS)
+    size = next(size for size, name in BYTE_UNITS if name == unit)
+    for color, (name, curve) in zip(canvas.CYCLE, memory.items(), strict=False):
+        canvas.draw_line(axes[0], Series(curve.steps, curve.values / size), color, name)
+    axes[0].set_ylabel(f"memory ({unit})")
+    for color, (name, curve) in zip(canvas.CYCLE, busy.items(), strict=False):
+        canvas.draw_line(axes[1], curve, color, name)
+    if busy:
+        axes[1].set_ylabel("load (%)")
+    for ax in axes:
+        canvas.start_at_zero(ax)
+    canvas.label_steps(axes, history.steps_per_epoch)
+    return picture
+
+
+def _title(what: str, history: History) -> str:
+    name = history.facts.get("name")
+    return f"{what} of {name}" if name else what
+
+
+def _splits(history: History, name: str) -> dict[str, Series]:
+    return {
+        "train": series_of(history.of("train"), f"train/{name}"),
+        "val": series_of(history.of("eval"), f"val/{name}"),
+        "test": series_of(history.of("test"), f"test/{name}"),
+    }
+
+
+def _is_metric(column: str) -> bool:
+    split, _, name = column.partition("/")
+    return split in ("train", "val", "test") and name not in ("", "loss", "seconds")
+
+
+def _draw_splits(ax: Axes, curves: dict[str, Series], window: int) -> None:
+    _draw_averaged(ax, curves["train"], window, canvas.TRAIN, "train")
+    canvas.draw_line(ax, curves["val"], canvas.VAL, "val")
+    test = curves["test"]
+    if len(test):
+        label = f"test {readable(float(test.values[-1]))}"
+        ax.plot(test.steps, test.values, "D", color=canvas.TEST, markersize=7, label=label)
+
+
+def _mark_best(ax: Axes, history: History) -> None:
+    best = history.best
+    if best is not None:
+        text = f"best {best.metric} {readable(best.value)} (step {best.step:,})"
+        ax.axvline(best.step, color=canvas.BEST, linewidth=1.2, linestyle="--", label=text)
+
+
+def _draw_averaged(
+    ax: Axes, curve: Series, window: int, color: str, label: str, weights: Floats | None = None
+) -> None:
+    """The raw values faint, and a moving average over them where there are enough."""
+    width = fitting_window(len(curve), window)
+    if width == 1:
+        canvas.draw_line(ax, curve, color, label)
+        return
+    canvas.draw_line(ax, curve, color, None, faint=True)
+    canvas.draw_line(ax, moving_average(curve, width, weights), color, f"{label}, mean of {width} log points")
+
+
+def _finish(ax: Axes, curves: list[Series], history: History) -> None:
+    canvas.note_gaps(ax, curves)
+    canvas.show_legend(ax)
+    canvas.label_steps([ax], history.steps_per_epoch)
+
+
+def _in_units(curve: Series, units: tuple[tuple[float, str], ...]) -> tuple[Series, str]:
+    """The values in the largest unit that the biggest of them reaches."""
+    finite = curve.values[np.isfinite(curve.values)]
+    most = float(finite.max()) if len(finite) else 0.0
+    size, name = next(((size, name) for size, name in units if most >= size), units[-1])
+    return Series(curve.steps, curve.values / size), name

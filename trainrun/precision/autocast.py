@@ -1,0 +1,231 @@
+"""Which numbers are computed in which type: weights, data, matrix products; what a device makes of it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.errors import ConfigError
+from trainrun.interfaces import Parallel
+from trainrun.precision.update import Update
+from trainrun.timing.phases import PhaseTimer
+
+TRUE_TYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+AUTOCAST_TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+# (major, minor) of the GPUs whose float64 units are not a token: P100, V100, A100, H100, B200
+DOUBLE_PRECISION_GPUS = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
+
+MATMUL_NOTES = {
+    "high": "float32 matrix products may round their inputs to TF32 (10 bits)",
+    "medium": "float32 matrix products may round their inputs to bfloat16 (7 bits)",
+}
+
+
+@dataclass(frozen=True)
+class PrecisionOptions:
+    """clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback,
+    ignore.
+
+    offload: none; optimizer or parameters: the update happens on the host, which cannot read a flag on a GPU.
+    """
+
+    mode: str = "32-true"
+    clip_value: float | None = None
+    clip_algorithm: str = "norm"
+    nan_policy: str = "stop"
+    offload: str = "none"
+    master_weights: bool = False
+
+
+def build_precision(
+    options: PrecisionOptions,
+    model: nn.Module,
+    device: torch.device,
+    phases: PhaseTimer | None = None,
+    parallel: Parallel | None = None,
+) -> tuple[Update, list[str]]:
+    """The precision of a run, and notes on what this device makes of it; `prepare_model` comes first.
+
+    Raises ConfigError if the device, or the model, cannot be trained so.
+    """
+    if options.mode == "16-mixed" and any(param.is_complex() for param in model.parameters()):
+        raise ConfigError(
+            "precision=16-mixed: torch scales no gradients of complex parameters; use precision=bf16-mixed or 32-true"
+        )
+    if device.type == "cpu" and (fault := _lstm_fault(options.mode, model)):
+        raise ConfigError(fault)
+    precision = Update(
+        model,
+        device,
+        AUTOCAST_TYPES.get(options.mode),
+        options.clip_value,
+        options.clip_algorithm,
+        options.nan_policy,
+        lazy=device.type == "cuda" and options.offload == "none",
+        gradients_on=torch.device("cpu") if options.offload == "optimizer" else device,
+        phases=phases,
+        parallel=parallel,
+    )
+    return precision, type_notes(options.mode, device, options.master_weights)
+
+
+def _lstm_fault(mode: str, model: nn.Module) -> str:
+    """Why this CPU cannot train the LSTMs of a model so; "" if it can, or if there are none."""
+    short = AUTOCAST_TYPES.get(mode)
+    has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
+    if short is None or not has_lstm or computes_lstm(short):
+        return ""
+    others = [name for name, dtype in AUTOCAST_TYPES.items() if dtype is not short and computes_lstm(dtype)]
+    return (
+        f"precision={mode}: torch has no kernel that trains torch.nn.LSTM in {short} on this CPU; "
+        f"use precision={' or '.join([*others, '32-true'])}"
+    )
+
+
+@cache
+def computes_lstm(dtype: torch.dtype) -> bool:
+    """Whether torch trains an LSTM under the autocast to `dtype` on this CPU: oneDNN needs AVX512-FP16 or AMX for
+    float16, and AVX-512 for bfloat16 (torch 2.13: "could not create a primitive descriptor")."""
+    lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")  # draws no random numbers
+    try:
+        with torch.enable_grad(), torch.autocast("cpu", dtype):
+            lstm(torch.zeros(1, 1, 1, dtype=torch.float32))
+    except RuntimeError:
+        return False
+    return True
+
+
+def data_float_dtype(mode: str) -> torch.dtype:
+    """The type in which floating-point data is stored and moved; the model casts further if it must."""
+    return torch.float64 if mode == "64-true" else torch.float32
+
+
+def prepare_model(model: nn.Module, mode: str) -> nn.Module:
+    """Convert the weights for the `true` modes, in place; to be called before the optimizer is built.
+
+    Whatever floating-point tensors the model is called with are cast to the type of its weights, so
+    data and tasks need not know it.
+    """
+    dtype = TRUE_TYPES.get(mode)
+    if dtype is not None:
+        cast = partial(cast_weight, dtype)  # Module.to would make complex numbers real: half of them lost
+        model._apply(cast)  # type: ignore[no-untyped-call]
+        model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
+    return model
+
+
+def cast_weight(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Whole numbers stay; complex ones become twice as precise with float64, and stay where there are no shorter."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128) if dtype is torch.float64 else tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def cast_inputs(
+    dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The forward pre-hook of `prepare_model`."""
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors inside lists, tuples and dicts become `dtype`; the rest stays itself."""
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(cast_floats(value, dtype) for value in tree))
+    if type(tree) in (tuple, list):
+        return type(tree)([cast_floats(value, dtype) for value in tree])
+    if type(tree) is dict:
+        return {key: cast_floats(value, dtype) for key, value in tree.items()}
+    return tree
+
+
+def set_matmul(matmul: str, device: torch.device) -> str:
+    """Set how far float32 products may round, for the whole process; return a note ("" at the default)."""
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = matmul != "highest"
+    if matmul == "highest":
+        return ""
+    return f"precision.matmul={matmul}: {MATMUL_NOTES[matmul]} where this {device.type} can"
+
+
+def matmul_note(matmul: str, mode: str, capability: tuple[int, int]) -> str:
+    """What a float32 run gives up on a GPU with TF32 (compute capability 8.0 and later); "" elsewhere."""
+    if matmul != "highest" or mode != "32-true" or capability < (8, 0):
+        return ""
+    return (
+        "precision.matmul=highest: float32 products and convolutions are computed in full; precision.matmul=high lets "
+        "this GPU round their inputs to TF32 (10 bits), 2 to 8 times as fast on data-centre GPUs by their data sheets"
+    )
+
+
+def type_notes(mode: str, device: torch.device, master_weights: bool = False) -> list[str]:
+    """What this device makes of the mode, where it is not what one would expect of it."""
+    if mode == "64-true" and device.type == "mps":
+        raise ConfigError(
+            "precision=64-true: the device mps has no float64; "
+            "use precision=32-true or parallel.accelerator=cpu"
+        )
+    probes = {"cpu": _cpu_note, "cuda": _cuda_note}
+    note = probes[device.type](mode, device) if device.type in probes else ""
+    lines = [f"precision={mode}: {note}"] if note else []
+    if mode == "bf16-true" and not master_weights:
+        lines.append(
+            "precision=bf16-true: the weights are bfloat16 too, so an update below 1/256 of a weight "
+            "is lost; bf16-mixed keeps it, and so does precision.master_weights=true"
+        )
+    return lines
+
+
+def _cpu_note(mode: str, _device: torch.device) -> str:
+    if not is_x86():
+        return ""  # nothing known, nothing claimed
+    bf16, fp16 = cpu_has("avx512_bf16", "amx_tile"), cpu_has("avx512_fp16", "amx_fp16")
+    emulated = "so it is emulated and slower than 32-true"
+    if mode == "16-mixed" and not fp16:
+        better = "; bf16-mixed is native here" if bf16 else ""
+        return f"this CPU has no float16 arithmetic for matrix products, {emulated}{better}"
+    if mode.startswith("bf16") and not bf16:
+        return f"this CPU has no bfloat16 arithmetic for matrix products, {emulated}"
+    return ""
+
+
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Whether the device is known to compute matrix products in bfloat16 without hardware for it."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return not torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and is_x86() and not cpu_has("avx512_bf16", "amx_tile")
+
+
+def cpu_has(*features: str) -> bool:
+    """Whether the CPU has one of them; torch 2.8 has a probe for some, later versions one table for all."""
+    table: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    probes = [getattr(torch.cpu, f"_is_{feature}_supported", bool) for feature in features]
+    return any(table.get(feature) for feature in features) or any(probe() for probe in probes)
+
+
+def _cuda_note(mode: str, device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    native_bf16 = not emulates_bfloat16(device)
+    if mode.startswith("bf16") and not native_bf16:
+        return "this GPU has no bfloat16 arithmetic, so it is emulated and slow; 16-mixed is native here"
+    if mode == "16-mixed" and capability < (7, 0):
+        return "this GPU has no tensor cores, so float16 saves memory but little time"
+    if mode == "16-mixed" and native_bf16:
+        return "this GPU computes bfloat16 as fast, and bf16-mixed needs no loss scaling"
+    if mode == "64-true" and capability not in DOUBLE_PRECISION_GPUS:
+        return "this GPU computes float64 at 1/32 of its float32 speed or less"
+    return ""

@@ -1,0 +1,58 @@
+"""The guarded update of an optimizer that computes the loss several times in a step (L-BFGS, Rprop of one's own).
+
+what: its closure clears the gradients, adds up new ones and returns the loss. Each evaluation is checked and clipped as
+    any gradient; where one is not finite, the weights are those before the step again.
+when: a step of the user's own hands `run.update(closure)` one.
+when not: float16, whose loss scale could change between two evaluations (refused).
+source: torch.optim.LBFGS
+gain: `nan_policy` holds for these optimizers too. Cost: a copy of the weights in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainrun.errors import PluginError
+from trainrun.interfaces import GradReport, Precision
+from trainrun.precision.update import Update
+
+
+class NotFinite(Exception):
+    """One of the evaluations gave a gradient that is not finite."""
+
+
+def step_with_closure(
+    precision: Precision, optimizer: Optimizer, closure: Callable[[], Tensor]
+) -> GradReport:
+    """Raises PluginError where the precision cannot check several evaluations."""
+    if not isinstance(precision, Update) or precision.scales:
+        raise PluginError(
+            "step: an update with a closure computes several gradients, which float16, trainer.cpu_offload, "
+            "master weights and trainer.optimizer_in_backward cannot follow; use precision=32-true or bf16-mixed"
+        )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    before = [param.detach().clone() for param in params]
+    norms: list[Tensor | None] = []
+
+    def checked() -> Tensor:
+        loss = closure()
+        usable, norm = precision.check_and_clip(optimizer, want_norm=True)
+        norms.append(norm)
+        if not usable:
+            raise NotFinite
+        return loss
+
+    skipped = False
+    try:
+        optimizer.step(checked)  # type: ignore[arg-type]
+    except NotFinite:
+        skipped = True
+        with torch.no_grad():
+            for param, kept in zip(params, before, strict=True):
+                param.copy_(kept)
+    precision.end_step(not skipped)
+    return GradReport(norms[0] if norms else None, skipped)

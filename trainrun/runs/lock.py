@@ -1,0 +1,168 @@
+"""One writer a run folder: a training there holds its lock until the last of its processes ends.
+
+The lock (flock) belongs to an open file, not to a file's existence, so `kill -9` frees it. Ranks get the open
+file from their launcher: those that a killed launcher left behind, and that still save, hold it to their end.
+Loader workers do not. Some network file systems have no locks: there nobody is held off, and that is said.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+
+from trainrun.errors import EXIT_AGAIN, ConfigError, TrainrunError
+from trainrun.output import say
+from trainrun.runs.run_folder import RunDir
+
+INHERITED = "TRAINRUN_LOCK"  # the number of the open file, for a rank
+BUSY = (errno.EAGAIN, errno.EACCES)
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+WAIT_SECONDS = 45.0  # for the ranks of a launcher that is gone: they stop and save
+POLL_SECONDS = 0.1
+
+_held: set[int] = set()
+_forks_are_heard = False
+
+
+class RunBusy(TrainrunError):
+    """Another process writes in the run folder; later the same command can go on."""
+
+    exit_code = EXIT_AGAIN
+
+
+def tell(text: str) -> None:
+    say(f"trainrun: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def only_writer(run: RunDir, note: Callable[[str], None] = tell, patient: bool = False) -> Iterator[None]:
+    """Nobody else trains in this folder inside. Raises RunBusy, at once while the other process runs.
+
+    patient: waits for that one too, for it is known to be about to end.
+    """
+    try:
+        descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if (
+            error.errno == errno.ELOOP
+        ):  # the folder may be anybody's, and the lock is written before that is asked
+            raise ConfigError(f"{run.lock}: is a link, which no lock of ours is; take it away") from error
+        raise not_writable(run, error) from error
+    try:
+        if _taken(descriptor, run, note, patient):
+            os.ftruncate(descriptor, 0)
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        _keep_from_forks(descriptor)
+        try:
+            yield
+        finally:
+            _held.discard(descriptor)
+            _release(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def not_writable(run: RunDir, error: OSError) -> ConfigError:
+    """Build the error for a run folder that cannot be written: a resumed run cannot move to another folder."""
+    return ConfigError(
+        f"{run.root}: cannot write there ({error.strerror}), and a run goes on in its own folder; make that writable, "
+        f"or begin another run from its newest checkpoint: ckpt_path={run.root}"
+    )
+
+
+def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: bool) -> bool:
+    """Whether there is a lock to be had at all; then it is ours."""
+    import fcntl  # not on Windows
+
+    until = time.monotonic() + WAIT_SECONDS
+    told = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                note(
+                    f"{run.root}: this file system has no locks; see to it that no other process trains there"
+                )
+                return False
+            if error.errno not in BUSY:
+                raise not_writable(run, error) from error
+        owner = _owner(descriptor)
+        if not (patient or _is_gone(owner)) or time.monotonic() > until:
+            raise RunBusy(
+                f"{run.root}: {_named(owner)} trains there; wait until it has ended, or name another folder"
+            )
+        if not told:
+            told = True
+            note(f"{run.root}: what is left of {_named(owner)} still saves; waiting for it")
+        time.sleep(POLL_SECONDS)
+
+
+def _release(descriptor: int) -> None:
+    """Also where a child that is just being started (a compiler's) has a copy of the open file for a moment."""
+    import fcntl
+
+    with suppress(OSError):  # no locks here
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _owner(descriptor: int) -> dict[str, object]:
+    try:
+        told = json.loads(os.pread(descriptor, 1000, 0))
+    except ValueError:  # it has the lock and has not said who it is yet
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _named(owner: dict[str, object]) -> str:
+    return (
+        f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
+    )
+
+
+def _is_gone(owner: dict[str, object]) -> bool:
+    """Known only of a process of this machine."""
+    number = owner.get("pid")
+    if owner.get("host") != socket.gethostname() or not isinstance(number, int):
+        return False
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _keep_from_forks(descriptor: int) -> None:
+    """A forked child (a loader worker) does not keep the lock of a parent that was killed."""
+    global _forks_are_heard
+    _held.add(descriptor)
+    if not _forks_are_heard:
+        _forks_are_heard = True
+        os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+def passed_on() -> tuple[list[int], dict[str, str]]:
+    """For the start of a rank: the open files it inherits, and the word that tells it of them."""
+    return sorted(_held), {INHERITED: ",".join(map(str, sorted(_held)))}
+
+
+def take_over(env: MutableMapping[str, str] = os.environ) -> None:
+    """In a rank: holds the launcher's lock until it ends, and keeps it from its own children."""
+    for number in filter(None, env.pop(INHERITED, "").split(",")):
+        os.set_inheritable(int(number), False)
+        _keep_from_forks(int(number))

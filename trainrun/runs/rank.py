@@ -1,0 +1,307 @@
+"""One rank of a run: builds, resumes, trains, and writes down how it ended.
+
+`python -m trainrun.runs.rank RUN_DIR ATTEMPT` is what the launcher starts; a run on one device calls
+`train_here` in its own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainrun.assemble.assemble import RunContext, build_components
+from trainrun.assemble.backends import kept_backends
+from trainrun.assemble.monitors import Listeners
+from trainrun.assemble.resumption import first_state, note_commit
+from trainrun.assemble.start_choices import Chosen, choose_engine, chosen_before
+from trainrun.checkpoint.manifest import committed_steps
+from trainrun.config.compose import load_config
+from trainrun.config.schema import RunConfig
+from trainrun.errors import (
+    EXIT_FAILED,
+    DataError,
+    PluginError,
+    TrainingError,
+)
+from trainrun.instantiate import build, locate
+from trainrun.interfaces import Parallel
+from trainrun.monitor.hardware import forget_peak
+from trainrun.output import complain
+from trainrun.parallel.devices import choose_device
+from trainrun.parallel.external import external_ranks
+from trainrun.parallel.rank_place import LostContact, report_failure
+from trainrun.parallel.single import Single
+from trainrun.runs.finish import finish
+from trainrun.runs.lock import take_over
+from trainrun.runs.run_folder import RunDir, check_there, read_identity, read_json, write_identity
+from trainrun.runs.status import end_process, leave_now
+from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
+from trainrun.runtime.signals import StopFlag
+from trainrun.runtime.streams import guard_streams
+from trainrun.runtime.watchdog import Hung, Watchdog
+from trainrun.runtime.without_dynamo import unloaded_compiler
+from trainrun.seeding import derive_seed, seed_everything
+from trainrun.timing.cuda_events import times_of
+from trainrun.timing.phases import OTHER, RANKS, PhaseTimer, Session, process_start
+from trainrun.training import loop
+from trainrun.training.checks.sanity_validation import check_monitors
+from trainrun.training.components import Components
+from trainrun.training.recovery.nonfinite import RollBack
+from trainrun.training.recovery.oom import ONE_SAMPLE, no_memory
+from trainrun.training.state import TrainState
+from trainrun.transform.compile import broken_library
+
+# of a loss with another shape than its gradient
+OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]")
+# of torch's linear and convolution layers
+WHOLE_INPUTS = re.compile(
+    r"got (Byte|Char|Short|Int|Long) and |Input type \((unsigned char|torch.*ByteTensor)\)"
+)
+# of torch's embeddings
+ASSERTED = "device-side assert"  # of a kernel; the device is lost to the process with it
+FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scalar types: Long, Int; but got")
+
+
+def train_here(run_dir: RunDir, config: RunConfig, resume: bool, flag: StopFlag, began: float) -> int:
+    """A run on one device, in this process. Returns the exit code."""
+    device = choose_device(config.parallel.accelerator, local_rank=0)
+    return train(run_dir, config, resume, Single(device), flag, PhaseTimer(began))
+
+
+def train(
+    run_dir: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag, phases: PhaseTimer
+) -> int:
+    """What every rank does; after a step that sends the run back to a checkpoint, as a resume would do it."""
+    back: RollBack | None = None
+    while True:
+        try:
+            return train_once(run_dir, config, resume or back is not None, parallel, flag, phases, back)
+        except RollBack as error:
+            back = error.with_traceback(None)  # or its frames would hold the parts from before
+        except Hung as error:
+            raise TrainingError(str(error)) from error
+
+
+def train_once(
+    run_dir: RunDir, config: RunConfig, resume: bool, parallel: Parallel, flag: StopFlag, phases: PhaseTimer,
+    back: RollBack | None,
+) -> int:  # fmt: skip
+    """Raises TrainrunError for what a user can mend."""
+    assert config.seed is not None
+    leader = parallel.rank == 0
+    others = [run_dir.stacks(rank) for rank in range(parallel.world_size) if rank != parallel.rank]
+    with contextlib.ExitStack() as closing:
+        watchdog = closing.enter_context(
+            Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank), others,
+                     lambda text, account: end_hung(run_dir, config, parallel, text, account))
+        )  # fmt: skip
+        device_times = times_of(parallel.device.type)
+        listeners = Listeners(run_dir, config, phases, device_times) if leader else None
+        if listeners is not None:
+            closing.callback(listeners.close)
+        closing.enter_context(kept_backends())
+        closing.enter_context(kept_collector())
+        if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
+            closing.enter_context(unloaded_compiler())
+        seed_everything(derive_seed(config.seed))  # the same first weights on every rank
+        identity = read_identity(run_dir)
+        goes_on = resume and bool(committed_steps(run_dir.checkpoints))
+        begin = None if goes_on else config.init_from
+        site = site_of(run_dir, identity, parallel, flag, listeners, begin)
+        site = replace(
+            site, phases=phases, measures=not resume, is_new=not goes_on, device_times=device_times
+        )
+        run, facts = build_components(config, site)
+        closing.push(lambda kind, error, trace: end_save(run, kind))
+        if run.config.trainer.compile.scope in ("model", "regional"):
+            closing.callback(run.compile_log.listen())
+        for stream in (run.train, *run.splits().values()):
+            closing.callback(stream.close)
+        check_monitors(run)
+        facts = replace(facts, choices=(*facts.choices, *choose_engine(run)))
+        seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
+        if flag.raised:  # and swallowed by foreign code
+            raise KeyboardInterrupt
+        flag.training = True
+        state = first_state(run, run_dir, config, resume, back)
+        if listeners is not None:
+            run_dir.config_before.unlink(missing_ok=True)  # the words of a resume hold from here on
+            note_choices(run_dir, run, site.chosen)
+            listeners.attach(run, state)
+        collect_as_usual()
+        if config.trainer.python_gc == "between_steps":
+            collect_between_steps()
+        run.triggers.start(state)
+        run.checkpoints.start(run, state)
+        run.monitors.on_start(facts, state)
+        before = state.step, state.items
+        forget_peak(parallel.device)
+        watchdog.begin(run)
+        run.task_calls.start(state)
+        run.hooks.on_start(run, state)
+        if not config.loop:  # or nobody would say that a step was made
+            trainer = run.config.trainer
+            in_graph = trainer.cuda_graphs or trainer.compile.scope == "step"
+            run.task_calls.watch(trainer.accumulate_grad_batches > 1, in_graph, run.monitors.note)
+        state = run_loop(run, state)
+        run.hooks.on_end(run, state)
+        run.task_calls.unwatch()
+        watchdog.rest()
+        on_device = device_times.read() if device_times is not None else {}
+        session = Session(state.step - before[0], state.items - before[1], run.phases.read(), on_device)
+        return finish(run, state, run_dir, listeners, facts, session)
+
+
+def site_of(
+    run_dir: RunDir, identity: dict[str, Any], parallel: Parallel, flag: StopFlag, listeners: Listeners | None,
+    init_from: str | None,
+) -> RunContext:  # fmt: skip
+    site = RunContext(
+        run_dir,
+        identity["run_id"],
+        parallel,
+        flag,
+        [],
+        init_from=init_from,
+        chosen=chosen_before(identity, training=True),
+    )
+    if listeners is None:
+        return site
+
+    def before_commit() -> None:
+        assert listeners is not None
+        check_there(run_dir)
+        listeners.flush()
+        note_commit(run_dir)
+
+    return replace(
+        site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
+        before_commit=before_commit,
+    )  # fmt: skip
+
+
+def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:
+    """Report that a rank hangs, and end its process.
+
+    A rank that waits for others reports lost contact, which counts less than their own reports. A run without a
+    launcher of ours also records its own end.
+    """
+    if parallel.world_size > 1:
+        report_failure(run_dir, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
+    if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
+        leave_now(run_dir, config, "failed", EXIT_FAILED, text)
+    end_process(EXIT_FAILED)
+
+
+def end_save(run: Components, kind: type[BaseException] | None) -> bool:
+    """A checkpoint that is being written when the run fails is still finished; a second Ctrl-C waits for nothing."""
+    if kind is RollBack:  # all ranks are here: what was begun or kept in memory is the newest checkpoint
+        run.checkpoints.close()
+    elif kind is not None and not issubclass(kind, KeyboardInterrupt):
+        run.checkpoints.leave()
+    return False  # the exception goes on
+
+
+def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
+    """What was chosen by a clock, for a resume; what the data said of itself, for `load_model`, which builds without
+    it."""
+    facts = run.data_facts
+    told = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
+    threads = {"num_threads": torch.get_num_threads()} if run.config.trainer.num_threads == "auto" else {}
+    write_identity(run_dir, read_identity(run_dir) | {"data": told} | chosen | threads)
+
+
+def run_loop(run: Components, state: TrainState) -> TrainState:
+    """Our loop or the user's, with an out-of-memory error turned into advice."""
+    fit: Callable[[Components, TrainState], TrainState] = loop.fit
+    node = run.config.loop
+    if node:
+        found = build(node, "loop") if len(node) > 1 else locate(node["_target_"], "loop")
+        if not callable(found):
+            raise PluginError(
+                f"loop._target_={node['_target_']}: must be a function (Components, TrainState) -> TrainState"
+            )
+        fit = found
+    run.phases.open(OTHER)  # ours books at once; one that does not is no start-up
+    try:
+        return fit(run, state)
+    except (MemoryError, RuntimeError) as error:
+        if told := no_memory(error):
+            raise TrainingError(advice(run, told)) from error
+        if told := broken_library(error):
+            raise TrainingError(told) from error
+        if ASSERTED in str(error):
+            raise TrainingError(
+                f"at step {state.step + 1} or just before: an index was out of range on the GPU, as a label or a "
+                "token that the model has no class or row for; the same command with parallel.accelerator=cpu "
+                "names its value, and with CUDA_LAUNCH_BLOCKING=1 in the environment the error has the right line"
+            ) from error
+        if OF_LOSS.search(str(error)):  # whose first shape was right
+            raise PluginError(
+                f"task: at step {state.step + 1} {type(run.task).__name__}.step() gave a loss that is not 0-d; it "
+                f"must be the sum over the batch ({str(error).partition('.')[0]})"
+            ) from error
+        if FRACTIONS.search(str(error)):
+            raise DataError(
+                f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "
+                "data=text task=language_modeling"
+            ) from error
+        if WHOLE_INPUTS.search(str(error)):
+            raise DataError(
+                f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "
+                "convert them where they are read, as x.float() / 255"
+            ) from error
+        raise
+    except AttributeError as error:
+        if error.name not in ("loss_sum", "sums", "count"):
+            raise
+        raise PluginError(
+            f"task: {type(run.task).__name__}.step() gave a {type(error.obj).__name__}; it must return "
+            "trainrun.interfaces.StepOutput(loss_sum, {...})"
+        ) from error
+
+
+def advice(run: Components, text: str) -> str:
+    """What to do where memory ended. text: what the allocator said, and why the window did not run again."""
+    batch = run.config.data.batch_size
+    accumulate = run.config.trainer.accumulate_grad_batches
+    if run.retry.refusal:
+        text += f"; not run again in smaller micro-batches: {run.retry.refusal}"
+    if batch == 1 or ONE_SAMPLE in text:
+        return f"out of memory with data.batch_size={batch}: {text}. A smaller model, or preset=memory-limited, may fit"
+    return (
+        f"out of memory with data.batch_size={batch}: {text}. The same training in less memory: "
+        f"data.batch_size={batch // 2} trainer.accumulate_grad_batches={accumulate * 2}"
+    )
+
+
+def main(argv: list[str]) -> int:
+    """The entry of a rank that the launcher started."""
+    from trainrun.parallel.worker import run_as_rank
+
+    guard_streams()
+    sys.excepthook = complain
+    take_over()
+    run_dir = RunDir(Path(argv[0]))
+    attempt = int(argv[1])
+    job = read_json(run_dir.job)
+    sys.path += [path for path in job["paths"] if path not in sys.path]
+    config = load_config(run_dir.config, [])
+
+    def work(parallel: Parallel, flag: StopFlag) -> int:
+        return train(
+            run_dir, config, bool(job["resume"]) or attempt > 0, parallel, flag, PhaseTimer(process_start())
+        )
+
+    return run_as_rank(run_dir, config.parallel, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

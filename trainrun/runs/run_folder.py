@@ -1,0 +1,248 @@
+"""Every path inside a run folder, and nothing but paths and the way to write them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainrun.errors import ConfigError, SaveError
+
+MAX_JSON_BYTES = 4 * 2**20
+# They hold settings: for their owner alone.
+PRIVATE = (
+    "config.yaml", ".config-before.yaml", "overrides.txt", ".secrets.json", "environment.json", "status.json",
+    "report.html", ".job.json",
+)  # fmt: skip
+SAVED = "saved"  # in RUN.json, once a checkpoint was seen
+SEED_DRAWN = "seed_drawn"  # in RUN.json: whether nobody named one
+SEED = "seed"  # in RUN.json
+DIGEST = "sha256"  # in RUN.json: of the rest
+IDENTITY_KINDS: dict[str, type | tuple[type, ...]] = {
+    "run_id": str, "created": (int, float), SEED_DRAWN: bool, SEED: int, SAVED: bool, "num_threads": int,
+    "precision": str, "attention": str, "seals": list, "data": dict,
+}  # fmt: skip
+
+
+class _Inside:
+    """A path inside of a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.root / self._name
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Owner of every path in a run folder."""
+
+    root: Path
+    config = _Inside("config.yaml")  # the finished config, every reference in it resolved
+    config_before = _Inside(
+        ".config-before.yaml"
+    )  # as before the words of a resume; until the run has taken them
+    secrets = _Inside(".secrets.json")  # values of settings that are named like a secret, by key
+    overrides = _Inside("overrides.txt")  # the words of the command line, one a line
+    environment = _Inside("environment.json")  # versions, device, git commit
+    identity = _Inside("RUN.json")  # the run's id, made once, and what was chosen for it
+    identity_copy = _Inside(".RUN.json")  # the same again: a run goes on where one of the two is damaged
+    lock = _Inside(".lock")  # open and locked by the processes that train here; stays when they end
+    job = _Inside(".job.json")  # what the ranks are told besides the config; there while a run is going on
+    metrics = _Inside("metrics.jsonl")  # one JSON object a line, append only
+    samples = _Inside("samples.safetensors")  # a few predictions with their inputs, for the grid of pictures
+    pictures = _Inside("pictures.safetensors")  # what the task drew at the newest validation
+    status = _Inside("status.json")  # running, done, stopped or failed, and why
+    log = _Inside("run.log")
+    checkpoints = _Inside("checkpoints")
+    best = _Inside("checkpoints/best.json")  # the best checkpoints by name, for people and tools
+    nonfinite = _Inside("nonfinite")  # the steps whose gradients were not finite, with their batches
+    plots = _Inside("plots")
+    report = _Inside("report.html")
+
+    @property
+    def config_that_holds(self) -> Path:
+        """`config_before` where it is there, else `config`."""
+        return self.config_before if self.config_before.is_file() else self.config
+
+    def rank_log(self, rank: int) -> Path:
+        return self.root / f"rank{rank}.log"
+
+    def stacks(self, rank: int) -> Path:
+        """Where every thread of a rank stood when it made no progress."""
+        return self.root / f"stacks-rank{rank}.txt"
+
+    def rank_error(self, rank: int) -> Path:
+        """Written by a rank that dies: its time, message and traceback."""
+        return self.root / f".error-rank{rank}.json"
+
+    def create(self) -> None:
+        """Make the folder; refuse a place where nothing can be written."""
+        if ascii(str(self.root)) != ascii(os.fsencode(self.root).decode("utf-8", "replace")):
+            raise ConfigError(f"output_dir={self.root}: not UTF-8; name another folder with output_dir=...")
+        try:
+            for folder in [*reversed(self.root.parents), self.root]:
+                if not folder.is_dir():
+                    folder.mkdir(exist_ok=True)
+                    sync_path(folder.parent)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
+        except OSError as error:
+            raise cannot_write(self.root, error) from error
+
+
+def is_there(run: RunDir) -> bool:
+    """Whether this is still the folder that a run made."""
+    return any(os.path.lexists(path) for path in (run.identity, run.identity_copy))
+
+
+def check_there(run: RunDir) -> None:
+    """Raises SaveError if the folder went away while the run was going on: it is not made again half empty."""
+    if not is_there(run):
+        raise SaveError(
+            f"{run.root}: the folder of this run is gone (removed, moved or unmounted), so nothing is saved any more; "
+            "bring it back, or where it was moved: trainrun resume NEW_PLACE"
+        )
+
+
+def was_saved(run: RunDir) -> bool:
+    """Whether a checkpoint was ever committed here, also where none that is sound is left."""
+    traces = any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
+    return traces or says_saved(run)
+
+
+def says_saved(run: RunDir) -> bool:
+    """Whether RUN.json says so, which stays where the folder of the checkpoints is emptied, or not mounted."""
+    with contextlib.suppress(ConfigError):
+        return read_identity(run).get(SAVED) is True
+    return False
+
+
+def note_saved(run: RunDir, saved: bool = True) -> None:
+    """Has RUN.json say whether a checkpoint was ever committed; nothing where it does already."""
+    if says_saved(run) != saved:
+        write_identity(run, read_identity(run) | {SAVED: saved})
+
+
+def named_folder(text: str) -> Path:
+    """The absolute path that a user means; behind a link `..` is where the link leads to, as everywhere."""
+    path = Path(text).expanduser().absolute()
+    return path.resolve() if ".." in path.parts else path
+
+
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"output_dir={folder}: cannot write there ({error.strerror}); name another folder with output_dir=..."
+    )
+
+
+def write_text(path: Path, text: str, durable: bool = False) -> None:
+    """Replace a file as a whole: nobody ever sees half of it. Its folder is there.
+
+    durable: also after a power loss, where else an empty file could have taken its place.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        mode = 0o600 if path.name in PRIVATE else 0o666
+        with open(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode),
+            "w",
+            encoding="utf-8",
+            errors="backslashreplace",
+        ) as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+        if durable:
+            sync_path(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any, durable: bool = False) -> None:
+    """Strict JSON, one key a line."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable)
+
+
+def sync_path(path: Path) -> None:
+    """What a file holds, or which names a folder has, outlives a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file; raises OSError or ValueError."""
+    return parse_json(read_bytes(path, MAX_JSON_BYTES).decode("utf-8"))
+
+
+def parse_json(text: str) -> Any:
+    """Raises ValueError, for a text that is nested too deep as well."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """A plain file of at most `limit` bytes; raises OSError or ValueError. A pipe would be waited for forever."""
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a plain file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"longer than {limit:,} bytes")
+    return data
+
+
+def read_identity(run: RunDir) -> dict[str, Any]:
+    """What RUN.json holds, or its copy where that is damaged. Raises ConfigError if the folder is not whole."""
+    for path in (run.identity, run.identity_copy):
+        if told := sound_identity(path):
+            return told
+    raise ConfigError(
+        f"{run.identity}: {'damaged' if os.path.lexists(run.identity) else 'missing'}, so this is no whole run folder; "
+        f"start the run anew (ckpt_path={run.root} takes over a checkpoint)"
+    )
+
+
+def sound_identity(path: Path) -> dict[str, Any]:
+    """What such a file holds; empty if it is missing, damaged, or holds what no run writes."""
+    with contextlib.suppress(OSError, ValueError):
+        told = read_json(path)
+        digest = told.pop(DIGEST, None) if isinstance(told, dict) else None
+        if isinstance(told, dict) and (digest is None or digest == _digest(told)) and _is_identity(told):
+            return told
+    return {}
+
+
+def _is_identity(told: dict[str, Any]) -> bool:
+    data = told.get("data", {})
+    return (
+        isinstance(told.get("run_id"), str)
+        and all(isinstance(value, IDENTITY_KINDS.get(name, object)) for name, value in told.items())
+        and all(type(size) is int for size in [*(data.get("shape") or []), data.get("num_classes") or 0])
+    )
+
+
+def write_identity(run: RunDir, told: dict[str, Any]) -> None:
+    """RUN.json and its copy, with a hash that tells damage from what was meant."""
+    sealed = {**told, DIGEST: _digest(told)}
+    write_json(run.identity, sealed, durable=True)
+    write_json(run.identity_copy, sealed)
+
+
+def _digest(told: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode("ascii")).hexdigest()

@@ -1,0 +1,142 @@
+"""A run whose ranks torchrun (or Slurm) started: rank 0 decides, the others are told.
+
+Only rank 0 composes, so there is one run folder and one config; it hands both to the others through
+the store that they meet in anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from trainrun.config.compose import load_config
+from trainrun.config.schema import RunConfig
+from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
+from trainrun.interfaces import Parallel
+from trainrun.output import say
+from trainrun.parallel.group import contact
+from trainrun.parallel.handshake import Meeting, follow, lead
+from trainrun.parallel.rank_place import LostContact
+from trainrun.parallel.worker import run_as_rank
+from trainrun.runs.rank import train
+from trainrun.runs.run_folder import RunDir, read_json, write_text
+from trainrun.runs.status import deadline, write_status
+from trainrun.runtime.signals import StopFlag
+from trainrun.timing.phases import PhaseTimer, process_start
+
+FOLDER_SECONDS = 20.0  # for a network's folder to show what rank 0 wrote
+POLL_SECONDS = 0.1
+DISMISS_SECONDS = 60.0  # for the other ranks to come
+
+
+def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> int:
+    """Rank 0, after it has composed. Returns the exit code of this rank."""
+    parallel, number = config.parallel, int(os.environ["WORLD_SIZE"])
+    fault = ""
+    if parallel.mode != "ddp":
+        fault = f"parallel={parallel.mode}: this was started as several ranks; use parallel=ddp"
+    elif parallel.devices != "auto" and int(parallel.devices) != number:
+        fault = (
+            f"parallel.devices={parallel.devices}: {number} rank(s) were started by torchrun or Slurm, which decide "
+            "how many there are; start so many, or leave parallel.devices out"
+        )
+    if fault:
+        dismiss(EXIT_USAGE)
+        raise ConfigError(fault)
+    _note().parent.mkdir(parents=True, exist_ok=True)
+    write_text(_note(), str(run.root))
+    meeting = lead({"folder": str(run.root), "config": _digest(run), "resume": resume, "paths": paths})
+    if faults := meeting.hear_all():
+        raise ConfigError(faults[0])
+    return _work(run, config, resume, meeting)
+
+
+def dismiss(code: int = EXIT_DONE) -> None:
+    """Rank 0, if the run has come to its end before, or cannot begin; the others end as it does.
+
+    They would wait for it for half an hour: Slurm, unlike torchrun, lets the others go on when a rank ends.
+    """
+    with contextlib.suppress(LostContact):
+        lead({"folder": None, "code": code}, DISMISS_SECONDS).hear_all()
+
+
+def follow_run() -> int:
+    """Every other rank: no Hydra, no words of its own."""
+    meeting = follow()
+    told = meeting.payload
+    if told["folder"] is None:
+        with contact():
+            meeting.say_heard()
+        return int(told["code"])
+    sys.path += [path for path in told["paths"] if path not in sys.path]
+    run = RunDir(Path(told["folder"]))
+    fault = "" if _is_shared(run, told["config"]) else (
+        f"output_dir={run.root}: rank {os.environ['RANK']} on {socket.gethostname()} does not find the run folder of "
+        "rank 0 there; ranks on several machines need a folder that all of them share"
+    )  # fmt: skip
+    with contact():
+        meeting.say_heard(fault)
+    if fault:
+        raise ConfigError(fault)
+    return _work(run, load_config(run.config, []), told["resume"], meeting)
+
+
+def _digest(run: RunDir) -> str:
+    return hashlib.sha256(run.config.read_bytes()).hexdigest()
+
+
+def _is_shared(run: RunDir, digest: str) -> bool:
+    """Whether rank 0's config is seen here; a network's folder may show it late, and an own one an older run's."""
+    until = time.monotonic() + FOLDER_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if _digest(run) == digest:
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_SECONDS)
+
+
+def restarted_run() -> RunDir | None:
+    """The folder of this same run before torchrun restarted its ranks; None at its first start."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if not count.isascii() or not count.isdigit():
+        raise ConfigError(f"TORCHELASTIC_RESTART_COUNT={count}: must be a whole number; torchrun sets it")
+    if int(count) == 0:
+        return None
+    with contextlib.suppress(OSError):
+        return RunDir(Path(_note().read_text(encoding="utf-8")))
+    return None
+
+
+def _note() -> Path:
+    """Where rank 0 leaves the folder for its next life: named by torchrun's run, or by its agent's process."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    own = f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name
+    return Path("outputs").absolute() / ".elastic" / own
+
+
+def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int:
+    rank = int(os.environ["RANK"])
+
+    def work(parallel: Parallel, flag: StopFlag) -> int:
+        meeting.complete.set()  # all ranks are here: nobody asks rank 0 any more
+        return train(run, config, resume, parallel, flag, PhaseTimer(process_start()))
+
+    run.rank_error(rank).unlink(missing_ok=True)
+
+    code = run_as_rank(run, config.parallel, work, store=meeting.store, deadline=deadline(run, config))
+    if code != EXIT_DONE and run.rank_error(rank).exists():
+        told = read_json(run.rank_error(rank))
+        say(
+            f"trainrun: rank {rank}: {told['traceback'] if told['kind'] == 'bug' else told['message']}",
+            file=sys.stderr,
+        )
+        if rank == 0:
+            write_status(run, config, state="failed", exit_code=code, message=told["message"])
+    return code

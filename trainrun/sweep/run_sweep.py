@@ -1,0 +1,146 @@
+"""Several runs from one command line: each job in a process and a folder of its own, one after the other.
+
+A job that fails hides no other. Run again in the same folder, a finished job is not done again, a
+stopped one goes on from its newest checkpoint, and new words add new jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from trainrun.formatting import counted
+from trainrun.output import say
+from trainrun.runs.lock import only_writer
+from trainrun.runs.run_folder import RunDir
+from trainrun.runtime.child import module_command
+from trainrun.runtime.signals import catch_stops
+from trainrun.sweep.jobs import Job, Sweep, open_sweep
+from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, is_done, read_result, read_status
+from trainrun.sweep.table import conclude, shown_value
+
+Command = Callable[[list[str], Path], list[str]]
+STOPPING = b"\nstopping: the job that runs saves first; Ctrl-C again ends it without\n"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+KILL_AFTER = 3  # the first Ctrl-C lets a job save, the second ends it, the third kills it
+
+
+class StopRelay:
+    """Passes stop signals on to the job that is running: its own session keeps the terminal's from it."""
+
+    __slots__ = ("count", "number", "process")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.count = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or number
+        self.count += 1
+        if self.count == 1:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, STOPPING)  # say() is not safe in a handler
+        self.pass_on(number)
+
+    def pass_on(self, number: int) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        if self.count < KILL_AFTER:
+            self.process.send_signal(number)
+        else:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        self.process = process
+        if self.number:  # it came while the job was being started
+            self.pass_on(self.number)
+        return process.wait()
+
+
+def end_with_sweep() -> None:
+    """Run in a job before its program: on Linux it gets a SIGTERM when the sweep dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def job_command(words: list[str], folder: Path) -> list[str]:
+    """A new run in the job's folder, or the old one from its newest checkpoint."""
+    if has_checkpoint(folder):
+        return module_command("trainrun", "resume", str(folder))
+    return module_command("trainrun", *words, f"hydra.run.dir={folder}")
+
+
+def run_sweep(words: list[str], folder: Path | None, command: Command = job_command) -> int:
+    """Run every job that the words make, and return the exit code. Raises ConfigError before the first.
+
+    folder: of the sweep; a new one under `sweeps/` where None. The table, `sweep.csv` and `sweep.png`
+    come at the end, however it ends.
+    """
+    relay = StopRelay()
+    with locked_sweep(words, folder) as sweep, catch_stops(relay.handle):
+        say(f"sweep: {counted(len(sweep.wanted), 'job')} in {sweep.folder}", flush=True)
+        try:
+            for position, num in enumerate(sweep.wanted, start=1):
+                if relay.number:
+                    break
+                result = run_job(sweep, sweep.jobs[num], f"[{position}/{len(sweep.wanted)}]", relay, command)
+                sweep.note(num, result)
+        finally:
+            conclude(sweep)
+    if relay.number:
+        return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
+    done = all(sweep.jobs[num].result.state == "done" for num in sweep.wanted)
+    return EXIT_DONE if done else EXIT_FAILED
+
+
+@contextlib.contextmanager
+def locked_sweep(words: list[str], folder: Path | None) -> Iterator[Sweep]:
+    """`open_sweep`; no other process runs jobs in its folder inside."""
+    with contextlib.ExitStack() as closing:
+        if folder is not None:
+            folder = folder.expanduser().absolute()
+            with contextlib.suppress(OSError):  # `open_sweep` says it
+                folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                closing.enter_context(only_writer(RunDir(folder)))
+        sweep = open_sweep(words, folder)
+        if folder is None:
+            closing.enter_context(only_writer(RunDir(sweep.folder)))
+        yield sweep
+
+
+def run_job(sweep: Sweep, job: Job, label: str, relay: StopRelay, command: Command) -> Result:
+    """Run one job to its end, or keep the result of an earlier call."""
+    folder = sweep.folder / job.folder
+    if is_done(folder):
+        result = read_result(folder)
+        say(f"{label} {job.folder}: kept, {shown_value(result)}", flush=True)
+        return result
+    folder.mkdir(exist_ok=True)
+    with only_writer(RunDir(folder), patient=True):  # the job of a sweep that was killed saves and ends
+        going_on = has_checkpoint(folder)
+        if not going_on:
+            shutil.rmtree(folder)  # an earlier try that saved nothing
+            folder.mkdir()
+    say(f"{label} {job.folder}: {'goes on' if going_on else 'starts'}", flush=True)
+    earlier = read_status(folder)
+    with (folder / OUTPUT).open("wb") as output:
+        process = subprocess.Popen(
+            command(list(job.words), folder),
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_sweep,  # a sweep that is killed leaves no job behind
+        )  # fmt: skip
+        result = read_result(folder, relay.wait(process), earlier)
+    say(f"{label} {job.folder}: {result.state}, {result.error or shown_value(result)}", flush=True)
+    return result

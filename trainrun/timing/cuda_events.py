@@ -1,0 +1,150 @@
+"""How long a GPU takes for the phases of a step, without the host ever waiting for it.
+
+what: in every EVERY-th step an event is put into the GPU's queue at each change of phase; the events lie in a
+    ring and are read a second or more later, once the GPU has passed them. A phase lasts from its own event to
+    the next one, so it also has the gaps in which the GPU waits for the host.
+when: every run on a GPU; rows of kind `ledger` have the sums as `device`.
+when not: on a CPU the phase timer's own times are those of the work.
+source: torch.cuda.Event, "CUDA semantics" of torch's documentation
+gain: none by itself; its cost on a GPU is not measured
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from trainrun.timing.phases import ACCOUNTS, COPY, PhaseTimer
+
+EVERY = 50  # steps
+SLOTS = 8  # samples on their way; a sample that finds none free is left out
+
+
+class Event(Protocol):
+    """As `torch.cuda.Event(enable_timing=True)`."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this one to another; both were passed."""
+
+
+class Slot:
+    """One sample: events in order, and the account that begins at each; the last event begins none."""
+
+    def __init__(self, make: Callable[[], Event]) -> None:
+        self._make = make
+        self.events: list[Event] = []
+        self.accounts: list[int | None] = []
+
+    def mark(self, account: int | None, stream: Any = None) -> None:
+        """account: what begins here; None is the end."""
+        number = len(self.accounts)
+        if number == len(self.events):
+            self.events.append(self._make())
+        self.events[number].record(stream)
+        self.accounts.append(account)
+
+    @property
+    def passed(self) -> bool:
+        return self.events[len(self.accounts) - 1].query()  # the queue is worked off in order
+
+    def spans(self) -> Iterator[tuple[int, float]]:
+        """Account and seconds of each phase."""
+        for number, account in enumerate(self.accounts[:-1]):
+            if account is not None:
+                yield account, self.events[number].elapsed_time(self.events[number + 1]) / 1000
+
+
+class DeviceTimes:
+    """make: an event. every: steps of which one is sampled, and batches of which one copy is."""
+
+    def __init__(self, make: Callable[[], Event], every: int = EVERY) -> None:
+        self._every = every
+        self._free = [Slot(make) for _ in range(SLOTS)]
+        self._waiting: deque[Slot] = deque()
+        self._seconds: dict[str, float] = {}
+        self._samples: dict[str, int] = {}
+        self._numbers = {"steps": 0, "copies": 0}
+
+    def due(self, what: str) -> bool:
+        """Count one of `steps` or `copies`; whether it is to be sampled, and can be."""
+        self._numbers[what] += 1
+        if self._numbers[what] % self._every:
+            return False
+        self._collect()
+        return bool(self._free)
+
+    @contextmanager
+    def sample(self, what: str) -> Iterator[Slot]:
+        """What is marked inside counts once it was passed; only after `due` said so."""
+        slot = self._free.pop()
+        slot.accounts.clear()
+        try:
+            yield slot
+        except BaseException:
+            self._free.append(slot)
+            raise
+        self._samples[what] = self._samples.get(what, 0) + 1
+        self._waiting.append(slot)
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase, and of how many `steps` and `copies`, as far as the device has got."""
+        self._collect()
+        pending = len(self._waiting)
+        return {**self._seconds, **self._samples, "pending": pending} if self._samples else {}
+
+    def _collect(self) -> None:
+        while self._waiting and self._waiting[0].passed:
+            slot = self._waiting.popleft()
+            for account, seconds in slot.spans():
+                name = ACCOUNTS[account]
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            self._free.append(slot)
+
+
+class Marking:
+    """The phase timer during a sampled step: whatever is opened is marked on the device too."""
+
+    def __init__(self, phases: PhaseTimer, slot: Slot) -> None:
+        self._phases, self._slot = phases, slot
+
+    def open(self, account: int) -> int:
+        self._slot.mark(account)
+        return self._phases.open(account)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._phases, name)
+
+
+class Copying:
+    """Surrounds the copy of a batch to a GPU: booked on the host, and now and then timed on the device."""
+
+    def __init__(self, phases: PhaseTimer, times: DeviceTimes | None) -> None:
+        self._phases, self._times = phases, times
+
+    @contextmanager
+    def __call__(self, stream: Any) -> Iterator[None]:
+        """stream: that it is made on; None if the host waits for it."""
+        with self._phases.on(COPY):
+            if stream is None or self._times is None or not self._times.due("copies"):
+                yield
+                return
+            with self._times.sample("copies") as slot:
+                slot.mark(COPY, stream)
+                yield
+                slot.mark(None, stream)
+
+
+def times_of(device_type: str) -> DeviceTimes | None:
+    """Create the timer of a CUDA device; None for other devices, on which the host's times are those of the work."""
+    if device_type != "cuda":
+        return None
+    import torch
+
+    return DeviceTimes(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]

@@ -1,0 +1,137 @@
+"""Where the time of a run goes: one account is open at every instant, so all seconds add up to the clock's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+START_UP: Final = 0
+DATA: Final = 1
+COPY: Final = 2
+FORWARD: Final = 3
+BACKWARD: Final = 4
+CHECK: Final = 5
+CLIP: Final = 6
+OPTIMIZER: Final = 7
+DEVICE: Final = 8
+RANKS: Final = 9
+VALIDATION: Final = 10
+CHECKPOINT: Final = 11
+LOGGING: Final = 12
+PLOTS: Final = 13
+COMPILE: Final = 14
+MEASURING: Final = 15
+RUNNER: Final = 16
+OTHER: Final = 17
+
+# data: the training waits for its next batch. copy: the host hands it to a GPU. check: whether gradients are
+# finite. device: the host waits at a log point until a GPU has done what it was given. ranks: waiting for other
+# ranks. measuring: FLOPs and throughput limits, after the training. runner: the loop's own work. other: what nothing
+# here says, and all of a `loop` of the user's own that books nothing.
+ACCOUNTS: Final = (
+    "start-up", "data", "copy", "forward", "backward", "check", "clip", "optimizer", "device", "ranks",
+    "validation", "checkpoint", "logging", "plots", "compile", "measuring", "runner", "other",
+)  # fmt: skip
+# Of the loop between validations and checkpoints: what a step takes.
+LOOP: Final = (
+    "data", "copy", "forward", "backward", "check", "clip", "optimizer", "device", "ranks", "logging", "runner",
+)  # fmt: skip
+
+ON_DEVICE: Final = ("check", "clip", "optimizer")
+UPDATE: Final = (*ON_DEVICE, "runner")
+
+
+class PhaseTimer:
+    """Books the time of one thread, the one that trains. About 0.15 us each time another account is opened.
+
+    began: `time.perf_counter()` where the run began; what lies between that and now is start-up.
+    On a GPU these are the host's times: what it waits for. What the device computes is in `device_times`.
+    """
+
+    __slots__ = ("_clock", "_open", "_seconds", "_since", "began")
+
+    def __init__(self, began: float | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._since = self.began = clock() if began is None else began
+        self._open = START_UP
+        self._seconds = [0.0] * len(ACCOUNTS)
+
+    def open(self, account: int) -> int:
+        """Close the open account and open another; return the one that was open."""
+        now = self._clock()
+        was = self._open
+        self._seconds[was] += now - self._since
+        self._since = now
+        self._open = account
+        return was
+
+    @property
+    def account(self) -> int:
+        """The one that is open."""
+        return self._open
+
+    @contextmanager
+    def on(self, account: int) -> Iterator[None]:
+        """The account is open inside; the one from before is again after, also where an error passes."""
+        was = self.open(account)
+        try:
+            yield
+        finally:
+            self.open(was)
+
+    def move(self, source: int, target: int, seconds: float) -> None:
+        """Books what is known better afterwards: compilation inside the first forward."""
+        moved = min(seconds, self._seconds[source])
+        self._seconds[source] -= moved
+        self._seconds[target] += moved
+
+    def read(self) -> dict[str, float]:
+        """Seconds of every account up to now; accounts without any are left out."""
+        self.open(self._open)
+        return {name: seconds for name, seconds in zip(ACCOUNTS, self._seconds, strict=True) if seconds > 0}
+
+
+# When this module was imported, first of all by the command, less what the process had computed until then.
+_ENTERED: Final = time.perf_counter() - time.process_time()
+
+
+def process_start() -> float:
+    """When this process began, as `time.perf_counter()` would have said then; to about 10 ms."""
+    import psutil
+
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+
+def command_start() -> float:
+    """The same of the command: where a script's `exec` became it, the script's time is none of the run's.
+
+    A process keeps its birth through an `exec`, so what Python computed before it came to us is counted back
+    instead; where it waited for the disk meanwhile (10 ms and less for Python alone), that is missing.
+    """
+    return max(process_start(), _ENTERED)
+
+
+class Session(NamedTuple):
+    """The steps and items of this rank since it was started, and its account of time when the training ended.
+
+    device: seconds of the phases of sampled steps on a GPU (`DeviceTimes.read`), where the phase timer's are those of
+    launching the work.
+    """
+
+    steps: int
+    items: float
+    seconds: Mapping[str, float]
+    device: Mapping[str, float] = {}
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds of the updates of all steps."""
+        if sampled := self.device.get("steps"):
+            return sum(self.device.get(name, 0.0) for name in ON_DEVICE) * self.steps / sampled
+        return sum(self.seconds.get(name, 0.0) for name in UPDATE)
+
+    @property
+    def loop_seconds(self) -> float:
+        return sum(self.seconds.get(name, 0.0) for name in LOOP)

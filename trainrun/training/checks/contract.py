@@ -1,0 +1,170 @@
+"""At the first step of a run: a task of the user's own that returns means where sums are wanted is refused.
+
+what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a sum
+    doubles, a mean stays. Only what clearly stays, while its count doubles, is refused; a loss that grows, but by
+    less than half (a mean over pairs of the batch, a penalty that knows no count), is told. A step that draws random
+    numbers is repeated, and decided only where its noise allows it. All runs on copies of model and task, in
+    evaluation mode, and random states are put back, so nothing of it remains.
+when: every new run with a task that is not ours; `trainer.check_task=false` leaves it out.
+when not: batches that cannot be cut, models that cannot be copied: one line says so, and the run goes on.
+source: the loss contract of `trainrun.interfaces`
+gain: a mean would train at 1/batch of the gradient without a word. Cost: three forward passes of half a batch, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainrun.data.split_batch import num_rows, rows_of, twice
+from trainrun.errors import PluginError
+from trainrun.interfaces import Counting, MicroBatch, StepReport, counts_before
+from trainrun.seeding import kept_random_state
+from trainrun.sums import OWN, flat_sums, metrics_of
+from trainrun.training.components import Components, Step
+from trainrun.training.without_trace import copy_obstacle, stand_ins
+
+MOST_ROWS = 64
+REPEATS = 8  # of a step that draws random numbers
+SAME = 0.02  # of a value: far above rounding, also of bfloat16
+LEAST = 1e-12  # values below say nothing
+ERRORS = 3.0  # standard errors of a mean over the repeats
+LOSS = ""  # its place among the sums
+MEAN, UNCLEAR, SUM = "mean", "unclear", "sum"
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Checked:
+    """Fills `Components.step`: the first step of a run is preceded by the check."""
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._checked = step, False
+
+    def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+        if not self._checked:
+            self._checked = True
+            check_task(run, micro_batches[0].data)
+        return self._step(run, micro_batches)
+
+
+class Looks(NamedTuple):
+    """Values and counts by name, of each look at the same rows: given once, and twice."""
+
+    once: list[dict[str, Pair]]
+    twice: list[dict[str, Pair]]
+
+
+def check_task(run: Components, data: Any) -> None:
+    """PluginError: an output that the contract does not know, or a mean in the place of a sum."""
+    try:
+        looks = looks_at(run, data)
+    except BadOutput as error:
+        raise PluginError(str(error)) from error
+    # Whatever the user's code does with fewer rows or in a copy is no fault of the run.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        run.monitors.note(f"task: whether it returns sums or means could not be checked ({reason})")
+        return
+    name = type(run.task).__name__
+    means = [key for key in looks.once[0] if found_of(looks, key) == MEAN]
+    way_out = "If that is meant, say trainer.check_task=false"
+    if LOSS in means:
+        raise PluginError(
+            f"task: the loss of {name}.step() is a mean: it stays the same where a batch is given twice, and it is "
+            'divided by the count once more. Return the sum (reduction="sum"), or StepOutput(loss_mean=loss, '
+            f"count=number of items). {way_out}"
+        )
+    if means:
+        names = ", ".join(f'sums["{key}"]' for key in means)
+        raise PluginError(
+            f"task: {names} of {name}.step() is a mean: it stays the same where a batch is given twice, and it is "
+            f"divided by the count once more. Give the sum, or the pair (sum, its own count). {way_out}"
+        )
+    if found_of(looks, LOSS) == UNCLEAR:
+        run.monitors.note(
+            f"task: the loss of {name}.step() does not double where a batch is given twice, and it is divided by the "
+            "count: where it is a mean (of a contrastive loss, for instance), return StepOutput(loss_mean=loss, "
+            "count=number of items)"
+        )
+
+
+class BadOutput(Exception):
+    """What a step returned is not what the contract says."""
+
+
+def looks_at(run: Components, data: Any) -> Looks:
+    if obstacle := copy_obstacle(run.model, run.parallel.device):
+        raise ValueError(obstacle)
+    count = num_rows(data)
+    rows = min(max(count // 2, 1), MOST_ROWS)
+    with kept_random_state():
+        with run.task_calls.unwatched():
+            model, task = stand_ins(run.model, run.task)
+        model.eval()
+
+        def look(data: Any) -> dict[str, Pair]:
+            with run.precision.autocast():
+                out = task.step(model, data)
+            return values_of(task, run.counting, data, out)
+
+        few = rows_of(data, 0, rows, count)
+        looks = Looks([look(few)], [look(twice(few, rows))])
+        looks.once.append(look(few))
+        if not all(same(*(seen[key][0] for seen in looks.once)) for key in looks.once[0]):
+            for _ in range(REPEATS - 1):
+                looks.once.append(look(few))
+                looks.twice.append(look(twice(few, rows)))
+    return looks
+
+
+def values_of(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
+    """The loss and all sums, each with what it is divided by. BadOutput: they are not what the contract says."""
+    name, loss = type(task).__name__, getattr(out, "loss_sum", None)
+    if not isinstance(loss, Tensor):
+        given = type(out).__name__ if loss is None else f"loss_sum as a {type(loss).__name__}"
+        raise BadOutput(
+            f"task: {name}.step() gave a {given}; it must return "
+            "trainrun.interfaces.StepOutput(loss_sum, {...}) with a tensor"
+        )
+    if loss.dim() != 0 or not loss.requires_grad:
+        raise BadOutput(
+            f"task: {name}.step() gave a loss of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}; "
+            "it must be the sum over the batch, 0-d, computed from the model's parameters"
+        )
+    try:
+        late = counting.late(out)
+        sums = flat_sums({LOSS: loss, **out.sums}, task)
+        if not callable(getattr(task, "summarize", None)):
+            metrics_of(sums, 1.0, task)
+    except PluginError as error:
+        raise BadOutput(str(error)) from error
+    count = torch.as_tensor(task.count(data) if counts_before(task) else late, dtype=torch.float64)
+    return {
+        key: (value.cpu(), sums.get(OWN + key, count).cpu())
+        for key, value in sums.items()
+        if not key.startswith(OWN)
+    }
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return float((left - right).abs().sum()) <= 1e-3 * float(left.abs().sum())
+
+
+def found_of(looks: Looks, key: str) -> str:
+    """MEAN: the value clearly stays where its count doubles. UNCLEAR: it is clearly nearer to that than to a sum. SUM:
+    all else. Of a tensor, its numbers all together."""
+    once, twice = (torch.stack([seen[key][0] for seen in some]) for some in looks)
+    counts = [float(torch.stack([seen[key][1] for seen in some]).mean()) for some in looks]
+    size = float(once.mean(0).abs().sum())
+    if not LEAST < size < torch.inf or not counts[1] >= 1.5 * counts[0] > 0:
+        return SUM
+    noise = sum(float(some.std(0).sum()) / len(some) ** 0.5 for some in (once, twice) if len(some) > 1)
+    unsure = SAME * size + ERRORS * noise
+    moved = float((twice.mean(0) - once.mean(0)).abs().sum())
+    missed = float((twice.mean(0) - 2 * once.mean(0)).abs().sum())
+    if moved <= unsure and missed > 2 * unsure:
+        return MEAN
+    return UNCLEAR if missed - moved > 2 * unsure else SUM

@@ -1,0 +1,75 @@
+"""Validation and test: sums over one split, divided once."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.interfaces import MicroBatch
+from trainrun.seeding import kept_random_state
+from trainrun.sums import add_sums, flat_sums, metrics_of, over_ranks
+from trainrun.timing.phases import LOGGING
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
+
+
+def validate(run: Components, state: TrainState) -> None:
+    """One validation, with what follows from it: early stopping, schedules that listen, rows.
+
+    Where a signal cuts it short nothing of it is recorded, and a resume does it again.
+    """
+    metrics: dict[str, float] = {}
+    for split in run.validation:
+        found = evaluate(run, split)
+        if not found:
+            state.stop_request = run.parallel.agree(0, run.triggers.stop_request(), 0).stop
+            return
+        metrics |= found
+    if run.triggers.note_validation(state, metrics):
+        run.hooks.on_validation_end(run, state, metrics)
+    run.phases.open(LOGGING)
+    run.monitors.on_eval(state, metrics)
+
+
+def evaluate(run: Components, split: str) -> dict[str, float]:
+    """Loss and metrics of the averaged model over one split, each sample counted once over all ranks.
+
+    Empty, on all ranks, where a signal asked one of them to stop before its last batch.
+    """
+    batches = run.splits()[split]
+    model, task = run.averaged, run.task
+    sums: dict[str, Tensor] = {}
+    items, started, training, stopped = 0, perf_counter(), model.training, False
+    model.eval()
+    try:
+        with torch.no_grad(), kept_random_state():  # validation cannot move the training's random numbers
+            run.task_calls.evaluation_starts(model, split)
+            for batch in batches.epoch(0):
+                if stopped := run.triggers.interrupted():
+                    break
+                run.task_calls.evaluation_sees(model, batch.data)
+                for found, late in run.retry.in_pieces(batch, lambda piece: sums_of(run, model, piece)):
+                    add_sums(sums, found, task)
+                    items = items + late
+                items = items + batch.counted_by(task)
+            else:
+                run.task_calls.evaluation_ends(model)
+    finally:
+        model.train(training)
+    answers = run.parallel.gather(({name: total.shape for name, total in sums.items()}, stopped))
+    if any(stopped for _, stopped in answers):
+        return {}
+    sums = {name: sums.get(name, torch.zeros(shape)) for name, shape in answers[0][0].items()}
+    totals, (count,) = over_ranks(run.parallel, sums, [float(items)])  # waits for the device
+    metrics = {f"{split}/{name}": value for name, value in metrics_of(totals, count, task).items()}
+    return metrics | {f"{split}/seconds": perf_counter() - started}
+
+
+def sums_of(run: Components, model: nn.Module, batch: MicroBatch) -> tuple[dict[str, Tensor], Any]:
+    """The sums of one batch of a validation, and its items as far as only its output says them."""
+    with run.precision.autocast():
+        out = run.task.step(model, batch.data)
+    return flat_sums({"loss": out.loss_sum, **out.sums}, run.task), run.counting.late(out)

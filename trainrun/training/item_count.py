@@ -1,0 +1,71 @@
+"""What a step's gradients are divided by, and when that is known.
+
+what: of most tasks, before the forward: the loss goes into the backward divided. A task without a method `count` says
+    it with each output; the gradients of the window are sums then, and are divided once, after the last backward.
+when: losses over what a mask or an episode leaves, which only the forward shows.
+when not: the count follows from the batch: known before, it costs no pass over the gradients.
+source: the loss contract of `trainrun.interfaces`
+gain: the gradient of any accumulation, number of ranks or cut window is that of one large batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainrun.errors import PluginError
+from trainrun.interfaces import Agreed, Gradients, MicroBatch, Parallel, StepOutput
+from trainrun.precision.gradients import gradient_groups
+from trainrun.timing.phases import RANKS, PhaseTimer
+from trainrun.training.components import Accumulate, Components
+
+
+class CountedAfter:
+    """Fills `Counting` for a task whose outputs say their count.
+
+    num_samples: of a full step of this rank. The loss is divided by the nearest power of two in the backward, which
+    changes no bit, and keeps float16 in range; with many items a sample, its loss scale falls in the first steps.
+    """
+
+    def __init__(
+        self, task: Any, model: nn.Module, parallel: Parallel, phases: PhaseTimer, num_samples: int
+    ) -> None:
+        self._task, self._model, self._parallel, self._phases = task, model, parallel, phases
+        self.expected = 2.0 ** round(math.log2(num_samples))
+
+    def late(self, out: StepOutput) -> Any:
+        if out.count is None:
+            raise PluginError(
+                f"task: {type(self._task).__name__} has no method count(batch), and its step() gave no count=; "
+                "the loss is divided by one of them"
+            )
+        return out.count
+
+    def settle(self, found: Gradients) -> Gradients:
+        items = float(found.items)  # the host waits where the task counts on a device
+        if not items.is_integer() or items < 0:
+            raise PluginError(
+                f"task: {type(self._task).__name__}.step() gave count={items:g} for a step; it must be a whole number, "
+                "0 or more"
+            )
+        with self._phases.on(RANKS):
+            (total,) = self._parallel.sum_over_ranks([items])
+        mean = total / self._parallel.world_size
+        with torch.no_grad():
+            for grads in gradient_groups(self._model.parameters(), uniform=False):
+                torch._foreach_div_(grads, (mean or 1.0) / self.expected)
+        agreed: Agreed = found.agreed._replace(items=mean)
+        return found._replace(items=int(items), agreed=agreed)
+
+
+def divided_late(accumulate: Accumulate) -> Accumulate:
+    """`accumulate`, with the gradients divided by what the outputs said, and the items of the step."""
+
+    def settled(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
+        assert isinstance(run.counting, CountedAfter)
+        return run.counting.settle(accumulate(run, micro_batches))
+
+    return settled

@@ -1,0 +1,160 @@
+"""Several optimizers by name, each with its own parameters, guarded update, loss scale and schedule.
+
+what: `run.optimizers["generator"]` of a step of one's own. `backward` gives gradients to its own parameters alone, so
+    the losses of two players never mix; `update` checks, clips, updates, clears, and moves its schedule.
+when: adversarial training, other rates or rules for parts that are trained in turns.
+when not: other rates for parts that are trained together: groups of one optimizer. Several ranks (refused).
+source: Goodfellow et al. 2014, arXiv:1406.2661
+gain: their states, scales and schedules are in the checkpoint, so a resume is exact.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainrun.errors import CheckpointError, PluginError
+from trainrun.interfaces import GradReport
+from trainrun.optimizer.named_state import load_named_optimizer_state, named_optimizer_state
+from trainrun.precision.update import Update
+from trainrun.scheduler.schedule import Schedule
+
+
+class NamedOptimizer:
+    """One of them. optimizer: torch's; schedule: of its learning rates."""
+
+    def __init__(self, optimizer: Optimizer, guarded: Update, schedule: Schedule) -> None:
+        self.optimizer, self.schedule, self.guarded = optimizer, schedule, guarded
+        self.params = [param for group in optimizer.param_groups for param in group["params"]]
+
+    def backward(self, loss_sum: Tensor, share: float) -> None:
+        """Add the gradient of `share * loss_sum` to its own parameters; no other parameter gets one."""
+        self.guarded.backward(loss_sum, share, self.params)
+
+    def update(self, want_norm: bool = False) -> GradReport:
+        """Unscale, check, clip, update, clear its gradients; where nothing was skipped, its schedule takes a step."""
+        report = self.guarded.optimizer_step(self.optimizer, want_norm)
+        if not report.skipped:
+            self.schedule.step()
+        return report
+
+
+Named = Mapping[str, NamedOptimizer]
+
+
+class JoinedOptimizers(Optimizer):
+    """All groups and states together, to look at; updates are made by name."""
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for one in self._named.values() for group in one.optimizer.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return ChainMap(*(one.optimizer.state for one in self._named.values()))
+
+    def step(self, closure: Any = None) -> NoReturn:
+        refuse(self._named)
+
+
+class JoinedPrecision:
+    """Fills `Precision` for all of them: one autocast, and what any of them says of the run."""
+
+    def __init__(self, named: Named, common: Update) -> None:
+        self._named, self._common = named, common
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self._common.autocast()
+
+    def backward(self, loss_sum: Tensor, share: float) -> None:
+        refuse(self._named)
+
+    def optimizer_step(self, optimizer: Optimizer, want_norm: bool) -> GradReport:
+        refuse(self._named)
+
+    def failure(self, wait: bool) -> str:
+        told = ((name, one.guarded.failure(wait)) for name, one in self._named.items())
+        return next((f"optimizer.{name}: {failure}" for name, failure in told if failure), "")
+
+    def state_dict(self) -> dict[str, Any]:
+        named = {name: one.guarded.state_dict() for name, one in self._named.items()}
+        scales = {name: state["scaler"] for name, state in named.items() if state["scaler"] is not None}
+        return {"named": named, "scaler": scales or None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, one in self._named.items():
+            one.guarded.load_state_dict(state["named"][name])
+
+
+class JoinedSchedules:
+    """In place of a `Schedule`: those of all, at epochs, validations and in checkpoints."""
+
+    def __init__(self, named: Named) -> None:
+        self._schedules = {name: one.schedule for name, one in named.items()}
+
+    @property
+    def lr(self) -> float:
+        return next(iter(self._schedules.values())).lr
+
+    @property
+    def rates(self) -> dict[str, float]:
+        return {"lr": self.lr} | {f"lr/{name}": one.lr for name, one in self._schedules.items()}
+
+    @property
+    def peak_lrs(self) -> list[float]:
+        return [rate for one in self._schedules.values() for rate in one.peak_lrs]
+
+    @property
+    def warmup_steps(self) -> int:
+        return max(one.warmup_steps for one in self._schedules.values())
+
+    def step(self) -> None:
+        """Each takes its steps with its own updates."""
+
+    def end_epoch(self) -> None:
+        for one in self._schedules.values():
+            one.end_epoch()
+
+    def on_validation(self, metrics: dict[str, float]) -> None:
+        for one in self._schedules.values():
+            one.on_validation(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: one.state_dict() for name, one in self._schedules.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, one in self._schedules.items():
+            one.load_state_dict(state[name])
+
+
+def optimizer_states(named: Named, model: nn.Module) -> dict[str, Any]:
+    return {"named": {name: named_optimizer_state(one.optimizer, model) for name, one in named.items()}}
+
+
+def load_optimizer_states(
+    named: Named, model: nn.Module, place: str, tree: dict[str, Any], config: Mapping[str, Any]
+) -> None:
+    """config: the node of the optimizers, whose arguments hold where they differ from the stored ones."""
+    stored = tree.get("named", {})
+    if list(stored) != list(named):
+        known = ", ".join(stored) or "one without a name"
+        raise CheckpointError(f"checkpoint {place}: its optimizers are {known}; now {', '.join(named)}")
+    for name, one in named.items():
+        configured = {key for key in config[name] if key not in ("_target_", "lr", "params")}
+        load_named_optimizer_state(one.optimizer, model, stored[name], configured)
+
+
+def refuse(named: Named) -> NoReturn:
+    raise PluginError(
+        f'step: there are several optimizers ({", ".join(named)}); call run.optimizers["{next(iter(named))}"]'
+        ".backward(loss_sum, share) and .update()"
+    )

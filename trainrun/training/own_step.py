@@ -1,0 +1,41 @@
+"""The `step` door: a step of the user's own in place of `train_step`.
+
+A function `(run, micro_batches) -> StepReport`, or an object of a class that is called so. The state of one with
+`state_dict()` and `load_state_dict(state)` is in every checkpoint. What a step returns is checked here, and what its
+report leaves out is found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainrun.errors import PluginError
+from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport
+from trainrun.timing.phases import FORWARD, RUNNER
+from trainrun.training.components import Components, Step
+
+
+class OwnStep:
+    """Makes a step as `step` does."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._name = getattr(step, "__name__", type(step).__name__)
+
+    def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+        run.phases.open(FORWARD)  # and all else that it does between its updates
+        report: Any = self._step(run, micro_batches)
+        run.phases.open(RUNNER)
+        if not isinstance(report, StepReport) or type(report.items) is not int or report.items < 0:
+            given = (
+                f"items={report.items!r}" if isinstance(report, StepReport) else f"a {type(report).__name__}"
+            )
+            raise PluginError(
+                f"step: {self._name} gave {given}; it must return trainrun.interfaces.StepReport(losses, items) with "
+                "the summed loss of each micro-batch and the number of items that they are over"
+            )
+        if report.agreed is NOT_AGREED:
+            report.agreed = run.agree(report.items)
+        if run.optimizers and not report.grad.skipped:
+            run.ema.update()
+        return report

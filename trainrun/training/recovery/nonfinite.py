@@ -1,0 +1,227 @@
+"""A step whose gradients are not finite: what it was made of is written down, then the run does as it was told.
+
+what: the update is left out on all ranks at the same step (gradients are the same on all of them). Samples,
+    losses, loss scale and the batch itself go to `nonfinite/step-N/` in the run folder, each rank's own.
+    `stop` ends the run. `skip` goes on without the step, and gives up after MAX_SKIPS_IN_A_ROW, or where more
+    than MAX_SKIPPED_SHARE of the steps were left out. `rollback` goes back to the newest checkpoint and on
+    with the data behind the bad step: what lies between the two is passed over, as in PaLM's training.
+when: always on, but for `ignore`. With float16 an overflow is no fault: the loss scale falls and the step is
+    left out; a fault is a scale that falls again and again.
+when not: a loss that is not finite with gradients that are goes on, and is seen in the log.
+source: Chowdhery et al. 2022 (arXiv:2204.02311), section 5.1, for going back and passing over data.
+gain: nothing is lost but the step. No step costs more for it: whether the update was left out is known anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.checkpoint.files import FileLayer
+from trainrun.checkpoint.format import stream
+from trainrun.errors import TrainingError
+from trainrun.formatting import counted
+from trainrun.interfaces import Parallel, Precision
+from trainrun.runs.run_folder import write_json
+from trainrun.training.recovery.oom import OomRetry
+from trainrun.training.state import BadStep, TrainState
+
+MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
+MAX_SKIPPED_SHARE = 0.1
+LATE = (
+    "It was this step or one shortly before it: on a GPU the check is read where the host waits anyway. "
+    "trainer.nan_policy=skip and rollback read it in every step, and write down the batch"
+)
+LEAST_STEPS = 1000  # before a share means anything
+
+
+class RollBack(Exception):
+    """The run goes back to its newest checkpoint, and on at this place in the data.
+
+    epoch, batches: behind the bad step. rollbacks: with this one. seconds: of training so far.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(f"step {state.step}: back to the newest checkpoint")
+        self.step, self.epoch, self.batches = state.step, state.epoch, state.batches
+        self.rollbacks, self.seconds = state.rollbacks + 1, state.seconds
+
+    def apply(self, state: TrainState) -> None:
+        """To the state of that checkpoint."""
+        state.epoch, state.batches = self.epoch, self.batches
+        state.rollbacks, state.seconds = self.rollbacks, self.seconds
+
+
+class BadSteps:
+    """Told by the triggers of a step whose update was left out, and of why the run cannot go on.
+
+    folder: where the steps are written. note: told of what was done.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        max_rollbacks: int,
+        folder: Path,
+        parallel: Parallel,
+        precision: Precision,
+        retry: OomRetry,
+        note: Callable[[str], None],
+    ) -> None:
+        self._policy, self._max_rollbacks, self._folder = policy, max_rollbacks, folder
+        self._parallel, self._precision, self._retry, self._note = parallel, precision, retry, note
+        self._told = False
+
+    def __call__(self, state: TrainState, failure: str) -> None:
+        """On all ranks alike. failure: "" if it may go on. Raises TrainingError, RollBack."""
+        bad, state.bad = state.bad, None
+        scaler = self._precision.state_dict()["scaler"]
+        about = ""
+        if bad is not None and (scaler is None or failure):
+            about = self._write(state, bad, scaler)
+        elif failure and bad is None:
+            about = LATE
+        if self._policy == "rollback" and (failure or scaler is None):
+            self._go_back(state, failure, about)
+        if failure:
+            raise TrainingError(f"step {state.step}: {failure}{about and f'. {about}'}")
+        self._go_on(state, about)
+
+    def _go_back(self, state: TrainState, failure: str, about: str) -> None:
+        reason = failure or "a gradient was not finite"
+        if state.rollbacks >= self._max_rollbacks:
+            raise TrainingError(
+                f"step {state.step}: {reason}, after trainer.max_rollbacks={self._max_rollbacks} times back to a "
+                f"checkpoint. Lower optimizer.lr or set trainer.gradient_clip_val. {about}"
+            )
+        self._note(
+            f"step {state.step}: {reason}; back to the newest checkpoint and on with the data behind this step "
+            f"({state.rollbacks + 1} of trainer.max_rollbacks={self._max_rollbacks}). {about}"
+        )
+        raise RollBack(state)
+
+    def _go_on(self, state: TrainState, about: str) -> None:
+        if state.step >= LEAST_STEPS and state.skipped_steps > MAX_SKIPPED_SHARE * state.step:
+            raise TrainingError(
+                f"step {state.step}: {state.skipped_steps} steps were left out because a gradient was not finite, more "
+                f"than {MAX_SKIPPED_SHARE:.0%} of all. Lower optimizer.lr or set trainer.gradient_clip_val. {about}"
+            )
+        if reason := self._retry.mend_buffers():
+            raise TrainingError(
+                f"step {state.step}: {reason}; validation and checkpoints would not be finite. Go on from the newest "
+                f"checkpoint with trainer.nan_policy=rollback. {about}"
+            )
+        if about and not self._told:
+            self._told = True
+            self._note(
+                f"step {state.step}: a gradient was not finite, so the step is left out (trainer.nan_policy=skip; the "
+                f"run ends where that is more than {MAX_SKIPPED_SHARE:.0%} of the steps). {about}"
+            )
+
+    def _write(self, state: TrainState, bad: BadStep, scaler: Mapping[str, Any] | None) -> str:
+        """Every rank its own part; says what was found, on all ranks the same."""
+        losses = [float(loss) for loss in bad.losses]
+        place = self._folder / f"step-{state.step:08d}"
+        wrong = sum(facts["nonfinite"] for row in _facts(bad) for facts in row["tensors"].values())
+        room = place.exists() or len(list(self._folder.glob("step-*"))) < MAX_WRITTEN
+        told = self._parallel.gather((all(map(math.isfinite, losses)), wrong, room))
+        about = "; ".join(
+            f"rank {rank}: the loss {'was finite' if finite else 'was not'}"
+            + (
+                f", {counted(wrong, 'value')} of its batch {'was' if wrong == 1 else 'were'} not"
+                if wrong
+                else ""
+            )
+            for rank, (finite, wrong, _) in enumerate(told)
+            if wrong or not finite
+        )
+        about = about or "the losses and batches of all ranks were finite"
+        if not told[0][2]:
+            return (
+                f"{about} ({MAX_WRITTEN} such steps are in {self._folder} already; this one is not written)"
+            )
+        fault = ""
+        try:
+            self._write_part(place, state, bad, losses, scaler)
+        except (OSError, KeyError, ValueError) as error:  # the run's own way must not depend on it
+            fault = f"{type(error).__name__}: {error}"
+        faults = [text for text in self._parallel.gather(fault) if text]
+        if faults:
+            return f"{about} (the batch could not be written to {place}: {faults[0]})"
+        return (
+            f"{about}. Its samples and the batch: {place} (JSON, and tensors for safetensors.torch.load_file)"
+        )
+
+    def _write_part(
+        self,
+        place: Path,
+        state: TrainState,
+        bad: BadStep,
+        losses: list[float],
+        scaler: Mapping[str, Any] | None,
+    ) -> None:
+        rank, files = self._parallel.rank, FileLayer()
+        for folder in (self._folder, place):  # the run itself is not made again where it is gone
+            folder.mkdir(exist_ok=True)
+        rows = _facts(bad)
+        for row, loss in zip(rows, losses, strict=True):
+            row["loss_sum"] = loss if math.isfinite(loss) else str(loss)
+        tensors = {
+            name: leaf.detach().cpu().contiguous()
+            for number, batch in enumerate(bad.window)
+            for name, leaf in named_tensors(batch.data, str(number))
+        }
+        temporary = place / f".rank-{rank:05d}.{os.getpid()}.tmp"
+        temporary.unlink(missing_ok=True)
+        try:
+            files.write(temporary, stream(tensors))
+            files.rename(temporary, place / f"rank-{rank:05d}.safetensors")
+        finally:
+            temporary.unlink(missing_ok=True)
+        write_json(
+            place / f"rank-{rank:05d}.json",
+            {
+                "step": state.step, "epoch": bad.epoch, "first_batch": bad.batches, "rank": rank,
+                "world_size": self._parallel.world_size, "nan_policy": self._policy,
+                "loss_scale": None if scaler is None else dict(scaler), "batches": rows,
+            },
+        )  # fmt: skip
+
+
+def _facts(bad: BadStep) -> list[dict[str, Any]]:
+    """Describe each micro-batch: its samples, and how many values of each tensor are not finite."""
+    return [
+        {
+            "samples": None if batch.indices is None else batch.indices.tolist(),
+            "counts": batch.real,
+            "tensors": {
+                name: {"shape": list(leaf.shape), "nonfinite": num_nonfinite(leaf)}
+                for name, leaf in named_tensors(batch.data, str(number))
+            },
+        }
+        for number, batch in enumerate(bad.window)
+    ]
+
+
+def named_tensors(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a batch with the way to it: `0.inputs`, `0.1`."""
+    if isinstance(data, Tensor):
+        yield name, data
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from named_tensors(value, f"{name}.{key}")
+    elif isinstance(data, list | tuple):
+        for number, value in enumerate(data):
+            yield from named_tensors(value, f"{name}.{number}")
+
+
+def num_nonfinite(tensor: Tensor) -> int:
+    """The host waits for the device: asked after a bad step only."""
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return int((~torch.isfinite(tensor)).sum()) if floating else 0

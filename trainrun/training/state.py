@@ -1,0 +1,117 @@
+"""All that changes during a run besides the tensors of its components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainrun.errors import CheckpointError
+from trainrun.interfaces import MicroBatch, StepReport
+
+# what a rank says at a step about saving; of all ranks the largest counts
+SAVE_NONE = 0  # nothing, or: its part of the save under way is done
+SAVE_NOW = 1  # the time between two saves is over
+SAVE_BUSY = 2  # its part of the save under way is not done
+SAVE_FAILED = 3
+
+_OF_THIS_SESSION = ("stop_request", "save_request", "stop_reason", "bad")
+
+
+class BadStep(NamedTuple):
+    """A window whose update was left out, its losses, and the place in the data where it begins."""
+
+    window: list[MicroBatch]
+    losses: list[Tensor]
+    epoch: int
+    batches: int
+
+
+@dataclass
+class TrainState:
+    """All that changes besides the tensors: saved with every checkpoint, so that a resume is exact.
+
+    step: optimizer updates tried; epoch: finished epochs; batches: micro-batches done in this epoch.
+    items: what the loss was averaged over so far, on an average rank.
+    watched_metric, bad_validations, early_stop: the memory of early stopping.
+    seconds: training time of all sessions of the run.
+    rollbacks: how often the run went back to a checkpoint. bad: the step just made, if its update was left out.
+    losses, logged_items: of this rank, since the last log point (0-d tensors, and their items).
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batches: int = 0
+    items: float = 0.0
+    seconds: float = 0.0
+    validated_step: int = -1
+    saved_step: int = -1
+    best_metric: float | None = None
+    best_step: int = -1
+    watched_metric: float | None = None
+    bad_validations: int = 0
+    early_stop: str = ""
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    rollbacks: int = 0
+    bad: BadStep | None = None
+    stop_reason: str = ""
+    stop_request: int = 0
+    save_request: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    logged_items: int = 0
+    last_metrics: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, window: list[MicroBatch], report: StepReport) -> None:
+        """Count a step after its effect."""
+        if report.grad.skipped:
+            self.bad = BadStep(window, report.losses, self.epoch, self.batches)
+            self.skipped_steps += 1
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
+        self.step += 1
+        self.batches += len(window)
+        if window[-1].last:
+            self.epoch, self.batches = self.epoch + 1, 0
+        self.items += report.agreed.items
+        self.stop_request, self.save_request = report.agreed.stop, report.agreed.save
+        self.losses += report.losses
+        self.logged_items += report.items
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_THIS_SESSION
+        }
+        state["losses"] = torch.stack(self.losses) if self.losses else None
+        state["last_metrics"] = dict(self.last_metrics)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError for a value that no state of ours has."""
+        for name, value in state.items():
+            if not _fits(name, value):
+                raise CheckpointError(f"the state says {str(name)[:40]}={str(value)[:40]}")
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.losses = [] if state["losses"] is None else list(state["losses"].unbind())
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a field has such values; counts are not below zero, and steps not below -1, which is none."""
+    kind = _KINDS.get(name, "")
+    if kind == "int":
+        return type(value) is int and -1 <= value < 2**53 and (value >= 0 or name.endswith("_step"))
+    if kind in ("float", "float | None"):
+        number = type(value) in (int, float)
+        return (number and value == value) if kind == "float" else number or value is None
+    if kind == "dict[str, float]":
+        return isinstance(value, dict) and all(type(item) in (int, float) for item in value.values())
+    if kind == "list[Tensor]":
+        return value is None or (isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point())
+    return kind == "str" and isinstance(value, str)
+
+
+_KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in _OF_THIS_SESSION}

@@ -1,0 +1,222 @@
+"""All that the runner asks of a task besides its steps: where it stands, its hooks, its state, its pictures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.errors import CheckpointError, PluginError
+from trainrun.interfaces import KeepsState, StepInfo
+from trainrun.seeding import derive_seed
+from trainrun.training.checks.task_watch import TaskWatch, saves_itself
+from trainrun.training.checks.user_state import check_halves, load_state, saved_state
+from trainrun.training.state import TrainState
+
+HOOKS = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "pictures")
+MOST_PICTURES = 25  # of one name
+TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place
+
+
+class Place:
+    """Where the run stands, as far as tasks are told of it."""
+
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        self._seed, self._rank, self.device = seed, rank, device
+        self.step = self.epoch = self.batches = self.calls = 0
+
+    def be_at(self, state: TrainState) -> None:
+        self.step, self.epoch, self.batches, self.calls = state.step, state.epoch, state.batches, 0
+
+    def info(self, hook: str = "") -> StepInfo:
+        """For one more call of `step`, or for a hook."""
+        training, call = torch.is_grad_enabled(), self.calls
+        self.calls += not hook
+        at = (TRAINING, self.epoch, self.batches) if training else (EVALUATION,)
+        generator = torch.Generator(self.device)
+        generator.manual_seed(
+            derive_seed(self._seed, self._rank, *at, -1 - HOOKS.index(hook) if hook else call)
+        )
+        first = call == 0 and not (training and self.batches)
+        return StepInfo(self.step, self.epoch, first, training, generator)
+
+
+class Informed:
+    """A task's `step` that takes model and batch, for one that wants `info` as well."""
+
+    def __init__(self, step: Callable[..., Any], place: Place) -> None:
+        self._step, self._place = step, place
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        return self._step(model, batch, info=self._place.info())
+
+
+class TaskCalls:
+    """model: the bare one. pictures: the file for a task's pictures; None on ranks that write none.
+
+    Raises PluginError for a task whose methods do not fit together.
+    """
+
+    def __init__(self, task: Any, model: nn.Module, place: Place, pictures: Path | None) -> None:
+        self._task, self._model, self._place, self._pictures = task, model, place, pictures
+        self._name = type(task).__name__
+        self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
+        self._watch: TaskWatch | None = None
+        self._trains = self._unseen = self._watches = False
+        check_halves(task, "task")
+        self.informed = wants_info(task)
+        if self.informed:
+            try:
+                object.__setattr__(task, "step", Informed(task.step, place))
+            except AttributeError as error:
+                raise PluginError(f"task: {self._name}: takes info, so it must not have __slots__") from error
+
+    def obstacle(self) -> str:
+        """Why its steps cannot become one graph; "" if they might."""
+        if self.informed:
+            return "takes info, which changes with every step"
+        return "keeps state of its own" if saves_itself(self._task) else ""
+
+    def start(self, state: TrainState) -> None:
+        """Ahead of the first step or validation of a session."""
+        self._place.be_at(state)
+
+    def watch(self, accumulates: bool, in_graph: bool, note: Callable[[str], None]) -> None:
+        """Ahead of the first step of a session; a task of ours needs no watching."""
+        if not type(self._task).__module__.startswith("trainrun.task."):
+            self._watch = TaskWatch(self._task, self._model, accumulates, in_graph, note)
+            self._watches = True
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Inside, the task can be copied."""
+        return nullcontext() if self._watch is None else self._watch.aside()
+
+    def unwatch(self) -> None:
+        """The training has ended."""
+        if self._watch is not None:
+            self._watch.end()
+
+    def before_step(self, state: TrainState) -> None:
+        self._trains = True
+        self._place.be_at(state)
+        if self._hooks and state.batches == 0:
+            self._call("on_epoch_start", self._model)
+
+    def after_step(self, state: TrainState, log: bool) -> None:
+        if self._watch is not None and self._watches:
+            self._watches = not self._watch.after_step(log)
+        if self._hooks and state.batches == 0:
+            self._place.step = state.step
+            self._call("on_epoch_end", self._model)
+        self._place.be_at(state)
+
+    def evaluation_starts(self, model: nn.Module, split: str) -> None:
+        self._place.calls = 0
+        self._unseen = self._trains and split.startswith("val") and "pictures" in self._hooks
+        self._call("on_validation_start", model)
+
+    def evaluation_sees(self, model: nn.Module, batch: Any) -> None:
+        """Each batch of it; the task makes pictures of the first."""
+        if self._unseen and self._pictures is not None:
+            self._unseen = False
+            save_pictures(self._pictures, self._hooks["pictures"](model, batch), self._name)
+
+    def evaluation_ends(self, model: nn.Module) -> None:
+        """Not after one that was cut short."""
+        self._call("on_validation_end", model)
+
+    def _call(self, name: str, model: nn.Module) -> None:
+        hook = self._hooks.get(name)
+        if hook is not None:
+            hook(model, self._place.info(name))
+
+    def state_dict(self) -> dict[str, Any]:
+        """state: the task's own. lost: what no checkpoint holds. Empty if there is neither."""
+        kept = saved_state(self._task, self._place.device)
+        if self._watch is not None and (lost := self._watch.look()):
+            kept["lost"] = lost
+        return kept
+
+    def check_state(self, place: str, kept: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if this task cannot go on from that state."""
+        if kept.get("lost") and not saves_itself(self._task):
+            raise CheckpointError(
+                f"checkpoint {place}: {self._name} kept what no checkpoint holds ({', '.join(kept['lost'])}), so "
+                "going on would give another result; give it the methods state_dict(), empty where nothing of this "
+                "matters, and load_state_dict(state), or begin a new run"
+            )
+        if "state" in kept and not isinstance(self._task, KeepsState):
+            raise CheckpointError(
+                f"checkpoint {place}: holds the state of a task, and {self._name} has no load_state_dict(state); use "
+                "the task of before"
+            )
+
+    def load_state_dict(self, place: str, kept: Mapping[str, Any]) -> str:
+        """Return what there is to say about it. Raises CheckpointError if the task's own method fails."""
+        if not isinstance(self._task, KeepsState):
+            return ""
+        if "state" not in kept:
+            lacks = bool(self._task.state_dict())
+            return (
+                f"checkpoint {place} holds no state of the task {self._name}: it begins as new"
+                if lacks
+                else ""
+            )
+        load_state(place, self._task, kept, self._place.device)
+        return ""
+
+
+def wants_info(task: Any) -> bool:
+    """Whether `step` has an argument `info`. Raises PluginError for another argument that nobody would give."""
+    try:
+        parameters = list(inspect.signature(task.step).parameters.values())
+    except (TypeError, ValueError):  # a callable without a readable signature
+        return False
+    if any(parameter.name == "info" for parameter in parameters):
+        return True
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    more = [
+        item for item in parameters if item.kind in positional and item.default is inspect.Parameter.empty
+    ]
+    if len(more) > 2:
+        raise PluginError(
+            f"task: {type(task).__name__}.step: its third argument is named {more[2].name}; it must be info"
+        )
+    return False
+
+
+def save_pictures(file: Path, found: Any, name: str) -> None:
+    """Raises PluginError for what is no picture."""
+    from safetensors.torch import save_file
+
+    if not isinstance(found, Mapping):
+        raise PluginError(
+            f"task: {name}.pictures: gave a {type(found).__name__}; it must be a dict of tensors"
+        )
+    tensors = {str(key): as_pictures(value, f"task: {name}.pictures: {key}") for key, value in found.items()}
+    temporary = file.with_suffix(".tmp")
+    save_file(tensors, temporary)
+    temporary.replace(file)
+
+
+def as_pictures(value: Any, what: str) -> Tensor:
+    """(B, 1 or 3, H, W) bytes on the host."""
+    shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if (
+        not isinstance(value, Tensor)
+        or value.ndim not in (3, 4)
+        or value.shape[-3] not in (1, 3)
+        or not value.numel()
+    ):
+        raise PluginError(
+            f"{what} is {shape}; it must be a tensor (C, H, W) or (B, C, H, W) with 1 or 3 channels"
+        )
+    pictures = value.detach().reshape(-1, *value.shape[-3:])[:MOST_PICTURES]
+    if pictures.is_floating_point():
+        pictures = (pictures.float().nan_to_num(0.0).clamp(0, 1) * 255).round()
+    return pictures.to("cpu", torch.uint8).contiguous()

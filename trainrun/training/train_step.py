@@ -1,0 +1,74 @@
+"""The default step: one update from the micro-batches of all ranks joined together.
+
+Every loss is a sum, and the division by the count over the whole step happens once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.errors import PluginError
+from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport
+from trainrun.sums import add_sums
+from trainrun.timing.phases import BACKWARD, FORWARD, RANKS
+from trainrun.training.components import Components
+
+
+def train_step(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+    """Forward and backward of each micro-batch, then one update. Fills the `step` door."""
+    found = run.accumulate(run, micro_batches)  # `accumulate_gradients`, or what wraps it
+    return StepReport(*found, run.update())
+
+
+def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
+    """Forward and backward of every micro-batch; only gradients change, and what the forward draws or writes."""
+    task, precision, parallel, counting, phase = (
+        run.task,
+        run.precision,
+        run.parallel,
+        run.counting,
+        run.phases.open,
+    )
+    items = sum([batch.counted_by(task) for batch in micro_batches if batch.real])
+    phase(RANKS)
+    agreed = run.agree(items)
+    losses: list[Tensor] = []
+    sums: dict[str, Tensor] = {}
+    for i, batch in enumerate(micro_batches):
+        with parallel.sync_gradients(last=i == len(micro_batches) - 1):
+            phase(FORWARD)
+            with precision.autocast():
+                out = task.step(run.wrapped, batch.data)
+            phase(BACKWARD)
+            # ranks average: items is a mean; 0 where no target counts, and then no loss does, or where it comes late
+            precision.backward(out.loss_sum, batch.real / (agreed.items or counting.expected))
+        losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
+        items = items + counting.late(out) * batch.real
+        if run.triggers.log:  # the same names on every rank, also where nothing counts
+            add_sums(sums, out.sums, task, counts=batch.real)
+    return Gradients(losses, items, agreed, sums)
+
+
+def accumulate_with_retry(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
+    """`accumulate_gradients`, and the same again in smaller micro-batches where memory ends."""
+    return run.retry.run(micro_batches, lambda batches: accumulate_gradients(run, batches))
+
+
+class CountedBefore:
+    """Fills `Counting` for a task with a method `count`."""
+
+    expected = 1.0
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+
+    def late(self, out: StepOutput) -> int:
+        if out.count is not None:
+            raise PluginError(
+                f"task: {type(self._task).__name__} has a method count(batch), and its step() gave count= too; "
+                "leave one of them out"
+            )
+        return 0

@@ -1,0 +1,243 @@
+"""When things happen: validation, log points, and what ends a run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from trainrun.errors import ConfigError
+from trainrun.formatting import counted
+from trainrun.runtime.signals import StopFlag
+from trainrun.training.state import SAVE_NOW, TrainState
+
+STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """What ends a run; None is no limit. The first that is reached wins and is reported."""
+
+    max_steps: int | None
+    max_epochs: int | None
+    max_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Distances between validations and between log points.
+
+    steps_per_epoch: None if the data cannot say; accumulate: micro-batches in a full window.
+    val_steps, val_epochs: one of the two is set, or none without validation data.
+    log_every: None if nobody listens. total_steps: None if the data cannot say; then, and where there are fewer
+    than two times log_every, steps 1, 2, 4, 8... up to log_every are log points as well, or nothing would be seen.
+    """
+
+    steps_per_epoch: int | None
+    accumulate: int
+    val_steps: int | None
+    val_epochs: float | None
+    every_n_epoch: int
+    log_every: int | None
+    total_steps: int | None
+
+
+@dataclass(frozen=True)
+class MetricTracker:
+    """A metric and its direction. threshold, divergence: values at which waiting is pointless."""
+
+    metric: str | None
+    mode: str
+    patience: int | None = None
+    min_delta: float = 0.0
+    threshold: float | None = None
+    divergence: float | None = None
+
+    def better(self, value: float, than: float | None) -> bool:
+        if not math.isfinite(value):
+            return False
+        if than is None:
+            return True
+        return value < than - self.min_delta if self.mode == "min" else value > than + self.min_delta
+
+
+class ListensToValidations(Protocol):
+    """A schedule."""
+
+    def on_validation(self, metrics: dict[str, float]) -> None: ...
+
+
+class Due(NamedTuple):
+    """What comes after a step. log: whether the next step ends in a log point."""
+
+    validate: bool
+    stop: bool
+    log: bool
+
+
+class Triggers:
+    """Answers of the kind "is it due?" from the state alone, so that a resume answers the same.
+
+    log: whether the step at hand ends in a log point, for which its sums and its gradient norm are computed.
+    """
+
+    def __init__(
+        self,
+        limits: RunLimits,
+        rhythm: Intervals,
+        watch: MetricTracker,
+        best: MetricTracker,
+        schedule: ListensToValidations,
+        stop: StopFlag,
+        failure: Callable[[bool], str],
+        save_request: Callable[[], int],
+        on_bad: Callable[[TrainState, str], None],
+    ) -> None:
+        self._limits, self.rhythm, self._watch, self.best = limits, rhythm, watch, best
+        self._schedule, self._stop, self._failure = schedule, stop, failure
+        self.save_request, self._on_bad = save_request, on_bad
+        self.looks = 0
+        self.log = False
+        self._started = time.monotonic()
+        self._deadline = math.inf
+        self._seconds_before = 0.0
+
+    def start(self, state: TrainState) -> None:
+        """Start the clock of this session; the time of earlier sessions counts.
+
+        An early stop is decided again: the run may go on with other words (more patience, or none).
+        """
+        if state.early_stop:
+            value = state.last_metrics.get(self._watch.metric or "")
+            state.early_stop = "" if value is None else self._early_stop(value, state.bad_validations)
+        self._started, self._seconds_before = time.monotonic(), state.seconds
+        if self._limits.max_seconds is not None:
+            self._deadline = self._started + self._limits.max_seconds - state.seconds
+
+    def after_step(self, state: TrainState) -> Due:
+        """What is due now; `state.stop_reason` says why the run ends here. Also asked ahead of the first step.
+
+        Raises TrainingError or RollBack where the run cannot go on.
+        """
+        state.seconds = self._seconds_before + time.monotonic() - self._started
+        waited = self.log_due(state.step)  # for the numbers of its row, so the device has its answer ready
+        self.check(state, wait=waited or self.validation_due(state) or state.save_request == SAVE_NOW)
+        limits = self._limits
+        if state.stop_request == STOP_INTERRUPT:
+            state.stop_reason = "interrupted by Ctrl-C"
+        elif state.stop_request == STOP_TERMINATE:
+            state.stop_reason = "asked to stop by a signal"
+        elif limits.max_steps is not None and state.step >= limits.max_steps:
+            state.stop_reason = f"trainer.max_steps={limits.max_steps} reached"
+        elif limits.max_epochs is not None and state.epoch >= limits.max_epochs:
+            state.stop_reason = f"trainer.max_epochs={limits.max_epochs} reached"
+        elif state.stop_request == STOP_TIME:
+            state.stop_reason = f"trainer.max_time={limits.max_seconds:g} seconds reached"
+        elif state.early_stop:
+            state.stop_reason = state.early_stop
+        self.log = self.log_due(state.step + 1)
+        return Due(self.validation_due(state), bool(state.stop_reason), self.log)
+
+    def check(self, state: TrainState, wait: bool) -> None:
+        """Raises TrainingError or RollBack where training cannot go on. `wait` allows a wait for the device."""
+        failure = self._failure(wait)
+        if failure or state.bad is not None:
+            self._on_bad(state, failure)
+
+    def stop_request(self) -> int:
+        """What this rank asks for: nothing, the end of its time, or what a signal asked for."""
+        if self._stop.request:
+            return self._stop.request + 1
+        return STOP_TIME if time.monotonic() >= self._deadline else 0
+
+    def interrupted(self) -> bool:
+        """Whether a signal asked this rank to stop; a validation ends for it, for the end of the time it does not.
+
+        Asked at every batch of a validation, which is progress.
+        """
+        self.looks += 1
+        return self._stop.request > 0
+
+    def log_due(self, step: int) -> bool:
+        every, total = self.rhythm.log_every, self.rhythm.total_steps
+        if every is None:
+            return False
+        short = total is None or total < 2 * every
+        begins = short and step < every and step & (step - 1) == 0
+        return step % every == 0 or step == total or begins
+
+    def validation_due(self, state: TrainState) -> bool:
+        """At its distance, and once more where the run ends by itself; never for a signal."""
+        if state.step == state.validated_step or state.stop_request >= STOP_INTERRUPT:
+            return False
+        return self._scheduled(state) or (bool(state.stop_reason) and self._has_validation())
+
+    def _has_validation(self) -> bool:
+        return self.rhythm.val_steps is not None or self.rhythm.val_epochs is not None
+
+    def _scheduled(self, state: TrainState) -> bool:
+        rhythm = self.rhythm
+        if state.step == 0:
+            return False
+        if rhythm.val_steps is not None:
+            return state.step % rhythm.val_steps == 0
+        if rhythm.val_epochs is None:
+            return False
+        at_end = state.batches == 0
+        epoch = state.epoch if at_end else state.epoch + 1  # counted from 1
+        every = max(rhythm.every_n_epoch, int(rhythm.val_epochs))
+        if epoch % every:
+            return False
+        if rhythm.val_epochs >= 1 or rhythm.steps_per_epoch is None:
+            return at_end
+        done = rhythm.steps_per_epoch if at_end else math.ceil(state.batches / rhythm.accumulate)
+        distance = rhythm.steps_per_epoch * rhythm.val_epochs
+        return math.floor(done / distance + 1e-9) > math.floor((done - 1) / distance + 1e-9)
+
+    def note_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
+        """Whether it was scheduled: only those update early stopping, a plateau schedule and hooks, so that a run
+        that was ended and resumed uses the same ones as a run that never stopped."""
+        scheduled = self._scheduled(state)
+        state.validated_step, state.last_metrics = state.step, dict(metrics)
+        if self.best.metric is not None:
+            value = _metric(metrics, self.best.metric, "checkpoint.monitor")
+            if self.best.better(value, state.best_metric):
+                state.best_metric, state.best_step = value, state.step
+        if not scheduled:
+            return False
+        self._schedule.on_validation(metrics)
+        watch = self._watch
+        if watch.metric is None:
+            return True
+        value = _metric(metrics, watch.metric, "trainer.early_stopping.monitor")
+        if watch.better(value, state.watched_metric):
+            state.watched_metric, state.bad_validations = value, 0
+        else:
+            state.bad_validations += 1
+        state.early_stop = self._early_stop(value, state.bad_validations)
+        return True
+
+    def _early_stop(self, value: float, bad_validations: int) -> str:
+        watch, sign = self._watch, 1 if self._watch.mode == "min" else -1
+        if watch.patience is None:
+            return ""
+        if watch.threshold is not None and sign * value <= sign * watch.threshold:
+            return f"early stopping: {watch.metric}={value:.5g} reached the threshold {watch.threshold:g}"
+        if watch.divergence is not None and (
+            not math.isfinite(value) or sign * value >= sign * watch.divergence
+        ):
+            return f"early stopping: {watch.metric}={value:.5g} is beyond the divergence threshold {watch.divergence:g}"
+        if bad_validations >= watch.patience:
+            return (
+                f"early stopping: {watch.metric} has not improved in {counted(bad_validations, 'validation')}"
+            )
+        return ""
+
+
+def _metric(metrics: dict[str, float], name: str, key: str) -> float:
+    if name not in metrics:
+        known = ", ".join(known for known in metrics if not known.endswith("/seconds"))
+        raise ConfigError(f"{key}={name}: no such metric; there are {known}")
+    return metrics[name]

@@ -1,0 +1,82 @@
+"""LoRA: a frozen linear layer plus a trained product of two thin matrices, W x + (alpha / rank) B A x.
+
+When: fine-tuning a pretrained network (`init_from`) with less memory: gradients and optimizer state of the thin
+matrices only, `2 * rank / width` of a square layer. When not: training from nothing, or when the new data is far from
+the old. It begins exactly as the network it is given, since B is zero.
+Source: Hu et al. 2021, arXiv 2106.09685; A is drawn as in their code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from trainrun.patterns import matching
+
+
+class LoraLinear(nn.Module):
+    """A linear layer with its correction. base: frozen; lora_a: (rank, in); lora_b: (out, rank)."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__()
+        empty = base.weight.new_empty
+        self.base = base.requires_grad_(False)
+        self.scale = alpha / rank
+        self.lora_a = nn.Parameter(empty(rank, base.in_features))
+        self.lora_b = nn.Parameter(empty(base.out_features, rank).zero_())
+        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x)
+        return out + self.scale * linear(linear(x, self.lora_a), self.lora_b)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The layer alone, with the correction added to its weight."""
+        self.base.weight += self.scale * (self.lora_b @ self.lora_a)
+        return self.base.requires_grad_(True)
+
+
+def lora(
+    model: nn.Module,
+    rank: int = 8,
+    alpha: float = 16.0,
+    target: str | Sequence[str] = "*",
+    train: str | Sequence[str] = (),
+) -> nn.Module:
+    """Replace the linear layers whose names fit `target`; of all other parameters only `train` is trained.
+
+    train: patterns of parameters, as `head.*` for a new last layer.
+    Raises ValueError for a rank below 1, and for a pattern that fits no name.
+    """
+    if rank < 1:
+        raise ValueError(f"rank={rank}: must be a whole number, 1 or more")
+    names = [name for name, _ in model.named_parameters()]
+    model.requires_grad_(False)
+    for name in matching(names, train, "train"):
+        model.get_parameter(name).requires_grad_(True)
+    # subclasses are left alone: that of nn.MultiheadAttention is never called, its weights are read
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    for name in matching(layers, target, "target"):
+        model = _replaced(model, name, LoraLinear(layers[name], rank, alpha))
+    return model
+
+
+def merge_lora(model: nn.Module) -> nn.Module:
+    """The network without LoRA's layers, and with what they learned: for export, or for another `init_from`."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, LoraLinear):
+            model = _replaced(model, name, layer.merged())
+    return model
+
+
+def _replaced(model: nn.Module, name: str, layer: nn.Module) -> nn.Module:
+    if not name:  # the model is a single layer
+        return layer
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+    return model

@@ -1,0 +1,146 @@
+"""All certificates of one config, one after the other."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trainrun.assemble.assemble import RunContext, build_components
+from trainrun.config.schema import RunConfig, validation_nodes, with_values
+from trainrun.errors import ConfigError, TrainrunError
+from trainrun.parallel.devices import choose_device
+from trainrun.parallel.single import Single
+from trainrun.runs.run_folder import RunDir
+from trainrun.runtime.scratch import scratch_folder
+from trainrun.runtime.signals import StopFlag
+from trainrun.runtime.user_traceback import line_of
+from trainrun.seeding import derive_seed, kept_random_state, seed_everything
+from trainrun.training.components import Components
+from trainrun.training.state import TrainState
+from trainrun.verify import continuity, mathematics
+from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
+from trainrun.verify.fewer import first_samples
+from trainrun.verify.trials import StopAt, Trials, in_doubles, quiet
+
+CHANGING_STEPS = 10
+FEW_SAMPLES = 50
+OF_TYPES = re.compile(r"\b(dtype|scalar type|Double|double)\b")  # what torch says where types are mixed
+Check = Callable[[], Certificate]
+
+
+def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Certificate]:
+    """Each as soon as it is known. Nothing is written outside a temporary folder.
+
+    Raises what a run of the same words would raise before its first step.
+    """
+    quiet(config)  # raises where there is nothing to verify
+    with scratch_folder("verify-") as folder, kept_random_state():
+        trials = Trials(config, folder, progress)
+        _ = trials.pilot  # what these words cannot do is said before the first line of a table
+        for title, check in checks(config, trials, folder).items():
+            try:
+                yield check()
+            except NotApplicable as error:
+                yield Certificate(title, NONE, "-", str(error))
+            except ConfigError:
+                raise
+            except TrainrunError as error:
+                yield Certificate(title, FAIL, "-", str(error))
+            except Exception as error:  # of the user's code, mostly: the other checks still say something
+                text = " ".join(str(error).split())[:300] + line_of(error)
+                if OF_TYPES.search(text):
+                    yield Certificate(title, NONE, "-", f"{mathematics.NO_DOUBLES}: {text}")
+                else:
+                    yield Certificate(title, FAIL, "-", f"{type(error).__name__}: {text}")
+
+
+def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
+    def exact(val_batch_size: int | None = None) -> Components:
+        return exact_parts(config, folder, val_batch_size)
+
+    def first_batch(run: Components) -> object:
+        batches = run.train.epoch(0)
+        try:
+            return next(batches).data
+        finally:
+            getattr(batches, "close", lambda: None)()
+            run.train.close()
+
+    def on_first_batch(check: Callable[[Components, object], Certificate]) -> Certificate:
+        run = exact()
+        return check(run, first_batch(run))
+
+    @functools.cache
+    def draws() -> bool:
+        run = exact()
+        return mathematics.draws(run, first_batch(run))
+
+    def cut(check: Check) -> Check:
+        """A check that cuts a batch into parts means nothing where these draw other random numbers than the whole."""
+
+        def checked() -> Certificate:
+            if draws():
+                raise NotApplicable("the model draws random numbers in evaluation mode too")
+            return check()
+
+        return checked
+
+    return {
+        "sum of losses": cut(lambda: on_first_batch(mathematics.sums)),
+        "accumulation": cut(lambda: mathematics.accumulation(trials)),
+        "partial window": cut(lambda: mathematics.partial_window(trials)),
+        "learning rate": lambda: mathematics.learning_rates(trials),
+        "ranks": cut(lambda: mathematics.ranks(trials)),
+        "every sample once": lambda: continuity.each_once(config, exact().train.num_samples),
+        "engines": lambda: continuity.engines(config),
+        "padding": cut(lambda: on_first_batch(mathematics.padding)),
+        "evaluation": lambda: continuity.evaluation(exact),
+        "parameters": lambda: mathematics.every_parameter(own_parts(config, folder), short_fit),
+        "rounding": lambda: continuity.drift(trials),
+        "resume": lambda: continuity.resumed(trials),
+    }
+
+
+def exact_parts(config: RunConfig, folder: Path, val_batch_size: int | None) -> Components:
+    """In float64 on the CPU, as far as the model can."""
+    changed = quiet(config)
+    val = next(iter(validation_nodes(changed.data).values()), None)  # the first, of several
+    changed = in_doubles(changed, 1, min(16, changed.data.batch_size), 1)
+    if val_batch_size is not None and val:
+        changed = with_values(changed, {
+            "data.val": first_samples(val, FEW_SAMPLES), "data.val_batch_size": val_batch_size,
+            "trainer.limit_val_batches": 1.0,
+        })  # fmt: skip
+    changed = replace(changed, loop=None)
+    try:
+        return built(changed, folder, torch.device("cpu"))
+    except TrainrunError as error:
+        raise NotApplicable(f"it does not run in float64 on a CPU: {error}") from error
+
+
+def own_parts(config: RunConfig, folder: Path) -> Components:
+    changed = with_values(quiet(config), {"checkpoint.enabled": False})
+    return built(changed, folder, choose_device(config.parallel.accelerator, local_rank=0))
+
+
+def built(config: RunConfig, folder: Path, device: torch.device) -> Components:
+    assert config.seed is not None
+    seed_everything(derive_seed(config.seed))
+    site = RunContext(RunDir(folder / "parts"), "verify", Single(device), StopFlag(), [])
+    return build_components(config, site)[0]
+
+
+def short_fit(run: Components) -> None:
+    state = TrainState()
+    run.triggers.start(state)
+    try:
+        StopAt(CHANGING_STEPS)(run, state)
+    finally:
+        for stream in (run.train, run.val):
+            if stream is not None:
+                stream.close()
