@@ -142,7 +142,7 @@ def test_the_earlier_spelling_is_understood_and_said(own: Path, capsys: pytest.C
     told = capsys.readouterr()
     assert "monitor.listeners.mine._target_ is written monitor.mine._target_ now" in told.out + told.err
     assert main([*SHORT, "monitor.mine.at=1"]) == 2
-    assert "must name a class or function, as monitor.mine._target_=" in capsys.readouterr().err
+    assert "is not named; name it, as monitor.mine._target_=" in capsys.readouterr().err
 
 
 def test_a_wrong_word_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

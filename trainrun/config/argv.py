@@ -56,10 +56,9 @@ class CommandLine:
             if must and head.startswith(f"{key}=") and not head.endswith("(a text)"):
                 fault = f"{key}={value}{must}{allowed}"
         for meant, word in self.typed.items():
-            if fault.startswith(f"{meant}:"):
-                return word + fault[len(meant) :]
-        own = fault.startswith(f"{TRACKERS}.") and not any(TRACKERS in word for word in self.typed.values())
-        return fault.replace(TRACKERS, "monitor") if own else fault
+            if fault.startswith((f"{meant}:", f"{meant}=")):
+                fault = word + fault[len(meant) :]
+        return fault.replace(TRACKERS, "monitor")
 
 
 def split_command_line(argv: list[str]) -> CommandLine:
