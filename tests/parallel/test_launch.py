@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from trainrun.parallel.failures import RankFailed
-from trainrun.parallel.launch import launch, rank_environment
+from trainrun.parallel.launch import launch, module_command, rank_environment
 from trainrun.runs.run_folder import RunDir
 
 pytestmark = pytest.mark.process
@@ -27,7 +27,7 @@ RANK = """
 import os, signal, time
 from trainrun.errors import DataError, TrainingError
 from trainrun.parallel.rank_place import LostContact, die_with_parent, run_rank, say_listening, show_stacks_when_asked
-from trainrun.runtime.signals import EXIT_CODE_OF_STOP, StopFlag, catch_signals
+from trainrun.runtime.signals import StopFlag, catch_signals
 die_with_parent(float(os.environ.get("SAVE_SECONDS", "30")))
 rank = int(os.environ["RANK"])
 flag = StopFlag()
@@ -48,7 +48,7 @@ def train():
     while not flag.request:
         time.sleep(0.01)
     (run.root / f"saved{rank}").write_text(str(flag.num_interrupts))
-    return EXIT_CODE_OF_STOP[flag.request]
+    return {0: 0, 1: 130, 2: 75}[flag.request]
 
 with catch_signals(flag):
     show_stacks_when_asked()
@@ -374,3 +374,27 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_working_directory_comes_first_only_where_it_does_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    (tmp_path / "argparse.py").write_text("taken = True")
+    (tmp_path / "child_of_test.py").write_text(
+        "import argparse, sys\nassert __name__ == '__main__'\nprint(hasattr(argparse, 'taken'), *sys.argv[1:])"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path] if first else ["/nowhere", *sys.path])
+    command = module_command("child_of_test", "a word", "-x")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [str(first), "a", "word", "-x"], done.stderr
+
+
+def test_a_file_named_like_one_that_python_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "types.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/nowhere", *sys.path])
+    assert subprocess.run(module_command("json.tool", "--help"), capture_output=True).returncode == 0

@@ -6,19 +6,14 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from trainrun.cli.main import main
-from trainrun.runtime.signals import StopFlag
-from trainrun.runtime.watchdog import Watchdog
-from trainrun.timing.phases import PhaseTimer
 
 pytestmark = pytest.mark.process
 
@@ -134,39 +129,6 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path)
     assert "SIGTERM was not followed by a save within trainer.stop_grace_seconds=1; the last" in said["late"]
     assert "SIGTERM came twice; the last checkpoint stands" in said["twice"]
     assert ends == {"run": (1, "failed", 1), "late": (143, "stopped", 143), "twice": (143, "stopped", 143)}
-
-
-def test_the_stacks_of_the_other_ranks_are_waited_for(tmp_path: Path) -> None:
-    other = tmp_path / "stacks-rank1.txt"
-    other.write_text("of ranks that were started before")
-    os.utime(other, (1, 1))
-    watchdog = Watchdog(
-        1,
-        PhaseTimer(time.perf_counter()),
-        StopFlag(),
-        tmp_path / "stacks-rank0.txt",
-        [other],
-        lambda *why: None,
-    )
-    later = threading.Timer(0.3, other.write_text, ["where it stood"])
-    later.start()
-    watchdog._await_others()
-    assert other.read_text() == "where it stood"
-    later.join()
-
-
-def test_who_goes_on_while_the_others_write_is_not_ended(tmp_path: Path) -> None:
-    other, flag = tmp_path / "stacks-rank1.txt", StopFlag()
-    run = SimpleNamespace(monitors=SimpleNamespace(step=3), triggers=SimpleNamespace(looks=0))
-    watchdog = Watchdog(
-        1, PhaseTimer(time.perf_counter()), flag, tmp_path / "stacks-rank0.txt", [other], lambda *why: None
-    )
-    watchdog.begin(run)  # type: ignore[arg-type]
-    found = watchdog._progress(run)  # type: ignore[arg-type]
-    other.write_text("where it stood")
-    run.monitors.step = 4
-    assert not watchdog._bark(found)
-    assert flag.fault is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes")

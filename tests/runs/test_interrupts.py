@@ -62,7 +62,7 @@ QUIET = [
 @pytest.fixture
 def project(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # for a run in this process, which would end with it
-    monkeypatch.setattr("trainrun.runtime.deadline.LAST_WORDS_SECONDS", 60.0)
+    monkeypatch.setattr("trainrun.runtime.signals.LAST_WORDS_SECONDS", 60.0)
     (workdir / "own.py").write_text(CODE)
     yield workdir
     sys.modules.pop("own", None)

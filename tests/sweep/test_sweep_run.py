@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.runtime.child import module_command
+from trainrun.parallel.launch import module_command
 from trainrun.sweep.run_sweep import job_command, run_sweep
 
 pytestmark = pytest.mark.process

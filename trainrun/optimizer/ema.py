@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainrun.errors import CheckpointError
-from trainrun.runtime.foreach_copy import by_type, copy_, lerp_
+from trainrun.runtime.foreach_copy import by_type, copy_
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -52,7 +53,8 @@ class Ema:
     @torch.no_grad()  # here, because it takes 1.2 us where there is nothing to average
     def _look(self, newest: float) -> None:
         """Mix the weights in; `newest` is the weight of what is seen now, 1 at the first look."""
-        lerp_(self._averages, [_roomy(param) for param in self._model.parameters()], newest)
+        average: Any = get_ema_multi_avg_fn(1 - newest)  # type: ignore[no-untyped-call]
+        average(self._averages, [_roomy(param) for param in self._model.parameters()], None)
         rounded = zip(self.module.parameters(), self._averages, strict=True)
         # asked again each time: a model may replace a buffer instead of writing into it
         buffers = zip(self.module.buffers(), self._model.buffers(), strict=True)

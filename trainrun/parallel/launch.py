@@ -13,9 +13,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -26,7 +27,6 @@ from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, neve
 from trainrun.parallel.rank_place import listening_file
 from trainrun.runs.lock import passed_on
 from trainrun.runs.run_folder import RunDir
-from trainrun.runtime.scratch import scratch_folder
 from trainrun.runtime.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 
 POLL_SECONDS = 0.02
@@ -34,6 +34,12 @@ SETTLE_SECONDS = 5.0  # how long the other ranks get to notice a failure and to 
 END_SECONDS = 2.0  # between SIGTERM and SIGKILL
 STACKS_SECONDS = 1.0  # to write them down
 MOST_IDLE = 3  # attempts in a row without a new checkpoint
+
+# Python puts the working directory first, also for `-m`, so that a `types.py` in it would be taken for Python's own.
+MODULE = (
+    "import sys; sys.path[0] or sys.path.append(sys.path.pop(0)); import runpy; "
+    "runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+)
 
 Rank = subprocess.Popen[bytes]
 CommandFor = Callable[[int], Sequence[str]]
@@ -85,6 +91,14 @@ def launch(
     raise AssertionError("the loop returns or raises")
 
 
+def module_command(name: str, *words: str) -> list[str]:
+    """Run a module as a program. The working directory comes first among its imports only where it does here."""
+    with suppress(OSError):  # the working directory may be gone
+        if sys.path and sys.path[0] not in ("", os.getcwd()):
+            return [sys.executable, "-c", MODULE.format(name=name), *words]
+    return [sys.executable, "-m", name, *words]
+
+
 def newest_checkpoint(run_dir: RunDir) -> str:
     return max((path.name for path in run_dir.checkpoints.glob("step-*")), default="")
 
@@ -120,9 +134,10 @@ def run_attempt(
     """One life of all ranks: none of them outlives this call."""
     for rank in range(world_size):
         run_dir.rank_error(rank).unlink(missing_ok=True)
-    with scratch_folder() as folder:  # local: the file is locked, NFS is risky
+    # local: the file is locked, NFS is risky
+    with tempfile.TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True) as folder:
         ranks: list[Rank] = []
-        store = folder / "store"
+        store = Path(folder) / "store"
         try:
             for rank in range(world_size):
                 own = env | rank_environment(env, rank, world_size, store)

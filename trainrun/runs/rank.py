@@ -96,10 +96,9 @@ def train_once(
     """Raises TrainrunError for what a user can mend."""
     assert config.seed is not None
     leader = parallel.rank == 0
-    others = [run_dir.stacks(rank) for rank in range(parallel.world_size) if rank != parallel.rank]
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
-            Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank), others,
+            Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
                      lambda text, account: end_hung(run_dir, config, parallel, text, account))
         )  # fmt: skip
         device_times = times_of(parallel.device.type)

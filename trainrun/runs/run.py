@@ -21,7 +21,7 @@ from trainrun.masking import masked_word
 from trainrun.output import say
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
-from trainrun.parallel.launch import launch
+from trainrun.parallel.launch import launch, module_command
 from trainrun.runs.environment import describe
 from trainrun.runs.lock import only_writer
 from trainrun.runs.repair import repair
@@ -37,11 +37,9 @@ from trainrun.runs.run_folder import (
     write_json,
     write_text,
 )
-from trainrun.runs.status import deadline, early_interrupts, read_status, run_status
+from trainrun.runs.status import deadline, read_status, run_status
 from trainrun.runs.trusted_code import add_links, add_run, check_found, foreign_nodes
-from trainrun.runtime.child import module_command
-from trainrun.runtime.deadline import patience
-from trainrun.runtime.signals import StopFlag, catch_signals
+from trainrun.runtime.signals import StopFlag, catch_signals, patience
 from trainrun.timing.phases import command_start
 
 
@@ -67,7 +65,7 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     """
     run, config = RunDir(_folder_of(composition)), composition.config
     run.create()
-    with only_writer(run), early_interrupts(run):
+    with only_writer(run):
         check_ours(run)
         check_reachable(run)
         repair(run)
@@ -194,7 +192,7 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
 
 def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool = False) -> int:
     """Goes on in the same folder, from the newest good checkpoint. Words that it cannot go on with are forgotten."""
-    with only_writer(run), early_interrupts(run):
+    with only_writer(run):
         return _go_on(run, overrides, paths, trust)
 
 

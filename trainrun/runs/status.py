@@ -28,8 +28,7 @@ from trainrun.errors import (
 from trainrun.masking import masked
 from trainrun.output import plain
 from trainrun.runs.run_folder import RunDir, check_there, is_there, read_json, write_json, write_text
-from trainrun.runtime.deadline import stop_deadline
-from trainrun.runtime.signals import StopFlag, before_leaving
+from trainrun.runtime.signals import StopFlag, stop_deadline
 from trainrun.runtime.user_traceback import of_the_system
 
 STATES = ("running", "done", "stopped", "failed")
@@ -114,26 +113,6 @@ def _note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
     )
     write_status(run, config, state="stopped", exit_code=EXIT_INTERRUPTED, message=message)
     return message
-
-
-@contextlib.contextmanager
-def early_interrupts(run: RunDir) -> Iterator[None]:
-    """A Ctrl-C ahead of `run_status` leaves no run at "running" that a kill had left so. For the lock's holder."""
-
-    def note() -> None:
-        status = read_status(run)
-        if status.get("state") == "running":
-            message = "interrupted before it went on; the run is as a kill had left it"
-            write_json(
-                run.status, status | {"state": "stopped", "exit_code": EXIT_INTERRUPTED, "message": message}
-            )
-
-    with before_leaving(note):
-        try:
-            yield
-        except KeyboardInterrupt:
-            note()
-            raise
 
 
 def deadline(run: RunDir, config: RunConfig) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,6 @@ from torch import Tensor
 Lists = tuple[list[Tensor], list[Tensor]]
 
 COPY: Any = getattr(torch, "_foreach_copy_", None)
-LERP: Any = getattr(torch, "_foreach_lerp_", None)
 MUL: Any = getattr(torch, "_foreach_mul_", None)
 NORM: Any = getattr(torch, "_foreach_norm", None)
 
@@ -36,14 +35,6 @@ def copy_(targets: list[Tensor], sources: Sequence[Tensor], non_blocking: bool =
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=non_blocking)
-
-
-def lerp_(targets: list[Tensor], ends: Sequence[Tensor], weight: float) -> None:
-    if LERP is not None:
-        LERP(targets, ends, weight)
-        return
-    for target, end in zip(targets, ends, strict=True):
-        target.lerp_(end, weight)
 
 
 def mul_(tensors: list[Tensor], factor: Tensor) -> None:

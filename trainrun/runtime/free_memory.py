@@ -13,7 +13,6 @@ from trainrun.errors import DataError
 SHARED = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")
 ROOMY_SHARED, ROOMY_FILES = 2**34, 2**13
-UNLIMITED = 2**60
 FILES_OF_A_WORKER = 6  # its queue, its sentinel, and what starting it takes
 FILES_TO_SPARE = 32  # checkpoints, metrics, sockets
 
@@ -30,7 +29,7 @@ def host_memory() -> Memory:
 
     machine = psutil.virtual_memory()
     limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
-    if limit is None or used is None or limit >= min(machine.total, UNLIMITED):
+    if limit is None or used is None or limit >= machine.total:
         return Memory(int(machine.available), int(machine.total))
     return Memory(min(int(machine.available), max(limit - used, 0)), limit)
 

@@ -1,16 +1,11 @@
 """What becomes of the host memory of freed tensors: it stays for the next step, or goes back to the system.
 
-what: switches of glibc's allocator. By its own rule blocks of more than 32 MB, and the end of its heap, go back to the
-    system at once; the next step asks for them again, and the system clears page after page. `keep`: blocks up to
-    2 GB stay. `return`: tensors of a megabyte or more go back at once, so that no holes between tensors that live
-    on add up. No number changes.
-when: `keep`, where the forward and backward run on the CPU and memory is ample (`auto` looks); `return`, where peak
-    memory counts, above all with trainer.gradient_checkpointing, whose blocks come and go.
-when not: `keep` next to others who need the memory: the resident set grows by what is between the tensors, too.
-source: https://man7.org/linux/man-pages/man3/mallopt.3.html
-gain: see `trainrun help measurements`.
-    `return`: GPT of 3M parameters, 8,192 tokens, one forward and backward, 2 busy cores: peak above the imports 850 to
-    667 MB, with blocks computed again 511 to 238 MB; steps 1.0 to 1.3x as long, not quiet.
+what: switches of glibc's allocator, which gives blocks of more than 32 MB back at once, and has them cleared again page
+    by page at the next step. `keep`: blocks up to 2 GB stay. `return`: tensors of a megabyte or more go back at once,
+    so that no holes between tensors that live on add up. No number changes.
+when: `keep`, where forward and backward run on the CPU and memory is ample (`auto` looks); `return`, where peak memory
+    counts, above all with trainer.gradient_checkpointing. when not: `keep` next to others who need the memory.
+source: https://man7.org/linux/man-pages/man3/mallopt.3.html. gain: see `trainrun help measurements`.
 """
 
 from __future__ import annotations
@@ -59,19 +54,13 @@ def kept_host_memory() -> Iterator[None]:
             _set(M_MMAP_MAX, MOST_MAPS)
             _set(M_MMAP_THRESHOLD, USUAL_BYTES)
             _set(M_TRIM_THRESHOLD, 2 * USUAL_BYTES)
-            give_back()
+            if (trim := _glibc("malloc_trim")) is not None:
+                trim(0)
 
 
 def return_freed_memory() -> bool:
     """For the rest of the process: glibc cannot go back to its own rule. Whether the C library could."""
     return _set(M_MMAP_THRESHOLD, SMALL_BYTES)
-
-
-def give_back() -> None:
-    """What is free in the heap now goes to the system."""
-    trim = _glibc("malloc_trim")
-    if trim is not None:
-        trim(0)
 
 
 def _set(parameter: int, value: int) -> bool:

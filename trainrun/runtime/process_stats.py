@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-CPU_COUNTERS = Path("/proc/stat")  # Linux: user, nice, system, idle, iowait, irq, softirq, steal, ...
-STEAL_COLUMN = 8
+import psutil
 
 
 class Vitals:
-    """Counters since it was made; `close` takes its hook from the garbage collector.
-
-    A reading costs about 0.1 ms, so it is taken once a second, not at every step.
-    """
+    """Counters since it was made; `close` takes its hook from the garbage collector."""
 
     def __init__(self) -> None:
-        self._gc_seconds = 0.0
-        self._gc_began = 0.0
+        self._gc_seconds = self._gc_began = 0.0
         self._before: dict[str, float] = {}
         self._before = self.read()
         gc.callbacks.append(self._on_gc)
@@ -33,11 +26,11 @@ class Vitals:
             self._gc_seconds += time.perf_counter() - self._gc_began
 
     def read(self) -> dict[str, float]:
-        """Seconds of garbage collection, CPU (all threads) and steal (all of the machine's CPUs); page
-        faults; compilations of torch.compile; tries again of the GPU's allocator. What does not exist
-        on this machine is left out."""
-        now = {"gc_seconds": self._gc_seconds, "cpu_seconds": time.process_time()}
-        now |= _faults() | _steal() | _compilations() | _retries()
+        """Seconds of garbage collection, CPU (all threads) and steal (all of the machine's CPUs); page faults;
+        compilations of torch.compile; retries of the GPU's allocator. What does not exist here is left out."""
+        now = {"gc_seconds": self._gc_seconds, "cpu_seconds": time.process_time(), **_faults(), **_of_torch()}
+        if (steal := getattr(psutil.cpu_times(), "steal", None)) is not None:  # Linux
+            now["steal_seconds"] = steal
         return {name: value - self._before.get(name, 0.0) for name, value in now.items()}
 
     def close(self) -> None:
@@ -58,21 +51,13 @@ def _faults() -> dict[str, float]:
     }
 
 
-def _steal() -> dict[str, float]:
-    try:
-        columns = CPU_COUNTERS.read_text(encoding="ascii").partition("\n")[0].split()
-        return {"steal_seconds": int(columns[STEAL_COLUMN]) / os.sysconf("SC_CLK_TCK")}
-    except (OSError, IndexError, ValueError):  # another system
-        return {}
-
-
-def _compilations() -> dict[str, float]:
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")  # not loaded for this: it takes a second
-    return {} if dynamo is None else {"compilations": float(dynamo.counters["stats"]["unique_graphs"])}
-
-
-def _retries() -> dict[str, float]:
+def _of_torch() -> dict[str, float]:
     import torch
 
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return {"allocator_retries": float(torch.cuda.memory_stats()["num_alloc_retries"])} if started else {}
+    found: dict[str, float] = {}
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")  # not loaded for this: it takes a second
+    if dynamo is not None:
+        found["compilations"] = float(dynamo.counters["stats"]["unique_graphs"])
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["allocator_retries"] = float(torch.cuda.memory_stats()["num_alloc_retries"])
+    return found

@@ -1,22 +1,23 @@
-"""A wish to stop, taken from a signal and kept until the training asks for it."""
+"""A wish to stop, taken from a signal and kept until the training asks for it; and how long that may take."""
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
+from trainrun.errors import EXIT_INTERRUPTED
 
 STOP_NONE = 0
 STOP_INTERRUPTED = 1  # Ctrl-C
 STOP_AGAIN = 2  # SIGTERM, a closed terminal, and what cluster schedulers send as an early warning
 
-EXIT_CODE_OF_STOP = {STOP_NONE: EXIT_DONE, STOP_INTERRUPTED: EXIT_INTERRUPTED, STOP_AGAIN: EXIT_AGAIN}
 STOP_SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -25,7 +26,12 @@ STOP_SIGNALS = tuple(
 INTERRUPTED = b"\ntrainrun: interrupted\n"
 AGAIN_SECONDS = 1.0  # from one SIGTERM to the next, before it counts as a second one
 QUIET_SECONDS = 1.0  # after an interrupt was raised: time to write down how the run ended
+LAST_WORDS_SECONDS = 2.0  # for who was interrupted twice to write down how the run ended
+AUTO_SECONDS = 1800.0  # without progress, until a watchdog ends the run
+END = 0  # no signal has this number
+
 Handler = Callable[[int, FrameType | None], None]
+Expire = Callable[[int, bool], None]  # the signal, and whether it came twice
 
 
 class StopFlag:
@@ -86,30 +92,14 @@ def stops_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_actions: list[Callable[[], None]] = []
-
-
 def leave_at_interrupt() -> None:
     """Until a run begins, Ctrl-C ends the process on the spot: an exception could be lost in an import."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
-@contextmanager
-def before_leaving(action: Callable[[], None]) -> Iterator[None]:
-    """Inside, a Ctrl-C that ends the process on the spot does this first."""
-    _actions.append(action)
-    try:
-        yield
-    finally:
-        _actions.remove(action)
-
-
 def _leave(number: int, frame: FrameType | None) -> None:
     try:
-        for action in _actions:
-            with suppress(Exception):
-                action()
         os.write(2, INTERRUPTED)  # say() is not safe in a handler
     finally:
         os._exit(EXIT_INTERRUPTED)
@@ -132,3 +122,64 @@ def catch_stops(handler: Handler) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, signal.SIG_DFL if old is None else old)
+
+
+def patience(wanted: float | str) -> float:
+    """The seconds of `trainer.watchdog_seconds`; infinite without a watchdog."""
+    seconds = AUTO_SECONDS if wanted == "auto" else float(wanted)
+    return seconds or math.inf
+
+
+@contextmanager
+def stop_deadline(seconds: float, expire: Expire) -> Iterator[None]:
+    """Where a stop takes longer than `seconds` inside, or is asked for twice, `expire` is called in a thread.
+
+    Python runs signal handlers between two of its own instructions: 11 s late in a gloo exchange with a timeout of
+    10 s. The bytes of `signal.set_wakeup_fd` come at once, and a thread of their own reads them.
+    Twice is SIGTERM again a second later (a scheduler and a launcher may both pass on the first one), or Ctrl-C
+    again. SIGUSR1, SIGUSR2 and SIGHUP start the clock too, but are no more than an early warning.
+    Nothing happens outside the main thread, as other threads get no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    clock = threading.Thread(
+        target=_listen, args=(reader, seconds, expire), name="trainrun stop", daemon=True
+    )
+    clock.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(writer, bytes([END]))  # closing it is not enough: a loader worker may have a copy
+        clock.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def _listen(reader: int, seconds: float, expire: Expire) -> None:
+    until, first, twice = math.inf, 0, False
+    seen: dict[int, float] = {}
+    while True:
+        left = None if until == math.inf else max(0.0, until - time.monotonic())
+        if not select.select([reader], [], [], left)[0]:
+            expire(first, twice)
+            until = math.inf
+            continue
+        for number in os.read(reader, 256):
+            if number == END:
+                return
+            if number not in STOP_SIGNALS:
+                continue
+            now = time.monotonic()
+            if not seen:
+                first, until = number, now + seconds
+            again = now - seen.get(number, math.inf)
+            if number == signal.SIGTERM and again >= AGAIN_SECONDS:
+                first, until, twice = number, now, True
+            elif number == signal.SIGINT and again >= 0:
+                first, until, twice = number, min(until, now + LAST_WORDS_SECONDS), True
+            seen.setdefault(number, now)

@@ -50,10 +50,6 @@ def of_the_system(error: BaseException) -> str:
     """What the operating system said, as `PATH: Permission denied`; empty if code of the user's took part."""
     if user_frames(error):
         return ""
-    if isinstance(error, RuntimeError) and str(error).startswith(
-        "Symlink loop"
-    ):  # of pathlib, up to Python 3.12
-        return str(error)
     if not isinstance(error, OSError) or not error.strerror:
         return ""
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

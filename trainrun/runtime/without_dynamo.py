@@ -24,9 +24,8 @@ OF_OPTIMIZERS = tuple(vars(Optimizer).values())
 def unloaded_compiler(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[None]:
     """These methods can be called, and so optimizers built, without `torch._dynamo` being imported.
 
-    Torch wraps some of its methods so that the first call asks dynamo for a function that it leaves
-    alone. Here they are told that they are that function themselves. Where torch keeps it under another
-    name, or dynamo is loaded already, nothing changes, and nothing is different afterwards.
+    Torch wraps some of its methods so that the first call asks dynamo for a function that it leaves alone. Here they
+    are told that they are that function themselves. Where torch keeps it under another name, nothing changes.
     """
     marked = [] if "torch._dynamo" in sys.modules else lazily_disabled(methods)
     for function in marked:
@@ -41,16 +40,11 @@ def unloaded_compiler(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[None]:
 
 def lazily_disabled(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
     """The functions behind those of the methods that no call has asked dynamo for yet."""
-    compile_module = "torch._compile"
-    found = []
-    for method in methods:
-        inside = getattr(method, "__wrapped__", None)
-        code = getattr(method, "__code__", None)
-        if inside is None or code is None or not hasattr(inside, "__code__"):
-            continue
-        if method.__globals__.get("__name__") == compile_module and not hasattr(inside, MARK):
-            found.append(inside)
-    return found
+    of_torch = [
+        method for method in methods if getattr(method, "__globals__", {}).get("__name__") == "torch._compile"
+    ]
+    inside = [getattr(method, "__wrapped__", None) for method in of_torch]
+    return [function for function in inside if hasattr(function, "__code__") and not hasattr(function, MARK)]
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:

@@ -20,9 +20,9 @@ from types import FrameType
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.formatting import counted
 from trainrun.output import say
+from trainrun.parallel.launch import module_command
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import RunDir
-from trainrun.runtime.child import module_command
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.jobs import Job, Sweep, open_sweep
 from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, is_done, read_result, read_status

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -16,7 +17,6 @@ from trainrun.errors import ConfigError, TrainrunError
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.run_folder import RunDir
-from trainrun.runtime.scratch import scratch_folder
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.user_traceback import line_of
 from trainrun.seeding import derive_seed, kept_random_state, seed_everything
@@ -39,7 +39,8 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
     Raises what a run of the same words would raise before its first step.
     """
     quiet(config)  # raises where there is nothing to verify
-    with scratch_folder("verify-") as folder, kept_random_state():
+    with TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True) as name, kept_random_state():
+        folder = Path(name)
         trials = Trials(config, folder, progress)
         _ = trials.pilot  # what these words cannot do is said before the first line of a table
         for title, check in checks(config, trials, folder).items():
