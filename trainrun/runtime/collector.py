@@ -20,6 +20,7 @@ ENOUGH = 700  # new objects at a log point; fewer are left alone, as Python leav
 BETWEEN_SECONDS = 1.0  # two looks at all that is not frozen
 
 _usual = gc.get_threshold()
+_frozen_at_start = gc.get_freeze_count()  # Python 3.12 begins with objects of its own that are frozen
 
 
 def rest_while_starting() -> None:
@@ -40,8 +41,12 @@ def kept_collector() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        if gc.get_freeze_count() and not frozen:
+        if _is_frozen() and frozen <= _frozen_at_start:
             gc.unfreeze()
+
+
+def _is_frozen() -> bool:
+    return gc.get_freeze_count() > _frozen_at_start
 
 
 def collect_as_usual() -> None:
@@ -52,14 +57,14 @@ def collect_as_usual() -> None:
 
 def collect_between_steps() -> None:
     """Called once everything is built. A collector that is switched off, or has frozen objects, is left alone."""
-    if gc.isenabled() and not gc.get_freeze_count():
+    if gc.isenabled() and not _is_frozen():
         gc.freeze()
         gc.set_threshold(BETWEEN, *_usual[1:])
 
 
 def freeze_more() -> None:
     """What was built after `collect_between_steps`, as a compiler with all its modules, is frozen too."""
-    if gc.get_freeze_count():
+    if _is_frozen():
         gc.collect()
         gc.freeze()
 

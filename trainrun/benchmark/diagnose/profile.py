@@ -23,7 +23,8 @@ def profiled(run: Callable[[int], None], device: torch.device, file: Path) -> Pr
     """Profile STEPS of `run`, after as many that warm up. file: a `.json.gz` for the trace."""
     run(STEPS)
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as found:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    with profile(activities=activities, acc_events=True) as found:
         began = perf_counter()
         run(STEPS)
         if on_gpu:
