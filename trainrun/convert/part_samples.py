@@ -79,13 +79,9 @@ class Samples:
     def files(self, begin: int, end: int) -> Iterator[tuple[int, str, bytes, Any]]:
         """Number, ending (jpg or png), file and target of pictures, which are not decoded."""
         for number in range(begin, end):
-            path = self.source.describe(number)
-            try:
-                content = content_of(path)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+            content = content_of(self.source.describe(number))
             ending = "png" if content.startswith(b"\x89PNG") else "jpg"
-            yield number, ending, content, array_of(self.source.target(number))
+            yield number, ending, content, array_of(self.source.labels[number])
 
     def _single(self, numbers: Sequence[int]) -> Iterator[Any]:
         """One sample after the other; a stream starts again where earlier ones are wanted."""

@@ -148,18 +148,6 @@ def noise(width, height, mode="RGB", seed=0) -> Image.Image:
     return Image.fromarray(draws.integers(0, 256, (height, width, *channels), dtype=np.uint8), mode)
 
 
-@pytest.mark.parametrize("arguments", [{"shape": (3, 8, 8)}, {"shape": (3, 8, 8), "dtype": "float32"}, {}])
-def test_many_pictures_at_once_are_those_read_one_by_one(tmp_path, arguments):
-    source = load(str(written(tmp_path)), "train", val_path=str(tmp_path), **arguments)
-    rows = [3, 0, 7, 3]
-    for (picture_, target), row in zip(source.__getitems__(rows), rows, strict=True):
-        assert torch.equal(picture_, source[row][0])
-        assert picture_.dtype == source[row][0].dtype
-        assert torch.equal(target, source[row][1])
-    with pytest.raises(IndexError):
-        source.__getitems__([0, 10])
-
-
 @pytest.mark.parametrize("shape", [[3, 8, 12], [1, 5, 5]])
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 def test_a_whole_batch_has_the_bits_of_collated_samples(tmp_path, shape, dtype):

@@ -123,8 +123,9 @@ def plain(sample):
 
 
 @pytest.fixture(params=MADE)
-def make(request, tmp_path):
+def make(request, tmp_path, monkeypatch):
     """Two equal sources: one to be read alone, one whose first reads are those of the threads."""
+    monkeypatch.setattr("trainrun.data.readers.records.shards.MAX_OPEN_FILES", 2)
     return lambda number: MADE[request.param](_fresh(tmp_path / str(number)))
 
 

@@ -2,10 +2,8 @@ import contextlib
 import gzip
 import io
 import json
-import os
 import pickle
 import tarfile
-import threading
 
 import numpy as np
 import pytest
@@ -208,29 +206,18 @@ def test_names_that_climb_are_only_names(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (
-            gzip.compress(tar_of(pairs([1])) + b"\0" * 9000, mtime=0),
-            "packed with gzip.*gunzip",
-        ),
+        (gzip.compress(tar_of(pairs([1]))), "not a tar file, .*gunzip"),
         (b"", "empty"),
         (b"text" * 300, "not a tar file, damaged"),
         (tar_of(pairs([1]))[:700], "cut short"),
         (tar_of([("a.cls", b"1"), ("a.cls", b"2")]), "sample 'a' has two members cls"),
-        (tar_of([(f"a.{i}", b"") for i in range(1001)]), "more than 1000 ways"),
         (tar_of([("noend", b"1")]), "no record in it"),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_wrong_shards_are_refused(tmp_path, content, words):
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(DataError, match=words):
-        whole(tmp_path / "a.tar")
-
-
-def test_a_shard_that_begins_as_gzip_says_the_way_out(tmp_path):
-    packed = gzip.compress(np.random.default_rng(0).bytes(5000))
-    (tmp_path / "a.tar").write_bytes(packed)
-    with pytest.raises(DataError, match=r"a\.tar: packed with gzip.*gunzip"):
         whole(tmp_path / "a.tar")
 
 
@@ -245,31 +232,3 @@ def test_facts_that_are_damaged_are_named(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({"class_names": 3}))
     with pytest.raises(DataError, match=r"meta\.json: cannot be read"):
         whole(tmp_path / "a.tar")
-
-
-@pytest.mark.process
-@pytest.mark.filterwarnings(
-    "ignore:This process:DeprecationWarning"
-)  # Python 3.12+, of a fork beside threads
-def test_threads_and_forks_share_more_shards_than_are_kept_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainrun.data.readers.records.shards.MAX_OPEN_FILES", 2)
-    for number in range(6):
-        (tmp_path / f"{number}.tar").write_bytes(tar_of(pairs(range(10 * number, 10 * number + 10))))
-    data = whole(tmp_path, columns=["cls"])
-    assert len(data) == 60
-    wrong: list[int] = []
-
-    def read(step: int) -> None:
-        order = [(step * i) % 60 for i in range(300)]
-        wrong.extend(i for i in order if data[i] != i)
-
-    threads = [threading.Thread(target=read, args=(step,)) for step in (1, 7, 11, 13)]
-    for thread in threads:
-        thread.start()
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0
-    else:
-        os._exit(0 if [data[i] for i in range(60)] == list(range(60)) else 1)
-    for thread in threads:
-        thread.join()
-    assert wrong == []

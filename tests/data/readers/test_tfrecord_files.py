@@ -98,9 +98,7 @@ def test_an_index_file_is_used(tmp_path):
     broken = bytearray(path.read_bytes())
     broken[sizes[0] + 8] ^= 1  # a checksum that only a scan would read
     path.write_bytes(broken)
-    with pytest.raises(
-        DataError, match=r"a\.tfrecord, record 1 at byte \d+: not a TFRecord file, or damaged"
-    ):
+    with pytest.raises(DataError, match=r"a\.tfrecord, record 1 at byte \d+: not a TFRecord file, damaged"):
         whole(path)
     (tmp_path / "a.tfrecord.idx").write_text("\n".join(rows))
     data = whole(path)
@@ -144,7 +142,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, cut):
 
 def test_a_huge_length_with_a_right_checksum_is_refused(tmp_path):
     length = struct.pack("<Q", 2**63)
-    content = length + struct.pack("<I", masked_crc32c(length)) + b"\0" * 8
+    content = length + masked_crc32c(length) + b"\0" * 8
     (tmp_path / "a.tfrecord").write_bytes(content)
     with pytest.raises(DataError, match="cut short: it ends at byte"):
         whole(tmp_path / "a.tfrecord")

@@ -11,9 +11,7 @@ from trainrun.errors import DataError
 from trainrun.runtime.free_memory import host_memory
 
 GZIP_MAGIC = b"\x1f\x8b"
-GZIP_LEAST_BYTES = 18  # header and trailer
 SHARE = 4  # of the free memory, for one part: train and val are both kept, and a step needs room too
-ALLOWED = ("auto", True, False)
 SPARE_DISK_BYTES = 2**28  # of a disk, which others need too: checkpoints, metrics
 
 
@@ -26,7 +24,7 @@ def check_memory(num_bytes: int, what: str, way: str) -> None:
 
 def in_memory(num_bytes: int, wanted: bool | str) -> bool:
     """wanted: data.train.in_memory: true, false, or "auto": up to a quarter of the memory that is free now."""
-    if wanted not in ALLOWED:
+    if wanted not in ("auto", True, False):
         raise DataError(f"data.train.in_memory={wanted}: must be auto, true or false")
     if wanted is True:
         check_memory(num_bytes, "data.train.in_memory=true: the data", "use data.train.in_memory=auto")
@@ -37,30 +35,23 @@ def check_disk(num_bytes: int, folder: Path, what: str, way: str) -> None:
     """Raises DataError if the disk of a folder has no room for so many more bytes."""
     free = free_disk(folder)
     if num_bytes + SPARE_DISK_BYTES > free:
-        raise DataError(
-            f"{what} needs {shown(num_bytes)} or more in {folder}, where {shown(free)} are free; {way}"
-        )
+        needs = f"{shown(num_bytes)} or more in {folder}, where {shown(free)} are free"
+        raise DataError(f"{what} needs {needs}; {way}")
 
 
 def free_disk(folder: Path) -> int:
     """The free bytes of the disk that a folder lies on, or will lie on."""
     place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return shutil.disk_usage(place).free
+    return shutil.disk_usage(next(one for one in (place, *place.parents) if one.exists())).free
 
 
 def unpacked_bytes(files: Iterable[Path]) -> int:
-    """At least so many bytes come out of these files together, as the ends of those in gzip say.
-
-    Such a file ends with the size of its last part, modulo 4 GiB (RFC 1952).
-    """
+    """At least so many bytes come out of these files; gzip ends with the size of its content modulo 4 GiB."""
     total = 0
     for file in files:
         with file.open("rb") as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(0)
-            if size >= GZIP_LEAST_BYTES and opened.read(2) == GZIP_MAGIC:
+            packed, size = opened.read(2) == GZIP_MAGIC, opened.seek(0, os.SEEK_END)
+            if packed and size >= 18:  # header and trailer
                 opened.seek(-4, os.SEEK_END)
                 size = int.from_bytes(opened.read(4), "little")
         total += size

@@ -12,17 +12,14 @@ from typing import Any
 class Kept:
     """The last `limit` values made by `make(key)`, for this process and, with per_thread, this thread.
 
-    After a fork the child makes its own; a pickled copy is empty. Two threads may make the same value
-    at the same time: the lock is not held while making, so slow reads overlap.
-    close: called with a value that is dropped.
+    After a fork the child makes its own; a pickled copy is empty. The lock is not held while making, so slow
+    reads overlap. close: called with a value that is dropped.
     """
 
     def __init__(self, make: Callable[[Any], Any], limit: int, per_thread: bool = False,
                  close: Callable[[Any], None] | None = None) -> None:  # fmt: skip
-        self._make = make
-        self._limit = limit
-        self._per_thread = per_thread
-        self._close = close
+        self._arguments = (make, limit, per_thread, close)
+        self._make, self._limit, self._per_thread, self._close = self._arguments
         self._renew()
 
     def _renew(self) -> None:
@@ -31,17 +28,15 @@ class Kept:
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
         self._local = threading.local()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_make", "_limit", "_per_thread", "_close")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._renew()
+    def __reduce__(self) -> Any:
+        return Kept, self._arguments
 
     def __getitem__(self, key: Hashable) -> Any:
         if self._owner != os.getpid():
             self._renew()  # a forked child: the lock may be held by a thread that is gone
-        values = self._mine()
+        values = (
+            self._local.__dict__.setdefault("values", OrderedDict()) if self._per_thread else self._values
+        )
         with self._lock:
             if key in values:
                 values.move_to_end(key)
@@ -53,11 +48,3 @@ class Kept:
         if dropped is not None and self._close is not None:
             self._close(dropped)
         return value
-
-    def _mine(self) -> OrderedDict[Hashable, Any]:
-        if not self._per_thread:
-            return self._values
-        if not hasattr(self._local, "values"):
-            self._local.values = OrderedDict()
-        mine: OrderedDict[Hashable, Any] = self._local.values
-        return mine

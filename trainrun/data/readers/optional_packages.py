@@ -16,5 +16,5 @@ def extra(module: str, option: str, name: str) -> Any:
         package = module.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # it is there, but misses something itself
-        name_shown = module if package == "google" else package
-        raise DataError(f"data={option} needs {name_shown}: pip install 'trainrun[{name}]'") from error
+        shown = module if package == "google" else package
+        raise DataError(f"data={option} needs {shown}: pip install 'trainrun[{name}]'") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +27,6 @@ class RandomRows:
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: Rows) -> Rows: ...
-
     def __getitem__(self, index: Any) -> Any:
         places = np.atleast_1d(np.asarray(index))
         if len(places) and not (places.min() >= 0 and places.max() < self._count):
@@ -42,9 +36,10 @@ class RandomRows:
 
     def tobytes(self) -> bytes:
         """What tells them from others."""
+        size = len(self._permutation)
         return (
-            self._permutation.at(np.arange(8) % len(self._permutation)).tobytes()
-            + repr((len(self._permutation), self._first, self._count)).encode()
+            self._permutation.at(np.arange(8) % size).tobytes()
+            + repr((size, self._first, self._count)).encode()
         )
 
 

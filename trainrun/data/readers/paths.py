@@ -27,8 +27,10 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
         names = list(itertools.islice(expanded(path), MAX_FILES + 1))
         if len(names) > MAX_FILES:
             raise DataError(f"{key}={path}: names more than {MAX_FILES} files")
-        plain = [name for name in names if not glob.has_magic(name)]
-        if missing := [name for name in plain if not Path(name).expanduser().exists()]:
+        missing = [
+            name for name in names if not glob.has_magic(name) and not Path(name).expanduser().exists()
+        ]
+        if missing:
             fault = f"{len(missing)} of {len(names)} files are missing, first {missing[0]}"
             raise DataError(f"{key}={path}: {fault}")
         return tuple(file for name in names for file in files_of(name, key, endings))
@@ -57,21 +59,15 @@ def expanded(path: str) -> Iterator[str]:
     if found is None:
         yield path
         return
-    for word in _words(found[1]):
+    words: Iterable[str] = found[1].split(",")
+    if bounds := RANGE.fullmatch(found[1]):
+        first, last = int(bounds[1]), int(bounds[2])
+        padded = any(len(word) > 1 and word[0] == "0" for word in bounds.groups())
+        width, step = max(map(len, bounds.groups())) if padded else 0, 1 if first <= last else -1
+        words = (f"{number:0{width}d}" for number in range(first, last + step, step))
+    for word in words:
         for rest in expanded(path[found.end() :]):
             yield path[: found.start()] + word + rest
-
-
-def _words(inner: str) -> Iterator[str]:
-    bounds = RANGE.fullmatch(inner)
-    if bounds is None:
-        yield from inner.split(",")
-        return
-    first, last = int(bounds[1]), int(bounds[2])
-    is_padded = any(len(word) > 1 and word[0] == "0" for word in bounds.groups())
-    width = max(map(len, bounds.groups())) if is_padded else 0
-    for number in range(first, last + 1) if first <= last else range(first, last - 1, -1):
-        yield f"{number:0{width}d}"
 
 
 def plain_file(place: Path, key: str) -> bool:
@@ -98,9 +94,6 @@ def fingerprint_of(files: Iterable[Path | str], *arguments: Any) -> str:
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:
         state = Path(file).stat()
-        digest.update(
-            f"{Path(file).absolute()}\0{state.st_size}\0{state.st_mtime_ns}\0".encode(
-                errors="surrogateescape"
-            )
-        )
+        text = f"{Path(file).absolute()}\0{state.st_size}\0{state.st_mtime_ns}\0"
+        digest.update(text.encode(errors="surrogateescape"))
     return digest.hexdigest()

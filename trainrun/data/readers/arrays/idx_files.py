@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gzip
 import math
-import os
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -26,9 +23,7 @@ from trainrun.errors import DataError
 from trainrun.limits import BelowOne
 
 MOST_UNPACKED = 1040  # bytes from one byte of gzip: deflate has at most 1032
-COPIES = 2  # as stored, and in the machine's byte order
 DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
-KEPT_AS = ("float32", "stored")
 
 
 def load(path: str | None, split: str, inputs: str, target: str | None, val_inputs: str | None = None,
@@ -41,27 +36,26 @@ def load(path: str | None, split: str, inputs: str, target: str | None, val_inpu
     dtype: "float32" divides bytes by 255; "stored" keeps the type of the file.
     """
     folder = existing_folder(path, "data.path")
-    if dtype not in KEPT_AS:
-        raise DataError(f"data.train.dtype={dtype}: must be one of {', '.join(KEPT_AS)}")
+    if dtype not in ("float32", "stored"):
+        raise DataError(f"data.train.dtype={dtype}: must be one of float32, stored")
     names = {"train": (inputs, target), "val": (val_inputs, val_target), "test": (test_inputs, test_target)}
     part = Part(split, inputs, val_inputs, test_inputs, val_fraction, seed)
     own = names[split] if part.own else names["train"]
     values = _inputs(_stored(folder, own[0], split, "inputs"), dtype)
     if target is None:
-        return Arrays((_taken(values, part.rows(values)),))
+        rows = part.rows(values)
+        return Arrays((values if rows is None else values[torch.from_numpy(rows)],))
     coding = coding_of(_stored(folder, target, "train", "target"), "auto")
     cells = _stored(folder, own[1], split, "target")
+    file = folder / str(own[1])
     if cells.shape != (len(values),):
-        raise DataError(
-            f"{folder / str(own[1])}: has shape {cells.shape}, but {own[0]} has {len(values)} samples; it must "
-            "hold one number for each"
-        )
-    labels = coding.encode(cells, partial(_label, folder / str(own[1]), None))
+        fault = f"has shape {cells.shape}, but {own[0]} has {len(values)} samples"
+        raise DataError(f"{file}: {fault}; it must hold one number for each")
+    labels = coding.encode(cells, partial(_label, file, None))
     rows = part.rows(labels)
-    where = partial(_label, folder / str(own[1]), rows)
-    return Arrays(
-        (_taken(values, rows), _taken(labels, rows)), coding.names, coding.num_classes, describe=where
-    )
+    if rows is not None:
+        values, labels = values[torch.from_numpy(rows)], labels[torch.from_numpy(rows)]
+    return Arrays((values, labels), coding.names, coding.num_classes, describe=partial(_label, file, rows))
 
 
 def _label(file: Path, rows: Any, index: int) -> str:
@@ -91,14 +85,17 @@ def _inputs(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
     return tensor.unsqueeze(1) if tensor.ndim == 3 else tensor
 
 
-def _taken(values: Tensor, rows: Any) -> Tensor:
-    return values if rows is None else values[torch.from_numpy(rows)]
-
-
 def read_idx(path: Path) -> np.ndarray[Any, Any]:
     """The array of an IDX file, plain or gzip, in the machine's byte order. Refuses any damage."""
-    with _opened(path) as (opened, most):
-        return _array(path, opened, most)
+    plain_file(path, str(path))
+    try:
+        with path.open("rb") as file:
+            packed, most = file.read(2) == GZIP_MAGIC, path.stat().st_size
+            file.seek(0)
+            opened = cast(IO[bytes], gzip.GzipFile(fileobj=file)) if packed else file
+            return _array(path, opened, most * MOST_UNPACKED if packed else most)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot read it: {error}") from error
 
 
 def _array(path: Path, opened: IO[bytes], most: int) -> np.ndarray[Any, Any]:
@@ -111,31 +108,16 @@ def _array(path: Path, opened: IO[bytes], most: int) -> np.ndarray[Any, Any]:
     content += opened.read(4 * num_dims)
     if len(content) < header:
         raise DataError(f"{path}: cut short: {len(content)} bytes, the header alone needs {header}")
-    shape = struct.unpack(f">{num_dims}I", content[4:header])
+    shape = struct.unpack(f">{num_dims}I", content[4:])
     num_bytes = math.prod(shape) * dtype.itemsize
     needs = f"shape {shape} needs {header + num_bytes} bytes, but there are"
     if header + num_bytes > most:
         raise DataError(f"{path}: cut short: {needs} {most} at most")
-    check_memory(COPIES * num_bytes, f"{path}: its array of shape {shape}", "name a file with less in it")
+    way = "name a file with less in it"  # twice: as stored, and in the machine's byte order
+    check_memory(2 * num_bytes, f"{path}: its array of shape {shape}", way)
     content = opened.read(num_bytes + 1)
     if len(content) < num_bytes:
         raise DataError(f"{path}: cut short: {needs} {header + len(content)}")
     if len(content) > num_bytes:
         raise DataError(f"{path}: bytes after the end: {needs} more")
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """The content, and how many bytes it has at most."""
-    plain_file(path, str(path))
-    try:
-        with path.open("rb") as file:
-            packed, size = file.read(2) == GZIP_MAGIC, file.seek(0, os.SEEK_END)
-            file.seek(0)
-            if packed:
-                yield cast(IO[bytes], gzip.GzipFile(fileobj=file)), size * MOST_UNPACKED
-            else:
-                yield file, size
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot read it: {error}") from error

@@ -63,6 +63,8 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
     check_split(split, ("train", "val", "test"))
     if path is None:
         raise DataError("data.path: name an .npz file, or a folder of .npy files, as data.path=my_arrays.npz")
+    if stratify not in (True, False, "auto"):
+        raise DataError(f"data.train.stratify={stratify}: must be true, false or auto")
     parted = split != "test" and val_fraction > 0
     place = Path(path).expanduser()
     names = [f"{name}_{'train' if parted else split}" for name in (inputs, target) if name]
@@ -72,20 +74,27 @@ def load(path: str | None, split: str, inputs: str = "x", target: str | None = "
         arrays = _members(path, place, names)
     else:
         raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
-    if stratify not in (True, False, "auto"):
-        raise DataError(f"data.train.stratify={stratify}: must be true, false or auto")
-    if (
-        parted
-        and stratify is not True
-        and (part := _random_part(place, names, arrays, split, val_fraction, seed))
-    ):
-        return part
     if not parted:
         return Arrays(arrays, describe=partial(_row, path, names[-1], None))
-    return _part(
-        path, place, names, arrays,
-        held_out_of(path, names, arrays, val_fraction, seed, bool(stratify))[split == "val"],
-    )  # fmt: skip
+    if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
+        raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
+    files = [place / f"{name}.npy" for name in names]
+    on_disk = all(isinstance(array, np.memmap) for array in arrays)
+    number, held = len(arrays[0]), round(val_fraction * len(arrays[0]))
+    if on_disk and stratify is not True and number > LISTED and 0 < held < number:
+        rows = KeyedPermutation(number, derive_seed(seed, number))
+        part = RandomRows(rows, 0, held) if split == "val" else RandomRows(rows, held, number - held)
+        labels = arrays[-1] if len(arrays) > 1 and arrays[-1].dtype.kind in "iu" else None
+        largest = -1 if labels is None else int(labels.max())
+        return ReaderDataset(MappedReader(arrays, files, largest + 1 if largest >= 0 else None), part)
+    by_class = bool(stratify) and len(arrays) > 1 and arrays[-1].dtype.kind in "biu"
+    labels = np.asarray(arrays[-1]) if by_class else np.zeros(number)
+    chosen = held_out(labels, val_fraction, seed)[split == "val"]
+    if on_disk and not in_memory(sum(a.nbytes // len(a) * len(chosen) for a in arrays), "auto"):
+        return ReaderDataset(MappedReader(arrays, files), chosen)
+    copies = tuple(np.asarray(array)[chosen] for array in arrays)
+    return Arrays(copies, describe=partial(_row, path, names[-1], chosen))
 
 
 class MappedReader:
@@ -95,12 +104,8 @@ class MappedReader:
         self, arrays: Sequence[np.ndarray[Any, Any]], files: Sequence[Path], num_classes: int | None = None
     ) -> None:
         self._arrays = tuple(arrays)
-        self._files = tuple(files)
-        self._num_classes = num_classes
-
-    @property
-    def info(self) -> Info:
-        return Info(self._files, num_classes=self._num_classes, where=self._where, batch=self._batch)
+        self._names = " and ".join(map(str, files))
+        self.info = Info(tuple(files), num_classes=num_classes, where=self._where, batch=self._batch)
 
     def __len__(self) -> int:
         return len(self._arrays[0])
@@ -117,50 +122,11 @@ class MappedReader:
         return read if len(read) > 1 else read[0]
 
     def _where(self, index: int) -> str:
-        return f"{' and '.join(map(str, self._files))}, row {index}"
-
-
-def _random_part(
-    place: Path, names: Sequence[str], arrays: Sequence[Any], split: str, fraction: float, seed: int
-) -> ReaderDataset | None:
-    """A part of large mapped files; None for small ones, or if one side would be empty."""
-    number = min(len(array) if array.ndim else 0 for array in arrays)
-    held = round(fraction * number)
-    mapped = all(isinstance(array, np.memmap) and len(array) == number for array in arrays)
-    if not mapped or number <= LISTED or not 0 < held < number:
-        return None
-    permutation = KeyedPermutation(number, derive_seed(seed, number))
-    rows = (
-        RandomRows(permutation, 0, held) if split == "val" else RandomRows(permutation, held, number - held)
-    )
-    labels = arrays[-1] if len(arrays) > 1 and arrays[-1].dtype.kind in "iu" else None
-    largest = -1 if labels is None else int(labels.max())
-    files = [place / f"{name}.npy" for name in names]
-    return ReaderDataset(MappedReader(arrays, files, largest + 1 if largest >= 0 else None), rows)
+        return f"{self._names}, row {index}"
 
 
 def _row(path: str, name: str, rows: Any, index: int) -> str:
     return f"data.path={path}: {name} row {index if rows is None else int(rows[index])}"
-
-
-def held_out_of(path: str, names: Sequence[str], arrays: Sequence[Any], fraction: float, seed: int,
-                stratify: bool = True) -> Any:  # fmt: skip
-    """Rows for training and for validation, by the last of the arrays: the target where there is one."""
-    if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
-        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
-        raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
-    stratify &= len(arrays) > 1 and arrays[-1].dtype.kind in "biu"
-    labels = np.asarray(arrays[-1]) if stratify else None
-    return held_out(np.zeros(len(arrays[0])) if labels is None else labels, fraction, seed)
-
-
-def _part(path: str, place: Path, names: Sequence[str], arrays: Sequence[Any], rows: Any) -> Any:
-    """Copied where it is small; of large mapped files, read row by row."""
-    num_bytes = sum(array.nbytes // len(array) * len(rows) for array in arrays)
-    if in_memory(num_bytes, "auto") or not isinstance(arrays[0], np.memmap):
-        describe = partial(_row, path, names[-1], rows)
-        return Arrays(tuple(np.asarray(array)[rows] for array in arrays), describe=describe)
-    return ReaderDataset(MappedReader(arrays, [place / f"{name}.npy" for name in names]), rows)
 
 
 def _files(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[Any, ...]:
@@ -172,9 +138,8 @@ def _files(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[
         with _faults_of(path, file.name):  # a pickle could run anything
             array = open_mapped(str(file))
         if not mapped:
-            check_memory(
-                array.nbytes, f"{file}: it", "leave data.train.mapped=false out: then it stays on disk"
-            )
+            way = "leave data.train.mapped=false out: then it stays on disk"
+            check_memory(array.nbytes, f"{file}: it", way)
         arrays.append(array if mapped else np.array(array))
     return tuple(arrays)
 
@@ -186,10 +151,10 @@ def _members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
             raise DataError(f"data.path={path}: a single array; save {' and '.join(names)} with numpy.savez")
         _check_names(path, names, set(archive.files))
         assert archive.zip is not None  # while the file is open
-        members = [name if name in archive.zip.namelist() else f"{name}.npy" for name in names]
-        sizes = [archive.zip.getinfo(name).file_size for name in members]
+        wanted = {*names, *(f"{name}.npy" for name in names)}
         check_memory(
-            sum(sizes), f"data.path={path}: unpacked, {' and '.join(names)}",
+            sum(info.file_size for info in archive.zip.infolist() if info.filename in wanted),
+            f"data.path={path}: unpacked, {' and '.join(names)}",
             "save them with numpy.save as .npy files in a folder and name that: they stay on disk",
         )  # fmt: skip
         return tuple(archive[name] for name in names)

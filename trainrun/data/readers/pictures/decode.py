@@ -21,15 +21,7 @@ from torch import Tensor
 from trainrun.errors import DataError
 
 ORIENTATION = 0x0112  # the EXIF tag
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+TURNS = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), start=2))  # EXIF orientations 2 to 8
 MODES = {1: "L", 3: "RGB"}
 Array = np.ndarray[Any, Any]
 FITS = ("crop", "stretch")
@@ -60,20 +52,21 @@ class Form:
     def pixels(self, content: bytes, into: Array | None = None) -> Tensor:
         """As `decode`, but uint8 for now; written to `into`, an array of the wanted shape, where there is one."""
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
-            turn = TURNS.get(orientation_of(opened))
-            picture = self._sized(opened, turned=turn in TURNS_ASIDE)
+            orientation = orientation_of(opened)
+            picture = self._sized(opened, lies=orientation in range(5, 9))
+        turn = TURNS.get(orientation)
         return pixels_of(picture if turn is None else picture.transpose(turn), into)
 
     def scaled(self, pixels: Tensor) -> Tensor:
         """Pixels of one picture, or of many, in the type that is wanted."""
         return pixels if self.dtype == "uint8" else pixels.to(torch.float32).div_(255)
 
-    def _sized(self, opened: Image.Image, turned: bool) -> Image.Image:
+    def _sized(self, opened: Image.Image, lies: bool) -> Image.Image:
         """In the wanted mode and size, but not turned yet."""
         if self.shape is None:
             return in_mode(opened, "RGB")
         channels, height, width = self.shape
-        size = (height, width) if turned else (width, height)
+        size = (height, width) if lies else (width, height)
         if self.draft:
             opened.draft(None, least_size(opened.size, size, self.fit))
         picture = in_mode(opened, MODES[channels])
@@ -82,10 +75,6 @@ class Form:
         if self.fit == "crop":
             return ImageOps.fit(picture, size, Image.Resampling.BILINEAR)
         return picture.resize(size, Image.Resampling.BILINEAR)
-
-
-TURNS_ASIDE = (Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE,
-               Image.Transpose.ROTATE_90)  # fmt: skip
 
 
 def form_of(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
@@ -128,7 +117,7 @@ def pixels_of(picture: Image.Image, into: Array | None = None) -> Tensor:
     lines = np.frombuffer(picture.tobytes("raw", "L" if channels == 1 else "RGB;L"), np.uint8)
     pixels = lines.reshape(height, channels, width).transpose(
         1, 0, 2
-    )  # RGB;L: red, green and blue of every line
+    )  # RGB;L: line by line, colour by colour
     if into is None:
         return torch.from_numpy(pixels.copy())
     into[...] = pixels
@@ -150,14 +139,9 @@ def fault_of(error: BaseException) -> str:
     return f"damaged or cut short ({str(error) or type(error).__name__})"
 
 
-def decoded(content: bytes, form: Form, where: Any) -> Tensor:
-    """DataError: the picture is damaged. where: `() -> str` names it."""
-    return form.scaled(pixels_in(content, form, where))
-
-
-def pixels_in(content: bytes, form: Form, where: Any, into: Array | None = None) -> Tensor:
-    """As `decoded`, but uint8 for now."""
+def decoded(content: bytes, form: Form, where: Any, into: Array | None = None) -> Tensor:
+    """As `Form.decode`, or as `Form.pixels` `into`. DataError: the picture is damaged. where: `() -> str` names it."""
     try:
-        return form.pixels(content, into)
+        return form.decode(content) if into is None else form.pixels(content, into)
     except FAULTS as error:
         raise DataError(f"{where()}: {fault_of(error)}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainrun.data.readers.parts import Part, parts_inside
 from trainrun.data.readers.paths import existing_folder, fingerprint_of
-from trainrun.data.readers.pictures.decode import Form, form_of, pixels_in
+from trainrun.data.readers.pictures.decode import Form, decoded, form_of
 from trainrun.data.readers.tables.csv_text import Dialect, columns_in, line_of, read_cells
 from trainrun.data.readers.targets import Coding, coding_of
 from trainrun.data.scale import Scale
@@ -39,37 +39,26 @@ EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: da
 class ImageFolder:
     """Samples `(picture, class)`: (C, H, W) uint8 or float32, and a 0-d int64 (or (1,) float32) tensor.
 
-    names: of the files below `root`. Files are opened when they are read, so it can go to any process and
-    be read by any number of threads.
+    names: of the files below `root`. labels: the class of each sample. Files are opened when they are read, so it can
+    go to any process and be read by any number of threads.
     """
 
     thread_safe = True
 
-    def __init__(self, root: Path, names: Sequence[str], targets: Tensor, coding: Coding, form: Form) -> None:
+    def __init__(self, root: Path, names: Sequence[str], labels: Tensor, coding: Coding, form: Form) -> None:
         encoded = [os.fsencode(name) for name in names]
         self._root = str(root)
         # One block instead of a million strings, which workers would copy page by page as they count references.
         self._names = b"".join(encoded)
         self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self._targets = targets
-        self.form = form
-        self.class_names = coding.names
-        self.num_classes = coding.num_classes
+        self.labels, self.form = labels, form
+        self.class_names, self.num_classes = coding.names, coding.num_classes
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.form.scaled(self._pixels(index)), self._targets[index]
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """The same, scaled all at once where all have one shape."""
-        pictures = [self._pixels(index) for index in indices]
-        if self.form.shape is not None:
-            pictures = list(self.form.scaled(torch.stack(pictures)))
-        else:
-            pictures = [self.form.scaled(picture) for picture in pictures]
-        return list(zip(pictures, self._targets[indices], strict=True))
+        return self._read(index), self.labels[index]
 
     def whole_batch(self, indices: list[int]) -> tuple[Tensor, Tensor] | None:
         """Pictures (B, C, H, W) and targets (B,), each picture written to its place once."""
@@ -78,20 +67,13 @@ class ImageFolder:
         pictures = np.empty((len(indices), *self.form.shape), np.uint8)
         for place, index in zip(pictures, indices, strict=True):
             self._read(index, place)
-        return self.form.scaled(torch.from_numpy(pictures)), self._targets[indices]
+        return self.form.scaled(torch.from_numpy(pictures)), self.labels[indices]
 
-    def _pixels(self, index: int) -> Tensor:
-        return self._read(index, None)
-
-    def _read(self, index: int, into: np.ndarray[Any, Any] | None) -> Tensor:
+    def _read(self, index: int, into: np.ndarray[Any, Any] | None = None) -> Tensor:
         if not 0 <= index < len(self):
             raise IndexError(index)
         path = self.describe(index)
-        try:
-            content = content_of(path)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-        return pixels_in(content, self.form, lambda: path, into)
+        return decoded(content_of(path), self.form, lambda: path, into)
 
     def as_bytes(self) -> tuple[ImageFolder, Scale] | None:
         """The same pictures from 0 to 255, where they are scaled to 0 to 1."""
@@ -101,15 +83,6 @@ class ImageFolder:
         twin.form = replace(self.form, dtype="uint8")
         return twin, Scale()
 
-    @property
-    def labels(self) -> Tensor:
-        """The class of each sample."""
-        return self._targets
-
-    def target(self, index: int) -> Tensor:
-        """The class of a sample, without its picture."""
-        return self._targets[index]
-
     def describe(self, index: int) -> str:
         """The file of a sample."""
         start = int(self._ends[index - 1]) if index else 0
@@ -117,19 +90,22 @@ class ImageFolder:
 
     def fingerprint(self) -> str:
         files = (self.describe(index) for index in range(len(self)))
-        return fingerprint_of(files, self.form, self._targets.tolist())
+        return fingerprint_of(files, self.form, self.labels.tolist())
 
 
 def content_of(path: str) -> bytes:
     """The bytes of a file, in three calls of the system instead of seven: pictures are small and many."""
-    file = os.open(path, READ_FLAGS)
     try:
-        pieces = [os.read(file, READ_BYTES)]
-        while len(pieces[-1]) == READ_BYTES:
-            pieces.append(os.read(file, READ_BYTES))
-    finally:
-        os.close(file)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        file = os.open(path, READ_FLAGS)
+        try:
+            pieces = [os.read(file, READ_BYTES)]
+            while len(pieces[-1]) == READ_BYTES:
+                pieces.append(os.read(file, READ_BYTES))
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return b"".join(pieces)
 
 
 def load(path: str | None, split: str, labels: str | None = None, val_path: str | None = None,
@@ -163,9 +139,9 @@ def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list
         return _from_table(folder, folder / labels)
     names: list[str] = []
     words: list[str] = []
-    for child in sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()):
-        if child.startswith("."):
-            continue
+    for child in sorted(
+        entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."
+    ):
         found = sorted(_below(folder / child, child))
         if not found:
             raise DataError(
@@ -178,18 +154,15 @@ def _listed(folder: Path, key: str, labels: str | None) -> tuple[list[str], list
     return names, words, lambda row: f"{folder / names[row]}: its class"
 
 
-def _below(folder: Path, name: str) -> list[str]:
+def _below(folder: Path, name: str) -> Iterator[str]:
     """Pictures in a folder and its folders, as paths that begin with `name`."""
-    found: list[str] = []
     for entry in os.scandir(folder):
         if entry.name.startswith("."):
             continue
-        inner = f"{name}/{entry.name}"
         if entry.is_dir():
-            found += _below(folder / entry.name, inner)
+            yield from _below(folder / entry.name, f"{name}/{entry.name}")
         elif entry.name.lower().endswith(ENDINGS) and (entry.is_file() or not os.path.exists(entry.path)):
-            found.append(inner)  # also a link that leads nowhere, which is told when it is read
-    return found
+            yield f"{name}/{entry.name}"  # also a link that leads nowhere, which is told when it is read
 
 
 def _from_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:

@@ -1,8 +1,4 @@
-"""tf.train.Example, TensorFlow's map from names to bytes, floats or integers, by protobuf without TensorFlow.
-
-Example { Features features = 1 }    Features { map<string, Feature> feature = 1 }
-Feature { BytesList bytes_list = 1 | FloatList float_list = 2 | Int64List int64_list = 3 }
-"""
+"""tf.train.Example, TensorFlow's map from names to bytes, floats or integers, by protobuf without TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,7 +12,18 @@ from trainrun.data.readers.optional_packages import extra
 
 Feature = list[bytes] | np.ndarray[Any, Any]
 PACKAGE = "trainrun"
-LISTS = {"bytes_list": "BytesList", "float_list": "FloatList", "int64_list": "Int64List"}
+# Name, repeated, type of each field. The map is declared as what it is on the wire, a list of entries: that
+# keeps its order.
+MESSAGES: dict[str, tuple[tuple[str, bool, str], ...]] = {
+    "BytesList": (("value", True, "BYTES"),),
+    "FloatList": (("value", True, "FLOAT"),),
+    "Int64List": (("value", True, "INT64"),),
+    "Feature": (("bytes_list", False, "BytesList"), ("float_list", False, "FloatList"),
+                ("int64_list", False, "Int64List")),
+    "Entry": (("key", False, "STRING"), ("value", False, "Feature")),
+    "Features": (("feature", True, "Entry"),),
+    "Example": (("features", False, "Features"),),
+}  # fmt: skip
 
 
 def protobuf(module: str) -> Any:
@@ -25,31 +32,20 @@ def protobuf(module: str) -> Any:
 
 @cache
 def example_class() -> Any:
-    """The class of messages. The map is declared as what it is on the wire, a list of entries: that keeps its order."""
+    """The class of messages."""
     descriptor = protobuf("descriptor_pb2")
-    field = descriptor.FieldDescriptorProto
     file = descriptor.FileDescriptorProto(name="trainrun/example.proto", package=PACKAGE, syntax="proto3")
-
-    def add(name: str, *fields: tuple[str, bool, int | str]) -> Any:
+    for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
         for number, (label, repeated, kind) in enumerate(fields, 1):
-            added = message.field.add(name=label, number=number)
-            added.label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
-            added.type = field.TYPE_MESSAGE if isinstance(kind, str) else kind
-            if isinstance(kind, str):
+            added = message.field.add(name=label, number=number, label=3 if repeated else 1)
+            added.type = getattr(added, f"TYPE_{kind}", added.TYPE_MESSAGE)
+            if kind in MESSAGES:
                 added.type_name = f".{PACKAGE}.{kind}"
-        return message
-
-    add("BytesList", ("value", True, field.TYPE_BYTES))
-    add("FloatList", ("value", True, field.TYPE_FLOAT))
-    add("Int64List", ("value", True, field.TYPE_INT64))
-    feature = add("Feature", *((label, False, kind) for label, kind in LISTS.items()))
-    feature.oneof_decl.add(name="kind")
-    for one in feature.field:
-        one.oneof_index = 0
-    add("Entry", ("key", False, field.TYPE_STRING), ("value", False, "Feature"))
-    add("Features", ("feature", True, "Entry"))
-    add("Example", ("features", False, "Features"))
+            if name == "Feature":
+                added.oneof_index = 0
+        if name == "Feature":
+            message.oneof_decl.add(name="kind")
     pool = protobuf("descriptor_pool").DescriptorPool()
     pool.Add(file)
     return protobuf("message_factory").GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.Example"))
@@ -69,9 +65,7 @@ def _values(feature: Any) -> Feature:
     if kind is None:
         return []
     values = getattr(feature, kind).value
-    if kind == "bytes_list":
-        return list(values)
-    return np.array(values, np.float32 if kind == "float_list" else np.int64)
+    return list(values) if kind == "bytes_list" else np.array(values, "f4" if kind == "float_list" else "i8")
 
 
 def encode_example(features: Mapping[str, bytes | list[bytes] | np.ndarray[Any, Any]]) -> bytes:
@@ -85,8 +79,6 @@ def encode_example(features: Mapping[str, bytes | list[bytes] | np.ndarray[Any, 
         flat = np.asarray(value).ravel()
         if flat.dtype.kind == "f":
             feature.float_list.value.extend(flat.astype(np.float32).tolist())
-        elif flat.dtype.kind in "biu":
-            feature.int64_list.value.extend(flat.astype(np.int64).tolist())
         else:
-            raise TypeError(f"an array of {flat.dtype}; an Example holds bytes, floats and integers")
+            feature.int64_list.value.extend(flat.astype(np.int64).tolist())
     return bytes(example.SerializeToString())

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,7 @@ def load(path: str | None, split: str, val_path: str | None = None, test_path: s
         path, val_path, test_path = parts_inside(path, PARTS, val_path, test_path)
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
-    place, key = part.place
-    return dataset_of(LmdbReader(_data_file(place, key), form), part)
+    return dataset_of(LmdbReader(_data_file(*part.place), form), part)
 
 
 def key_of(number: int) -> bytes:
@@ -55,45 +54,30 @@ class LmdbReader:
     """The values in the order of their keys."""
 
     def __init__(self, file: Path, form: Form) -> None:
-        self._file = file
-        self._name = str(file)
-        self._form = form
-        self._keys: tuple[bytes, ...] | None = None
-        with _opening(file):
-            environment = _ENVIRONMENTS.opened(self._name)
-        with environment.begin() as transaction:
+        self._file, self._name, self._form = file, str(file), form
+        self._keys: list[bytes] | None = None
+        with environments().opened(self._name).begin() as transaction:
             meta = transaction.get(META_KEY)
             try:
-                self.facts = Facts() if meta is None else decode_facts(meta)
+                facts = Facts() if meta is None else decode_facts(meta)
             except ValueError as error:
                 raise DataError(f"{file}: its entry {META_KEY.decode()} is damaged ({error})") from error
-            count = transaction.stat()["entries"] - (meta is not None)
-            if self.facts.length is None:
-                self._keys = tuple(
-                    key for key in transaction.cursor().iternext(values=False) if key != META_KEY
-                )
-            elif self.facts.length != count:
-                raise DataError(
-                    f"{file}: holds {count} records, but its entry __meta__ says {self.facts.length}"
-                )
-        self._length = int(count)
+            self._length = int(transaction.stat()["entries"]) - (meta is not None)
+            if facts.length is None:
+                self._keys = [key for key in transaction.cursor().iternext(values=False) if key != META_KEY]
+            elif facts.length != self._length:
+                says = f"holds {self._length} records, but its entry __meta__ says {facts.length}"
+                raise DataError(f"{file}: {says}")
+        self.info = Info((file,), form, None, facts.class_names, facts.num_classes, self._where)
 
     def __len__(self) -> int:
         return self._length
 
-    @property
-    def info(self) -> Info:
-        return Info(
-            (self._file,), self._form, class_names=self.facts.class_names, num_classes=self.facts.num_classes,
-            where=self._where,
-        )  # fmt: skip
-
     def read(self, indices: Sequence[int]) -> list[Any]:
-        return [self._one(number) for number in indices]
+        with environments()[self._name].begin() as transaction:
+            return [self._decoded(transaction.get(self._key(number))) for number in indices]
 
-    def _one(self, number: int) -> Any:
-        with _opening(self._file), _ENVIRONMENTS[self._name].begin() as transaction:
-            content = transaction.get(self._key(number))
+    def _decoded(self, content: bytes | None) -> Any:
         if content is None:
             raise ValueError("there is no such record")
         if is_sample(content):
@@ -116,8 +100,8 @@ class _Environments:
     """The open environments of this process: LMDB allows each to be opened only once in a process."""
 
     def __init__(self) -> None:
-        self._watches_forks = False
         self._renew()
+        os.register_at_fork(after_in_child=self._leave_parent)
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
@@ -137,12 +121,12 @@ class _Environments:
 
     def opened(self, file: str) -> Any:
         """Open the file again if another one now has the name."""
-        path, state = os.path.realpath(file), os.stat(file)
+        try:
+            path, state = os.path.realpath(file), os.stat(file)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}") from error
         identity = (state.st_ino, state.st_mtime_ns)
         with self._lock:
-            if not self._watches_forks:
-                os.register_at_fork(after_in_child=self._leave_parent)
-                self._watches_forks = True
             known, environment = self._by_path.pop(path, (None, None))
             if known != identity:
                 self._by_name.clear()
@@ -154,15 +138,7 @@ class _Environments:
         return environment
 
 
-_ENVIRONMENTS = _Environments()
-
-
-@contextmanager
-def _opening(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+environments = cache(_Environments)
 
 
 def _opened(path: str, size: int) -> Any:

@@ -1,9 +1,9 @@
 """A sample as bytes that describe themselves, without pickle: what LMDB, TFRecord and tar shards hold.
 
 The bytes are a safetensors file (https://github.com/huggingface/safetensors), which any reader of that format
-opens. Its metadata say how the arrays form the sample: `container` ("one", "tuple", "list", "dict", or "nested"
-with a `tree` of those) and `kinds`, a JSON object from the name of each part, in order, to what it was: an array,
-a tensor, a number, text or bytes.
+opens. Its metadata say how the arrays form the sample: `tree`, JSON with the name of an array in place of each
+part, inside `{"tuple": [...]}`, `{"list": [...]}` and `{"dict": {...}}`; and `kinds`, from the name of each part, in
+order, to what it was: an array, a tensor, a number, text or bytes.
 
 Next to the samples stands what is known of all of them (`Facts`): in LMDB under the key `__meta__`, for
 files in `meta.json` of their folder.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -42,25 +42,21 @@ class Facts:
 
 def encode_sample(sample: Any) -> bytes:
     """The bytes of a sample. TypeError: a part of another type."""
-    container, parts = _parts(sample)
-    kinds: dict[str, str] = {}
-    arrays: dict[str, Any] = {}
-    for name, part in parts.items():
-        kinds[name], arrays[name] = _encoded(part)
-    metadata = {"container": container, "kinds": json.dumps(kinds)}
-    if container == "nested":
-        metadata["tree"] = json.dumps(_tree(sample, "", []))
+    leaves: dict[str, Any] = {}
+    tree = _tree(sample, "", leaves)
+    found = {name: _encoded(leaf) for name, leaf in leaves.items()}
+    arrays = {name: array for name, (_, array) in found.items()}
+    kinds = {name: kind for name, (kind, _) in found.items()}
+    metadata = {"tree": json.dumps(tree), "kinds": json.dumps(kinds)}
     if any(isinstance(array, Tensor) for array in arrays.values()):  # NumPy has no bfloat16
-        content = bytes(
-            save_tensors({name: torch.as_tensor(array) for name, array in arrays.items()}, metadata)
-        )
+        content = save_tensors({name: torch.as_tensor(array) for name, array in arrays.items()}, metadata)
     else:
-        content = bytes(save_arrays(arrays, metadata))
+        content = save_arrays(arrays, metadata)
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size]) | {METADATA: metadata}  # safetensors writes those in any order
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+    return len(text).to_bytes(8, "little") + text + bytes(content[8 + size :])
 
 
 def decode_sample(content: bytes | memoryview) -> Any:
@@ -81,21 +77,17 @@ def decode_sample(content: bytes | memoryview) -> Any:
     if kinds.keys() != tensors.keys():
         raise ValueError("its metadata and its arrays name different parts")
     values = {name: _decoded(kind, tensors[name]) for name, kind in kinds.items()}
-    container, names = metadata.get("container", "dict"), list(values)
-    if container == "one" and len(values) == 1:
-        return values[names[0]]
-    trees = {
-        "tuple": {"tuple": names},
-        "list": {"list": names},
-        "dict": {"dict": dict(zip(names, names, strict=True))},
-    }
-    tree = _object(metadata.get("tree")) if container == "nested" else trees.get(container)
-    if tree is None:
-        raise ValueError(f"unknown container {container!r} of {len(values)} parts")
     try:
-        return _grown(tree, values)
+        if "tree" in metadata:
+            return _grown(json.loads(metadata["tree"]), values)
     except RecursionError as error:
         raise ValueError("its parts are nested too deeply") from error
+    container = metadata.get("container", "dict")  # of samples written before there was a tree in each
+    if container == "one" and len(values) == 1:
+        return next(iter(values.values()))
+    if container not in ("tuple", "list", "dict"):
+        raise ValueError(f"unknown container {container!r} of {len(values)} parts")
+    return values if container == "dict" else (tuple if container == "tuple" else list)(values.values())
 
 
 def is_sample(content: bytes | memoryview) -> bool:
@@ -104,20 +96,13 @@ def is_sample(content: bytes | memoryview) -> bool:
 
 
 def encode_facts(facts: Facts) -> bytes:
-    return json.dumps(
-        {
-            "length": facts.length,
-            "class_names": list(facts.class_names),
-            "num_classes": facts.num_classes,
-        }
-    ).encode()
+    return json.dumps(asdict(facts)).encode()
 
 
 def decode_facts(content: bytes | memoryview) -> Facts:
     """ValueError: not what `encode_facts` writes."""
     found = _object(bytes(content))
-    length, names, number = (found.get(name) for name in ("length", "class_names", "num_classes"))
-    names = [] if names is None else names
+    length, names, number = found.get("length"), found.get("class_names") or [], found.get("num_classes")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("class_names must be a list of names")
     for name, value in (("length", length), ("num_classes", number)):
@@ -126,35 +111,22 @@ def decode_facts(content: bytes | memoryview) -> Facts:
     return Facts(length, tuple(names), number or len(names) or None)
 
 
-def _parts(sample: Any) -> tuple[str, dict[str, Any]]:
-    inner = (
-        sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else ()
-    )
-    if any(isinstance(part, Mapping | tuple | list) for part in inner):
-        leaves: list[tuple[str, Any]] = []
-        _tree(sample, "", leaves)
-        return "nested", dict(leaves)
-    if isinstance(sample, Mapping):
-        if wrong := [name for name in sample if not isinstance(name, str) or name == METADATA]:
-            raise TypeError(f"the name {wrong[0]!r} of a part: names must be text, and not {METADATA}")
-        return "dict", dict(sample)
-    if isinstance(sample, tuple | list):
-        container = "tuple" if isinstance(sample, tuple) else "list"
-        return container, {str(number): part for number, part in enumerate(sample)}
-    return "one", {"0": sample}
-
-
-def _tree(value: Any, path: str, leaves: list[tuple[str, Any]]) -> Any:
+def _tree(value: Any, path: str, leaves: dict[str, Any]) -> Any:
     """The containers as JSON, with a name in place of each leaf, which is added to `leaves`."""
     if isinstance(value, Mapping):
-        if wrong := [name for name in value if not isinstance(name, str)]:
-            raise TypeError(f"the name {wrong[0]!r} of a part: names must be text")
+        if wrong := [name for name in value if not isinstance(name, str) or name == METADATA]:
+            raise TypeError(
+                f"the name {wrong[0]!r} of a part: names must be text, and not {METADATA}; {ALLOWED}"
+            )
         return {"dict": {name: _tree(part, f"{path}.{name}", leaves) for name, part in value.items()}}
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [_tree(part, f"{path}.{number}", leaves) for number, part in enumerate(value)]}
-    leaves.append((f"{len(leaves)}{path}", value))
-    return leaves[-1][0]
+    name = path[1:] or "0"
+    while name in leaves:  # {"a": {"b": 1}, "a.b": 2}
+        name += "_"
+    leaves[name] = value
+    return name
 
 
 def _grown(tree: Any, values: dict[str, Any]) -> Any:
@@ -178,12 +150,10 @@ def _encoded(part: Any) -> tuple[str, Any]:
     if isinstance(part, str | bytes):
         content = part.encode() if isinstance(part, str) else part
         return "text" if isinstance(part, str) else "bytes", np.frombuffer(bytearray(content), np.uint8)
-    if isinstance(part, bool | int | float):
-        kind = type(part).__name__
+    kind = type(part).__name__
+    if kind in NUMBERS or isinstance(part, np.ndarray | np.generic):
         return kind if kind in NUMBERS else "array", _array(np.asarray(part))
-    if isinstance(part, np.ndarray | np.generic):
-        return "array", _array(np.asarray(part))
-    raise TypeError(f"a part of type {type(part).__name__}; {ALLOWED}")
+    raise TypeError(f"a part of type {kind}; {ALLOWED}")
 
 
 def _array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -215,8 +185,6 @@ def _decoded(kind: Any, tensor: Tensor) -> Any:
         return array
     if kind in ("text", "bytes"):
         return str(array.tobytes(), "utf-8") if kind == "text" else array.tobytes()
-    if kind not in NUMBERS:
-        raise ValueError(f"unknown kind of part {kind!r}")
-    if array.size != 1:
-        raise ValueError(f"a number of shape {array.shape}")
+    if kind not in NUMBERS or array.size != 1:
+        raise ValueError(f"a {kind!r} of shape {array.shape}")
     return NUMBERS[kind](array.item())

@@ -50,23 +50,14 @@ class Shards:
         path = str(self.files[number])
         try:
             file = self._open[path]  # held while it is read: another thread may drop it from those kept open
-            content = self._read(file.descriptor, place, size)
+            content = os.pread(file.descriptor, size, place)
+            while len(content) < size and (  # the system gives at most 2 GiB at once
+                more := os.pread(file.descriptor, size - len(content), place + len(content))
+            ):
+                content += more
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
         if len(content) != size:
-            raise DataError(
-                f"{path}: cut short: {len(content)} of the {size} bytes at byte {place} are there"
-            )
-        return content
-
-    def size(self, number: int) -> int:
-        return os.stat(self.files[number]).st_size
-
-    def _read(self, descriptor: int, place: int, size: int) -> bytes:
-        content = os.pread(descriptor, size, place)
-        while len(content) < size:  # the system gives at most 2 GiB at once
-            more = os.pread(descriptor, size - len(content), place + len(content))
-            if not more:
-                break
-            content += more
+            there = f"{len(content)} of the {size} bytes at byte {place} are there"
+            raise DataError(f"{path}: cut short: {there}")
         return content

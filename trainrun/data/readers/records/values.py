@@ -14,7 +14,6 @@ from trainrun.data.readers.pictures.decode import FAULTS, Form, fault_of
 PICTURES = ("jpg", "jpeg", "png")
 NUMBERS = ("cls", "cls2", "index", "id")
 TEXTS = ("txt", "text", "transcript")
-KNOWN = (*PICTURES, *NUMBERS, *TEXTS, "json", "npy")
 PICTURE_MAGICS, NPY_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"), b"\x93NUMPY"
 NPY_FAULTS = (ValueError, SyntaxError, TypeError, KeyError, EOFError, OverflowError, RecursionError, MemoryError,
               tokenize.TokenError)  # fmt: skip
@@ -27,15 +26,16 @@ def decode_value(extension: str, content: bytes, form: Form) -> Any:
     `guessed_value` does.
     """
     kind = extension.rpartition(".")[2]
-    if kind in PICTURES:
-        return picture(content, form)
     if kind in NUMBERS:
         return int(content.decode("ascii"))
     if kind in TEXTS:
         return content.decode()
     if kind == "json":
-        return json_value(content)
-    return npy(content) if kind == "npy" else guessed_value(content, form)
+        try:
+            return json.loads(content)
+        except RecursionError as error:
+            raise ValueError("JSON that is nested too deeply") from error
+    return picture(content, form) if kind in PICTURES else guessed_value(content, form)
 
 
 def guessed_value(content: bytes, form: Form) -> Any:
@@ -62,10 +62,3 @@ def npy(content: bytes) -> np.ndarray[Any, Any]:
         why = "allowed are numbers, not pickled objects" if "pickle" in str(error) else str(error)
         raise ValueError(f"a .npy array cut short or damaged ({why})") from error
     return array
-
-
-def json_value(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except RecursionError as error:
-        raise ValueError("JSON that is nested too deeply") from error

@@ -9,12 +9,11 @@ true one. Shards must be plain tar files: inside a compressed one nothing can be
 
 from __future__ import annotations
 
-import os
 import tarfile
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,9 +29,6 @@ from trainrun.limits import BelowOne, Count
 
 ENDINGS = (".tar",)
 WHOLE = "safetensors"
-COMPRESSED = {
-    b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd",
-}  # fmt: skip
 FAULTS = (
     tarfile.TarError,
     OSError,
@@ -43,7 +39,6 @@ FAULTS = (
     MemoryError,
     RecursionError,
 )
-MAX_EXTENSIONS = 1000  # more show that the dots of the names mean something else
 
 
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
@@ -58,49 +53,25 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None, val
     """
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
-    files = files_of(*part.place, ENDINGS)
-    return dataset_of(TarReader(files, None if columns is None else tuple(columns), form), part)
-
-
-class Index(NamedTuple):
-    """Members in the order of the shards; all arrays int64.
-
-    kind: (M,) number of its extension. begin, place, size: (M,) in its file. file: (M,) number of its file.
-    start: (N + 1,) the first member of each sample.
-    """
-
-    extensions: tuple[str, ...]
-    kind: np.ndarray[Any, Any]
-    begin: np.ndarray[Any, Any]
-    place: np.ndarray[Any, Any]
-    size: np.ndarray[Any, Any]
-    file: np.ndarray[Any, Any]
-    start: np.ndarray[Any, Any]
+    return dataset_of(TarReader(files_of(*part.place, ENDINGS), columns, form), part)
 
 
 class TarReader:
     """The samples of all shards, one shard after the other."""
 
-    def __init__(self, files: Sequence[Path], columns: tuple[str, ...] | None, form: Form) -> None:
-        self._facts = facts_beside(files)
-        self._shards = Shards(files)
-        self._form = form
-        self._index = indexed(self._shards)
+    def __init__(self, files: Sequence[Path], columns: Sequence[str] | None, form: Form) -> None:
+        facts, self._form, self._shards = facts_beside(files), form, Shards(files)
+        self._extensions, self._members, self._starts = indexed(files)
         self._tuple = columns is not None
         if columns is None and len(self):
             columns, self._tuple = self._usual(self._extensions_of(0))
         self._columns = tuple(tuple(column.lower().split(";")) for column in columns or ())
         self._check_columns()
+        settings = (self._columns, self._tuple, form)
+        self.info = Info(tuple(files), settings, None, facts.class_names, facts.num_classes, self._where)
 
     def __len__(self) -> int:
-        return len(self._index.start) - 1
-
-    @property
-    def info(self) -> Info:
-        return Info(
-            self._shards.files, (self._columns, self._tuple, self._form), class_names=self._facts.class_names,
-            num_classes=self._facts.num_classes, where=self._where,
-        )  # fmt: skip
+        return len(self._starts) - 1
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         return [self._one(number) for number in indices]
@@ -111,37 +82,32 @@ class TarReader:
         for column in self._columns:
             extension = next(name for name in column if name in there)
             values[extension] = self._decoded(extension, there[extension])
-        if WHOLE in values and len(values) == 1:
-            return values[WHOLE]
         if not self._tuple:
             return values
-        parts = tuple(values.values())
-        return parts if len(parts) > 1 else parts[0]
+        return tuple(values.values()) if len(values) > 1 else next(iter(values.values()))
+
+    def _decoded(self, extension: str, member: int) -> Any:
+        _, _, place, size, file = self._members[member].tolist()
+        content = self._shards.read(file, place, size)
+        try:
+            if extension == WHOLE:
+                return decode_sample(content)
+            return decode_value(extension, content, self._form)
+        except ValueError as error:
+            raise ValueError(f"its {extension}: {error}") from error
 
     def _where(self, number: int) -> str:
         """File and name; the name is read again from the header."""
-        first = int(self._index.start[number])
-        shard = int(self._index.file[first])
-        member = next(members(self._shards.files[shard], int(self._index.begin[first])))
-        return f"{self._shards.files[shard]}, sample {_key_of(member.name)[0]!r}"
+        _, begin, _, _, shard = self._members[self._starts[number]].tolist()
+        file = self._shards.files[shard]
+        return f"{file}, sample {_key_of(next(members(file, begin)).name)[0]!r}"
 
     def _extensions_of(self, number: int) -> dict[str, int]:
         """The sample's members by extension."""
-        start = self._index.start
-        numbers = range(int(start[number]), int(start[number + 1]))
-        return {self._index.extensions[self._index.kind[member]]: member for member in numbers}
-
-    def _decoded(self, extension: str, member: int) -> Any:
-        index = self._index
-        content = self._shards.read(
-            int(index.file[member]), int(index.place[member]), int(index.size[member])
-        )
-        try:
-            return (
-                decode_sample(content) if extension == WHOLE else decode_value(extension, content, self._form)
-            )
-        except ValueError as error:
-            raise ValueError(f"its {extension}: {error}") from error
+        first, end = self._starts[number : number + 2].tolist()
+        return {
+            self._extensions[kind]: first + i for i, kind in enumerate(self._members[first:end, 0].tolist())
+        }
 
     def _usual(self, there: dict[str, int]) -> tuple[tuple[str, ...], bool]:
         """The columns where none are named, and whether they form a tuple."""
@@ -154,27 +120,29 @@ class TarReader:
 
     def _check_columns(self) -> None:
         """Every sample must have every column; said before the training rather than in it."""
-        index = self._index
-        owner = np.repeat(np.arange(len(self)), np.diff(index.start))
+        owner = np.repeat(np.arange(len(self)), np.diff(self._starts))
         for column in self._columns:
-            numbers = [number for number, name in enumerate(index.extensions) if name in column]
-            has = np.zeros(len(self), dtype=bool)
-            has[owner[np.isin(index.kind, numbers)]] = True
-            if not has.all():
-                first = int(np.flatnonzero(~has)[0])
+            kinds = [number for number, name in enumerate(self._extensions) if name in column]
+            lacks = np.ones(len(self), dtype=bool)
+            lacks[owner[np.isin(self._members[:, 0], kinds)]] = False
+            if lacks.any():
+                first = int(lacks.argmax())
                 raise DataError(
                     f"{self._where(first)}: has no {' or '.join(column)}, only "
-                    f"{', '.join(self._extensions_of(first))}; {int((~has).sum())} of {len(self)} samples lack "
+                    f"{', '.join(self._extensions_of(first))}; {int(lacks.sum())} of {len(self)} samples lack "
                     "it (see data.train.columns)"
                 )
 
 
-def indexed(shards: Shards) -> Index:
-    """Read the headers of all shards. DataError: damaged, compressed, or two members with one name."""
+def indexed(files: Sequence[Path]) -> tuple[list[str], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Read the headers of all shards. DataError: damaged, compressed, or two members with one name.
+
+    The extensions; (M, 5) int64, of each member the number of its extension, the places of its header and of its
+    content, its size and the number of its file; (N + 1,) int64, the first member of each sample.
+    """
     extensions: dict[str, int] = {}
-    tables = [array("q") for _ in range(5)]
-    starts = array("q")
-    for number, file in enumerate(shards.files):
+    table, starts = array("q"), array("q")
+    for number, file in enumerate(files):
         key, seen = None, set[str]()
         for member in members(file):
             name, extension = _key_of(member.name)
@@ -182,20 +150,14 @@ def indexed(shards: Shards) -> Index:
                 continue
             if name != key:
                 key, seen = name, set()
-                starts.append(len(tables[0]))
+                starts.append(len(table) // 5)
             if extension in seen:
                 raise DataError(f"{file}: sample {key!r} has two members {extension}")
             seen.add(extension)
             kind = extensions.setdefault(extension, len(extensions))
-            if kind >= MAX_EXTENSIONS:
-                raise DataError(
-                    f"{file}: names end in more than {MAX_EXTENSIONS} ways, as {member.name[:80]!r}"
-                )
-            row = (kind, member.offset, member.offset_data, member.size, number)
-            for table, value in zip(tables, row, strict=True):
-                table.append(value)
-    starts.append(len(tables[0]))
-    return Index(tuple(extensions), *(np.array(table, dtype=np.int64) for table in [*tables, starts]))
+            table.extend((kind, member.offset, member.offset_data, member.size, number))
+    starts.append(len(table) // 5)
+    return list(extensions), np.array(table, np.int64).reshape(-1, 5), np.array(starts, np.int64)
 
 
 def members(file: Path, begin: int = 0) -> Iterator[tarfile.TarInfo]:
@@ -206,15 +168,13 @@ def members(file: Path, begin: int = 0) -> Iterator[tarfile.TarInfo]:
     """
     try:
         with file.open("rb") as opened:
-            _check_plain(file, opened.read(8), os.fstat(opened.fileno()).st_size)
             opened.seek(begin)
             archive = tarfile.TarFile(fileobj=opened, encoding="utf-8", errors="surrogateescape")
             member, last = archive.next(), begin
             while member is not None:
                 if member.sparse is not None:
-                    raise ValueError(
-                        f"a sparse member at byte {member.offset}; pack the files anew without --sparse"
-                    )
+                    at = f"a sparse member at byte {member.offset}"
+                    raise ValueError(f"{at}; pack the files anew without --sparse")
                 if member.size < 0 or archive.offset <= last:
                     raise ValueError(f"a negative or impossible size at byte {member.offset}")
                 if member.isreg():
@@ -228,18 +188,9 @@ def members(file: Path, begin: int = 0) -> Iterator[tarfile.TarInfo]:
                 fault = "a damaged header" if any(end) else "cut short: no block of zeros"
                 raise ValueError(f"{fault} at byte {archive.offset}")
     except FAULTS as error:
-        raise DataError(f"{file}: not a tar file, damaged or cut short ({error})") from error
-
-
-def _check_plain(file: Path, start: bytes, size: int) -> None:
-    if size == 0:
-        raise DataError(f"{file}: empty, not even the end of a tar file")
-    packed = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
-    if packed is not None:
         raise DataError(
-            f"{file}: packed with {packed}, so its members cannot be found one by one; unpack it once, as with "
-            "`gunzip shard.tar.gz`, and name the .tar file"
-        )
+            f"{file}: not a tar file, damaged or cut short ({error}); unpack a compressed one, as with gunzip"
+        ) from error
 
 
 def _key_of(path: str) -> tuple[str, str]:
