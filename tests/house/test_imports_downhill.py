@@ -23,7 +23,7 @@ FLOORS = {
     8: ["runs/", "sweep/"],
     7: ["runs/finish", "summary/"],
     6: ["assemble/", "runs/resume", "runs/repair"],
-    5: ["training/", "autotune/", "step/", "timing/sampled"],
+    5: ["training/", "autotune/", "step/", "timing/cuda_events"],
     4: ["training/components", "runs/status", "plots/"],
     3: ["training/triggers", "training/task_calls", "training/checks/task_watch", "training/recovery/",
         "training/without_trace", "config/"],

@@ -67,7 +67,7 @@ def test_a_failure_ends_the_sampling_and_not_the_run(caplog: pytest.LogCaptureFi
 def test_cpu_time_of_a_busy_process_is_seen() -> None:
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        sampler = Sampler(child.pid, 0)
+        sampler = Sampler(child.pid)
         assert "cpu_percent" not in sampler.read()  # nothing to compare with yet
         busy = psutil.Process(child.pid)
         while busy.cpu_times().user < 0.5:
@@ -79,7 +79,7 @@ def test_cpu_time_of_a_busy_process_is_seen() -> None:
 
 
 def test_memory_of_child_processes_counts() -> None:
-    alone = Sampler(os.getpid(), 0).read()["memory_bytes"]
+    alone = Sampler(os.getpid()).read()["memory_bytes"]
     code = "x = bytearray(200_000_000); print('ready', flush=True); input()"
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -87,7 +87,7 @@ def test_memory_of_child_processes_counts() -> None:
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        sampler = Sampler(None, 0)
+        sampler = Sampler(None)
         both = sampler.read()["memory_bytes"]
         assert both - alone > 150_000_000
     finally:

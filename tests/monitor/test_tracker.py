@@ -51,6 +51,10 @@ class Useless:
 class Leaves:
     def on_step(self, step, epoch, row):
         raise KeyError("first fault")
+
+class Exits:
+    def on_step(self, step, epoch, row):
+        raise SystemExit
 """
 SHORT = [
     "trainer.max_steps=4", "monitor.log_every_n_steps=1", "monitor.progress_bar=false", "monitor.plots=false",
@@ -128,6 +132,25 @@ def test_raise_ends_the_run_with_its_first_fault(own: Path, capsys: pytest.Captu
     assert "KeyError: 'first fault'" in captured.err
     assert "contextlib" not in captured.err
     assert json.loads((own / "run" / "status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_one_that_exits_is_named_and_never_ends_the_run_without_a_word(
+    own: Path, capsys: pytest.CaptureFixture[str], on_error: str
+) -> None:
+    code = main([*SHORT, "monitor.mine._target_=own.Exits", f"monitor.on_error={on_error}"])
+    told = "monitor.mine: on_step of Exits failed: SystemExit:"
+    captured = capsys.readouterr()
+    assert told in captured.out
+    status = json.loads((own / "run" / "status.json").read_text())
+    if on_error == "warn":
+        assert (code, status["state"]) == (0, "done")
+        assert status["listener_faults"] == {"monitor.mine": 4}
+    else:
+        assert code != 0
+        assert status["state"] == "failed"
+        assert told in captured.err
+        assert told in status["message"]
 
 
 def test_an_object_that_listens_to_nothing_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

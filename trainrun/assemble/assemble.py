@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -58,6 +58,7 @@ from trainrun.config.private_values import public
 from trainrun.config.schema import SAME, RunConfig, validation_nodes
 from trainrun.config.units import parse_seconds
 from trainrun.data.bad_samples import report_to
+from trainrun.data.engines.device_feed import Copying, unnoticed
 from trainrun.data.facts import facts_of_all
 from trainrun.data.sequences.token_counter import TokenCounter
 from trainrun.errors import ConfigError, PluginError
@@ -84,7 +85,6 @@ from trainrun.runtime.collector import Tidy
 from trainrun.runtime.free_memory import host_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.scheduler.schedule import Schedule
-from trainrun.timing.cuda_events import Copying, DeviceTimes
 from trainrun.timing.phases import PhaseTimer
 from trainrun.training.components import Components
 from trainrun.training.hooks import Hooks
@@ -100,6 +100,9 @@ from trainrun.training.recovery.nonfinite import BadSteps
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import Place, TaskCalls
 from trainrun.training.triggers import Intervals, RunLimits, Triggers
+
+if TYPE_CHECKING:
+    from trainrun.timing.cuda_events import DeviceTimes
 
 LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
 
@@ -167,7 +170,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     facts = facts_of_all(sources, build_transform(config, "train"))
     check_alike(config, sources)
     report = report_to([monitor.on_note for monitor in site.monitors])
-    tally, copying = TokenCounter(), Copying(site.phases, site.device_times)
+    tally, copying = TokenCounter(), copying_of(site)
     task = build_task(config, facts)
     sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
     streams = {
@@ -259,6 +262,15 @@ def build_updates(
         config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)
     )
     return optimizer, build_schedule_of(config, optimizer, rhythm), precision, {}
+
+
+def copying_of(site: RunContext) -> Copying:
+    """What surrounds the copy of a batch to a GPU."""
+    if site.parallel.device.type == "cpu":
+        return unnoticed
+    from trainrun.timing import cuda_events
+
+    return cuda_events.Copying(site.phases, site.device_times)
 
 
 def build_monitors(

@@ -7,23 +7,23 @@ import importlib
 import os
 import shlex
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import RunConfig
-from trainrun.instantiate import build
 from trainrun.interfaces import Monitor
 from trainrun.monitor.bus import Bus
 from trainrun.monitor.console import Console
-from trainrun.monitor.hardware import Hardware
-from trainrun.monitor.metrics_file import MetricsFile, cut_rows_after, mend_end
-from trainrun.monitor.phase_rows import PhaseRows
-from trainrun.monitor.tracker import Tracker
+from trainrun.monitor.metrics_file import MetricsFile, mend_end
 from trainrun.runs.run_folder import RunDir, check_there
 from trainrun.satellites import satellite
-from trainrun.timing.cuda_events import DeviceTimes
 from trainrun.timing.phases import LOGGING, PLOTS, PhaseTimer
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
+
+if TYPE_CHECKING:
+    from trainrun.monitor.hardware import Hardware
+    from trainrun.monitor.tracker import Tracker
+    from trainrun.timing.cuda_events import DeviceTimes
 
 
 class Listeners:
@@ -37,10 +37,7 @@ class Listeners:
         self._hardware: Hardware | None = None
         self._told = ""
         wanted = config.monitor
-        trackers = [  # before any file is opened: they may be refused
-            Tracker(build(node, key), key, wanted.on_error == "raise", self._note)
-            for key, node in ((f"monitor.{name}", node) for name, node in wanted.listeners.items())
-        ]
+        trackers = self._build_trackers()  # before any file is opened: they may be refused
         self._consoles: list[Console] = []
         if wanted.verbose or wanted.progress_bar:
             screen = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size)
@@ -52,8 +49,19 @@ class Listeners:
             mend_end(run.metrics)
             file = MetricsFile(run.metrics, check=lambda: check_there(run))
         self._keeps_rows = bool(file or trackers)
-        rows = PhaseRows(phases, device_times) if self._keeps_rows else None
-        self.bus = Bus(file, self._consoles, trackers, rows)
+        booked = (phases, device_times) if self._keeps_rows else ()
+        self.bus = Bus(file, self._consoles, trackers, *booked)
+
+    def _build_trackers(self) -> list[Tracker]:
+        wanted = self._config.monitor
+        if not wanted.listeners:
+            return []
+        from trainrun.instantiate import build
+        from trainrun.monitor.tracker import Tracker
+
+        nodes = {f"monitor.{name}": node for name, node in wanted.listeners.items()}
+        stops = wanted.on_error == "raise"
+        return [Tracker(build(node, key), key, stops, self._note) for key, node in nodes.items()]
 
     @property
     def monitors(self) -> list[Monitor]:
@@ -61,11 +69,15 @@ class Listeners:
 
     def attach(self, run: Components, state: TrainState) -> None:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
-        if self._has_file:
+        if self._has_file and self._run.metrics.exists():
+            from trainrun.monitor.metrics_rows import cut_rows_after
+
             cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
         if self._keeps_rows and self._config.monitor.hardware:
             ranks = run.parallel.world_size > 1  # then their starter is the root of all processes
             root = os.getppid() if ranks else None
+            from trainrun.monitor.hardware import Hardware
+
             self._hardware = Hardware(self.bus.write, lambda: run.monitors.step, root_pid=root)
 
     def on_position(self, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,7 @@ from trainrun.interfaces import Counting, Parallel, counts_before
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.precision.update import Update
 from trainrun.runtime.collector import freeze_more
-from trainrun.timing.cuda_events import DeviceTimes
 from trainrun.timing.phases import COMPILE, PhaseTimer
-from trainrun.timing.sampled import sampled
 from trainrun.training.checks.contract import Checked
 from trainrun.training.checks.sync_debug import Watched
 from trainrun.training.checks.user_state import check_halves
@@ -33,6 +31,9 @@ from trainrun.training.train_step import (
     train_step,
 )
 from trainrun.transform.compile_log import CompileLog
+
+if TYPE_CHECKING:
+    from trainrun.timing.cuda_events import DeviceTimes
 
 
 def build_log(monitors: MetricLogger, phases: PhaseTimer) -> CompileLog:
@@ -140,6 +141,8 @@ def seen_step(
 ) -> Step:
     """The step, timed on its device now and then, and watched where that was asked for; on a CPU the step itself."""
     if times is not None:
+        from trainrun.timing.cuda_events import sampled
+
         step = sampled(step, times)
     if not config.monitor.sync_debug:
         return step

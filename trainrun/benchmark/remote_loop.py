@@ -41,7 +41,6 @@ from trainrun.data.map_style import thread_safe
 from trainrun.errors import PluginError
 from trainrun.interfaces import MicroBatch, StepReport, counts_before
 from trainrun.model.choices import attention_layers
-from trainrun.monitor.hardware import forget_peak
 from trainrun.summary.throughput_limits import ahead, settle
 from trainrun.timing.phases import ACCOUNTS, COMPILE, DATA
 from trainrun.training import loop
@@ -181,7 +180,8 @@ class Worker:
         ranks, loading = run.parallel.world_size, ACCOUNTS[DATA]
         until = time.monotonic() + message.most_seconds if ranks == 1 else math.inf
         items_first, first = state.items, run.phases.read()
-        forget_peak(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._run(run, state, warm, message.variant, until)
         step, items, spent = state.step, state.items, run.phases.read()
         settle(self._device)

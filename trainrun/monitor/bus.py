@@ -7,32 +7,37 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainrun.interfaces import Monitor, RunFacts
-from trainrun.monitor.metrics_file import MetricsFile, Row
-from trainrun.monitor.phase_rows import PhaseRows
-from trainrun.monitor.tracker import Tracker
+from trainrun.monitor.metrics_file import MetricsFile
+from trainrun.runtime.process_stats import Vitals
+from trainrun.timing.phases import PhaseTimer
+
+if TYPE_CHECKING:
+    from trainrun.monitor.tracker import Tracker
+    from trainrun.timing.cuda_events import DeviceTimes
 
 NOT_IN_ROWS = ("run_id", "config")  # of the facts: they stand in files of their own
+LEDGER_SECONDS = 1.0  # between two rows of the account of time
 
 
 class Bus:
-    """Fills `Monitor`. screens: what people see; file, trackers: get every row; phases: makes rows of its own.
+    """Fills `Monitor`. screens: what people see; file, trackers: get every row; phases: the account of time.
 
     Rows may come from any thread. The file has them at once, trackers on the thread that trains, with its next
     row: theirs is code of users, which need not be safe for threads.
     """
 
     def __init__(
-        self,
-        file: MetricsFile | None = None,
-        screens: Sequence[Monitor] = (),
-        trackers: Sequence[Tracker] = (),
-        phases: PhaseRows | None = None,
-    ) -> None:
-        self._file, self._screens, self._trackers, self._phases = file, screens, trackers, phases
-        self._waiting: deque[Row] = deque()
+        self, file: MetricsFile | None = None, screens: Sequence[Monitor] = (), trackers: Sequence[Tracker] = (),
+        phases: PhaseTimer | None = None, device_times: DeviceTimes | None = None,
+    ) -> None:  # fmt: skip
+        self._file, self._screens, self._trackers = file, screens, trackers
+        self._phases, self._device_times = phases, device_times
+        self._vitals = None if phases is None else Vitals()
+        self._ledger_at = 0.0
+        self._waiting: deque[dict[str, Any]] = deque()
         self._step = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -55,7 +60,7 @@ class Bus:
         for screen in self._screens:
             screen.on_step(step, epoch, row)
         self._publish("train", epoch=epoch, **row)
-        self._write_due_phases()
+        self.write_phases(LEDGER_SECONDS)
         for tracker in self._trackers:
             tracker.on_step(step, epoch, row)
         self._hand_on()
@@ -65,7 +70,7 @@ class Bus:
         for screen in self._screens:
             screen.on_eval(step, epoch, row)
         self._publish("test" if any(name.startswith("test/") for name in row) else "eval", epoch=epoch, **row)
-        self._write_due_phases()
+        self.write_phases(LEDGER_SECONDS)
         self.flush()
         for tracker in self._trackers:
             tracker.on_eval(step, epoch, row)
@@ -88,14 +93,24 @@ class Bus:
         for monitor in (*self._screens, *self._trackers):
             monitor.on_end(summary)
 
-    def write_phases(self) -> None:
-        """The account of time up to now, as a row."""
-        if self._phases is not None:
-            self.write(self._phases.row(self._step))
+    def write_phases(self, every_seconds: float = 0.0) -> None:
+        """A row with the account of time up to now, unless the last one is younger than that.
 
-    def _write_due_phases(self) -> None:
-        if self._phases is not None and self._phases.is_due():
-            self.write_phases()
+        It counts from the start of the session: seconds of every phase, what else took time in the process (vitals),
+        and the phases on a GPU.
+        """
+        now = time.perf_counter()
+        if self._phases is None or self._vitals is None or now - self._ledger_at < every_seconds:
+            return
+        self._ledger_at = now
+        tables = {"seconds": self._phases.read(), "vitals": self._vitals.read()}
+        if self._device_times is not None:
+            tables["device"] = self._device_times.read()
+        rounded = {
+            table: {name: round(value, 6) for name, value in values.items()}
+            for table, values in tables.items()
+        }
+        self._publish("ledger", **rounded)
 
     def flush(self) -> None:
         """Write the rows that the file held back."""
@@ -123,6 +138,10 @@ class Bus:
     def close(self) -> None:
         """Trackers first: their faults are still shown and written."""
         with contextlib.ExitStack() as closing:  # from the last to the first, whatever one of them raises
-            for part in (*self._screens, self._file, self._phases, *self._trackers):
-                if part is not None:
-                    closing.callback(part.close)
+            for screen in self._screens:
+                closing.callback(screen.close)
+            closing.callback(self.flush)
+            if self._vitals is not None:
+                closing.callback(self._vitals.close)
+            for tracker in self._trackers:
+                closing.callback(tracker.close)

@@ -11,19 +11,17 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from trainrun.formatting import counted, duration, figure, quantity, readings, speed_in
+from trainrun.formatting import counted, quantity, readings, speed_in
 from trainrun.interfaces import RunFacts
 from trainrun.output import plain, say
-from trainrun.runs.run_folder import RunDir
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.live import Live
 
 QUIET_SECONDS = 30.0  # between lines that are no validation
-LEAST_SHARE = 0.02  # of the time: smaller accounts are not named in the summary
 REDRAWS_PER_SECOND = 5  # a redraw takes the interpreter from the training for about a millisecond
 
 
@@ -35,15 +33,12 @@ class Console:
     """
 
     def __init__(
-        self,
-        interactive: bool | None = None,
-        verbose: bool = True,
-        progress: bool = True,
-        window: int = 20,
+        self, interactive: bool | None = None, verbose: bool = True, progress: bool = True, window: int = 20,
         stream: IO[str] | None = None,
-    ) -> None:
-        self._stream = stream
-        self._interactive, self._verbose, self._progress = interactive, verbose, progress
+    ) -> None:  # fmt: skip
+        self._stream, self._verbose = stream, verbose
+        terminal = (stream or sys.stdout).isatty() if interactive is None else interactive
+        self._wants_bar = progress and terminal
         self._windows: deque[tuple[float, float]] = deque(maxlen=window)  # items and seconds of each
         self._window_began = 0  # the step of the last log point
         self._unit = "samples/s"
@@ -65,11 +60,10 @@ class Console:
             self._say_newest()
 
     def on_start(self, facts: RunFacts, step: int) -> None:
-        self._facts, self.position, self._last_line = facts, step, time.monotonic()
-        self._window_began = step
+        self._facts, self.position, self._window_began = facts, step, step
         for line in start_lines(facts, step, self._verbose):
             self._print(line)
-        if self._progress and self._in_terminal():
+        if self._wants_bar:
             self._start_bar(facts)
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
@@ -85,7 +79,7 @@ class Console:
         self._due = self._live is None and time.monotonic() - self._last_line >= QUIET_SECONDS
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        shown = _metrics(row)
+        shown = {name: value for name, value in row.items() if "/" in name and not name.endswith("/seconds")}
         self._latest |= shown
         if any(name.startswith("test/") for name in shown):
             self._say_newest()
@@ -100,10 +94,11 @@ class Console:
         self._print(text)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
+        from trainrun.monitor.end_lines import end_lines
+
         self.close()
         self._say_newest()
-        folder = RunDir(Path(self._facts.folder)) if self._facts else None
-        for line in end_lines(summary, folder):
+        for line in end_lines(summary, self._facts.folder if self._facts else None):
             self._print(line)
 
     def close(self) -> None:
@@ -115,11 +110,6 @@ class Console:
             except OSError:
                 self._closed = True
 
-    def _in_terminal(self) -> bool:
-        if self._interactive is None:
-            return (self._stream or sys.stdout).isatty()
-        return self._interactive
-
     def _start_bar(self, facts: RunFacts) -> None:
         import rich.console
         from rich.live import Live
@@ -129,15 +119,14 @@ class Console:
         console = rich.console.Console(file=self._stream, force_terminal=True, highlight=False)
         if console.is_dumb_terminal:  # it cannot move its cursor
             return
-        lengths = facts.total_steps, facts.steps_per_epoch, facts.total_epochs
-        bar = ProgressBar(*lengths, self.position, console.options.ascii_only)
+        bar = ProgressBar(facts, self.position, console.options.ascii_only)
+
+        def draw() -> RenderableType:
+            values = [*self._shown_speed(), *readings(self._latest)]
+            return bar.draw(console.width, self.position, values)
+
         self._live = Live(
-            console=console,
-            get_renderable=lambda: bar.draw(
-                console.width, self.position, self._latest, self._speed(), self._unit
-            ),
-            refresh_per_second=REDRAWS_PER_SECOND,
-            transient=True,
+            console=console, get_renderable=draw, refresh_per_second=REDRAWS_PER_SECOND, transient=True
         )
         self._live.start()
         if hasattr(os, "register_at_fork"):
@@ -145,10 +134,12 @@ class Console:
 
     def _speed(self) -> float | None:
         """Items over seconds: log points are unequally long, so no mean of their speeds is right."""
-        items, seconds = (
-            (sum(column) for column in zip(*self._windows, strict=True)) if self._windows else (0, 0)
-        )
+        items, seconds = (sum(column) for column in zip((0.0, 0.0), *self._windows, strict=True))
         return items / seconds if seconds else None
+
+    def _shown_speed(self) -> list[str]:
+        speed = self._speed()
+        return [] if speed is None else [f"{quantity(speed)} {self._unit}"]
 
     def _say_newest(self) -> None:
         """The newest numbers, unless a line has had them."""
@@ -156,7 +147,7 @@ class Console:
         if newest is not None:
             step, epoch, metrics = newest
             self._print(
-                progress_line(place_line(step, epoch, self._facts), metrics, self._speed(), self._unit)
+                "  ".join([place_line(step, epoch, self._facts), *readings(metrics), *self._shown_speed()])
             )
 
     def _print(self, line: str) -> None:
@@ -172,13 +163,16 @@ class Console:
             self._closed = True
 
 
+def entry(name: str, text: str) -> str:
+    return f"  {name:<7} {text}"
+
+
 def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
     """The block at the start; without `verbose` where the files are, and no more."""
     if not verbose:
         return [f"{facts.name}  {facts.folder}"]
     ranks = facts.world_size
-    effective = facts.batch_size * facts.accumulate * ranks
-    batch = f"batch {facts.batch_size} x accumulate {facts.accumulate} x ranks {ranks} = {effective}"
+    batch = f"batch {facts.batch_size} x accumulate {facts.accumulate} x ranks {ranks}"
     model = f"{facts.model_summary}, {counted(facts.num_parameters, 'parameter')}"
     if facts.num_trainable != facts.num_parameters:
         model += f", {facts.num_trainable:,} of them trained"
@@ -187,119 +181,14 @@ def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
         data += f", {facts.num_val:,} for validation"
     return [
         f"{facts.name} on {facts.device}" + (f", resumed at step {step:,}" if step else ""),
-        _entry("model", model),
-        _entry("data", data),
-        _entry("step", batch),
-        *([_entry("update", facts.update)] if facts.update else []),
-        _entry("length", _length(facts)),
-        *(_entry("chosen" if i == 0 else "", choice) for i, choice in enumerate(facts.choices)),
-        _entry("folder", facts.folder),
+        entry("model", model),
+        entry("data", data),
+        entry("step", f"{batch} = {facts.batch_size * facts.accumulate * ranks}"),
+        *([entry("update", facts.update)] if facts.update else []),
+        entry("length", _length(facts)),
+        *(entry("chosen" if i == 0 else "", choice) for i, choice in enumerate(facts.choices)),
+        entry("folder", facts.folder),
     ]
-
-
-def progress_line(
-    place: str, metrics: Mapping[str, float], speed: float | None, unit: str = "samples/s"
-) -> str:
-    """`epoch 3/20  step 135  train/loss 0.21  val/loss 0.25  val/acc 0.921  5.9k samples/s`"""
-    parts = [place, *readings(metrics)]
-    if speed is not None:
-        parts.append(f"{quantity(speed)} {unit}")
-    return "  ".join(parts)
-
-
-def place_line(step: int, epoch: float, facts: RunFacts | None) -> str:
-    """`epoch 3/20  step 135`, or `step 135/5,000` in a run that sees no epoch to its end, as of endless data."""
-    length, total, epochs = (
-        (None, None, None) if facts is None
-        else (facts.steps_per_epoch, facts.total_steps, facts.total_epochs)
-    )  # fmt: skip
-    if epoch < 1 and (length is None or total is None or total < length):
-        return f"step {step:,}" + (f"/{total:,}" if total is not None else "")
-    end = total / length if length and total is not None else epochs
-    return f"epoch {epoch:.4g}" + (f"/{end:.4g}" if end is not None else "") + f"  step {step:,}"
-
-
-def end_lines(summary: Mapping[str, Any], folder: RunDir | None) -> list[str]:
-    """Why it ended, the best value, the time, and the files that exist."""
-    lines = [f"ended at step {summary.get('step', 0):,}: {summary.get('reason') or 'all done'}"]
-    if summary.get("value") is not None:
-        best = f"{summary.get('monitor')} {figure(summary['value'])}"
-        at = summary.get("best_step")
-        lines.append(_entry("best", best + (f" at step {at:,}" if at is not None else "")))
-    if "seconds" in summary:
-        found = speed_in(summary)
-        rate = "" if found is None else f", {quantity(found[0])} {found[1]}"
-        lines.append(_entry("time", duration(summary["seconds"]) + rate))
-    if summary.get("flops_per_second"):
-        lines.append(_entry("compute", compute_line(summary)))
-    if summary.get("throughput_limits"):
-        lines.append(_entry("limits", limits_line(summary["throughput_limits"], speed_in(summary))))
-    if summary.get("ledger"):
-        lines.append(_entry("spent", spent_line(summary["ledger"])))
-    if summary.get("hidden_syncs") is not None:
-        lines.append(_entry("waits", waits_line(summary["hidden_syncs"])))
-    for key, count in (summary.get("listener_faults") or {}).items():
-        lines.append(_entry("failed", f"{key}: {counted(count, 'call')}"))
-    if summary.get("hint"):
-        lines.append(_entry("hint", summary["hint"]))
-    if folder is not None:
-        written = [path for path in (folder.checkpoints, folder.plots, folder.report) if path.exists()]
-        for i, path in enumerate(written or [folder.root]):
-            lines.append(_entry("files" if i == 0 else "", str(path)))
-    return lines
-
-
-def compute_line(summary: Mapping[str, Any]) -> str:
-    """`35 GFLOP/s, 41 % of the best matrix product measured here (80 GFLOP/s to 85 GFLOP/s)`; and on a known GPU
-    `, 33 % of its data sheet (989 TFLOP/s)`"""
-    done, peak = summary["flops_per_second"], summary.get("peak_flops_per_second")
-    line = flop_rate(done)
-    if not peak:
-        return line
-    sheet = summary.get("data_sheet_flops_per_second")
-    known = f", {100 * done / sheet:.1f} % of its data sheet ({flop_rate(sheet)})" if sheet else ""
-    measured = f"{flop_rate(summary['lowest_peak_flops_per_second'])} to {flop_rate(peak)}"
-    if not summary.get("mfu"):
-        return f"{line}{known}; the best matrix product measured here is too unsteady to compare ({measured})"
-    return (
-        f"{line}, {100 * summary['mfu']:.1f} % of the best matrix product measured here ({measured}){known}"
-    )
-
-
-def limits_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> str:
-    """`training alone 1.9k samples/s, loading alone 950k: training limits, 98 % reached between validations`"""
-    unit = "" if speed is None else f" {speed[1]}"
-    load, train = quantity(facts["load_per_second"]), quantity(facts["train_per_second"])
-    sides = {"load": f"loading alone {load}", "train": f"training alone {train}"}
-    first = sides.pop(facts["limit"])
-    name = "loading" if facts["limit"] == "load" else "training"
-    (second,) = sides.values()
-    return f"{first}{unit}, {second}: {name} limits, its steps reach {100 * facts['reached']:.0f} %"
-
-
-def waits_line(found: Mapping[str, int]) -> str:
-    """`2 lines of a step made the host wait for the GPU: /home/me/my_net.py:14 (900 times), ...`"""
-    if not found:
-        return "no line of a step made the host wait for the GPU"
-    places = ", ".join(f"{place} ({count} times)" for place, count in found.items())
-    return f"{counted(len(found), 'line')} of a step made the host wait for the GPU: {places}"
-
-
-def flop_rate(rate: float) -> str:
-    """`35 GFLOP/s`"""
-    number = quantity(rate)
-    digits = number.rstrip("kMGT")
-    return f"{digits} {number[len(digits) :]}FLOP/s"
-
-
-def spent_line(seconds: Mapping[str, float]) -> str:
-    """`6.1 s from start to end: start-up 40 %, forward 21 %, ... other 3 %`, the largest first."""
-    total = sum(seconds.values()) or 1.0
-    order = sorted(seconds, key=lambda name: -seconds[name])
-    named = [name for name in order if seconds[name] >= LEAST_SHARE * total]
-    parts = [f"{name} {100 * seconds[name] / total:.0f} %" for name in named]
-    rest = 1 - sum(seconds[name] for name in named) / total
-    return f"{duration(total)} from start to end: " + ", ".join([*parts, f"the rest {100 * rest:.1f} %"])
 
 
 def _length(facts: RunFacts) -> str:
@@ -313,21 +202,23 @@ def _length(facts: RunFacts) -> str:
     return ", ".join(parts)
 
 
-def _entry(name: str, text: str) -> str:
-    return f"  {name:<7} {text}"
-
-
-def _metrics(row: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if "/" in name and not name.endswith("/seconds")}
+def place_line(step: int, epoch: float, facts: RunFacts | None) -> str:
+    """`epoch 3/20  step 135`, or `step 135/5,000` in a run that sees no epoch to its end, as of endless data."""
+    length, total, epochs = (
+        (facts.steps_per_epoch, facts.total_steps, facts.total_epochs) if facts else (None, None, None)
+    )
+    if epoch < 1 and (length is None or total is None or total < length):
+        return f"step {step:,}" + (f"/{total:,}" if total is not None else "")
+    end = total / length if length and total is not None else epochs
+    return f"epoch {epoch:.4g}" + (f"/{end:.4g}" if end is not None else "") + f"  step {step:,}"
 
 
 def _plain_streams(stdout: Any, stderr: Any) -> Callable[[], None]:
     """For forked children: prints that went through the bar would wait for a lock of a thread they lack."""
 
     def restore() -> None:
-        if sys.stdout is stdout and hasattr(stdout, "rich_proxied_file"):
-            sys.stdout = stdout.rich_proxied_file
-        if sys.stderr is stderr and hasattr(stderr, "rich_proxied_file"):
-            sys.stderr = stderr.rich_proxied_file
+        for name, stream in (("stdout", stdout), ("stderr", stderr)):
+            if getattr(sys, name) is stream and hasattr(stream, "rich_proxied_file"):
+                setattr(sys, name, stream.rich_proxied_file)
 
     return restore

@@ -1,4 +1,4 @@
-"""From device tensors to rows of plain numbers, for all listeners."""
+"""From device tensors to rows of plain numbers, for all monitors."""
 
 from __future__ import annotations
 
@@ -32,44 +32,28 @@ class MetricLogger:
     logs: False if nothing is logged: then losses are forgotten at once and nothing is ever read.
     on_position: told the step after every step, a few hundred nanoseconds at most (a progress bar).
     on_log: called at each log point after the row was handed on (plots drawn while the run goes on).
-    unit: what an item is, `samples` or `tokens`.
-    tokens: counts them for a task whose items are samples.
+    unit: what an item is, `samples` or `tokens`. tokens: counts them for a task whose items are samples.
     tidy: called at the end of each log point (False) and of each validation (True), on every rank.
     phases: where the wait for a GPU is booked. task: what makes metrics of its sums.
     why_nan: finds the likely cause of a validation loss that is not finite, which is said once.
     """
 
     def __init__(
-        self,
-        parallel: Parallel,
-        monitors: Sequence[Monitor],
-        learning_rates: Callable[[], dict[str, float]],
-        steps_per_epoch: int | None,
-        accumulate: int,
-        logs: bool,
-        on_position: Callable[[int], None] | None = None,
-        on_log: Callable[[int], None] | None = None,
-        unit: str = "samples",
-        tidy: Callable[[bool], None] | None = None,
-        tokens: CountsTokens | None = None,
-        phases: PhaseTimer | None = None,
-        task: Any = None,
-        why_nan: Callable[[], str] | None = None,
-    ) -> None:
+        self, parallel: Parallel, monitors: Sequence[Monitor], learning_rates: Callable[[], dict[str, float]],
+        steps_per_epoch: int | None, accumulate: int, logs: bool, on_position: Callable[[int], None] | None,
+        on_log: Callable[[int], None] | None, unit: str, tidy: Callable[[bool], None] | None,
+        tokens: CountsTokens, phases: PhaseTimer, task: Any, why_nan: Callable[[], str] | None,
+    ) -> None:  # fmt: skip
         self._parallel, self._monitors, self._learning_rates = parallel, monitors, learning_rates
-        self._task = task
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
         self._on_position, self._on_log, self._tidy = on_position, on_log, tidy
+        self._task, self._why_nan, self.speed_name = task, why_nan, f"{unit}_per_second"
         # On a CPU nothing is waited for: adding up the losses is logging.
-        self._book = phases.on if phases is not None and parallel.device.type != "cpu" else None
-        self.speed_name = f"{unit}_per_second"
+        self._book = phases.on if parallel.device.type != "cpu" else nullcontext
         self._tokens = tokens if unit != "tokens" else None
         self._seen_tokens = self._seen_items = 0.0
-        self._mark = perf_counter()
-        self._marked_step = 0
-        self._marked_items = 0.0
+        self._mark, self._marked_step, self._marked_items = perf_counter(), 0, 0.0
         self._elsewhere = 0.0
-        self._why_nan = why_nan
         self.step = 0
 
     def on_start(self, facts: RunFacts, state: TrainState) -> None:
@@ -90,9 +74,10 @@ class MetricLogger:
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
         """A log point: the one place where the host waits for the device."""
-        with nullcontext() if self._book is None else self._book(DEVICE):
+        with self._book(DEVICE):
             losses = torch.stack(state.losses).to("cpu", torch.float64).sum().item()
-        values = [losses, float(state.logged_items), float(report.items), self._new_tokens()]
+        new_tokens = self._tokens.take() if self._tokens is not None else 0.0
+        values = [losses, float(state.logged_items), float(report.items), new_tokens]
         sums, numbers = over_ranks(self._parallel, self._sums_of(report), values)
         loss_total, logged_items, step_items, tokens = numbers
         metrics = {"loss": math.nan} | metrics_of(sums, step_items, self._task) if sums else {}
@@ -117,9 +102,6 @@ class MetricLogger:
         """Those of the task, and for one that summarizes them the loss too."""
         summarizes = isinstance(self._task, Summarizes) and report.sums
         return report.sums | ({"loss": torch.stack(report.losses).sum()} if summarizes else {})
-
-    def _new_tokens(self) -> float:
-        return self._tokens.take() if self._tokens is not None else 0.0
 
     def _speed(self, state: TrainState, tokens: float) -> dict[str, float]:
         now = perf_counter()
@@ -164,10 +146,6 @@ class MetricLogger:
     def note(self, text: str) -> None:
         for monitor in self._monitors:
             monitor.on_note(text)
-
-    def on_end(self, summary: Mapping[str, Any]) -> None:
-        for monitor in self._monitors:
-            monitor.on_end(summary)
 
     def epoch_of(self, state: TrainState) -> float:
         """Finished epochs, with the fraction of the current one where its length is known."""

@@ -1,4 +1,4 @@
-"""The rows of a run on disk: `metrics.jsonl`, one strict JSON object a line, append only.
+"""Write the rows of a run: `metrics.jsonl`, one strict JSON object a line, append only; see `metrics_rows` for reading.
 
 JSON has no word for numbers that are not finite; here they are the strings "nan", "inf" and "-inf".
 """
@@ -10,20 +10,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainrun.errors import DataError
-from trainrun.monitor.row_kinds import wrong_field
-from trainrun.runs.run_folder import sync_path, write_text
+from trainrun.runs.run_folder import sync_path
 
-NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-TEXTS = ("kind", "text", "split", "facts", "class_names")  # never numbers, whatever they say
 BLOCK_BYTES = 1 << 16
-OF_THE_END = ("confusion", "end")  # written once more by the session that goes on
-
-Row = dict[str, Any]
 
 
 class MetricsFile:
@@ -36,8 +29,7 @@ class MetricsFile:
     def __init__(
         self, path: Path, flush_seconds: float = 1.0, check: Callable[[], None] = lambda: None
     ) -> None:
-        self._path, self._check = path, check
-        self._flush_seconds = flush_seconds
+        self._path, self._check, self._flush_seconds = path, check, flush_seconds
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._flushed = time.monotonic()
@@ -70,9 +62,6 @@ class MetricsFile:
             self._lines.clear()
         self._flushed = time.monotonic()
 
-    def close(self) -> None:
-        self.flush()
-
 
 def _append(path: Path, data: bytes) -> None:
     """All of it or, where the disk is full, nothing: half a line would damage the next one."""
@@ -91,8 +80,7 @@ def mend_end(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        kept = end
+        end = kept = file.seek(0, os.SEEK_END)
         while kept > 0:
             start = max(0, kept - BLOCK_BYTES)
             file.seek(start)
@@ -102,98 +90,6 @@ def mend_end(path: Path) -> None:
                 break
         if kept < end:
             file.truncate(kept)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """All rows in the order of writing; a last line that was cut off is left out.
-
-    Raises DataError with the line number where anything else is damaged, and OSError.
-    """
-    return [row for _, row in _numbered_rows(path)]
-
-
-def cut_rows_after(path: Path, step: int, validated: bool = True) -> None:
-    """Drop the rows behind `step`, ends of earlier sessions, a line that was cut off. No file is fine.
-
-    validated: whether the validation of that very step is part of what the run goes on from; else it is done again.
-    """
-    if not path.exists():
-        return
-    last = step if validated else step - 1
-    kept = [
-        line
-        for line, row in _numbered_rows(path)
-        if row.get("kind") not in OF_THE_END
-        and row.get("step", 0) <= (last if row.get("kind") == "eval" else step)
-    ]
-    write_text(path, "".join(f"{line}\n" for line in kept), durable=True)
-
-
-def sound_rows(path: Path) -> tuple[list[str], int]:
-    """The lines that are sound, as they stand, and the number of those that are damaged."""
-    lines: list[str] = []
-    num_bad = 0
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            lines.append(_text_and_row(line)[0])
-        except ValueError:
-            num_bad += 1
-    return lines, num_bad
-
-
-def _text_and_row(line: bytes) -> tuple[str, Row]:
-    """Raises ValueError if no run writes such a line."""
-    text = line.decode("utf-8")
-    row = _parsed(text)
-    if not isinstance(row, dict):
-        raise ValueError("no JSON object")
-    if '"nan"' in text or 'inf"' in text:
-        row = _numbers(row)
-    if wrong := wrong_field(row):
-        raise ValueError(f"no run writes such a value of {wrong[:40]!r}")
-    return text, row
-
-
-def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Each line as it stands, with its row."""
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        cut = number == len(lines)  # no newline behind it
-        if cut and not line:
-            return
-        try:
-            found = _text_and_row(line)
-        except ValueError as error:
-            if cut:
-                return
-            raise DataError(
-                f"{path}: line {number} is damaged ({error}); delete that line to read the others"
-            ) from error
-        yield found
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-def _numbers(row: Row) -> Row:
-    """Non-finite numbers back from their names, in the row itself, its summary, and the metrics of that."""
-    out: Row = {}
-    for name, value in row.items():
-        if name in ("summary", "metrics") and isinstance(value, dict):
-            out[name] = _numbers(value)
-        elif isinstance(value, str) and name not in TEXTS:
-            out[name] = NOT_FINITE.get(value, value)
-        else:
-            out[name] = value
-    return out
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import RunFacts
-from trainrun.runtime.user_traceback import line_of
+from trainrun.runtime.user_traceback import ANY_FAULT, line_of
 
 METHODS = ("on_start", "on_step", "on_eval", "on_row", "on_note", "on_end", "close")
 
@@ -40,13 +40,15 @@ class Tracker:
             return
         try:
             method(*arguments)
-        except Exception as error:  # whatever fails in code of the user's that only listens
+        except ANY_FAULT as error:  # of the user's code, which only listens
             self.faults += 1
             stops = self._stops and name != "close"
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            told = f"{self.key}: {name} of {self._name} failed: {what}{line_of(error)}"
             if self.faults == 1:
-                what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                then = "" if stops else "; the run goes on (monitor.on_error=raise ends it)"
-                self._tell(f"{self.key}: {name} of {self._name} failed: {what}{line_of(error)}{then}")
+                self._tell(told + ("" if stops else "; the run goes on (monitor.on_error=raise ends it)"))
+            if stops and isinstance(error, SystemExit):
+                raise PluginError(told) from error
             if stops:
                 raise
 

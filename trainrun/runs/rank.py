@@ -32,7 +32,6 @@ from trainrun.errors import (
 )
 from trainrun.instantiate import build, locate
 from trainrun.interfaces import Parallel
-from trainrun.monitor.hardware import forget_peak
 from trainrun.output import complain
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.external import external_ranks
@@ -48,7 +47,6 @@ from trainrun.runtime.streams import guard_streams
 from trainrun.runtime.watchdog import Hung, Watchdog
 from trainrun.runtime.without_dynamo import unloaded_compiler
 from trainrun.seeding import derive_seed, seed_everything
-from trainrun.timing.cuda_events import times_of
 from trainrun.timing.phases import OTHER, RANKS, PhaseTimer, Session, process_start
 from trainrun.training import loop
 from trainrun.training.checks.sanity_validation import check_monitors
@@ -101,7 +99,11 @@ def train_once(
             Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
                      lambda text, account: end_hung(run_dir, config, parallel, text, account))
         )  # fmt: skip
-        device_times = times_of(parallel.device.type)
+        device_times = None  # on a CPU the host's times are those of the work
+        if parallel.device.type == "cuda":
+            from trainrun.timing.cuda_events import DeviceTimes
+
+            device_times = DeviceTimes()
         listeners = Listeners(run_dir, config, phases, device_times) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
@@ -141,7 +143,8 @@ def train_once(
         run.checkpoints.start(run, state)
         run.monitors.on_start(facts, state)
         before = state.step, state.items
-        forget_peak(parallel.device)
+        if parallel.device.type == "cuda":  # what start-up trials took is no part of the training
+            torch.cuda.reset_peak_memory_stats(parallel.device)
         watchdog.begin(run)
         run.task_calls.start(state)
         run.hooks.on_start(run, state)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainrun.errors import ConfigError
-from trainrun.monitor.metrics_file import sound_rows
+from trainrun.monitor.metrics_rows import sound_rows
 from trainrun.output import say
 from trainrun.runs.run_folder import (
     RunDir,

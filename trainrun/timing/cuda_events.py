@@ -14,32 +14,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, cast
 
+import torch
+
+from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.timing.phases import ACCOUNTS, COPY, PhaseTimer
+from trainrun.training.components import Components, Step
 
 EVERY = 50  # steps
 SLOTS = 8  # samples on their way; a sample that finds none free is left out
 
 
-class Event(Protocol):
-    """As `torch.cuda.Event(enable_timing=True)`."""
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this one to another; both were passed."""
+def timed_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class Slot:
     """One sample: events in order, and the account that begins at each; the last event begins none."""
 
-    def __init__(self, make: Callable[[], Event]) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self.events: list[Event] = []
+        self.events: list[Any] = []
         self.accounts: list[int | None] = []
 
     def mark(self, account: int | None, stream: Any = None) -> None:
@@ -52,7 +49,7 @@ class Slot:
 
     @property
     def passed(self) -> bool:
-        return self.events[len(self.accounts) - 1].query()  # the queue is worked off in order
+        return bool(self.events[len(self.accounts) - 1].query())  # the queue is worked off in order
 
     def spans(self) -> Iterator[tuple[int, float]]:
         """Account and seconds of each phase."""
@@ -62,9 +59,9 @@ class Slot:
 
 
 class DeviceTimes:
-    """make: an event. every: steps of which one is sampled, and batches of which one copy is."""
+    """make: an event as torch's. every: steps of which one is sampled, and batches of which one copy is."""
 
-    def __init__(self, make: Callable[[], Event], every: int = EVERY) -> None:
+    def __init__(self, make: Callable[[], Any] = timed_event, every: int = EVERY) -> None:
         self._every = every
         self._free = [Slot(make) for _ in range(SLOTS)]
         self._waiting: deque[Slot] = deque()
@@ -122,6 +119,21 @@ class Marking:
         return getattr(self._phases, name)
 
 
+def sampled(plain: Step, times: DeviceTimes) -> Step:
+    """The step, which now and then marks its phases on the GPU."""
+
+    def step(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+        if not times.due("steps"):
+            return plain(run, micro_batches)
+        with times.sample("steps") as slot:
+            marking = cast(PhaseTimer, Marking(run.phases, slot))  # it hands on all but `open`
+            report = plain(replace(run, phases=marking), micro_batches)
+            slot.mark(None)
+        return report
+
+    return step
+
+
 class Copying:
     """Surrounds the copy of a batch to a GPU: booked on the host, and now and then timed on the device."""
 
@@ -139,12 +151,3 @@ class Copying:
                 slot.mark(COPY, stream)
                 yield
                 slot.mark(None, stream)
-
-
-def times_of(device_type: str) -> DeviceTimes | None:
-    """Create the timer of a CUDA device; None for other devices, on which the host's times are those of the work."""
-    if device_type != "cuda":
-        return None
-    import torch
-
-    return DeviceTimes(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
