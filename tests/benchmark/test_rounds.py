@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import cycle, islice
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 
 from trainrun.benchmark.budget import Budget, PacedTurns, steps_for
-from trainrun.benchmark.diagnose.ablations import LARGER, NUM_CACHED, CachedBatches
+from trainrun.benchmark.diagnose.ablations import NUM_CACHED, CachedBatches
 from trainrun.benchmark.diagnose.rounds import Rounds, freed
 from trainrun.benchmark.worker_messages import Turn
 from trainrun.interfaces import MicroBatch
@@ -65,26 +65,6 @@ def test_a_stall_of_the_data_is_no_difference_between_two_that_read_the_same() -
     assert rounds.ratio("b").high > 1.5
     ratio = rounds.ratio("b", [DATA])  # 10 of 14 seconds become 8
     assert (ratio.value, ratio.low, ratio.high) == (pytest.approx(14 / 12),) * 3
-
-
-def test_few_stalls_are_known_from_all_that_read_the_same() -> None:
-    """Four turns of the base and of another that reads: one of the latter stalled."""
-    stalled = iter([0.0, 4.0])
-    rounds = taken(
-        2, stalling(2.0, cycle([0.0])), b=stalling(2.0, stalled), cached=stalling(2.0, cycle([0.0]))
-    )
-    assert rounds.ratio("cached").value == pytest.approx(1.0)
-    unread = rounds.ratio_unread()
-    assert unread.value == pytest.approx((2.0 + 4.0 / 4) / 2.0)
-    assert unread.low < 1.0  # one stall says little
-    assert unread.pairs == 2
-
-
-def test_the_steps_before_a_turn_read_as_well_and_other_batches_do_not_count() -> None:
-    turn = Turn(2.0, 1, 10, phases={"data": 1.0}, warm_data_seconds=4.0, warm_items=20)
-    rounds = taken(2, lambda: turn, b=lambda: turn, cached=lambda: turn, **{LARGER: lambda: turn})
-    assert sum(spent.items for spent in rounds.readings) == 30 * 6  # of the base and of b
-    assert sum(spent.seconds for spent in rounds.readings) == 5.0 * 6
 
 
 def test_compilation_is_no_part_of_a_comparison() -> None:

@@ -141,11 +141,6 @@ def test_a_validation_that_a_resume_does_again_is_cut(path: Path) -> None:
     ]
 
 
-def test_nothing_is_cut_where_there_is_no_file(path: Path) -> None:
-    cut_rows_after(path, 0)
-    assert not path.exists()
-
-
 def test_rows_of_several_threads_stay_whole(path: Path) -> None:
     file = Bus(MetricsFile(path, flush_seconds=0))
 

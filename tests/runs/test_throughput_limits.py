@@ -9,7 +9,7 @@ import exact_parts
 import pytest
 import torch
 
-from trainrun.monitor.end_lines import end_lines, limits_line
+from trainrun.monitor.screen_lines import end_lines, limits_line
 from trainrun.summary.at_end import limit_facts
 from trainrun.summary.hint import hint
 from trainrun.summary.padding_fraction import padding_fraction

@@ -42,7 +42,7 @@ from trainrun.errors import PluginError
 from trainrun.interfaces import MicroBatch, StepReport, counts_before
 from trainrun.model.choices import attention_layers
 from trainrun.summary.throughput_limits import ahead, settle
-from trainrun.timing.phases import ACCOUNTS, COMPILE, DATA
+from trainrun.timing.phases import ACCOUNTS, COMPILE
 from trainrun.training import loop
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
@@ -177,9 +177,8 @@ class Worker:
             return self._turn(message, run, state, message.warm)
 
     def _turn(self, message: Train, run: Components, state: TrainState, warm: int) -> Turn:
-        ranks, loading = run.parallel.world_size, ACCOUNTS[DATA]
+        ranks = run.parallel.world_size
         until = time.monotonic() + message.most_seconds if ranks == 1 else math.inf
-        items_first, first = state.items, run.phases.read()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._run(run, state, warm, message.variant, until)
@@ -196,8 +195,6 @@ class Worker:
             peak_bytes=self._snapshot.peak_bytes(self._device),
             phases={name: value - spent.get(name, 0.0) for name, value in now.items()},
             compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
-            warm_data_seconds=spent.get(loading, 0.0) - first.get(loading, 0.0),
-            warm_items=(items - items_first) * ranks,
         )
 
     def _variant(self, name: str) -> tuple[Components, TrainState]:

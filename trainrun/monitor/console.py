@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from trainrun.formatting import counted, quantity, readings, speed_in
+from trainrun.formatting import quantity, readings, speed_in
 from trainrun.interfaces import RunFacts
+from trainrun.monitor.screen_lines import end_lines, place_line, start_lines
 from trainrun.output import plain, say
 
 if TYPE_CHECKING:
@@ -94,8 +95,6 @@ class Console:
         self._print(text)
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        from trainrun.monitor.end_lines import end_lines
-
         self.close()
         self._say_newest()
         for line in end_lines(summary, self._facts.folder if self._facts else None):
@@ -161,56 +160,6 @@ class Console:
                 say(line, file=self._stream, flush=True)
         except OSError:  # a closed terminal or pipe ends no training; run.log has the same lines
             self._closed = True
-
-
-def entry(name: str, text: str) -> str:
-    return f"  {name:<7} {text}"
-
-
-def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
-    """The block at the start; without `verbose` where the files are, and no more."""
-    if not verbose:
-        return [f"{facts.name}  {facts.folder}"]
-    ranks = facts.world_size
-    batch = f"batch {facts.batch_size} x accumulate {facts.accumulate} x ranks {ranks}"
-    model = f"{facts.model_summary}, {counted(facts.num_parameters, 'parameter')}"
-    if facts.num_trainable != facts.num_parameters:
-        model += f", {facts.num_trainable:,} of them trained"
-    data = counted(facts.num_train, "training sample")
-    if facts.num_val is not None:
-        data += f", {facts.num_val:,} for validation"
-    return [
-        f"{facts.name} on {facts.device}" + (f", resumed at step {step:,}" if step else ""),
-        entry("model", model),
-        entry("data", data),
-        entry("step", f"{batch} = {facts.batch_size * facts.accumulate * ranks}"),
-        *([entry("update", facts.update)] if facts.update else []),
-        entry("length", _length(facts)),
-        *(entry("chosen" if i == 0 else "", choice) for i, choice in enumerate(facts.choices)),
-        entry("folder", facts.folder),
-    ]
-
-
-def _length(facts: RunFacts) -> str:
-    """`900 steps, 45 an epoch, 20 epochs`, as far as it is known; epochs where they end the run."""
-    length, total, epochs = facts.steps_per_epoch, facts.total_steps, facts.total_epochs
-    parts = [counted(total, "step")]
-    if length is not None:
-        parts.append(f"{length:,} an epoch")
-    if epochs is not None and total == (None if length is None else length * epochs):
-        parts.append(counted(epochs, "epoch"))
-    return ", ".join(parts)
-
-
-def place_line(step: int, epoch: float, facts: RunFacts | None) -> str:
-    """`epoch 3/20  step 135`, or `step 135/5,000` in a run that sees no epoch to its end, as of endless data."""
-    length, total, epochs = (
-        (facts.steps_per_epoch, facts.total_steps, facts.total_epochs) if facts else (None, None, None)
-    )
-    if epoch < 1 and (length is None or total is None or total < length):
-        return f"step {step:,}" + (f"/{total:,}" if total is not None else "")
-    end = total / length if length and total is not None else epochs
-    return f"epoch {epoch:.4g}" + (f"/{end:.4g}" if end is not None else "") + f"  step {step:,}"
 
 
 def _plain_streams(stdout: Any, stderr: Any) -> Callable[[], None]:

@@ -114,9 +114,10 @@ class Examination:
         self._pool, self._base, self._overrides = pool, base, list(overrides)
         self._config, self._budget, self._reserved = config_of(overrides), budget, reserved
         self._say, self._untried, self._compiling = progress, list[str](), 0.0
-        known = base.info.device == "cpu"  # the account of time says it: all the work is the loop's
-        self._known = {NO_LOGGING: LOGGING} if known else {}
-        self._known |= {CACHED: DATA} if known and not base.info.reads_ahead else {}
+        # On a CPU the account of time says it exactly: all the work is the loop's.
+        self._known = {NO_LOGGING: LOGGING, CACHED: DATA} if base.info.device == "cpu" else {}
+        if base.info.reads_ahead:
+            self._known.pop(CACHED, None)
 
     def _left(self) -> float:
         return self._budget.left() - self._reserved
@@ -130,13 +131,15 @@ class Examination:
         pace = self._find_pace()
         starting = self._budget.spent - starting + self._base.start_seconds
         load: Turn = self._base.ask(Load(max(2, min(self._steps, 50)) if self._warm else 1, self._warm))
-        sides = {name: self._side(self._base, name) for name in self._affordable(pace)}
-        readings = [(name, side()) for name, side in sides.items() if self._needs_pacing(name)]
+        sides = {name: self._side(self._base, name) for name in self._affordable()}
+        for (
+            name,
+            side,
+        ) in sides.items():  # their first steps are the slowest, and those without loading far shorter
+            if (self._steps > 1 or name == CACHED) and not self._is_over(1.0):
+                side()
         sides |= dict(self._other_runs(pace, starting))
-        deadline = self._budget.deadline() - self._reserved
-        rounds = Rounds(self._own_turn, sides, deadline, self._budget.clock)
-        for name, turn in readings:
-            rounds.note_reading(name, turn)
+        rounds = Rounds(self._own_turn, sides, self._budget.deadline() - self._reserved, self._budget.clock)
         self._measure(rounds, list(sides), pace)
         return self._result(rounds, load)
 
@@ -170,27 +173,23 @@ class Examination:
             return PacedTurns(
                 lambda steps: run.train(steps, self._warm, SAVING), self._steps, self._seconds, every
             )
-        return PacedTurns(
-            lambda steps: self._train(run, steps, min(self._warm, warm_for(steps)), variant),
-            self._steps,
-            self._seconds,
-        )
 
-    def _needs_pacing(self, name: str) -> bool:
-        """The first steps of an ablation are the slowest; one without loading may have far shorter ones."""
-        return (self._steps > 1 or name == CACHED) and not self._is_over(1.0)
+        def take(steps: int) -> Turn:
+            return self._train(run, steps, min(self._warm, warm_for(steps)), variant)
 
-    def _affordable(self, pace: Turn) -> list[str]:
+        return PacedTurns(take, self._steps, self._seconds)
+
+    def _affordable(self) -> list[str]:
         """Choose the most telling ablations that fit into the time, one at least; note the others."""
-        names = useful_ablations(self._config, self._base.info, self._steps)
+        names = [
+            name
+            for name in useful_ablations(self._config, self._base.info, self._steps)
+            if name not in self._known
+        ]
         turn = (self._warm + self._steps) * self._step_seconds
-        most = int(self._left() / (FEWEST_ROUNDS * turn * 1.5)) - 1
-        if most >= len(names):
-            return names
-        small = (1 - 1 / CLEAR) * pace.running_seconds
-        worth = [name for name in names if name not in self._known or pace.phase(self._known[name]) >= small]
-        self._untried += [title_of(name) for name in worth[max(most, 1) :]]
-        return worth[: max(most, 1)]
+        most = max(1, int(self._left() / (FEWEST_ROUNDS * turn * 1.5)) - 1)
+        self._untried += [title_of(name) for name in names[most:]]
+        return names[:most]
 
     def _other_runs(self, pace: Turn, starting: float) -> Iterator[tuple[str, Side]]:
         """Start the same run with a larger batch, and with sequences of like length together."""
@@ -234,9 +233,8 @@ class Examination:
         self._untried += [title_of(name) for name, pairs in rounds.pairs.items() if not pairs]
 
     def _result(self, rounds: Rounds, load: Turn) -> Diagnosis:
-        info, steps = self._base.info, sum(turn.steps for turn in rounds.own)
-        loop_seconds = rounds.base.seconds / steps
-        ratios, small = self._ratios(rounds)
+        info, loop_seconds = self._base.info, rounds.base.seconds / sum(turn.steps for turn in rounds.own)
+        ratios = self._ratios(rounds)
         late = self._budget.left() <= self._compiling
         self._untried += ["validation and checkpoints"] * late
         costs = {} if late else dict(self._rare_costs(loop_seconds, ratios.get(SAVING)))
@@ -246,19 +244,15 @@ class Examination:
             costs |= self._logging_cost(loop_seconds)
         what_ifs = [
             WhatIf(name, freed(ratios[ablation], step_seconds, loop_seconds), about)
-            for name, ablation, about in self._named(ratios, small)
+            for name, ablation, about in self._named(ratios)
             if name not in costs
         ]
         for name, seconds in costs.items():
             if seconds > 0:
                 value = step_seconds / max(step_seconds - seconds, 1e-9)
                 so_far = ", so far" if name == "compile" and rounds.own[-1].phase(COMPILE) else ""
-                what_ifs.append(
-                    WhatIf(name, Ratio(value, value, value, 1), f"{1e3 * seconds:.3g} ms a step{so_far}")
-                )
-        if LARGER in ratios:
-            gain = freed(ratios[LARGER], step_seconds, loop_seconds)
-            what_ifs.append(WhatIf("dispatch", gain, f"a batch {self._times} times as large"))
+                about = f"{1e3 * seconds:.3g} ms a step{so_far}"
+                what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), about))
         optimizer: Any = self._config.optimizer or {}
         fused = optimizer.get("fused", True) is not False and optimizer.get("foreach") is not True
         return Diagnosis(
@@ -266,18 +260,15 @@ class Examination:
             load.cpu_seconds / load.seconds, fused, untried=tuple(dict.fromkeys(self._untried)),
         )  # fmt: skip
 
-    def _ratios(self, rounds: Rounds) -> tuple[dict[str, Ratio], set[str]]:
-        """Return the gain of each ablation, and those that the account of time shows to be next to nothing."""
+    def _ratios(self, rounds: Rounds) -> dict[str, Ratio]:
+        """Return the gain of each ablation. What both sides read is taken off, so that a stall is no difference."""
         read = [DATA] if CACHED in self._known else []
-        ratios = {}
-        for name in (name for name, pairs in rounds.pairs.items() if pairs):
-            same = [] if name in OTHER_READING or CACHED in name else read
-            ratios[name] = rounds.ratio(name, [LOGGING] if name == LARGER else same)
-        if CACHED in ratios and read:
-            ratios[CACHED] = rounds.ratio_unread()
-        small = {name: rounds.ratio_of_phase(phase) for name, phase in self._known.items()}
-        small = {name: ratio for name, ratio in small.items() if ratio.value < CLEAR or name not in ratios}
-        return ratios | small, set(small)
+        ratios = {name: rounds.ratio_of_phase(phase) for name, phase in self._known.items()}
+        for name, pairs in rounds.pairs.items():
+            if pairs:
+                same = [LOGGING] if name == LARGER else [] if name in OTHER_READING else read
+                ratios[name] = rounds.ratio(name, same)
+        return ratios
 
     def _rare_costs(self, loop_seconds: float, saving: Ratio | None) -> Iterator[tuple[str, float]]:
         """Yield the seconds a step of validation and checkpoints, each timed by itself.
@@ -308,10 +299,13 @@ class Examination:
             return {}
         return {"logging": min(turn.phase(LOGGING) / turn.seconds for turn in turns) * loop_seconds}
 
-    def _named(self, ratios: dict[str, Ratio], small: set[str]) -> Iterator[tuple[str, str, str]]:
+    def _named(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str]]:
+        """Yield the cause, its ablation, and how it was measured."""
         for ablation, (name, about) in CAUSES_OF.items():
             if ablation in ratios:
-                yield name, ablation, "its time in the unchanged loop" if ablation in small else about
+                yield name, ablation, "its time in the unchanged loop" if ablation in self._known else about
         if counts := [name for name in ratios if name.startswith(THREADS)]:
             best = max(counts, key=lambda name: ratios[name].value)
             yield "threads", best, f"trainer.num_{best}"
+        if LARGER in ratios:
+            yield "dispatch", LARGER, f"a batch {self._times} times as large"

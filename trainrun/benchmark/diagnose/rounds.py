@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from trainrun.benchmark.diagnose.ablations import CACHED, OTHER_READING
 from trainrun.benchmark.worker_messages import Turn
 from trainrun.timing.paired import (
     BASE,
@@ -20,12 +19,9 @@ from trainrun.timing.paired import (
     Ratio,
     Spent,
     Turns,
-    half_interval,
     ratio_of_totals,
     total,
-    unexplained,
 )
-from trainrun.timing.phases import DATA
 
 Side = Callable[[], Turn]
 
@@ -38,7 +34,6 @@ class Rounds:
         self.own: list[Turn] = []
         self.turns: dict[str, list[Turn]] = {name: [] for name in sides}
         self.pairs: dict[str, list[tuple[Turn, Turn]]] = {name: [] for name in sides}
-        self.readings: list[Spent] = []  # of every turn that reads as the base does
         named = {BASE: base, **sides}
         self._turns = Turns(
             {name: self._recorded(name, side) for name, side in named.items()}, clock, deadline
@@ -48,16 +43,9 @@ class Rounds:
         def take() -> float:
             turn = side()
             (self.turns[name] if name else self.own).append(turn)
-            self.note_reading(name, turn)
             return turn.running_seconds / turn.items if turn.items else math.inf
 
         return take
-
-    def note_reading(self, name: str, turn: Turn) -> None:
-        """Remember how long reading took, in the steps before the turn too."""
-        if name not in OTHER_READING and CACHED not in name:
-            seconds = turn.phase(DATA) + turn.warm_data_seconds
-            self.readings.append(Spent(seconds, turn.items + turn.warm_items))
 
     def take(self, names: Sequence[str], in_any_case: bool) -> bool:
         """Take one round, as far as there is time; return whether there was."""
@@ -84,17 +72,6 @@ class Rounds:
         )
         rest = self.seconds_of(without)
         return freed(found, self.base.each, self.base.each - rest) if rest else found
-
-    def ratio_unread(self) -> Ratio:
-        """`ratio` of cached batches to the base with the mean reading of all turns that read alike: so few stalls say
-        more. Their own interval is part of it."""
-        whole = total(self.readings)
-        pairs = [
-            (Spent(spent(own, [DATA]).seconds + own.items * whole.each, own.items), spent(turn))
-            for own, turn in self.pairs[CACHED]
-        ]
-        left = half_interval([unexplained(one, whole) for one in self.readings]) if whole.seconds else 0.0
-        return ratio_of_totals(pairs, doubt=left * whole.each / total(own for own, _ in pairs).each)
 
     def ratio_of_phase(self, phase: int) -> Ratio:
         """Return how many times as fast the unchanged loop would be without this phase."""

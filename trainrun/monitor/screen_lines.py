@@ -1,4 +1,4 @@
-"""The summary of a run on the screen: why it ended, the best value, where the time went, and the files."""
+"""What is said of a run: at its start, its place in the data, and how it ended."""
 
 from __future__ import annotations
 
@@ -7,10 +7,60 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.formatting import counted, duration, figure, quantity, speed_in
-from trainrun.monitor.console import entry
+from trainrun.interfaces import RunFacts
 from trainrun.runs.run_folder import RunDir
 
 LEAST_SHARE = 0.02  # of the time: smaller accounts are not named
+
+
+def entry(name: str, text: str) -> str:
+    return f"  {name:<7} {text}"
+
+
+def start_lines(facts: RunFacts, step: int, verbose: bool) -> list[str]:
+    """The block at the start; without `verbose` where the files are, and no more."""
+    if not verbose:
+        return [f"{facts.name}  {facts.folder}"]
+    ranks = facts.world_size
+    batch = f"batch {facts.batch_size} x accumulate {facts.accumulate} x ranks {ranks}"
+    model = f"{facts.model_summary}, {counted(facts.num_parameters, 'parameter')}"
+    if facts.num_trainable != facts.num_parameters:
+        model += f", {facts.num_trainable:,} of them trained"
+    data = counted(facts.num_train, "training sample")
+    if facts.num_val is not None:
+        data += f", {facts.num_val:,} for validation"
+    return [
+        f"{facts.name} on {facts.device}" + (f", resumed at step {step:,}" if step else ""),
+        entry("model", model),
+        entry("data", data),
+        entry("step", f"{batch} = {facts.batch_size * facts.accumulate * ranks}"),
+        *([entry("update", facts.update)] if facts.update else []),
+        entry("length", _length(facts)),
+        *(entry("chosen" if i == 0 else "", choice) for i, choice in enumerate(facts.choices)),
+        entry("folder", facts.folder),
+    ]
+
+
+def _length(facts: RunFacts) -> str:
+    """`900 steps, 45 an epoch, 20 epochs`, as far as it is known; epochs where they end the run."""
+    length, total, epochs = facts.steps_per_epoch, facts.total_steps, facts.total_epochs
+    parts = [counted(total, "step")]
+    if length is not None:
+        parts.append(f"{length:,} an epoch")
+    if epochs is not None and total == (None if length is None else length * epochs):
+        parts.append(counted(epochs, "epoch"))
+    return ", ".join(parts)
+
+
+def place_line(step: int, epoch: float, facts: RunFacts | None) -> str:
+    """`epoch 3/20  step 135`, or `step 135/5,000` in a run that sees no epoch to its end, as of endless data."""
+    length, total, epochs = (
+        (facts.steps_per_epoch, facts.total_steps, facts.total_epochs) if facts else (None, None, None)
+    )
+    if epoch < 1 and (length is None or total is None or total < length):
+        return f"step {step:,}" + (f"/{total:,}" if total is not None else "")
+    end = total / length if length and total is not None else epochs
+    return f"epoch {epoch:.4g}" + (f"/{end:.4g}" if end is not None else "") + f"  step {step:,}"
 
 
 def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
