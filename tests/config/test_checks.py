@@ -58,11 +58,12 @@ def test_nearest_is_silent_where_nothing_is_near() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["data.transform", "data.collate_fn", "model", "loop", "monitor.listeners.mine"]
+    "field", ["data.transform", "data.collate_fn", "model", "loop", "monitor.listeners.mine"]
 )
 @pytest.mark.parametrize("value", [5, "my_file.MyClass", {"width": 3}])
-def test_what_cannot_be_called_is_named_before_anything_starts(key: str, value: Any) -> None:
-    (fault,) = [fault for fault in check(with_values(RunConfig(), {key: value})) if fault.startswith(key)]
+def test_what_cannot_be_called_is_named_before_anything_starts(field: str, value: Any) -> None:
+    key = field.replace(".listeners", "")
+    (fault,) = [fault for fault in check(with_values(RunConfig(), {field: value})) if fault.startswith(key)]
     assert f"{key}._target_=my_file.MyClass" in fault
-    mine = with_values(RunConfig(), {key: {"_target_": "my_file.MyClass"}})
+    mine = with_values(RunConfig(), {field: {"_target_": "my_file.MyClass"}})
     assert not [fault for fault in check(mine) if fault.startswith(key)]

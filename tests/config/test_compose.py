@@ -94,8 +94,37 @@ def test_other_trainers_names_are_translated_and_said() -> None:
 
 def test_an_entry_by_name_is_taken_away_by_null() -> None:
     words = ["monitor.mine._target_=a.B", "hook.h._target_=a.B", "transform.t._target_=a.B"]
-    config = compose_run([*words, "monitor.listeners.mine=null", "hook.h=null", "transform.t=null"]).config
+    config = compose_run([*words, "monitor.mine=null", "hook.h=null", "transform.t=null"]).config
     assert (config.monitor.listeners, config.hook, config.transform) == ({}, {}, {})
+
+
+def test_trackers_are_keys_of_monitor_in_saved_configs_too(tmp_path: Path) -> None:
+    words = ["monitor=tensorboard", "monitor.mine=a.B", "monitor.mine.at=3", "hook.h=a.B"]
+    saved, path = save_config(compose_run(words).config), tmp_path / "config.yaml"
+    assert "listeners" not in saved
+    older = saved.replace(
+        "  mine:\n    _target_: a.B\n    at: 3\n",
+        "  listeners:\n    mine:\n      _target_: a.B\n      at: 3\n",
+    )
+    assert older != saved
+    for text in (saved, older):
+        path.write_text(text)
+        assert load_config(path, []) == compose_run(words).config
+        later = load_config(path, ["monitor.mine=null", "hook.h=null", "monitor.tensorboard.log_dir=x"])
+        assert list(later.monitor.listeners) == ["tensorboard"]
+        assert later.monitor.listeners["tensorboard"]["log_dir"] == "x"
+        assert later.hook == {}
+        with pytest.raises(
+            ConfigError, match=r"^monitor.plot=null: no such setting. Did you mean monitor.plots\?"
+        ):
+            load_config(path, ["monitor.plot=null"])
+
+
+def test_a_misspelt_setting_of_monitor_in_a_file_is_no_tracker(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "monitor").mkdir(parents=True)
+    (tmp_path / "conf" / "monitor" / "own.yaml").write_text("# own\nlog_every_n_step: 3\n")
+    with pytest.raises(ConfigError, match=r"Did you mean monitor.log_every_n_steps\?"):
+        compose_run(["monitor=own"], tmp_path)
 
 
 @pytest.mark.parametrize("word", ["optimizer.lr=0.1", "scheduler.warmup_steps=5", "optimizer.b.lr=0.1"])

@@ -75,6 +75,15 @@ def test_help_prints_the_topics_one_topic_or_one_section(capsys: pytest.CaptureF
     assert "trainrun help [TOPIC]" in capsys.readouterr().out
 
 
+def test_a_word_that_is_no_topic_is_looked_for_in_the_manual() -> None:
+    assert manual_text("lora").startswith("## Transforms of the model")
+    assert "GAN" in manual_text("gan")
+    assert "trainrun help several-devices" in manual_text("ddp")
+    command, _, sections_of_it = manual_text("resume").partition("\n\n")
+    assert command.startswith("trainrun resume: ")
+    assert "resume" in sections_of_it
+
+
 def test_a_mistyped_topic_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"help trianing: no such topic. Did you mean training\?"):
         manual_text("trianing")

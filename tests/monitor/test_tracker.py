@@ -163,7 +163,10 @@ def test_the_earlier_spelling_is_understood_and_said(own: Path, capsys: pytest.C
     assert main([*SHORT, "monitor.listeners.mine._target_=own.Rows"]) == 0
     assert (own / "rows.txt").read_text() == "1 2 3 4 "
     told = capsys.readouterr()
-    assert "monitor.listeners.mine._target_ is written monitor.mine._target_ now" in told.out + told.err
+    assert (
+        "monitor.listeners.mine._target_=own.Rows is read as monitor.mine._target_=own.Rows"
+        in told.out + told.err
+    )
     assert main([*SHORT, "monitor.mine.at=1"]) == 2
     assert "is not named; name it, as monitor.mine._target_=" in capsys.readouterr().err
 

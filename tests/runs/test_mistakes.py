@@ -216,11 +216,27 @@ def test_an_unknown_metric_is_refused_before_the_training(
     assert not (project / "run" / "metrics.jsonl").exists()
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(project: Path) -> None:
-    assert main([*QUIET, "output_dir=run"]) == 0
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.hidden=[32]", "build it with the same model"),
+        ("transform.lora.alpha=3", "transform.lora.alpha=3: the run has trained with 16"),
+        (
+            "transform.lora=null",
+            "transform.lora._target_=nothing: the run has trained with trainrun.transform.lora",
+        ),
+    ],
+)
+def test_a_refused_resume_leaves_the_run_as_it_was(
+    project: Path, capsys: pytest.CaptureFixture[str], word: str, said: str
+) -> None:
+    lora = ["transform.lora=trainrun.transform.lora.lora", "transform.lora.alpha=16"]
+    assert main([*QUIET, *lora, "trainer.max_steps=2", "output_dir=run"]) == 0
     before = [(project / "run" / name).read_text() for name in ("status.json", "config.yaml")]
-    assert main(["resume", "run", "model.hidden=[32]"]) == 2
+    assert main(["resume", "run", word, "trainer.max_steps=3"]) == 2
+    assert said in capsys.readouterr().err
     assert [(project / "run" / name).read_text() for name in ("status.json", "config.yaml")] == before
+    assert main(["resume", "run", "trainer.max_steps=3"]) == 0
 
 
 def test_a_checkpoint_of_another_model_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,16 +274,6 @@ def test_a_bug_of_the_users_shows_their_line(
     assert f"own.py line {line}" in said or f'own.py", line {line}' in said
     assert "_call_impl" not in said
     assert "runner.py" not in said
-
-
-def test_words_that_a_run_cannot_resume_with_leave_it_as_it_was(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["hydra.run.dir=r", *QUIET]) == 0
-    assert main(["resume", "r", "model.hidden=[3]", "trainer.max_epochs=2"]) == 2
-    assert "build it with the same model" in capsys.readouterr().err
-    assert main(["evaluate", "r"]) == 0
-    assert main(["resume", "r", "trainer.max_epochs=2"]) == 0
 
 
 def test_a_named_folder_is_free_again_after_a_failure_that_saved_nothing(

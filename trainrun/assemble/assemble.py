@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ from trainrun.assemble.step_function import (
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.checkpoint.weights import load_initial
 from trainrun.config.private_values import public
-from trainrun.config.schema import SAME, RunConfig, validation_nodes
+from trainrun.config.schema import SAME, RunConfig, plain, validation_nodes
 from trainrun.config.units import parse_seconds
 from trainrun.data.bad_samples import report_to
 from trainrun.data.engines.device_feed import Copying, unnoticed
@@ -390,5 +390,5 @@ def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[
         choices=tuple(notes),
         update=describe_update(config, run.schedule),
         run_id=site.run_id,
-        config=asdict(public(config)[0]),
+        config=plain(public(config)[0]),
     )

@@ -13,6 +13,7 @@ from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import say
 
+MOST_SECTIONS, MOST_NAMES = 2, 8  # that are printed, or named
 FOLDER = Path(__file__).resolve().parents[1] / "manual"
 
 
@@ -64,10 +65,30 @@ def manual_text(topic: str) -> str:
     if wanted in found and wanted not in groups([conf_dir()]):
         return _shown(found[wanted])
     try:  # a group, a section of settings, one setting or a command
-        return help_text([topic], COMMANDS, [*user_conf_dirs([], Path.cwd()), conf_dir()])
+        told = help_text([topic], COMMANDS, [*user_conf_dirs([], Path.cwd()), conf_dir()])
+        more = _mentioned(topic, known) if topic in COMMANDS else ""
+        return f"{told}\n\n{more}" if more else told
     except ConfigError:
+        if told := _mentioned(topic, known):
+            return told
         near = nearest(wanted, [*known, *found, *COMMANDS])
         raise ConfigError(f"help {topic}: no such topic.{near} Topics: {', '.join(known)}") from None
+
+
+def _mentioned(topic: str, known: dict[str, str]) -> str:
+    """The sections with the word in their heading, else in their text; by their names where they are many."""
+    word = re.compile(rf"\b{re.escape(topic)}", re.IGNORECASE)
+    pages = [text for page, text in known.items() if page != "settings"]
+    parts = {name: part for text in pages for name, part in sections(text).items() if word.search(part)}
+    headed = {name: part for name, part in parts.items() if word.search(part.partition("\n")[0])}
+    found = headed or parts
+    if len(found) <= MOST_SECTIONS:
+        return "\n\n".join(map(_shown, found.values()))
+    lines = [f"{topic} is in these sections:"]
+    for name in sorted(found, key=lambda name: -len(word.findall(found[name])))[:MOST_NAMES]:
+        line = next(line for line in found[name].splitlines() if word.search(line))
+        lines.append(f"  trainrun help {name:<28} {_shown(line).strip(' #|')}")
+    return "\n".join(lines)
 
 
 def _overview(known: dict[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from trainrun.config.aliases import OPTIONS, aliases, key_of_today, value_of_today
 from trainrun.config.path_settings import as_path, is_path
-from trainrun.config.schema import NODE, NODES, settings
+from trainrun.config.schema import NODE, NODES, is_tracker, settings
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
 
@@ -25,7 +25,6 @@ WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 DATA_SETS = ("data.train", "data.val", "data.test")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
-TRACKERS = "monitor.listeners"  # where `monitor.mine` is kept
 CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
 
 _PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
@@ -58,7 +57,7 @@ class CommandLine:
         for meant, word in self.typed.items():
             if fault.startswith((f"{meant}:", f"{meant}=")):
                 fault = word + fault[len(meant) :]
-        return fault.replace(TRACKERS, "monitor")
+        return fault
 
 
 def split_command_line(argv: list[str]) -> CommandLine:
@@ -137,10 +136,6 @@ def translate(
         sign = word[: len(word) - len(bare)]
         typed_key, equals, value = bare.partition("=")
         key = key_of_today(typed_key, is_group)
-        if is_tracker := _is_tracker(key, value):
-            key = f"{TRACKERS}.{key.removeprefix('monitor.')}"
-        elif key.startswith(f"{TRACKERS}."):
-            words.notes.append(f"{key} is written {key.replace(TRACKERS, 'monitor')} now")
         known = settings().get(key)
         if is_group(key) and equals:
             meant = [sign + part for part in _group_words(key, value, is_option)]
@@ -163,7 +158,7 @@ def translate(
                 continue
         else:
             meant = [sign + key + equals + value_of_today(key, value)]
-        if meant[-1].replace('"', "") != word and not is_tracker:
+        if meant[-1].replace('"', "") != word:
             words.notes.append(f"{word} is read as {meant[-1]}")
         for part in meant:
             if part != word:
@@ -173,18 +168,12 @@ def translate(
     words.overrides = _with_custom_groups(out, is_group)
 
 
-def _is_tracker(key: str, value: str) -> bool:
-    """Whether a word sets a tracker, `monitor.mine._target_=...` or `monitor.mine=my_file.MyClass`."""
-    group, _, rest = key.partition(".")
-    name, dot, _ = rest.partition(".")
-    return group == "monitor" and f"monitor.{name}" not in settings() and bool(dot or DOTTED.fullmatch(value))
-
-
 def _takes_a_target(key: str) -> bool:
     """Whether `key=my_file.MyClass` names what stands at an open node; the sets of `data` keep their arguments."""
     known, above = settings().get(key), settings().get(key.rpartition(".")[0])
-    by_name = known is None and above is not None and above.opens == NODES
-    return by_name or (known is not None and known.opens == NODE and key not in DATA_SETS)
+    if known is not None:
+        return known.opens == NODE and key not in DATA_SETS
+    return (above is not None and above.opens == NODES) or (is_tracker(key) and key.count(".") == 1)
 
 
 def _said_twice(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:

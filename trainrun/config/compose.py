@@ -19,7 +19,7 @@ from trainrun.config.aliases import value_of_today, with_names_of_today, with_ta
 from trainrun.config.argv import CUSTOM, CommandLine, split_command_line, translate, with_one_warmup
 from trainrun.config.conf_folders import conf_dir, groups, options, user_conf_dirs
 from trainrun.config.messages import explain_reference, first_line, override_fault
-from trainrun.config.overrides import composed, put_into_saved, schema_node
+from trainrun.config.overrides import composed, lower_trackers, put_into_saved, raise_trackers, schema_node
 from trainrun.config.path_settings import follow_path, unread_path
 from trainrun.config.private_values import (
     is_environment,
@@ -29,7 +29,7 @@ from trainrun.config.private_values import (
     remember,
     with_secrets,
 )
-from trainrun.config.schema import NODES, RunConfig, settings, value_of, with_values
+from trainrun.config.schema import NODES, RunConfig, plain, settings, value_of, with_values
 from trainrun.config.target_arguments import argument_faults
 from trainrun.config.tuned_settings import stale
 from trainrun.config.validate import check
@@ -144,6 +144,8 @@ def untold(more: dict[str, str], faults: list[str]) -> list[str]:
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
     """Plain dataclasses with every reference resolved. Hydra composed into the schema, so all types are checked."""
+    if faults := lower_trackers(cfg):
+        raise ConfigError(*faults)
     try:
         found = _of_today(RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)}))
         return remember(cfg, found)
@@ -175,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 def save_config(config: RunConfig) -> str:
     """The config as YAML text, to be read by `load_config`; without secrets."""
-    text = OmegaConf.to_yaml(OmegaConf.structured(public(config)[0]))
+    text = OmegaConf.to_yaml(plain(public(config)[0]))
     return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
@@ -228,13 +230,14 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
         key = str(getattr(error, "full_key", None) or "config")
         raise ConfigError(f"{path}: not a config of a run ({key}: {first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
+    raise_trackers(cfg)
     words = split_command_line(overrides)
     translate(words, lambda *_: False, lambda name: False)
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
     wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
     faults += wrong.values()
     put_into_saved(cfg, [word for word in words.overrides if word not in wrong], faults)
-    faults += missing_secrets(cfg)
+    faults += [*missing_secrets(cfg), *lower_trackers(cfg)]
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:

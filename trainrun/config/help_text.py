@@ -139,7 +139,7 @@ def setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
             default = {"None": "null", "True": "true", "False": "false"}.get(
                 str(found.default), str(found.default)
             )
-            yield key, default, found.help + _allowed(found)
+            yield f"{found.typed}.NAME" if found.typed else key, default, found.help + _allowed(found)
 
 
 def _allowed(found: Setting) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import sys
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ from trainrun.config.messages import (
     explain_value,
     misplaced,
     no_option,
+    unknown_key,
     unread,
     unreadable,
 )
-from trainrun.config.schema import ANY, NODES, RunConfig, open_nodes, settings
+from trainrun.config.schema import ANY, NODES, MonitorConfig, RunConfig, is_tracker, open_nodes, settings
 from trainrun.config.yaml_limits import limit_fault, yaml_fault
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.masking import masked_lines
@@ -70,6 +72,7 @@ def schema_node() -> DictConfig:
     """The schema as OmegaConf merges into it: it would keep frozen dataclasses read-only."""
     found: DictConfig = OmegaConf.structured(RunConfig)
     _unlock(found)
+    found.monitor._set_flag("struct", False)  # trackers have names of their own
     return found
 
 
@@ -114,8 +117,28 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
             choices.append(str(override.input_line))
     cfg = _composed_choices(choices, folders, faults)
     if cfg is not None:
+        raise_trackers(cfg)
         faults += [fault for override in settings if (fault := _put(cfg, override, folders))]
     return cfg
+
+
+def raise_trackers(cfg: DictConfig) -> None:
+    """Trackers below `listeners`, as in files of earlier versions, become keys of `monitor`."""
+    for name in list(cfg.monitor.listeners):
+        cfg.monitor[name] = cfg.monitor.listeners.pop(name)
+
+
+def lower_trackers(cfg: DictConfig) -> list[str]:
+    """The keys of `monitor` that are no settings go into the field that holds the trackers; others are faults."""
+    known = [item.name for item in fields(MonitorConfig)]
+    faults = []
+    for name in [name for name in cfg.monitor if name not in known]:
+        node = cfg.monitor.pop(name)
+        if node is None or isinstance(node, DictConfig):
+            cfg.monitor.listeners[name] = node
+        else:
+            faults.append(unknown_key(f"monitor.{name}", f"monitor.{name}={node}", "monitor", known))
+    return faults
 
 
 def _read(word: str, faults: list[str], if_several: str = SWEEP) -> Override | None:
@@ -227,7 +250,7 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
         if override is None:
             continue
         key, text = override.key_or_group, word.partition("=")[2]
-        may_be_new = any(key.startswith(f"{node}.") for node in open_nodes())
+        may_be_new = any(key.startswith(f"{node}.") for node in open_nodes()) or _in_tracker(key)
         if key in fixed:
             fault = (
                 f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"
@@ -237,6 +260,10 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
         else:
             fault = put(cfg, key, override.value(), text, may_be_new, [conf_dir()])
         faults += [fault] if fault else []
+
+
+def _in_tracker(key: str) -> bool:
+    return is_tracker(key) and key.count(".") > 1
 
 
 def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
@@ -250,7 +277,7 @@ def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
         group = key.partition(".")[0]
         if any(key == f"{node}._target_" or key.startswith(f"{node}.") for node in named):
             return True
-        if key.startswith(BY_NAME):
+        if key.startswith(BY_NAME) or _in_tracker(key):
             return True
         if not any(key.startswith(node + ".") for node in open_nodes()):
             return False

@@ -29,7 +29,7 @@ class Setting:
     """What is known of one field. kind: the type of its values; parse: raises ValueError for a wrong one.
 
     words: values that are read as others. opens: what may stand below it, if keys there may be the user's own. short:
-    of a section, the field that `section=value` sets.
+    of a section, the field that `section=value` sets. typed: where the nodes of a field are typed and saved.
     """
 
     key: str
@@ -44,6 +44,7 @@ class Setting:
     also: tuple[str, ...] = ()
     short: str = ""
     section: type | None = None
+    typed: str = ""
 
     @property
     def allowed(self) -> str:
@@ -74,9 +75,9 @@ def node(help: str, *, required: bool = False, named: bool = False, also: tuple[
     return field(default=None, metadata=about)
 
 
-def nodes(help: str) -> Any:
-    """Open nodes by name: `section.mine._target_=my_file.MyClass`."""
-    return field(default_factory=dict, metadata={"help": help, "opens": NODES})
+def nodes(help: str, typed: str = "") -> Any:
+    """Open nodes by name: `section.mine._target_=my_file.MyClass`. typed: the section, if it is not this field."""
+    return field(default_factory=dict, metadata={"help": help, "opens": NODES, "typed": typed})
 
 
 def section(kind: type, short: str = "", aliases: tuple[str, ...] = ()) -> Any:
@@ -394,7 +395,7 @@ class MonitorConfig:
     sync_debug: bool = setting(False, "names the lines that make the host wait for a GPU")
     plots: bool = setting(True, "draw them at the end")
     verbose: bool = setting(True, "one line for every validation")
-    listeners: dict[str, Any] = nodes("trackers, written monitor.NAME: _target_ and arguments")
+    listeners: dict[str, Any] = nodes("a tracker of your own: _target_ and arguments", typed="monitor")
     on_error: str = choice("warn", "raise", help="when a tracker fails: warn once and go on, or end the run")
 
 
@@ -456,6 +457,19 @@ def _limited(kind: Any, limits: Limits | None) -> Any:
     number: Any = int if kind in (int, int | None) else float
     limited: Any = Annotated[number, limits]
     return limited | None if NoneType in get_args(kind) else limited
+
+
+def is_tracker(key: str) -> bool:
+    """Whether it is `monitor.mine`, or below it: any name in `monitor` that is no setting."""
+    parts = key.split(".")
+    return parts[0] == "monitor" and len(parts) > 1 and f"monitor.{parts[1]}" not in settings()
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """The values as they are typed and saved: the trackers are keys of `monitor`."""
+    found = dataclasses.asdict(config)
+    found["monitor"] |= found["monitor"].pop("listeners")
+    return found
 
 
 def open_nodes(schema: type = RunConfig) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def node_faults(config: Any, schema: type = RunConfig) -> list[str]:
 
 
 def _node_fault(setting: Setting, value: Any) -> str:
-    key, empty = setting.key, value is None or value == {}
+    key, empty = setting.typed or setting.key, value is None or value == {}
     target = value.get(TARGET) if isinstance(value, dict) else None
     if setting.opens == NAMED and (several := named_nodes(value)):
         return _beside_fault(setting, several, value)

@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import OmegaConf
 
 from trainrun.config.compose import is_as_saved, plain_config, with_overrides
 from trainrun.config.path_settings import is_path
 from trainrun.config.private_values import public, resolved
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import ConfigError
 from trainrun.output import say
 from trainrun.runs.run_folder import SEED, SEED_DRAWN, RunDir, is_there, read_identity, was_saved
@@ -119,6 +118,19 @@ def merge_config(run: RunDir, config: RunConfig) -> RunConfig:
     return config
 
 
+def check_same_network(run: RunDir, config: RunConfig) -> None:
+    """Raises ConfigError for words that change the network on the way: what was learned fits the transforms it had."""
+    before = with_overrides(plain_config(run.config_that_holds), run.config_that_holds, [])
+    faults = [
+        f"{key}={word(here)}: the run has trained with {word(there)}, and its transforms stay; leave it out, or begin "
+        f"another run with its weights: init_from={run.root}"
+        for key, there, here in differences(before, config)
+        if key.startswith("transform.")
+    ]
+    if faults:
+        raise ConfigError(*faults)
+
+
 def differences(before: RunConfig, config: RunConfig) -> list[Difference]:
     there, here = values_of(before), values_of(config)
     return [
@@ -138,7 +150,7 @@ def values_of(config: RunConfig) -> dict[str, object]:
         for name, item in value.items():
             yield from flat(item, f"{key}.{name}" if key else str(name))
 
-    return dict(flat(OmegaConf.to_container(OmegaConf.structured(resolved(config)), enum_to_str=True), ""))
+    return dict(flat(plain(resolved(config)), ""))
 
 
 def word(value: object) -> str:

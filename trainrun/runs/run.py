@@ -7,14 +7,14 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trainrun.config.compose import Composition, load_config, plain_config, write_config
 from trainrun.config.private_values import public
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.formatting import counted
 from trainrun.masking import masked_word
@@ -25,7 +25,14 @@ from trainrun.parallel.launch import launch, module_command
 from trainrun.runs.environment import describe
 from trainrun.runs.lock import only_writer
 from trainrun.runs.repair import repair
-from trainrun.runs.resume import check_ours, check_reachable, merge_config, restore_config, trusted_config
+from trainrun.runs.resume import (
+    check_ours,
+    check_reachable,
+    check_same_network,
+    merge_config,
+    restore_config,
+    trusted_config,
+)
 from trainrun.runs.run_folder import (
     SEED,
     SEED_DRAWN,
@@ -144,7 +151,7 @@ def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
     write_config(run, config)
-    if any(foreign_nodes(asdict(public(config)[0]))):
+    if any(foreign_nodes(plain(public(config)[0]))):
         add_run(run, plain_config(run.config))
     if external_ranks():
         from trainrun.runs.torchrun import lead_run
@@ -200,7 +207,8 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
     config = trusted_config(run, overrides, trust)
     check_reachable(run)
     repair(run)
-    check_found(run, asdict(config))
+    check_found(run, plain(config))
+    check_same_network(run, config)
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     restore_config(run)
