@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainrun.data.readers.tables import csv_text
+from trainrun.data.readers.tables import csv_files
 from trainrun.data.readers.tables.csv_files import load
 from trainrun.errors import DataError
 
@@ -149,7 +149,7 @@ def test_types_and_shape_of_inputs(tmp_path):
 @pytest.mark.parametrize("cell", ["", "NA", "nan", "?"])
 @pytest.mark.parametrize("rows_at_once", [2, 8192])
 def test_missing_inputs(tmp_path, monkeypatch, cell, rows_at_once):
-    monkeypatch.setattr(csv_text, "ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr(csv_files, "ROWS_AT_ONCE", rows_at_once)
     path = written(tmp_path, f"x,w,label\n1,2,0\n3,4,1\n5,{cell},0\n6,7,1\n")
     message = fault(path)
     assert message.startswith(f"{path} line 4: column 'w' is missing ({cell!r}); correct it")

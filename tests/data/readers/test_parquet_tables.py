@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from trainrun.data.readers.pictures.decode import Form
-from trainrun.data.readers.tables import parquet, parquet_columns
+from trainrun.data.readers.tables import parquet
 from trainrun.data.readers.tables.parquet import load
 from trainrun.data.readers.tables.parquet_columns import block_of, kind_of
 from trainrun.data.tensor_dataset import Arrays
@@ -133,7 +133,6 @@ def test_a_part_of_a_table_begins_where_it_begins():
     column = table()["tokens"].slice(9, 4)
     block = block_of(kind_of(table().schema.field("tokens")), column, "float32", None, Form(), str)
     assert [block.cell(row, str).tolist() for row in range(4)] == TOKENS[9:13]
-    assert parquet_columns._ends(pa.array(TOKENS).slice(3, 2)).tolist() == [0, 3, 7]
 
 
 def test_a_list_as_target_and_several_inputs(path):

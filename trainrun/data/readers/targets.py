@@ -1,8 +1,11 @@
-"""What a model learns to predict, from a column of numbers or words: class numbers, or real numbers."""
+"""What a model learns to predict, from a column of numbers or words: class numbers, or real numbers.
+
+And which columns are inputs, with their numbers in the type that is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +42,9 @@ class Coding:
         values = numbers_in(cells)
         if values is None or (self.kind == "int64" and values.dtype.kind == "f"):
             what = "a whole number" if self.kind == "int64" else "a number"
-            row, cell = _first_that_fits_not(cells, self.kind)
+            row, cell = next(
+                (row, cell) for row, cell in enumerate(words_in(cells)) if not _fits(cell, self.kind)
+            )
             raise DataError(f"{where(row)} is {cell!r}, not {what} as in the training data")
         if values.dtype.kind == "f" and np.isnan(values).any():
             raise DataError(f"{where(int(np.isnan(values).argmax()))} is missing")
@@ -70,7 +75,9 @@ def coding_of(cells: Cells, dtype: str, names: Sequence[str] = ()) -> Coding:
         values = numbers_in(cells)
         dtype = "class" if values is None else "float32" if values.dtype.kind == "f" else "int64"
     if dtype == "class":
-        found = sorted(set(words_in(cells)), key=_by_number_or_word(cells))
+        values = numbers_in(cells)
+        kind: Any = None if values is None else float if values.dtype.kind == "f" else int
+        found = sorted(set(words_in(cells)), key=kind)
         return Coding("class", tuple(found), len(found))
     if dtype == "int64":
         values = numbers_in(cells)
@@ -143,14 +150,17 @@ def chosen_inputs(inputs: Any, target: Sequence[str], columns: Sequence[str]) ->
     return names
 
 
-def _by_number_or_word(cells: Cells) -> Any:
-    values = numbers_in(cells)
-    return None if values is None else (float if values.dtype.kind == "f" else int)
+def narrowed(values: np.ndarray[Any, Any], dtype: str, where: Callable[[int], str]) -> np.ndarray[Any, Any]:
+    """The values as `dtype`, if that loses no more than decimals. DataError: one of them becomes another number."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = values.astype(dtype)
+    wrong = np.isinf(narrow) & ~np.isinf(values) if narrow.dtype.kind == "f" else narrow != values
+    if wrong.any():
+        place, cell = int(np.argwhere(wrong)[0][0]), values[wrong].flat[0]
+        raise DataError(f"{where(place)} is {cell}, which data.train.dtype={dtype} cannot hold")
+    return narrow
 
 
-def _first_that_fits_not(cells: Cells, kind: str) -> tuple[int, str]:
-    for row, cell in enumerate(words_in(cells)):
-        value = numbers_in([cell])
-        if value is None or (kind == "int64" and value.dtype.kind == "f"):
-            return row, cell
-    return 0, words_in(cells)[0]
+def _fits(cell: str, kind: str) -> bool:
+    value = numbers_in([cell])
+    return value is not None and not (kind == "int64" and value.dtype.kind == "f")

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainrun.data.readers.parts import Part, parts_inside
 from trainrun.data.readers.paths import existing_folder, fingerprint_of
 from trainrun.data.readers.pictures.decode import Form, decoded, form_of
-from trainrun.data.readers.tables.csv_text import Dialect, columns_in, line_of, read_cells
+from trainrun.data.readers.tables.csv_files import Dialect, columns_in, line_of, read_cells
 from trainrun.data.readers.targets import Coding, coding_of
 from trainrun.data.scale import Scale
 from trainrun.errors import DataError

@@ -1,25 +1,36 @@
-"""`data=csv`: tables as text. Numbers are read into memory once; see `csv_text` for what a cell may hold."""
+"""`data=csv`: tables as text (https://www.rfc-editor.org/rfc/rfc4180), by Python's own parser, plain or gzip.
+
+Numbers are read into memory once.
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import math
-from collections.abc import Sequence
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.parts import Part
 from trainrun.data.readers.paths import files_of
-from trainrun.data.readers.tables.csv_text import Cells, Dialect, columns_in, is_missing, line_of, read_cells
 from trainrun.data.readers.targets import (
     Coding,
     chosen_inputs,
     chosen_target,
     coding_of,
+    narrowed,
     numbers_in,
 )
 from trainrun.data.tensor_dataset import Arrays
@@ -28,6 +39,12 @@ from trainrun.limits import BelowOne, Count
 
 ENDINGS = (".csv", ".csv.gz", ".tsv")
 INPUT_DTYPES = ("float32", "float64", "int64", "uint8")
+ROWS_AT_ONCE, CELLS_AT_ONCE = 8192, 2**20
+MAX_LINE_CHARACTERS = 2**26
+WORD_BYTES = 64  # about that much each takes in memory
+FEWER = "name fewer columns by data.train.inputs, or write the table as Parquet, which is read on demand"
+MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
+WORDS = {"tab": "\t", "space": " ", "semicolon": ";"}
 
 
 def load(path: str | None, split: str, inputs: Any = None, target: Any = None, val_path: str | None = None,
@@ -56,70 +73,224 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     if missing := [name for name in (*names, *goal) if name not in own]:
         raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
     cells = read_cells(files, dialect, names, goal, np.dtype(dtype), fill)
-    encoded, coding = _targets(files, dialect, cells, goal, target_dtype, training)
-    values = _shaped(torch.from_numpy(np.concatenate(cells.numbers)), names, shape)
+    known = cells
+    if files != training and len(goal) == 1:
+        known = read_cells(training, dialect, (), goal, np.dtype(np.float32), None)
+    values, (encoded, coding) = torch.from_numpy(cells.numbers), _targets(cells, known, goal, target_dtype)
+    if shape is not None:
+        if math.prod(shape) != len(names):
+            raise DataError(
+                f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs are "
+                f"{len(names)} columns"
+            )
+        values = values.view(-1, *shape)
     rows = part.rows(values if encoded is None else encoded)
     tensors = (values,) if encoded is None else (values, encoded)
     chosen = tensors if rows is None else tuple(tensor[torch.from_numpy(rows)] for tensor in tensors)
-    describe = partial(_sample, files, dialect, tuple(cells.ends), goal[0], rows) if goal else None
+    describe = partial(cells.places.name, goal[0], rows) if goal else None
     return Arrays(chosen, coding.names, coding.num_classes, describe=describe)
 
 
-def _targets(files: Sequence[Path], dialect: Dialect, cells: Cells, goal: Sequence[str], dtype: str,
-             training: Sequence[Path]) -> tuple[Tensor | None, Coding]:  # fmt: skip
-    """The targets in these files, in the coding of the training data."""
+@dataclass(frozen=True)
+class Dialect:
+    """How the text is cut. delimiter: one character, or a word of `WORDS`."""
+
+    delimiter: str = ","
+    header: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.character) != 1:
+            raise DataError(
+                f"data.train.delimiter={self.delimiter}: must be one character, or {', '.join(WORDS)}"
+            )
+
+    @property
+    def character(self) -> str:
+        return WORDS.get(self.delimiter, self.delimiter)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where rows stand, numbered over all files. ends: the row behind the last one of each file."""
+
+    files: tuple[Path, ...]
+    dialect: Dialect
+    ends: list[int] = field(default_factory=list)
+
+    def name(self, column: str, rows: Any, index: int) -> str:
+        """File, line and column of a sample. rows: the chosen ones; None is all."""
+        row = index if rows is None else int(rows[index])
+        number = next((number for number, end in enumerate(self.ends) if row < end), len(self.ends))
+        start = self.ends[number - 1] if number else 0
+        line = line_of(self.files[number], self.dialect, row - start)
+        return f"{self.files[number]} line {line}: column {column!r}"
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What was read: numbers (N, K), and N words of each text column."""
+
+    numbers: np.ndarray[Any, Any]
+    words: dict[str, list[str]]
+    places: Places
+
+
+def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
+    """The names in the first line; without a header "0", "1", ..."""
+    with _opened(file, dialect) as reader:
+        first = next(reader, None)
+    if not first:
+        raise DataError(f"{file}: empty; it needs {'a header and ' if dialect.header else ''}rows")
+    if not dialect.header:
+        return tuple(map(str, range(len(first))))
+    names = tuple(name.strip() for name in first)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(f"{file}: two columns are called {twice!r}; names must differ")
+    return names
+
+
+def read_cells(files: Sequence[Path], dialect: Dialect, numbers: Sequence[str], words: Sequence[str],
+               dtype: np.dtype[Any], fill: float | None) -> Cells:  # fmt: skip
+    """The named columns of all files. DataError names the file, line and column of what is wrong."""
+    places, total = Places(tuple(files), dialect), 0
+    blocks: list[np.ndarray[Any, Any]] = []
+    texts: dict[str, list[str]] = {name: [] for name in words}
+    columns = columns_in(files[0], dialect)
+    for file in files:
+        own = columns_in(file, dialect)
+        if set(own) != set(columns):
+            differing = ", ".join(sorted(set(own) ^ set(columns)))
+            raise DataError(f"{file}: its columns are not those of {files[0]}: {differing}")
+        place_of = {name: place for place, name in enumerate(own)}
+        for rows in _blocks(file, dialect, len(own)):
+            by_column = list(zip(*rows, strict=True))
+            block = np.empty((len(rows), len(numbers)), dtype)
+            for k, name in enumerate(numbers):
+                where = partial(places.name, name, range(total, total + len(rows)))
+                block[:, k] = _parsed(by_column[place_of[name]], dtype, fill, where)
+            blocks.append(block)
+            for name in words:
+                texts[name] += by_column[place_of[name]]
+            total += len(rows)
+            needed = total * (len(numbers) * dtype.itemsize + len(words) * WORD_BYTES)
+            check_memory(needed, f"{file}: after {total} rows the table", FEWER)
+        places.ends.append(total)
+    if total == 0:
+        raise DataError(f"{files[0]}: no rows" + (" after the header" if dialect.header else ""))
+    return Cells(np.concatenate(blocks), texts, places)
+
+
+def line_of(file: Path, dialect: Dialect, row: int) -> int:
+    """The line, from 1, on which a row (from 0, after the header) ends; reads the file again."""
+    with _opened(file, dialect) as reader:
+        next(islice(_rows(reader, dialect), row, None))
+        return int(reader.line_num)
+
+
+def _blocks(file: Path, dialect: Dialect, width: int) -> Iterator[list[list[str]]]:
+    """Blocks of rows; wide rows make short blocks."""
+    start, at_once = 0, max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // width))
+    with _opened(file, dialect) as reader:
+        full = _rows(reader, dialect)
+        while rows := list(islice(full, at_once)):
+            if set(map(len, rows)) != {width}:
+                wrong = next(i for i, row in enumerate(rows) if len(row) != width)
+                raise DataError(
+                    f"{file} line {line_of(file, dialect, start + wrong)}: {len(rows[wrong])} cells, but "
+                    f"the first line has {width}; is the file cut short, or a comma not quoted?"
+                )
+            yield rows
+            start += len(rows)
+
+
+def _rows(reader: Any, dialect: Dialect) -> Iterator[list[str]]:
+    if dialect.header:
+        next(reader)
+    return filter(None, reader)  # an empty line is no row
+
+
+@contextmanager
+def _opened(file: Path, dialect: Dialect) -> Iterator[Any]:
+    reader, packed = None, file.name.lower().endswith(".gz")
+    try:
+        with (gzip.open if packed else open)(file, "rt", encoding="utf-8-sig", newline="") as text:
+            reader = csv.reader(_lines(text), delimiter=dialect.character, skipinitialspace=True, strict=True)
+            yield reader
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        line = f" line {reader.line_num + 1}" if reader is not None and reader.line_num else ""
+        raise DataError(f"{file}{line}: cannot be read as CSV in UTF-8: {error}") from error
+
+
+def _lines(text: IO[str]) -> Iterator[str]:
+    """csv.Error: a line without an end, of which a few packed bytes may hold many gigabytes."""
+    while line := text.readline(MAX_LINE_CHARACTERS):
+        if len(line) == MAX_LINE_CHARACTERS:
+            raise csv.Error(f"a line of more than {MAX_LINE_CHARACTERS} characters")
+        yield line
+
+
+def _parsed(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, where: Any) -> Any:
+    """Numbers of the type, checked one by one only where something is wrong."""
+    whole = dtype.kind in "iu"
+    wide = np.int64 if whole else np.float64
+    try:
+        values = np.fromiter(map(int if whole else float, texts), wide, len(texts))
+        checked = "_" not in "".join(texts) and (whole or not np.isnan(values).any())
+    except (ValueError, OverflowError):
+        checked = False
+    if not checked:
+        values = np.array([_number(text, whole, fill, row, where) for row, text in enumerate(texts)], wide)
+    return narrowed(values, str(dtype), where)
+
+
+def _number(text: str, whole: bool, fill: float | None, row: int, where: Any) -> float:
+    if _is_missing(text):
+        if fill is None:
+            raise DataError(
+                f"{where(row)} is missing ({text!r}); correct it, leave the column out (data.train.inputs), or "
+                "say what stands for it, as data.train.fill=0"
+            )
+        return fill
+    try:
+        value = int(text) if whole else float(text)
+        if "_" not in text and not (
+            whole and not -(2**63) <= value < 2**63
+        ):  # Python reads 1_000 as a number
+            return value
+    except ValueError:
+        pass
+    kind = "a whole number (data.train.dtype)" if whole else "a number"
+    raise DataError(
+        f"{where(row)} is {text!r}, not {kind}; leave the column out by naming the others, as "
+        "data.train.inputs=[a,b]"
+    )
+
+
+def _is_missing(text: str) -> bool:
+    return text.strip().lower() in MISSING
+
+
+def _targets(cells: Cells, known: Cells, goal: Sequence[str], dtype: str) -> tuple[Tensor | None, Coding]:
+    """The targets, in the coding of the training data (known)."""
     if not goal:
         return None, Coding("float32")
-    if len(goal) > 1:
+    if len(goal) == 1:
+        coding = coding_of(_complete(known, goal[0]), dtype)
+    else:
         coding = Coding("float64" if dtype == "float64" else "float32")
-        columns = [coding.encode(_complete(files, dialect, cells, name), _where(files, dialect, cells, name))
-                   for name in goal]  # fmt: skip
-        return torch.cat(columns, 1), coding
-    (name,) = goal
-    own = _complete(files, dialect, cells, name)
-    known = own
-    if tuple(files) != tuple(training):
-        first = read_cells(training, dialect, (), goal, np.dtype(np.float32), None)
-        known = _complete(training, dialect, first, name)
-    coding = coding_of(known, dtype)
-    return coding.encode(own, _where(files, dialect, cells, name)), coding
+    columns = [coding.encode(_complete(cells, name), partial(cells.places.name, name, None)) for name in goal]
+    return (torch.cat(columns, 1) if len(goal) > 1 else columns[0]), coding
 
 
-def _complete(files: Sequence[Path], dialect: Dialect, cells: Cells, name: str) -> list[str]:
+def _complete(cells: Cells, name: str) -> list[str]:
     """The words of a column. DataError: one is missing; among numbers, also `NA` and the like."""
     words = cells.words[name]
     different = set(words)
-    absent = {word for word in different if not word.strip()}
-    if numbers_in(list(different)) is None:
-        missing = {word for word in different if is_missing(word)}
-        if different - missing and numbers_in(list(different - missing)) is not None:
-            absent = missing
-    if absent:
-        row = next(row for row, word in enumerate(words) if word in absent)
-        raise DataError(f"{_where(files, dialect, cells, name)(row)} is missing ({words[row]!r})")
+    missing = {word for word in different if _is_missing(word)}
+    if not different - missing or numbers_in(list(different - missing)) is None:
+        missing = {word for word in missing if not word.strip()}
+    if missing:
+        row = next(row for row, word in enumerate(words) if word in missing)
+        raise DataError(f"{cells.places.name(name, None, row)} is missing ({words[row]!r})")
     return words
-
-
-def _where(files: Sequence[Path], dialect: Dialect, cells: Cells, name: str) -> Any:
-    return partial(_sample, files, dialect, tuple(cells.ends), name, None)
-
-
-def _sample(
-    files: Sequence[Path], dialect: Dialect, ends: Sequence[int], name: str, rows: Any, index: int
-) -> str:
-    """File, line and column of a sample. ends: the row behind the last one of each file. rows: None is all."""
-    row = index if rows is None else int(rows[index])
-    number = next(number for number, end in enumerate(ends) if row < end)
-    start = ends[number - 1] if number else 0
-    return f"{files[number]} line {line_of(files[number], dialect, row - start)}: column {name!r}"
-
-
-def _shaped(values: Tensor, names: Sequence[str], shape: Sequence[int] | None) -> Tensor:
-    if shape is None:
-        return values
-    if math.prod(shape) != len(names):
-        raise DataError(
-            f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs are "
-            f"{len(names)} columns"
-        )
-    return values.view(-1, *shape)

@@ -7,14 +7,13 @@ downloaded. Arrow files are mapped; JSON and Parquet files are turned into one, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from trainrun.data.readers.free_space import check_disk, unpacked_bytes
 from trainrun.data.readers.optional_packages import extra
@@ -25,76 +24,11 @@ from trainrun.data.readers.reader_protocol import Info, ReaderDataset, dataset_o
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count
 
-ENDINGS = (".arrow", ".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz")
+KINDS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "json", ".jsonl.gz": "json",
+         ".json.gz": "json"}  # fmt: skip
 SET_FILE, SETS_FILE = "state.json", "dataset_dict.json"
 MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")  # the package would open files and hosts for them
 PARTS = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}
-
-
-class HuggingfaceReader:
-    """Rows of a data set. columns: two or more form a tuple; None: a dict of all.
-
-    Pictures are tensors (C, H, W); lists of numbers arrays of int64 or float32; text stays text.
-    facts: names and number of the classes.
-    """
-
-    def __init__(self, dataset: Any, columns: tuple[str, ...] | None, form: Form, files: Sequence[Path],
-                 facts: tuple[tuple[str, ...], int | None]) -> None:  # fmt: skip
-        self._dataset = dataset
-        self._columns = columns
-        self._form = form
-        self._files = tuple(files)
-        self._facts = facts
-
-    @property
-    def info(self) -> Info:
-        lengths = _lengths(self._dataset, self._columns or tuple(self._dataset.column_names))
-        return Info(
-            self._files, (self._columns, self._form), _labels(self._dataset, self._columns), *self._facts, self._where,
-            None if lengths is None else partial(np.asarray, lengths), thread_safe=False,
-        )  # fmt: skip
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def read(self, indices: Sequence[int]) -> list[Any]:
-        table = self._dataset[list(indices)]
-        return [self._sample({name: column[place] for name, column in table.items()}, index)
-                for place, index in enumerate(indices)]  # fmt: skip
-
-    def _where(self, index: int) -> str:
-        return f"{self._files[0]}{'' if len(self._files) == 1 else ' and others'}, row {index}"
-
-    def _sample(self, row: dict[str, Any], index: int) -> Any:
-        names = self._columns or tuple(row)
-        values = [self._value(row[name], name, index) for name in names]
-        if self._columns is None:
-            return dict(zip(names, values, strict=True))
-        return tuple(values) if len(values) > 1 else values[0]
-
-    def _value(self, value: Any, name: str, index: int) -> Any:
-        def where() -> str:
-            return f"{self._where(index)}, column {name}"
-
-        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
-            return self._picture(value, where)
-        if isinstance(value, list):
-            try:
-                array = np.asarray(value)
-            except ValueError as error:
-                raise DataError(f"{where()}: lists of unequal lengths inside a list") from error
-            if len(value) == 0:
-                return np.empty(0, np.int64)
-            return array.astype(np.float32) if array.dtype == np.float64 else array
-        if value is None:
-            raise DataError(f"{where()}: it is missing (null)")
-        return value
-
-    def _picture(self, value: dict[str, Any], where: Callable[[], str]) -> torch.Tensor:
-        """Decoded here: the package itself would open a path that a data set names, even on the network."""
-        if value["bytes"] is None:
-            raise DataError(f"{where()}: only the path of a picture; save the data set with its content")
-        return decoded(value["bytes"], self._form, where)
 
 
 def load(path: str | None, split: str, columns: Sequence[str] | None = None, val_path: str | None = None,
@@ -114,16 +48,71 @@ def load(path: str | None, split: str, columns: Sequence[str] | None = None, val
             )
     part = Part(split, path, val_path, test_path, val_fraction, seed)
     form = form_of(shape, fit, dtype, draft)
-    place, key = part.place
-    dataset, files = _opened(place, key)
-    names = None if columns is None else tuple(columns)
-    if missing := [name for name in names or () if name not in dataset.column_names]:
-        raise DataError(
-            f"data.train.columns: {place} has no column {missing[0]}; it has {', '.join(dataset.column_names)}"
-        )
-    facts = _facts(dataset, names)
-    dataset = _with_plain_columns(dataset, names)
-    return dataset_of(HuggingfaceReader(dataset, names, form, files, facts), part)
+    dataset, files = _opened(*part.place)
+    names = tuple(columns or dataset.column_names)
+    if missing := [name for name in names if name not in dataset.column_names]:
+        has = f"has no column {missing[0]}; it has {', '.join(dataset.column_names)}"
+        raise DataError(f"data.train.columns: {part.place[0]} {has}")
+    return dataset_of(HuggingfaceReader(dataset, names, columns is None, form, files), part)
+
+
+class HuggingfaceReader:
+    """Rows of a data set. columns: two or more form a tuple; as_dict: a dict of them.
+
+    Pictures are tensors (C, H, W); lists of numbers arrays of int64 or float32; text stays text.
+    """
+
+    def __init__(
+        self, dataset: Any, columns: tuple[str, ...], as_dict: bool, form: Form, files: Sequence[Path]
+    ) -> None:
+        self._dataset = _with_plain_columns(dataset.select_columns(list(columns)))
+        self._columns, self._as_dict, self._form = columns, as_dict, form
+        self._place = f"{files[0]}{'' if len(files) == 1 else ' and others'}"
+        features = dataset.features
+        named = [features[name].names for name in columns if getattr(features[name], "names", None)]
+        class_names = tuple(map(str, named[-1])) if named else ()
+        labels = None
+        if getattr(features[columns[-1]], "names", None):  # held out in proportion
+            labels = np.asarray(dataset.with_format("numpy")[columns[-1]][:], dtype=np.int64)
+        lengths = _lengths(self._dataset)
+        self.info = Info(
+            tuple(files), (None if as_dict else columns, form), labels, class_names, len(class_names) or None,
+            self._where, None if lengths is None else partial(np.asarray, lengths), thread_safe=False,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
+        table = self._dataset[list(indices)]
+        samples: list[Any] = []
+        for place, index in enumerate(indices):
+            row = {name: self._value(table[name][place], name, index) for name in self._columns}
+            values = tuple(row.values())
+            samples.append(row if self._as_dict else values if len(values) > 1 else values[0])
+        return samples
+
+    def _where(self, index: int) -> str:
+        return f"{self._place}, row {index}"
+
+    def _value(self, value: Any, name: str, index: int) -> Any:
+        where = f"{self._where(index)}, column {name}"
+        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+            # Decoded here: the package itself would open a path that a data set names, even on the network.
+            if value["bytes"] is None:
+                raise DataError(f"{where}: only the path of a picture; save the data set with its content")
+            return decoded(value["bytes"], self._form, lambda: where)
+        if isinstance(value, list):
+            try:
+                array = np.asarray(value)
+            except ValueError as error:
+                raise DataError(f"{where}: lists of unequal lengths inside a list") from error
+            if len(value) == 0:
+                return np.empty(0, np.int64)
+            return array.astype(np.float32) if array.dtype == np.float64 else array
+        if value is None:
+            raise DataError(f"{where}: it is missing (null)")
+        return value
 
 
 def _opened(path: str | None, key: str) -> tuple[Any, tuple[Path, ...]]:
@@ -132,74 +121,50 @@ def _opened(path: str | None, key: str) -> tuple[Any, tuple[Path, ...]]:
         folder = Path(path).expanduser()
         for file in sorted(folder.iterdir()):
             plain_file(file, f"{key}={path}")
-        with _faults_of(folder):
+        with _faults_of(folder, datasets):
             return datasets.load_from_disk(str(folder)), tuple(sorted(folder.glob("*.arrow")))
-    files = files_of(path, key, ENDINGS)
-    kinds = {_kind(file) for file in files}
+    files = files_of(path, key, tuple(KINDS))
+    kinds = {next((kind for end, kind in KINDS.items() if f.name.lower().endswith(end)), None) for f in files}
     if len(kinds) > 1 or None in kinds:
         raise DataError(
-            f"{key}={path}: files of one kind are needed, {' or '.join(ENDINGS)}; choose with a pattern, as "
+            f"{key}={path}: files of one kind are needed, {' or '.join(KINDS)}; choose with a pattern, as "
             f"{key}=folder/*.parquet"
         )
     names = [str(file) for file in files]
     if kinds == {"json"}:
-        cache = Path(str(datasets.config.HF_DATASETS_CACHE))
-        check_disk(
-            unpacked_bytes(files),
-            cache,
-            f"{key}={path}: unpacked, it",
-            "name another disk by HF_DATASETS_CACHE",
-        )
-    with _faults_of(files[0]), _quiet(datasets):
+        cache, way = Path(str(datasets.config.HF_DATASETS_CACHE)), "name another disk by HF_DATASETS_CACHE"
+        check_disk(unpacked_bytes(files), cache, f"{key}={path}: unpacked, it", way)
+    with _faults_of(files[0], datasets):
         if kinds == {"arrow"}:
-            sets = [datasets.Dataset.from_file(name) for name in names]
-            return datasets.concatenate_datasets(sets), files
-        read = datasets.Dataset.from_parquet if kinds == {"parquet"} else datasets.Dataset.from_json
-        return read(names), files
-
-
-def _kind(file: Path) -> str | None:
-    name = file.name.lower().removesuffix(".gz")
-    return next((kind.strip(".").removesuffix("l") for kind in (".arrow", ".parquet", ".jsonl", ".json")
-                 if name.endswith(kind)), None)  # fmt: skip
+            return datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names]), files
+        shows = not datasets.utils.are_progress_bars_disabled()
+        datasets.disable_progress_bars()
+        try:
+            read = datasets.Dataset.from_parquet if kinds == {"parquet"} else datasets.Dataset.from_json
+            return read(names), files
+        finally:
+            if shows:
+                datasets.enable_progress_bars()
 
 
 @contextmanager
-def _faults_of(place: Path) -> Iterator[None]:
+def _faults_of(place: Path, datasets: Any) -> Iterator[None]:
+    """What Arrow, JSON and the file system raise, and the package itself."""
+    arrow = extra("pyarrow", "datasets", "datasets").ArrowException
+    own = datasets.exceptions.DatasetsError
     try:
         yield
-    except _faults() as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, arrow, own) as error:
         text = str(error.__cause__ or error).strip().split("\n")[0]
         raise DataError(f"{place}: cannot be read, or damaged ({type(error).__name__}: {text})") from error
 
 
-def _faults() -> tuple[type[Exception], ...]:
-    """What Arrow, JSON and the file system raise, and the package itself."""
-    arrow = extra("pyarrow", "datasets", "datasets")
-    own = extra("datasets", "datasets", "datasets").exceptions.DatasetsError
-    return (OSError, EOFError, ValueError, KeyError, TypeError, arrow.ArrowException, own)
-
-
-@contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Without the package's own progress bars."""
-    was_on = not datasets.utils.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if was_on:
-            datasets.enable_progress_bars()
-
-
-def _with_plain_columns(dataset: Any, names: tuple[str, ...] | None) -> Any:
-    """Only the columns that are wanted, pictures as bytes."""
-    datasets = extra("datasets", "datasets", "datasets")
-    if names is not None:
-        dataset = dataset.select_columns(list(names))
+def _with_plain_columns(dataset: Any) -> Any:
+    """The data set with its pictures as bytes."""
+    image = extra("datasets", "datasets", "datasets").Image
     for name, feature in dataset.features.items():
-        if isinstance(feature, datasets.Image):
-            dataset = dataset.cast_column(name, datasets.Image(decode=False))
+        if isinstance(feature, image):
+            dataset = dataset.cast_column(name, image(decode=False))
         elif media := [kind for kind in MEDIA if f"{kind}(" in str(feature)]:
             raise DataError(
                 f"data.train.columns: column {name} holds {media[0]}, which is not read; choose others"
@@ -207,30 +172,12 @@ def _with_plain_columns(dataset: Any, names: tuple[str, ...] | None) -> Any:
     return dataset
 
 
-def _facts(dataset: Any, names: tuple[str, ...] | None) -> tuple[tuple[str, ...], int | None]:
-    """Names and number of classes, from the last column that has names for its numbers."""
-    found: tuple[tuple[str, ...], int | None] = ((), None)
-    for name in names or dataset.column_names:
-        labels = getattr(dataset.features[name], "names", None)
-        if labels:
-            found = tuple(str(label) for label in labels), len(labels)
-    return found
-
-
-def _labels(dataset: Any, names: tuple[str, ...] | None) -> np.ndarray[Any, Any] | None:
-    """What is held out in proportion: the last column where it is one of classes."""
-    last = (names or tuple(dataset.column_names))[-1]
-    if getattr(dataset.features[last], "names", None):
-        return np.asarray(dataset.with_format("numpy")[last][:], dtype=np.int64)
-    return None
-
-
-def _lengths(dataset: Any, names: tuple[str, ...]) -> np.ndarray[Any, Any] | None:
+def _lengths(dataset: Any) -> np.ndarray[Any, Any] | None:
     """The lengths in the first column of lists, without decoding them."""
     if dataset._indices is not None:  # rows were chosen in it, which the table does not show
         return None
     compute = extra("pyarrow.compute", "datasets", "datasets")
-    for name in names:
+    for name in dataset.column_names:
         column = dataset.data.column(name)
         if "list" in str(column.type).split("<")[0]:
             lengths = compute.fill_null(compute.list_value_length(column), 0)

@@ -24,7 +24,7 @@ from trainrun.data.readers.tables.parquet_columns import (
     list_dtype,
     where_in,
 )
-from trainrun.data.readers.tables.parquet_tables import Table, close_file, open_file, table_of
+from trainrun.data.readers.tables.parquet_tables import Table, open_file, table_of
 from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
@@ -56,20 +56,25 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     training = table_of(files_of(path, "data.path", ENDINGS))
     goal = chosen_target(target, training.columns)
     names = chosen_inputs(inputs, goal, training.columns)
-    table = (
-        _like(table_of(files_of(*part.place, ENDINGS)), training, (*names, *goal)) if part.own else training
-    )
-    kinds = [_input_kind(table.kind(name)) for name in names]
+    table = table_of(files_of(*part.place, ENDINGS)) if part.own else training
+    _check_like(table, training, (*names, *goal))
+    kinds = [table.kinds[name] for name in names]
+    for kind in kinds:
+        if kind.name in ("word", "other"):
+            raise DataError(
+                f"data.train.inputs: column {kind.column!r} is {kind.text}, which no model can take; name the others, "
+                "as data.train.inputs=[a,b]"
+            )
     cells, coding = _target(table, training, goal, target_dtype)
-    own_target = [] if cells is not None else [table.kind(name) for name in goal]
-    pictures = (
-        form_of(shape, fit, "uint8" if dtype == "uint8" else "float32", draft) if _pictures(kinds) else Form()
-    )
-    reader = ParquetReader(table, kinds + own_target, len(kinds), cells, coding, dtype, fill, pictures,
+    own_target = [] if cells is not None else [table.kinds[name] for name in goal]
+    form = Form()
+    if any(kind.name == "picture" for kind in kinds):
+        form = form_of(shape, fit, "uint8" if dtype == "uint8" else "float32", draft)
+    reader = ParquetReader(table, kinds + own_target, len(kinds), cells, coding, dtype, fill, form,
                            _shape_of(shape, kinds), row_groups)  # fmt: skip
     dataset = dataset_of(reader, part)
     fits = stays_in_memory(len(dataset) * 8 * sum(kind.size for kind in kinds), in_memory)
-    plain = all(kind.name == "number" for kind in kinds) or (len(kinds) == 1 and kinds[0].name == "fixed")
+    plain = all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]
     if not (plain and not own_target and fits):
         return dataset
     return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe)
@@ -83,22 +88,17 @@ class ParquetReader:
     """
 
     def __init__(self, table: Table, kinds: Sequence[Kind], num_inputs: int, cells: Any, coding: Coding, dtype: str,
-                 fill: float | None, form: Form, shape: Sequence[int] | None, row_groups: int) -> None:  # fmt: skip
-        self._table = table
-        self._kinds = tuple(kinds)
-        self._num_inputs = num_inputs
-        self._cells = cells
-        self._coding = coding
+                 fill: float | None, form: Form, shape: tuple[int, ...] | None, row_groups: int) -> None:  # fmt: skip
+        self._table, self._kinds, self._cells = table, tuple(kinds), cells
+        self._inputs, self._shape = self._kinds[:num_inputs], shape
+        self._numbers = all(kind.name == "number" for kind in self._inputs)
         self._settings = (dtype, fill, form)
-        self._shape = shape
-        files = Kept(open_file, OPEN_FILES, per_thread=True, close=close_file)
+        files = Kept(open_file, OPEN_FILES, per_thread=True, close=_close)
         self._groups = Kept(partial(_decoded, table, self._kinds, self._settings, files), row_groups)
-
-    @property
-    def info(self) -> Info:
-        has_lists = any(kind.name == "list" for kind in self._kinds[: self._num_inputs])
-        return Info(self._table.files, (self._kinds, self._settings, self._shape), self._cells, self._coding.names,
-                    self._coding.num_classes, self._table.place, self._lengths if has_lists else None)  # fmt: skip
+        self.info = Info(
+            table.files, (self._kinds, self._settings, shape), cells, coding.names, coding.num_classes, table.place,
+            self._lengths if any(kind.name == "list" for kind in self._inputs) else None,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._table)
@@ -107,26 +107,26 @@ class ParquetReader:
         """Row group by row group, in the order that was asked for."""
         found = [self._table.find(index) for index in indices]
         samples: list[Any] = [None] * len(found)
-        for number in sorted(range(len(found)), key=lambda i: found[i]):
+        for number in sorted(range(len(found)), key=found.__getitem__):
             group, place = found[number]
             samples[number] = self._sample(indices[number], self._groups[group], place)
         return samples
 
     def _sample(self, index: int, blocks: Sequence[ColumnBlock], place: int) -> Any:
         cells = [block.cell(place, partial(self._table.where, block.kind.column, index)) for block in blocks]
-        inputs: Any = cells[: self._num_inputs]
-        if all(kind.name == "number" for kind in self._kinds[: self._num_inputs]):
+        inputs: Any = cells[: len(self._inputs)]
+        if self._numbers:
             inputs = np.stack(inputs)
         elif len(inputs) == 1:
             inputs = inputs[0]
         else:
-            names = [kind.column for kind in self._kinds[: self._num_inputs]]
-            inputs = dict(zip(names, map(_array, inputs), strict=True))
+            arrays = [np.asarray(cell) if isinstance(cell, np.generic) else cell for cell in inputs]
+            inputs = dict(zip([kind.column for kind in self._inputs], arrays, strict=True))
         if self._shape is not None:
-            inputs = inputs.reshape(tuple(self._shape))
+            inputs = inputs.reshape(self._shape)
         if self._cells is not None:
             return inputs, self._cells[index]
-        return (inputs, cells[-1]) if len(cells) > self._num_inputs else inputs
+        return (inputs, cells[-1]) if len(cells) > len(self._inputs) else inputs
 
     def whole(self, chosen: Any) -> tuple[Any, ...]:
         """Inputs and target of the chosen rows, rising, in memory; None is all."""
@@ -136,7 +136,7 @@ class ParquetReader:
             dtype = list_dtype(self._kinds[0], dtype)
         rows = np.arange(len(self)) if chosen is None else chosen
         inputs = np.empty((len(rows), sum(sizes)), dtype)
-        for group, read in self._table.blocks([kind.path for kind in self._kinds]):
+        for group, read in self._table.blocks([kind.column for kind in self._kinds]):
             begin, end = self._table.begin(group), int(self._table.ends[group])
             low, high = np.searchsorted(rows, (begin, end))
             blocks = _blocks(self._table, self._kinds, self._settings, group, read)
@@ -150,80 +150,62 @@ class ParquetReader:
 
     def _lengths(self) -> np.ndarray[Any, Any]:
         """The lengths of the first input that is a list; reads that column."""
-        kind = next(kind for kind in self._kinds if kind.name == "list")
+        kind = next(kind for kind in self._inputs if kind.name == "list")
         parts = [np.diff(_blocks(self._table, [kind], self._settings, group, read)[0].ends)
-                 for group, read in self._table.blocks([kind.path])]  # fmt: skip
+                 for group, read in self._table.blocks([kind.column])]  # fmt: skip
         return np.concatenate(parts).astype(np.int64)
 
 
 def _decoded(
     table: Table, kinds: Sequence[Kind], settings: Any, files: Kept, group: int
 ) -> list[ColumnBlock]:
-    file = files[str(table.files[table.groups[group][0]])]
-    return _blocks(table, kinds, settings, group, table.read(group, [kind.path for kind in kinds], file))
+    read = table.read(group, [kind.column for kind in kinds], files[str(table.file(group))])
+    return _blocks(table, kinds, settings, group, read)
 
 
 def _blocks(table: Table, kinds: Sequence[Kind], settings: Any, group: int, read: Any) -> list[ColumnBlock]:
     dtype, fill, form = settings
-    path = table.files[table.groups[group][0]]
-    return [block_of(kind, read[kind.column], dtype, fill, form, where_in(path, kind.column, table.starts[group]))
+    path, start = table.file(group), table.starts[group]
+    return [block_of(kind, read[kind.column], dtype, fill, form, where_in(path, kind.column, start))
             for kind in kinds]  # fmt: skip
 
 
-def _array(value: Any) -> Any:
-    return np.asarray(value) if isinstance(value, np.generic) else value
+def _close(file: Any) -> None:
+    file.close()
 
 
-def _like(table: Table, training: Table, names: Sequence[str]) -> Table:
+def _check_like(table: Table, training: Table, names: Sequence[str]) -> None:
     """DataError: the columns that are read are not those of the training data."""
-    known = set(table.columns)
     for name in names:
-        if name not in known:
+        if name not in table.kinds:
             raise DataError(f"{table.files[0]}: has no column {name!r}, which the training data has")
-        if table.kind(name).name != training.kind(name).name:
-            raise DataError(
-                f"{table.files[0]}: column {name!r} is {table.kind(name).text}, but {training.kind(name).text} in "
-                "the training data"
-            )
-    return table
+        own, known = table.kinds[name], training.kinds[name]
+        if own.name != known.name:
+            fault = f"column {name!r} is {own.text}, but {known.text} in the training data"
+            raise DataError(f"{table.files[0]}: {fault}")
 
 
 def _target(table: Table, training: Table, goal: Sequence[str], dtype: str) -> tuple[Any, Coding]:
     """The encoded target of all rows; None if there is none, or it is a list that is read on demand."""
-    if not goal:
-        return None, Coding("float32")
-    kinds = [training.kind(name) for name in goal]
-    if len(kinds) == 1 and kinds[0].name in ("list", "fixed"):
+    kinds = [training.kinds[name] for name in goal]
+    if not goal or (len(goal) == 1 and kinds[0].name in ("list", "fixed")):
         return None, Coding("float32")
     for kind in kinds:
         if kind.name not in ("number", "word") or (len(kinds) > 1 and kind.name == "word"):
             raise DataError(
                 f"data.train.target={kind.column}: is {kind.text}, not numbers, words or one list"
             )
-    if len(kinds) > 1:
+    cells = [table.target(name) for name in goal]
+    if len(goal) > 1:
         coding = Coding("float64" if dtype == "float64" else "float32")
-        return torch.cat([coding.encode(table.target(n), partial(table.where, n)) for n in goal], 1), coding
-    (name,) = goal
-    cells = table.target(name)
-    known = cells if table is training else training.target(name)
-    coding = coding_of(known, dtype, class_names_in(training.schema, name))
-    return coding.encode(cells, partial(table.where, name)), coding
+    else:
+        known = cells[0] if table is training else training.target(goal[0])
+        coding = coding_of(known, dtype, class_names_in(training.schema, goal[0]))
+    encoded = [coding.encode(c, partial(table.where, name)) for c, name in zip(cells, goal, strict=True)]
+    return (torch.cat(encoded, 1) if len(goal) > 1 else encoded[0]), coding
 
 
-def _input_kind(kind: Kind) -> Kind:
-    if kind.name in ("word", "other"):
-        raise DataError(
-            f"data.train.inputs: column {kind.column!r} is {kind.text}, which no model can take; name the others, "
-            "as data.train.inputs=[a,b]"
-        )
-    return kind
-
-
-def _pictures(kinds: Sequence[Kind]) -> bool:
-    return any(kind.name == "picture" for kind in kinds)
-
-
-def _shape_of(shape: Sequence[int] | None, kinds: Sequence[Kind]) -> Sequence[int] | None:
+def _shape_of(shape: Sequence[int] | None, kinds: Sequence[Kind]) -> tuple[int, ...] | None:
     """What inputs are reshaped to; pictures and lists are not."""
     if shape is None or any(kind.name in ("picture", "list") for kind in kinds):
         return None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ LEAST_BYTES = 8  # of a cell: a number, or where a word or list begins
 
 @dataclass(frozen=True)
 class Table:
-    """kinds: of all columns. Row group g of the table holds the rows `ends[g - 1]` to `ends[g]`.
+    """Row group g of the table holds the rows `ends[g - 1]` to `ends[g]`.
 
     groups: the file (a place in `files`) and the number in it of each; starts: its first row in that file.
     """
 
     files: tuple[Path, ...]
-    kinds: tuple[Kind, ...]
+    kinds: dict[str, Kind]
     ends: np.ndarray[Any, np.dtype[np.int64]]
     groups: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
@@ -36,16 +36,9 @@ class Table:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(kind.column for kind in self.kinds)
-
     @cached_property
-    def _by_name(self) -> dict[str, Kind]:
-        return {kind.column: kind for kind in self.kinds}
-
-    def kind(self, column: str) -> Kind:
-        return self._by_name[column]
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.kinds)
 
     def begin(self, group: int) -> int:
         return int(self.ends[group - 1]) if group else 0
@@ -55,58 +48,60 @@ class Table:
         group = int(np.searchsorted(self.ends, row, side="right"))
         return group, row - self.begin(group)
 
+    def file(self, group: int) -> Path:
+        return self.files[self.groups[group][0]]
+
     def where(self, column: str, row: int) -> str:
         group, place = self.find(row)
-        where: str = where_in(self.files[self.groups[group][0]], column, self.starts[group])(place)
-        return where
+        return str(where_in(self.file(group), column, self.starts[group])(place))
 
     def place(self, row: int) -> str:
         """The file and row of a sample, counted from 0."""
         return self.where("", row).rpartition(": column")[0]
 
-    def read(self, group: int, paths: Sequence[str], file: Any, threads: bool = False) -> Any:
+    def read(self, group: int, columns: Sequence[str], file: Any, threads: bool = False) -> Any:
         """An Arrow table. file: the open file of this row group."""
-        path, number = self.files[self.groups[group][0]], self.groups[group][1]
+        path, number = self.file(group), self.groups[group][1]
         num_rows = int(self.ends[group]) - self.begin(group)
         check_memory(
-            num_rows * len(paths) * LEAST_BYTES, f"{path}: unpacked, row group {number} of {num_rows} rows",
+            num_rows * len(columns) * LEAST_BYTES, f"{path}: unpacked, row group {number} of {num_rows} rows",
             "write it with smaller ones, as pyarrow.parquet.write_table(table, path, row_group_size=100000)",
         )  # fmt: skip
         with reading(path, f"row group {number}"):
-            return file.read_row_group(number, columns=list(paths), use_threads=threads)
+            return file.read_row_group(number, columns=list(columns), use_threads=threads)
 
-    def blocks(self, paths: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    def blocks(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         """Every row group in turn, with several threads."""
-        opened: tuple[int, Any] = (-1, None)
-        for group, (place, _) in enumerate(self.groups):
-            if opened[0] != place:
-                opened = place, open_file(str(self.files[place]))
-            yield group, self.read(group, paths, opened[1], threads=True)
+        path, opened = None, None
+        for group in range(len(self.groups)):
+            if path != self.file(group):
+                path = self.file(group)
+                opened = open_file(str(path))
+            yield group, self.read(group, columns, opened, threads=True)
 
     def target(self, column: str) -> Any:
         """All cells of a column of numbers or words."""
-        kind = self.kind(column)
-        parts = []
-        for group, block in self.blocks([kind.path]):
-            parts.append(words_of(kind, block[column], partial(self._where_in_group, column, group)))
+        kind, parts = self.kinds[column], []
+        for group, block in self.blocks([column]):
+            where = where_in(self.file(group), column, self.starts[group])
+            parts.append(words_of(kind, block[column], where))
         return np.concatenate(parts) if kind.name == "number" else [word for part in parts for word in part]
-
-    def _where_in_group(self, column: str, group: int, row: int) -> str:
-        return self.where(column, self.begin(group) + row)
 
 
 def table_of(files: Sequence[Path]) -> Table:
     """DataError: one is damaged, or has other columns than the first; or there is no row."""
-    kinds: tuple[Kind, ...] = ()
+    kinds: dict[str, Kind] = {}
     first, sizes, groups, starts = None, [], [], []
     for place, path in enumerate(files):
         file = open_file(str(path))
         with reading(path, "its schema"):
-            own = tuple(kind_of(field) for field in file.schema_arrow)
+            own = [kind_of(field) for field in file.schema_arrow]
         if first is None:
-            _check_names(own, path)
-            kinds, first = own, file.schema_arrow
-        _check_same(own, kinds, path, files[0])
+            twice = next((n for n, count in Counter(kind.column for kind in own).items() if count > 1), None)
+            if twice is not None:
+                raise DataError(f"{path}: two columns are called {twice!r}; names must differ")
+            kinds, first = {kind.column: kind for kind in own}, file.schema_arrow
+        _check_same({kind.column: kind for kind in own}, kinds, path, files[0])
         rows = 0
         for number in range(file.metadata.num_row_groups):
             size = file.metadata.row_group(number).num_rows
@@ -120,33 +115,22 @@ def table_of(files: Sequence[Path]) -> Table:
     return Table(tuple(files), kinds, np.cumsum(sizes, dtype=np.int64), tuple(groups), tuple(starts), first)
 
 
-def _check_names(kinds: Sequence[Kind], path: Path) -> None:
-    twice = next((name for name, count in Counter(kind.column for kind in kinds).items() if count > 1), None)
-    if twice is not None:
-        raise DataError(f"{path}: two columns are called {twice!r}; names must differ")
-
-
-def _check_same(own: Sequence[Kind], kinds: Sequence[Kind], path: Path, first: Path) -> None:
-    named = {kind.column: kind for kind in own}
-    for kind in kinds:
-        if kind.column not in named:
-            raise DataError(f"{path}: has no column {kind.column!r}, which {first} has")
-        if named[kind.column] != kind:
+def _check_same(own: dict[str, Kind], kinds: dict[str, Kind], path: Path, first: Path) -> None:
+    for name in [*kinds, *own]:
+        if name not in own:
+            raise DataError(f"{path}: has no column {name!r}, which {first} has")
+        if name not in kinds:
+            raise DataError(f"{path}: has the column {name!r}, which {first} has not")
+        if own[name] != kinds[name]:
             raise DataError(
-                f"{path}: column {kind.column!r} is {named[kind.column].text}, but {kind.text} in {first}; "
+                f"{path}: column {name!r} is {own[name].text}, but {kinds[name].text} in {first}; "
                 "write them with one type"
             )
-    if surplus := sorted(named.keys() - {kind.column for kind in kinds}):
-        raise DataError(f"{path}: has the column {surplus[0]!r}, which {first} has not")
 
 
 def open_file(path: str) -> Any:
     with reading(Path(path), "it"):
         return pyarrow("pyarrow.parquet").ParquetFile(path, page_checksum_verification=True)
-
-
-def close_file(file: Any) -> None:
-    file.close()
 
 
 @contextmanager
@@ -155,6 +139,5 @@ def reading(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise DataError(
-            f"{path}: {what} cannot be read as Parquet: is it damaged or cut short? ({error})"
-        ) from error
+        fault = f"{what} cannot be read as Parquet: is it damaged or cut short? ({error})"
+        raise DataError(f"{path}: {fault}") from error

@@ -13,7 +13,6 @@ Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`, which is a mean over 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +75,15 @@ class TextSamples:
 
     def as_rows(self) -> Columns | None:
         """Blocks: they follow each other in the file, inputs and, one further on, targets."""
-        if self._text.kind != "blocks":
-            return None
+        return self._columns() if self._text.kind == "blocks" else None
+
+    def _columns(self) -> Columns:
         content = self._mapped()[int(self._begins[0]) : int(self._ends[-1])]
         unsigned = content.dtype == np.uint16
         content = content.view(np.int16) if unsigned else content
         rows = (len(self), int(self.lengths[0]))
         values = (content[:-1].reshape(rows), content[1:].reshape(rows))
-        again = partial(_rows_again, self)
-        return Columns(values, (), tuple, again=again, int_dtype=torch.int64, unsigned=unsigned)
+        return Columns(values, (), tuple, again=self._columns, int_dtype=torch.int64, unsigned=unsigned)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the map, of which pickle would copy the content."""
@@ -118,12 +117,6 @@ class TextSamples:
         return self._map
 
 
-def _rows_again(samples: TextSamples) -> Columns:
-    rows = samples.as_rows()
-    assert rows is not None
-    return rows
-
-
 def load(path: str | None, split: str, kind: str = "blocks", block_size: Count = 256,
          tokenizer: str | None = None, val_path: str | None = None, test_path: str | None = None,
          val_fraction: BelowOne = 0.1, max_bytes: Count | None = None,
@@ -134,15 +127,26 @@ def load(path: str | None, split: str, kind: str = "blocks", block_size: Count =
     block_size: tokens in a sample, for blocks. max_bytes: only so much of the text is read.
     cache_dir: see `token_file`; None: ~/.cache/trainrun/text.
     """
-    _check(kind, block_size, val_fraction, max_bytes)
+    if kind not in KINDS:
+        raise DataError(f"data.train.kind={kind}: must be one of {', '.join(KINDS)}")
+    for key, number in (("block_size", block_size), ("max_bytes", max_bytes)):
+        if number is not None and number < 1:
+            raise DataError(f"data.train.{key}={number}: must be 1 or more")
+    if not 0 <= val_fraction < 1:
+        raise DataError(f"data.train.val_fraction={val_fraction}: must be at least 0 and below 1")
     part = Part(split, path, val_path, test_path, val_fraction, 0)
     place, key = part.place
     text = Text(text_files(place, key), kind, tokenizer, max_bytes)
     tokens = token_file(text, cache_dir)
     if kind == "blocks":
-        begins, ends = _blocks(tokens.num_tokens, part, block_size)
+        begin, end = _cut(tokens.num_tokens, part)
+        begins = begin + block_size * np.arange(max(end - begin - 1, 0) // block_size, dtype=np.int64)
+        ends = begins + block_size + 1
     else:
-        begins, ends = _spans(tokens.sample_ends, part)
+        begins, ends = np.append(0, tokens.sample_ends[:-1])[: len(tokens.sample_ends)], tokens.sample_ends
+        long = ends - begins >= 2
+        begin, end = _cut(int(long.sum()), part)
+        begins, ends = begins[long][begin:end], ends[long][begin:end]
     if len(begins) == 0:
         source = "Python's sources" if place is None else f"{key}={place}"
         needed = f"block_size + 1 = {block_size + 1}" if kind == "blocks" else f"2 in one of its {kind}"
@@ -155,33 +159,9 @@ def load(path: str | None, split: str, kind: str = "blocks", block_size: Count =
     return TextSamples(tokens, text, begins, ends)
 
 
-def _check(kind: str, block_size: int, val_fraction: float, max_bytes: int | None) -> None:
-    if kind not in KINDS:
-        raise DataError(f"data.train.kind={kind}: must be one of {', '.join(KINDS)}")
-    if block_size < 1:
-        raise DataError(f"data.train.block_size={block_size}: must be 1 or more")
-    if not 0 <= val_fraction < 1:
-        raise DataError(f"data.train.val_fraction={val_fraction}: must be at least 0 and below 1")
-    if max_bytes is not None and max_bytes < 1:
-        raise DataError(f"data.train.max_bytes={max_bytes}: must be 1 or more, or null for no limit")
-
-
 def _cut(number: int, part: Part) -> tuple[int, int]:
     """Begin and end of the part among `number` tokens or samples in their order."""
     if part.own:
         return 0, number
     middle = number - round(number * part.val_fraction)
     return (0, middle) if part.split == "train" else (middle, number)
-
-
-def _blocks(num_tokens: int, part: Part, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    begin, end = _cut(num_tokens, part)
-    begins = begin + size * np.arange(max(end - begin - 1, 0) // size, dtype=np.int64)
-    return begins, begins + size + 1
-
-
-def _spans(ends: np.ndarray[Any, Any], part: Part) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-    long = ends - begins >= 2
-    begin, end = _cut(int(long.sum()), part)
-    return begins[long][begin:end], ends[long][begin:end]

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast
 
+from trainrun.data.readers.free_space import GZIP_MAGIC
 from trainrun.data.readers.paths import files_of
 from trainrun.errors import DataError
 
 ENDINGS = (".txt", ".text", ".md", ".rst", ".py", ".txt.gz")
-GZIP_MAGIC = b"\x1f\x8b"
 CHUNK_BYTES, MAX_LINE_BYTES = 2**20, 2**26
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # of the library
 
@@ -48,28 +48,17 @@ def chunks_of(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[in
     for number, file in enumerate(files):
         if left == 0:
             return
+        content = b"more"
         try:
-            with _opened(file) as opened:
-                content = _lines(opened)
-                while True:
-                    content = content if left is None else content[:left]
+            with cast(IO[bytes], gzip.open(file, "rb")) if is_packed(file) else file.open("rb") as opened:
+                while content and left != 0:
+                    # Whole lines; one beyond all measure is cut, so that no file can fill the memory.
+                    content = (opened.read(CHUNK_BYTES) + opened.readline(MAX_LINE_BYTES))[:left]
                     yield number, content
                     left = None if left is None else left - len(content)
-                    if left == 0 or not content:
-                        break
-                    content = _lines(opened)
         except (OSError, EOFError, zlib.error) as error:
             raise unreadable(file, error) from error
 
 
 def unreadable(file: Path, error: Exception) -> DataError:
     return DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}")
-
-
-def _lines(opened: IO[bytes]) -> bytes:
-    """About a chunk of whole lines; a line beyond all measure is cut, so that no file can fill the memory."""
-    return opened.read(CHUNK_BYTES) + opened.readline(MAX_LINE_BYTES)
-
-
-def _opened(file: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(file, "rb")) if is_packed(file) else file.open("rb")

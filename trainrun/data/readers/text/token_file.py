@@ -69,9 +69,16 @@ def token_file(text: Text, cache_dir: str | None) -> TokenFile:
     if text.tokenizer is not None:
         tokens, content = open_tokenizer(text.tokenizer)
         name.update(content)
-    place = _cache(cache_dir) / name.hexdigest()[:32]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainrun" / "text"
+    place = (cache if cache_dir is None else Path(cache_dir).expanduser()) / name.hexdigest()[:32]
     if not place.is_dir():
-        _build(place, text, tokens)
+        try:
+            _build(place, text, tokens)
+        except OSError as error:
+            raise DataError(
+                f"data.train.cache_dir: cannot write {place.parent} ({error.strerror}); name a folder with space as "
+                "data.train.cache_dir=..."
+            ) from error
     return _kept(place, tokens)
 
 
@@ -89,103 +96,74 @@ def _file_itself(text: Text) -> TokenFile:
 
 def _line_ends(file: Path, size: int) -> Ends:
     """Behind each newline among the first `size` bytes, and behind a last line without one."""
-    found, place = [], 0
+    found, place = [np.empty(0, np.int64)], 0
     with file.open("rb") as opened:
         while place < size and (content := opened.read(min(SEARCH_BYTES, size - place))):
             found.append(np.flatnonzero(np.frombuffer(content, np.uint8) == 10) + (place + 1))
-            check_memory(
-                8 * sum(map(len, found)), f"{file}: where its lines end", "use data.train.kind=blocks"
-            )
+            _check_lines(file, sum(map(len, found)))
             place += len(content)
-    ends = np.concatenate(found) if found else np.empty(0, np.int64)
+    ends = np.concatenate(found)
     return ends if place == 0 or (len(ends) and ends[-1] == place) else np.append(ends, place)
 
 
-def _cache(cache_dir: str | None) -> Path:
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainrun" / "text"
+def _check_lines(file: Path, number: int) -> None:
+    check_memory(8 * number, f"{file}: where its lines end", "use data.train.kind=blocks")
 
 
 def _build(place: Path, text: Text, tokens: Tokens) -> None:
-    try:
-        if tokens.encode is None and text.max_bytes is None:
-            check_disk(
-                unpacked_bytes(text.files), place.parent, f"{text.files[0]}: unpacked, the text", LESS_TEXT
-            )
-        place.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
-    except OSError as error:
-        raise _unwritable(place, error) from error
+    """Write all tokens. DataError: the disk or the memory will not hold them."""
+    if tokens.encode is None and text.max_bytes is None:
+        what = f"{text.files[0]}: unpacked, the text"
+        check_disk(unpacked_bytes(text.files), place.parent, what, LESS_TEXT)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
     try:
         with (making / "tokens").open("wb") as out:
             index = _written(text, tokens, out, place.parent)
             out.flush()
             os.fsync(out.fileno())
         np.savez(making / "index.npz", **index)
-        _moved(making, place)
-    except OSError as error:
-        raise _unwritable(place, error) from error
+        try:
+            os.rename(making, place)
+        except OSError:
+            if not place.is_dir():  # else another process was faster, and made the same
+                raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
 
 def _written(text: Text, tokens: Tokens, out: IO[bytes], folder: Path) -> dict[str, Any]:
-    """Write all tokens; the index of what was written. DataError: the disk or the memory will not hold them."""
-    num_tokens, num_bytes, num_lines, current = 0, 0, 0, -1
-    file_ends: list[int] = []
-    sample_ends: list[Ends] = []
+    """The index of what was written."""
+    num_tokens, num_bytes, num_lines = 0, 0, 0
+    file_ends: dict[int, int] = {}
+    line_ends = [np.empty(0, np.int64)]
     for number, content in chunks_of(text.files, text.max_bytes):
-        is_cut = text.max_bytes is not None and num_bytes + len(content) == text.max_bytes
-        values, lines = encoded_chunk(tokens, content, text.kind == "lines", is_cut, text.files[number])
-        check_disk(
-            values.nbytes, folder, f"{text.files[number]}: after {num_bytes} bytes the text", LESS_TEXT
-        )
+        file, is_cut = text.files[number], text.max_bytes == num_bytes + len(content)
+        values, lines = encoded_chunk(tokens, content, text.kind == "lines", is_cut, file)
+        check_disk(values.nbytes, folder, f"{file}: after {num_bytes} bytes the text", LESS_TEXT)
         out.write(values.tobytes())
-        sample_ends.append(lines + num_tokens)
+        line_ends.append(lines + num_tokens)
         num_lines += len(lines)
-        check_memory(
-            8 * num_lines, f"{text.files[number]}: where its lines end", "use data.train.kind=blocks"
-        )
+        _check_lines(file, num_lines)
         num_tokens, num_bytes = num_tokens + len(values), num_bytes + len(content)
-        if number != current:
-            file_ends.append(num_tokens)
-            current = number
-        file_ends[-1] = num_tokens
-    ends = np.array(file_ends, np.int64)
-    lines = np.concatenate(sample_ends) if sample_ends else np.empty(0, np.int64)
-    samples = {"blocks": ends[:0], "lines": lines, "documents": ends}[text.kind]
+        file_ends[number] = num_tokens
+    ends = np.array(list(file_ends.values()), np.int64)
+    samples = {"blocks": ends[:0], "lines": np.concatenate(line_ends), "documents": ends}[text.kind]
     return {"file_ends": ends, "sample_ends": samples, "num_bytes": np.array(num_bytes)}
 
 
-def _moved(making: Path, place: Path) -> None:
-    try:
-        os.rename(making, place)
-    except OSError:
-        if not place.is_dir():  # else another process was faster, and made the same
-            raise
-
-
 def _kept(place: Path, tokens: Tokens) -> TokenFile:
+    again = "delete this folder, it is made anew"
     try:
         with np.load(place / "index.npz", allow_pickle=False) as index:
             file_ends, sample_ends = index["file_ends"], index["sample_ends"]
             num_bytes = int(index["num_bytes"])
         size = (place / "tokens").stat().st_size
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise DataError(f"{place}: cannot be read ({error}); delete this folder, it is made anew") from error
+        raise DataError(f"{place}: cannot be read ({error}); {again}") from error
     num_tokens = int(file_ends[-1]) if len(file_ends) else 0
     if size != num_tokens * np.dtype(tokens.dtype).itemsize:
-        raise DataError(
-            f"{place}: tokens of {size} bytes do not fit its index; delete this folder, it is made anew"
-        )
+        raise DataError(f"{place}: tokens of {size} bytes do not fit its index; {again}")
     return TokenFile(
         place / "tokens", tokens.dtype, num_tokens, num_bytes, tokens.vocabulary, file_ends, sample_ends
-    )
-
-
-def _unwritable(place: Path, error: OSError) -> DataError:
-    return DataError(
-        f"data.train.cache_dir: cannot write {place.parent} ({error.strerror}); name a folder with space as "
-        "data.train.cache_dir=..."
     )

@@ -37,13 +37,11 @@ BYTES = Tokens(256)
 
 def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
     """The tokenizer, and the content of its file. Special tokens are not added by it."""
-    package, key = (
-        extra("tokenizers", "text data.train.tokenizer=...", "text"),
-        f"data.train.tokenizer={path}",
-    )
-    plain_file(Path(path).expanduser(), key)
+    package = extra("tokenizers", "text data.train.tokenizer=...", "text")
+    file, key = Path(path).expanduser(), f"data.train.tokenizer={path}"
+    plain_file(file, key)
     try:
-        content = Path(path).expanduser().read_bytes()
+        content = file.read_bytes()
     except OSError as error:
         raise DataError(f"{key}: cannot be read: {error.strerror}; allowed: a tokenizer.json") from error
     try:
@@ -85,15 +83,12 @@ def _decoded(content: bytes, is_cut: bool, file: Path) -> str:
     except UnicodeDecodeError as error:
         if is_cut and error.end == len(content) and len(content) - error.start < 4:
             return content[: error.start].decode()
-        byte = f"0x{content[error.start]:02x} in the line that begins {_line_at(content, error.start)!r}"
+        line = content[content.rfind(b"\n", 0, error.start) + 1 : error.start][:40].decode(errors="replace")
+        byte = f"0x{content[error.start]:02x} in the line that begins {line!r}"
         raise DataError(
             f"{file}: not UTF-8 ({byte}), which data.train.tokenizer needs; convert it, as with iconv, or "
             "use bytes (data.train.tokenizer=null)"
         ) from error
-
-
-def _line_at(content: bytes, place: int) -> str:
-    return content[content.rfind(b"\n", 0, place) + 1 : place][:40].decode()
 
 
 def _pieces(lines: list[str]) -> list[str]:
@@ -105,4 +100,4 @@ def _pieces(lines: list[str]) -> list[str]:
         if size >= PIECE_CHARACTERS:
             pieces.append("".join(current))
             current, size = [], 0
-    return [*pieces, "".join(current)] if current else pieces
+    return [*pieces, *(["".join(current)] if current else [])]
