@@ -26,7 +26,7 @@ from trainrun.cli.main import main
 from trainrun.cli.run_arguments import take_seconds
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import ConfigError
-from trainrun.plots.diagnosis_bars import draw_what_ifs
+from trainrun.plots.bars import draw_what_ifs
 from trainrun.timing.paired import Ratio
 
 INFO = RunInfo("samples", "resident", 0, 1, "cpu", 1, 900, 45.0)

@@ -24,7 +24,6 @@ from trainrun.plots.run_curves import (
     metrics_picture,
     throughput_picture,
 )
-from trainrun.plots.time_stack import ledger_picture
 from trainrun.runs.run_folder import RunDir
 
 ALL = [
@@ -71,10 +70,10 @@ def test_the_pictures_of_a_run_leave_out_what_makes_drawing_slow(make_run: Any, 
     history = read_history(make_run(tmp_path / "run"))
     pictures = [
         loss_picture(history, 5), metrics_picture(history, 5), lr_picture(history), throughput_picture(history, 5),
-        memory_picture(history), ledger_picture(history, "Time"), confusion_picture(history),
+        memory_picture(history),
     ]  # fmt: skip
     drawn = [picture for picture in pictures if picture is not None]
-    assert len(drawn) == 7
+    assert len(drawn) == 5
     assert all(picture.get_layout_engine() is None for picture in drawn)  # it draws each picture twice
     assert not [
         ax for picture in drawn for ax in picture.axes if ax.child_axes

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from trainrun.plots.history import read_history
-from trainrun.plots.time_stack import StackBlock, blocks_of, ledger_picture, merged
+from trainrun.plots.time_stack import blocks_of, ledger_picture
+from trainrun.timing.phases import ACCOUNTS
 
 
 def row(**seconds: float) -> dict[str, Any]:
@@ -16,26 +17,22 @@ def row(**seconds: float) -> dict[str, Any]:
 
 def test_blocks_are_differences_and_a_resume_counts_anew() -> None:
     rows = [row(start_up=2.0), row(start_up=2.0, data=1.0, forward=3.0), row(start_up=1.0), row(start_up=1.0)]
-    assert blocks_of(rows) == [
-        StackBlock(0.0, 2.0, {"start-up": 2.0}),
-        StackBlock(2.0, 4.0, {"start-up": 0.0, "data": 1.0, "forward": 3.0}),
-        StackBlock(6.0, 1.0, {"start-up": 1.0}),
-    ]
+    assert blocks_of(rows)[:, [0, 1, 3]].tolist() == [[2.0, 0.0, 0.0], [0.0, 1.0, 3.0], [1.0, 0.0, 0.0]]
+    assert blocks_of([]).shape == (0, len(ACCOUNTS))
 
 
-def test_merging_keeps_every_second() -> None:
-    blocks = [StackBlock(float(i), 1.0, {"data" if i % 2 else "forward": 1.0}) for i in range(7)]
-    joined = merged(blocks, most=3)
-    assert [(block.start, block.width) for block in joined] == [(0.0, 3.0), (3.0, 3.0), (6.0, 1.0)]
-    assert sum(sum(block.seconds.values()) for block in joined) == pytest.approx(7.0)
-    assert joined[0].seconds == {"forward": 2.0, "data": 1.0}
+def test_joining_neighbours_keeps_every_second() -> None:
+    rows = [row(data=float(i // 2), forward=float(i - i // 2)) for i in range(1, 8)]
+    joined = blocks_of(rows, most=3)
+    assert joined.sum(axis=1).tolist() == [3.0, 3.0, 1.0]
+    assert joined[0, [1, 3]].tolist() == [1.0, 2.0]
 
 
 def test_the_picture_names_what_is_large(make_run: Any, tmp_path: Any) -> None:
     picture = ledger_picture(read_history(make_run(tmp_path / "run")), "title")
     assert picture is not None
     (ax,) = picture.axes
-    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    legend = [text.get_text() for text in picture.legends[0].get_texts()]
     assert legend == ["forward 60.0 % (3.0 s)", "start-up 40.0 % (2.0 s)"]
     assert ax.get_ylim() == (0, 100)
     assert max(max(shape.get_data().values) for shape in ax.patches) == pytest.approx(100)

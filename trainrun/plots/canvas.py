@@ -6,21 +6,20 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trainrun.plots.series import Series, thinned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
 DPI = 100
 TITLE, BELOW, BETWEEN, LEFT, RIGHT = 0.4, 0.55, 0.2, 0.95, 0.2  # margins in inches
 TRAIN, VAL, TEST, BEST, QUIET = "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#888888"
 # Okabe and Ito's colours, which people with colour blindness tell apart: https://jfly.uni-koeln.de/color/
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6BB1")
-# Inches of legends in 9 points: mark and gaps, letter, line.
-LEGEND_MARK, LETTER, LEGEND_LINE = 0.6, 0.082, 0.2
 # Given when axes are made: each tick that is changed afterwards is made again.
 AXES: dict[Any, Any] = {
     "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.7, "axes.spines.top": False, "axes.spines.right": False,
@@ -31,54 +30,33 @@ FEW_POINTS = 40  # below, each point gets a mark
 
 def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
     """Inches, at DPI dots each. fitted: margins follow the texts, at twice the drawing time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(
+    return Figure(
         figsize=(width, height), dpi=DPI, layout="constrained" if fitted else None, facecolor="white"
     )
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def widest(texts: Sequence[str], points: float) -> float:
-    """Inches of the widest of these texts, in letters of this size."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.font_manager import FontProperties
-
-    agg: Any = FigureCanvasAgg(Figure(figsize=(1, 1), dpi=DPI))
-    renderer, font = agg.get_renderer(), FontProperties(size=points)
-    widths = (renderer.get_text_width_height_descent(text, font, ismath=False)[0] for text in texts)
-    return float(max(widths)) / DPI
-
-
-def width_of(columns: int) -> float:
-    """Inches of a picture with so many panels next to each other."""
-    return 8.0 if columns == 1 else 5.2 * columns
 
 
 def panels(
-    title: str, count: int, columns: int = 1, height: float = 2.3, above: float = BETWEEN
+    title: str, count: int, columns: int = 1, height: float = 2.3, fitted: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """`count` axes in a grid under one title; single-column panels share their x axis.
-
-    above: inches between the title and the panels, for a legend.
-    """
+    """`count` axes in a grid under one title; single-column panels share their x axis. fitted: as in `new_figure`."""
     from matplotlib import rc_context
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     rows = -(-count // columns)
-    width = width_of(columns)
-    gap = BETWEEN if columns == 1 else BELOW + min(above, 0.5)
-    total = TITLE + above + rows * height + (rows - 1) * gap + BELOW
-    figure = new_figure(width, total)
-    figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False, y=1 - 0.12 / total, va="top")
-    column = (width - columns * (LEFT + RIGHT)) / columns
-    figure.subplots_adjust(
-        left=LEFT / width, right=1 - RIGHT / width, bottom=BELOW / total, top=1 - (TITLE + above) / total,
-        wspace=(LEFT + RIGHT) / column, hspace=gap / height,
-    )  # fmt: skip
+    width = 8.0 if columns == 1 else 5.2 * columns
+    gap = BETWEEN if columns == 1 else BELOW + BETWEEN
+    total = TITLE + BETWEEN + rows * height + (rows - 1) * gap + BELOW
+    figure = new_figure(width, total, fitted)
+    place: dict[str, Any] = {} if fitted else {"y": 1 - 0.12 / total, "va": "top"}
+    figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False, **place)
+    if not fitted:
+        column = (width - columns * (LEFT + RIGHT)) / columns
+        figure.subplots_adjust(
+            left=LEFT / width, right=1 - RIGHT / width, bottom=BELOW / total, top=1 - (TITLE + BETWEEN) / total,
+            wspace=(LEFT + RIGHT) / column, hspace=gap / height,
+        )  # fmt: skip
     with rc_context(AXES):
         grid = figure.subplots(rows, columns, squeeze=False, sharex=columns == 1)
     axes: list[Axes] = list(grid.flat)
@@ -106,10 +84,10 @@ def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
 
 def start_at_zero(ax: Axes) -> None:
     """For amounts: heights can be compared by eye. The legend gets a strip of its own above the curves."""
-    labelled = bool(ax.get_legend_handles_labels()[0])
+    handles = ax.get_legend_handles_labels()[0]
     if ax.dataLim.y1 > 0:
-        ax.set_ylim(0, ax.dataLim.y1 * (1.35 if labelled else 1.1))
-    show_legend(ax, strip=True)
+        ax.set_ylim(0, ax.dataLim.y1 * (1.35 if handles else 1.1))
+    show_legend(ax, loc="upper left", ncols=max(len(handles), 1))
 
 
 def use_log_scale(ax: Axes) -> None:
@@ -129,43 +107,23 @@ def draw_line(
 ) -> None:
     """A thinned curve; few points are marked, since a single one would not be seen as a line."""
     shown = thinned(curve)
-    marker = "o" if len(shown) <= FEW_POINTS else None
-    width, alpha = (1.0, 0.3) if faint else (1.8, 1.0)
-    size = 3.0 if faint else 4.0
-    if len(shown):
-        ax.plot(
-            shown.steps, shown.values, color=color, label=label, linewidth=width, alpha=alpha,
-            marker=marker, markersize=size, linestyle=style,
-        )  # fmt: skip
+    if not len(shown):
+        return
+    width, alpha, size = (1.0, 0.3, 3.0) if faint else (1.8, 1.0, 4.0)
+    ax.plot(
+        shown.steps, shown.values, color=color, label=label, linewidth=width, alpha=alpha, linestyle=style,
+        marker="o" if len(shown) <= FEW_POINTS else None, markersize=size,
+    )  # fmt: skip
 
 
-def show_legend(ax: Axes, strip: bool = False) -> None:
-    """Where there is room, or as a strip at the top. Labels are users' words: `$` in them is no formula."""
+def show_legend(ax: Axes, **place: Any) -> None:
     handles, labels = ax.get_legend_handles_labels()
     if handles:
-        place: Literal["upper left", "best"] = "upper left" if strip else "best"
-        legend = ax.legend(
-            handles, labels, fontsize=9, framealpha=0.85, loc=place, ncols=len(handles) if strip else 1
-        )
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        as_plain_text(ax.legend(handles, labels, fontsize=9, framealpha=0.85, **place))
 
 
-def legend_grid(labels: Sequence[str], width: float) -> tuple[int, float]:
-    """Columns and inches of height of a legend above all panels, which is `width` inches wide at most."""
-    columns = max(1, min(len(labels), int(width / (LEGEND_MARK + LETTER * max(map(len, labels))))))
-    return columns, LEGEND_LINE * (-(-len(labels) // columns) + 0.5)
-
-
-def show_legend_above(figure: Figure, axes: Sequence[Axes], columns: int) -> None:
-    """One for all panels, right under the title."""
-    named = {
-        label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
-    }
-    legend = figure.legend(
-        named.values(), named.keys(), fontsize=9, frameon=False, ncols=columns, borderaxespad=0,
-        loc="upper center", bbox_to_anchor=(0.5, 1 - TITLE / figure.get_figheight()),
-    )  # fmt: skip
+def as_plain_text(legend: Legend) -> None:
+    """Labels are users' words: `$` in them is no formula."""
     for text in legend.get_texts():
         text.set_parse_math(False)
 

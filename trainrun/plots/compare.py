@@ -39,10 +39,7 @@ def compare(runs: list[RunDir], out: Path) -> RunComparison:
     histories = dict(zip(short_names(runs), (read_history(run) for run in runs), strict=True))
     head, rows = comparison_table(histories)
     names = _metric_names(list(histories.values()))
-    drawings = {
-        "compare_loss.png": compare_picture("Loss (faint: training)", histories, ["loss"]),
-        "compare_metrics.png": None,
-    }
+    drawings = {"compare_loss.png": compare_picture("Loss (faint: training)", histories, ["loss"])}
     if names:
         drawings["compare_metrics.png"] = compare_picture("Metrics (faint: training)", histories, names)
     files = [canvas.save(drawing, out / name) for name, drawing in drawings.items() if drawing is not None]
@@ -111,10 +108,16 @@ def _metric_names(histories: Sequence[History]) -> list[str]:
 def compare_picture(title: str, histories: dict[str, History], names: Sequence[str]) -> Figure | None:
     """One panel for each name; validation drawn full, training faint in the same colour. No legend covers a curve."""
     wide = 1 if len(names) == 1 else 2
-    columns, above = canvas.legend_grid([f"{run}{ONLY_TRAIN}" for run in histories], canvas.width_of(wide))
-    figure_, axes = canvas.panels(title, len(names), wide, 3.4 if wide == 1 else 2.8, above)
+    figure_, axes = canvas.panels(title, len(names), wide, 3.4 if wide == 1 else 2.8, fitted=True)
     drawn = [_draw_panel(ax, name, histories) for ax, name in zip(axes, names, strict=True)]
-    canvas.show_legend_above(figure_, axes, columns)
+    named = {
+        label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
+    if named:
+        longest = max(map(len, named))
+        fitting = int(10 * figure_.get_figwidth() / (8 + longest))  # letters of 0.1 inches, with their mark
+        place: Any = {"loc": "outside upper center", "ncols": max(1, min(len(named), fitting))}
+        canvas.as_plain_text(figure_.legend(named.values(), named.keys(), fontsize=9, frameon=False, **place))
     return figure_ if any(drawn) else None
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,32 +44,24 @@ def confusion_picture(history: History) -> Figure | None:
     classes = len(counts)
     names = [_short(str(name)) for name in row.get("class_names", [])]
     names += [str(i) for i in range(len(names), classes)]
-    side = min(max(0.52 * classes, 4.6), 9.0)
+    side, longest = min(max(0.52 * classes, 4.6), 9.0), max(map(len, names))
     size = 9 if classes <= MOST_NUMBERED else 7
-    longest = canvas.widest(names, size)
-    tilted = max(len(name) for name in names) > 3
-    left, below = 0.45 + longest, 0.45 + (0.75 * longest if tilted else 0.0)
-    width, height = left + side + 1.1, below + side + 0.45
-    figure = canvas.new_figure(width, height)
-    ax = figure.add_axes((left / width, below / height, side / width, side / height))
+    figure = canvas.new_figure(side + 1.6 + 0.08 * longest, side + 0.9 + 0.06 * longest, fitted=True)
+    ax = figure.subplots()
     totals = counts.sum(axis=1, keepdims=True)
     shares = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
     image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if classes <= MOST_NUMBERED:
         _write_counts(ax, counts, shares)
     ticks = list(range(0, classes, -(-classes // MOST_NAMED)))
-    ax.set_xticks(ticks, [names[i] for i in ticks], fontsize=size, parse_math=False)
+    tilted: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if longest > 3 else {}
+    ax.set_xticks(ticks, [names[i] for i in ticks], fontsize=size, parse_math=False, **tilted)
     ax.set_yticks(ticks, [names[i] for i in ticks], fontsize=size, parse_math=False)
-    if tilted:
-        for label in ax.get_xticklabels():
-            label.set(rotation=45, ha="right", rotation_mode="anchor")
-    ax.set_xlabel("predicted")
-    ax.set_ylabel("true")
+    ax.set(xlabel="predicted", ylabel="true")
     accuracy = counts.trace() / max(counts.sum(), 1)
     title = f"{row.get('split', 'val')} accuracy {100 * accuracy:.1f} % of {int(counts.sum()):,} samples"
     ax.set_title(f"{title} (step {row['step']:,})", fontsize=12, fontweight="bold")
-    bar = ((left + side + 0.25) / width, (below + 0.1 * side) / height, 0.16 / width, 0.8 * side / height)
-    figure.colorbar(image, cax=figure.add_axes(bar), label="share of the true class")
+    figure.colorbar(image, ax=ax, shrink=0.8, label="share of the true class")
     return figure
 
 
@@ -98,14 +92,19 @@ def task_pictures(run: RunDir) -> dict[str, Figure]:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    try:
+    with _named_if_damaged(run.pictures, SafetensorError, ValueError, IndexError):
         found = load_file(run.pictures) if run.pictures.is_file() else {}
         names = {name: re.sub(r"[^A-Za-z0-9_.-]+", "-", name) for name in sorted(found)}
         return {f"task-{file}.png": _grid(name, found[name] / 255) for name, file in names.items()}
-    except (SafetensorError, ValueError, IndexError) as error:
-        raise DataError(
-            f"{run.pictures}: cannot be read ({error}); delete it to draw the other plots"
-        ) from error
+    return {}
+
+
+@contextlib.contextmanager
+def _named_if_damaged(path: Path, *faults: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except faults as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete it to draw the other plots") from error
 
 
 def _grid(title: str, pictures: Any, labels: Sequence[str] = (), bad: Sequence[bool] = ()) -> Figure:
@@ -153,17 +152,10 @@ def _place_tile(dots: Bytes, pixels: Bytes, middle: int, top: int, wrong: bool) 
 def _read_samples(run: RunDir) -> tuple[Any, Any, Any, list[str]]:
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(run.samples, framework="numpy") as file:
-            images, target, prediction = (
-                file.get_tensor(name) for name in ("images", "target", "prediction")
-            )
-            names = json.loads((file.metadata() or {}).get("class_names", "[]"))
-    except (SafetensorError, ValueError) as error:
-        raise DataError(
-            f"{run.samples}: cannot be read ({error}); delete it to draw the other plots"
-        ) from error
-    return images, target, prediction, names
+    damaged = _named_if_damaged(run.samples, SafetensorError, ValueError)
+    with damaged, safe_open(run.samples, framework="numpy") as file:
+        names = json.loads((file.metadata() or {}).get("class_names", "[]"))
+        return *(file.get_tensor(name) for name in ("images", "target", "prediction")), names
 
 
 def _tile(image: Any) -> Bytes:

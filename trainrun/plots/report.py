@@ -65,13 +65,8 @@ def result_rows(history: History) -> list[tuple[str, str]]:
     rows += [(name, figure(value)) for name, value in (summary.get("metrics") or {}).items()]
     tests = history.of("test")
     rows += [(name, figure(tests[-1][name])) for name in (tests[-1] if tests else {}) if _is_result(name)]
-    for name, show in (
-        ("step", figure),
-        ("epoch", figure),
-        ("seconds", duration),
-        ("samples_per_second", quantity),
-        ("tokens_per_second", quantity),
-    ):
+    shown = {"step": figure, "epoch": figure, "seconds": duration} | dict.fromkeys(SPEEDS, quantity)
+    for name, show in shown.items():
         if isinstance(summary.get(name), (int, float)):
             rows.append((({"seconds": "time"} | SPEEDS).get(name, name), show(summary[name])))
     if summary.get("skipped_steps"):

@@ -130,7 +130,8 @@ def throughput_picture(history: History, window: int) -> Figure | None:
     axes[0].yaxis.set_major_formatter(lambda value, _: quantity(value))
     canvas.start_at_zero(axes[0])
     if len(seconds):
-        scaled, unit = _in_units(seconds, TIME_UNITS)
+        size, unit = _unit_of(seconds.values, TIME_UNITS)
+        scaled = Series(seconds.steps, seconds.values / size)
         _draw_averaged(axes[1], scaled, window, canvas.VAL, "step time", steps)
         axes[1].set_ylabel(f"{unit} per step")
         canvas.start_at_zero(axes[1])
@@ -140,32 +141,28 @@ def throughput_picture(history: History, window: int) -> Figure | None:
 
 def memory_picture(history: History) -> Figure | None:
     """Memory of the run and of its GPU, and how busy CPU and GPU are."""
-    rows = history.of("hardware")
-    memory = {
-        "RAM of the run's processes": series_of(rows, "memory_bytes"),
-        "GPU in use": series_of(rows, "gpu_memory_bytes"),
-        "GPU, peak of this process": series_of(rows, "gpu_allocated_peak_bytes"),
+    names = {
+        "memory": {
+            "memory_bytes": "RAM of the run's processes", "gpu_memory_bytes": "GPU in use",
+            "gpu_allocated_peak_bytes": "GPU, peak of this process",
+        },
+        "load": {"cpu_percent": "CPU (100 % is one core)", "gpu_percent": "GPU"},
+    }  # fmt: skip
+    found = {
+        panel: {label: series_of(history.of("hardware"), name) for name, label in labels.items()}
+        for panel, labels in names.items()
     }
-    busy = {
-        "CPU (100 % is one core)": series_of(rows, "cpu_percent"),
-        "GPU": series_of(rows, "gpu_percent"),
-    }
-    memory = {name: curve for name, curve in memory.items() if len(curve)}
-    busy = {name: curve for name, curve in busy.items() if len(curve)}
+    memory, busy = ({k: v for k, v in curves.items() if len(v)} for curves in found.values())
     if not memory:
         return None
+    size, unit = _unit_of(np.concatenate([curve.values for curve in memory.values()]), BYTE_UNITS)
+    memory = {name: Series(curve.steps, curve.values / size) for name, curve in memory.items()}
     picture, axes = canvas.panels(_title("Memory and load", history), 2 if busy else 1)
-    largest = Series(np.empty(0), np.concatenate([curve.values for curve in memory.values()]))
-    _, unit = _in_units(largest, BYTE_UNITS)
-    size = next(size for size, name in BYTE_UNITS if name == unit)
-    for color, (name, curve) in zip(canvas.CYCLE, memory.items(), strict=False):
-        canvas.draw_line(axes[0], Series(curve.steps, curve.values / size), color, name)
-    axes[0].set_ylabel(f"memory ({unit})")
-    for color, (name, curve) in zip(canvas.CYCLE, busy.items(), strict=False):
-        canvas.draw_line(axes[1], curve, color, name)
-    if busy:
-        axes[1].set_ylabel("load (%)")
-    for ax in axes:
+    units = (f"memory ({unit})", "load (%)")
+    for ax, curves, label in zip(axes, (memory, busy), units, strict=False):
+        for color, (name, curve) in zip(canvas.CYCLE, curves.items(), strict=False):
+            canvas.draw_line(ax, curve, color, name)
+        ax.set_ylabel(label)
         canvas.start_at_zero(ax)
     canvas.label_steps(axes, history.steps_per_epoch)
     return picture
@@ -223,9 +220,7 @@ def _finish(ax: Axes, curves: list[Series], history: History) -> None:
     canvas.label_steps([ax], history.steps_per_epoch)
 
 
-def _in_units(curve: Series, units: tuple[tuple[float, str], ...]) -> tuple[Series, str]:
-    """The values in the largest unit that the biggest of them reaches."""
-    finite = curve.values[np.isfinite(curve.values)]
-    most = float(finite.max()) if len(finite) else 0.0
-    size, name = next(((size, name) for size, name in units if most >= size), units[-1])
-    return Series(curve.steps, curve.values / size), name
+def _unit_of(values: Floats, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
+    """The largest unit that the biggest of the values reaches."""
+    most = max(values[np.isfinite(values)], default=0.0)
+    return next((unit for unit in units if most >= unit[0]), units[-1])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainrun.formatting import duration
 from trainrun.plots import canvas
 from trainrun.plots.history import History
+from trainrun.plots.series import Floats
 from trainrun.timing.phases import ACCOUNTS
 
 if TYPE_CHECKING:
@@ -25,73 +26,41 @@ COLORS = {
 }  # fmt: skip
 
 
-class StackBlock(NamedTuple):
-    """What was booked between two rows. start, width: seconds since the run began, sessions in a row."""
+def blocks_of(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Floats:
+    """(block, account) seconds: the differences between rows that follow each other, neighbours joined.
 
-    start: float
-    width: float
-    seconds: Mapping[str, float]
-
-
-def blocks_of(rows: Sequence[Mapping[str, Any]]) -> list[StackBlock]:
-    """The differences between rows that follow each other; a resume counts from zero again."""
-    blocks: list[StackBlock] = []
-    before: Mapping[str, float] = {}
-    at = 0.0
-    for row in rows:
-        seconds: Mapping[str, float] = row["seconds"]
-        if sum(seconds.values()) < sum(before.values()):
-            before = {}
-        spent = {name: max(value - before.get(name, 0.0), 0.0) for name, value in seconds.items()}
-        width = sum(spent.values())
-        if width > 0:
-            blocks.append(StackBlock(at, width, spent))
-            at += width
-        before = seconds
-    return blocks
-
-
-def merged(blocks: Sequence[StackBlock], most: int = MOST_BLOCKS) -> list[StackBlock]:
-    """Neighbours joined, until there are no more than a picture can show."""
-    size = -(-len(blocks) // most)
-    joined = []
-    for i in range(0, len(blocks), size or 1):
-        group = blocks[i : i + size]
-        names = dict.fromkeys(name for block in group for name in block.seconds)
-        seconds = {name: sum(block.seconds.get(name, 0.0) for block in group) for name in names}
-        joined.append(StackBlock(group[0].start, sum(block.width for block in group), seconds))
-    return joined
+    A resume counts from zero again.
+    """
+    booked = np.array([[row["seconds"].get(name, 0.0) for name in ACCOUNTS] for row in rows])
+    booked = booked.reshape(-1, len(ACCOUNTS))
+    before = np.vstack([np.zeros((1, len(ACCOUNTS))), booked[:-1]])[: len(booked)]
+    before[booked.sum(axis=1) < before.sum(axis=1)] = 0.0
+    spent = np.maximum(booked - before, 0.0)
+    spent = spent[spent.sum(axis=1) > 0]
+    starts = np.arange(0, len(spent), -(-len(spent) // most) or 1)
+    return np.add.reduceat(spent, starts, axis=0) if len(spent) else spent
 
 
 def ledger_picture(history: History, title: str) -> Figure | None:
     """None if the run kept no ledger."""
     blocks = blocks_of(history.of("ledger"))
-    if not blocks:
+    if not len(blocks):
         return None
-    total = sum(block.width for block in blocks)
-    sums = {name: sum(block.seconds.get(name, 0.0) for block in blocks) for name in ACCOUNTS}
-    picture, (ax,) = canvas.panels(title, 1, height=4.1)
-    shown = merged(blocks)
-    edges = np.cumsum([0.0, *(block.width for block in shown)])
-    floor = np.zeros(len(shown))
-    for name in ACCOUNTS:
-        if not sums[name]:
+    picture, (ax,) = canvas.panels(title, 1, height=4.1, fitted=True)
+    widths, sums = blocks.sum(axis=1), blocks.sum(axis=0)
+    edges, total = np.cumsum([0.0, *widths]), widths.sum()
+    tops = np.cumsum(100 * blocks / widths[:, None], axis=1)
+    for i, name in enumerate(ACCOUNTS):
+        if not sums[i]:
             continue
-        top = floor + [100 * block.seconds.get(name, 0.0) / block.width for block in shown]
-        label = None
-        if sums[name] >= LEAST_SHARE * total:
-            label = f"{name} {100 * sums[name] / total:.1f} % ({duration(sums[name])})"
-        ax.stairs(top, edges, baseline=floor, fill=True, color=COLORS[name], label=label, linewidth=0)
-        floor = top
-    ax.set_ylim(0, 100)
-    ax.set_xlim(0, total)
-    ax.set_xlabel("seconds since the run began")
-    ax.set_ylabel("share of the time, %")
-    box = ax.get_position()
-    ax.set_position((box.x0, box.y0, box.width * 0.7, box.height))  # the legend is next to it
+        share = sums[i] / total
+        label = f"{name} {100 * share:.1f} % ({duration(float(sums[i]))})" if share >= LEAST_SHARE else None
+        floor = tops[:, i - 1] if i else np.zeros(len(blocks))
+        ax.stairs(tops[:, i], edges, baseline=floor, fill=True, color=COLORS[name], label=label, linewidth=0)
+    ax.set(
+        ylim=(0, 100), xlim=(0, total), xlabel="seconds since the run began", ylabel="share of the time, %"
+    )
     ax.grid(visible=False)
     handles, labels = ax.get_legend_handles_labels()
-    ax.legend(
-        handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False
-    )
+    picture.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8, frameon=False)
     return picture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +17,13 @@ MAX_BARS = 40
 MAX_NAME = 60  # letters of a bar's name
 LOG_RANGE = 10  # a decade crowds the small values of a linear axis
 CLOSE = 0.3  # of the highest value: values that lie nearer together are magnified
-DPI = 120
 
 
 def draw_sweep(path: Path, jobs: list[Job], keys: list[str]) -> None:
     """jobs: best first, at least one of them with a value; keys: the settings that were varied."""
-    axes_of = {job.num: tuple(job.settings.get(key, "") for key in keys) for job in jobs}
-    one_each = len(set(axes_of.values())) == len(jobs)
-    if (
-        len(keys) == 1
-        and one_each
-        and all(number_of(job.settings.get(keys[0], "")) is not None for job in jobs)
-    ):
+    places = [tuple(job.settings.get(key, "") for key in keys) for job in jobs]
+    one_each = len(set(places)) == len(jobs)
+    if len(keys) == 1 and one_each and all(number_of(text) is not None for (text,) in places):
         figure = draw_line(jobs, keys[0])
     elif len(keys) == 2 and one_each:
         figure = draw_map(jobs, keys)
@@ -49,7 +43,7 @@ def number_of(text: str) -> float | None:
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
     return figure, figure.add_subplot()
 
 
@@ -62,40 +56,29 @@ def value_name(jobs: list[Job]) -> str:
 
 def title_of(jobs: list[Job]) -> str:
     valued = sum(job.result.value is not None for job in jobs)
-    return (
-        counted(valued, "job")
-        if valued == len(jobs)
-        else f"{valued} of {counted(len(jobs), 'job')} with a value"
-    )
+    whole = counted(len(jobs), "job")
+    return whole if valued == len(jobs) else f"{valued} of {whole} with a value"
 
 
 def draw_line(jobs: list[Job], key: str) -> Figure:
     """One number was varied. Jobs without a value stand as crosses on the lower edge."""
-    figure, axes = new_figure(7, 4.5)
+    figure, axes = new_figure(8.4, 5.4)
     places = {job.num: float(job.settings[key]) for job in jobs}
-    valued = sorted((job for job in jobs if job.result.value is not None), key=lambda job: places[job.num])
-    values = [job.result.value or 0.0 for job in valued]
-    axes.plot([places[job.num] for job in valued], values, "o-", color=COLOUR)
-    best = next(job for job in jobs if job.result.value is not None)
-    axes.plot(places[best.num], best.result.value or 0.0, "o", markersize=11, color=BEST_COLOUR)
+    points = [(places[job.num], job.result.value) for job in jobs if job.result.value is not None]
+    axes.plot(*zip(*sorted(points), strict=True), "o-", color=COLOUR)
+    axes.plot(*points[0], "o", markersize=11, color=BEST_COLOUR)
     missing = [places[job.num] for job in jobs if job.result.value is None]
     if missing:
         edge = axes.get_xaxis_transform()  # x in data, y in parts of the axes
-        axes.plot(
-            missing,
-            [0.0] * len(missing),
-            "x",
-            color=FAILED_COLOUR,
-            transform=edge,
-            clip_on=False,
-            label="no value",
-        )
+        axes.plot(missing, [0.0] * len(missing), "x", color=FAILED_COLOUR, transform=edge, clip_on=False,
+                  label="no value")  # fmt: skip
         axes.legend()
     numbers = places.values()
     if min(numbers) > 0 and max(numbers) / min(numbers) >= LOG_RANGE:
         axes.set_xscale("log")
     axes.set_xlabel(key, parse_math=False)
     axes.set_ylabel(value_name(jobs), parse_math=False)
+    best = next(job for job in jobs if job.result.value is not None)
     title = f"{title_of(jobs)}; best: {key}={best.settings[key]}, {best.result.value:.4g}"
     axes.set_title(title, parse_math=False)  # not in a legend, which would lie on the points
     axes.grid(alpha=0.3)
@@ -106,22 +89,25 @@ def draw_line(jobs: list[Job], key: str) -> Figure:
 def draw_map(jobs: list[Job], keys: list[str]) -> Figure:
     """Two keys were varied: one cell a job, its value written in it."""
     rows, columns = (in_order([job.settings.get(key, "") for job in jobs]) for key in keys)
-    table = [[math.nan] * len(columns) for _ in rows]
+    cells = {
+        job.num: (rows.index(job.settings.get(keys[0], "")), columns.index(job.settings.get(keys[1], "")))
+        for job in jobs
+    }
+    table = np.full((len(rows), len(columns)), math.nan)
     for job in jobs:
-        if job.result.value is not None:
-            row, column = (job.settings.get(key, "") for key in keys)
-            table[rows.index(row)][columns.index(column)] = job.result.value
-    figure, axes = new_figure(max(5.0, 2.6 + 0.95 * len(columns)), max(3.2, 1.6 + 0.5 * len(rows)))
+        table[cells[job.num]] = math.nan if job.result.value is None else job.result.value
+    figure, axes = new_figure(max(6.0, 3.1 + 1.15 * len(columns)), max(3.9, 1.9 + 0.6 * len(rows)))
     best_is_low = jobs[0].result.mode == "min"
     image = axes.imshow(table, aspect="auto", cmap="viridis_r" if best_is_low else "viridis")
     figure.colorbar(image, ax=axes).set_label(value_name(jobs), parse_math=False)
     for job in jobs:
-        row, column = (job.settings.get(key, "") for key in keys)
-        value = job.result.value
-        dark = value is not None and luminance(image.to_rgba(np.array([value]))[0]) < 0.5
+        (row, column), value = cells[job.num], job.result.value
+        dark = (
+            value is not None and np.dot(image.to_rgba(np.array([value]))[0][:3], (0.299, 0.587, 0.114)) < 0.5
+        )
         axes.text(
-            columns.index(column), rows.index(row), job.result.state if value is None else f"{value:.4g}",
-            ha="center", va="center", fontsize=9, fontweight="bold" if job is jobs[0] else "normal",
+            column, row, job.result.state if value is None else f"{value:.4g}", ha="center", va="center",
+            fontsize=9, fontweight="bold" if job is jobs[0] else "normal",
             color=FAILED_COLOUR if value is None else "white" if dark else "black",
         )  # fmt: skip
     long_names = max(map(len, columns)) > 9
@@ -140,9 +126,8 @@ def draw_bars(jobs: list[Job], keys: list[str]) -> Figure:
     shown = valued[:MAX_BARS]
     values = [job.result.value or 0.0 for job in shown]
     names = [shorter(job.label(keys), MAX_NAME) for job in shown]
-    figure, axes = new_figure(5.5 + 0.075 * max(map(len, names)), 1.4 + 0.3 * len(shown))
-    colours = [BEST_COLOUR] + [COLOUR] * (len(shown) - 1)
-    bars = axes.barh(range(len(shown)), values, color=colours)
+    figure, axes = new_figure(6.6 + 0.09 * max(map(len, names)), 1.7 + 0.36 * len(shown))
+    bars = axes.barh(range(len(shown)), values, color=[BEST_COLOUR] + [COLOUR] * (len(shown) - 1))
     axes.bar_label(bars, [f"{value:.4g}" for value in values], padding=3, fontsize=9)
     axes.set_yticks(range(len(shown)), names, parse_math=False)
     axes.invert_yaxis()
@@ -161,15 +146,9 @@ def draw_bars(jobs: list[Job], keys: list[str]) -> Figure:
 
 def in_order(names: list[str]) -> list[str]:
     """Each name once: numbers by size, words by name."""
-    once = list(dict.fromkeys(names))
-    numbers = {name: number_of(name) for name in once}
-    return sorted(once, key=lambda name: (numbers[name] is None, numbers[name] or 0.0, name))
+    numbers = {name: number_of(name) for name in names}
+    return sorted(numbers, key=lambda name: (numbers[name] is None, numbers[name] or 0.0, name))
 
 
 def shorter(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
-def luminance(colour: Sequence[float]) -> float:
-    red, green, blue, _ = colour
-    return 0.299 * red + 0.587 * green + 0.114 * blue

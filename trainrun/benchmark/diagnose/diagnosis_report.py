@@ -12,7 +12,7 @@ from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf
 from trainrun.benchmark.diagnose.verdict import verdict
 from trainrun.formatting import duration, quantity
 from trainrun.masking import masked_words
-from trainrun.plots.diagnosis_bars import draw_what_ifs
+from trainrun.plots.bars import draw_what_ifs
 from trainrun.runs.run_folder import write_json, write_text
 
 TITLES = {"dispatch": "calls of a small batch", "threads": "other threads"}
