@@ -106,6 +106,8 @@ def arguments() -> argparse.Namespace:
     words = parser.parse_args()
     if unknown := set(words.suites) - {*SUITES, *OWN}:
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")
+    if words.folder is not None and not Path(words.folder).is_dir():
+        parser.error(f"--folder={words.folder}: no such folder; make it first")
     return words
 
 

@@ -29,6 +29,10 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 watch = lanes.Watch()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="every case of a GPU on the pretended one too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     watch.install()
 

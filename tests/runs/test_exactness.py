@@ -237,6 +237,8 @@ TWO_RANKS = {
     "one sample to evaluate": ("data.train.count=16", "data.val._target_=exact_parts.samples", "data.val.count=1"),
     "tokens to evaluate": (*TOKENS, "data.train.count=16", "data.val._target_=exact_parts.tokens",
                            "data.val.count=23", "data.val.seed=3", "ema=true", "trainer.val_check_interval=1"),
+    "named sets to evaluate": ("data.train.count=16", "data.val.day._target_=exact_parts.samples", "data.val.day.count=7",
+                               "data.val.night._target_=exact_parts.samples", "data.val.night.count=1"),
     "counts with the outputs": (*TOKENS, "task=exact_tasks.Rich", "data.train.count=29",
                                 "trainer.accumulate_grad_batches=2", "data.val._target_=exact_parts.tokens",
                                 "data.val.count=9", "trainer.gradient_clip_val=0.05"),

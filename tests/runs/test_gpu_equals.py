@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from test_on_a_gpu import QUIET, close
+from test_on_a_gpu import QUIET, alike, close, more, weights
 
 import trainrun as package
 from trainrun.cli.main import main
@@ -20,17 +20,12 @@ pytestmark = [
 ]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 EXACT = ("precision=64-true", "trainer.deterministic=true")
-DIGITS = ("data=digits", "trainer.max_steps=30", "optimizer=sgd", "optimizer.lr=0.05", *EXACT)
+DIGITS = ("data=digits", "trainer.max_steps=15", "optimizer=sgd", "optimizer.lr=0.05", *EXACT)
 CNN = (*DIGITS, "model=cnn", "model.width=8", "data.batch_size=64")
-NETWORK = ("task=language_modeling", "model=gpt", "model.layers=2", "model.width=64", "model.heads=2")
 TEXT = (
-    "data=text",
-    "data.train.max_bytes=60000",
-    "trainer.max_steps=8",
-    "trainer.max_epochs=null",
-    *NETWORK,
-    *EXACT,
-)
+    "data=text", "data.train.max_bytes=60000", "trainer.max_steps=8", "trainer.max_epochs=null",
+    "task=language_modeling", "model=gpt", "model.layers=2", "model.width=32", "model.heads=2", *EXACT,
+)  # fmt: skip
 BLOCKS = (*TEXT, "data.train.block_size=64", "data.batch_size=16")
 LINES = (*TEXT, "data.train.kind=lines", "data.max_sequence_length=64", "data.batch_size=16")
 CLIPPED = ("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.1")
@@ -46,13 +41,18 @@ def run(device: str, *words: str) -> package.Run:
     return done
 
 
+@cache
+def weights_after(device: str, *words: str) -> dict[str, torch.Tensor]:
+    return weights(run(device, *words))
+
+
 @pytest.mark.parametrize(
-    ("words", "more"),
+    ("words", "technique"),
     [
         ((*CNN, *CLIPPED), ("trainer.cpu_offload=optimizer",)),
         ((*CNN, "trainer.ema=true", "trainer.ema.decay=0.9"), ("trainer.cpu_offload=parameters",)),
-        ((*BLOCKS, "optimizer=adamw"), ("trainer.cpu_offload=parameters",)),
-        (CNN, ("trainer.activation_offload=true",)),
+        more((*BLOCKS, "optimizer=adamw"), ("trainer.cpu_offload=parameters",)),
+        more(CNN, ("trainer.activation_offload=true",)),
         (BLOCKS, ("trainer.activation_offload=true",)),
         ((*BLOCKS, "model.dropout=0.1"), ("trainer.gradient_checkpointing=full",)),
         ((*BLOCKS, "model.dropout=0.1"), ("trainer.gradient_checkpointing=selective",)),
@@ -60,12 +60,12 @@ def run(device: str, *words: str) -> package.Run:
         (CNN, ("trainer.channels_last=true",)),
         (CNN, ("data.engine=workers", "data.num_workers=2")),
         (CNN, ("data.engine=threads", "data.num_threads=2")),
-        (CNN, ("data.engine=workers", "data.num_workers=1", "data.pin_memory=false")),
+        more(CNN, ("data.engine=workers", "data.num_workers=1", "data.pin_memory=false")),
         ((*CNN, "checkpoint.every_n_train_steps=3"), ("checkpoint.async_save=false",)),
     ],
 )  # fmt: skip
-def test_the_way_changes_nothing(words: tuple[str, ...], more: tuple[str, ...]) -> None:
-    close(run("cuda", *words), run("cuda", *words, *more), TOLERANCE)
+def test_the_way_changes_nothing(words: tuple[str, ...], technique: tuple[str, ...]) -> None:
+    alike(weights_after("cuda", *words), weights(run("cuda", *words, *technique)), TOLERANCE)
 
 
 SHORT = ("trainer.max_steps=8", "optimizer=sgd", "optimizer.lr=0.05")
@@ -76,62 +76,57 @@ PLAIN = (*DROPS[:-1], "model.dropout=0.0")
 PICTURES = ("data=digits", "model=cnn", "model.width=8", "model.norm=none", "data.batch_size=64")
 
 
-def weights_of(done: package.Run) -> torch.Tensor:
-    return torch.cat([value.double().flatten() for value in done.load_model("last").state_dict().values()])
-
-
-@cache
-def plain(words: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights before a run, and after it."""
-    return weights_of(run("cuda", *words, "optimizer.lr=0", "trainer.max_steps=1")), weights_of(
-        run("cuda", *words)
-    )
+def flat(found: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in found.values()])
 
 
 @pytest.mark.parametrize(
-    ("words", "more"),
+    ("words", "technique"),
     [
         ((*DROPS, BF16), ("trainer.gradient_checkpointing=selective",)),
-        ((*DROPS, BF16), ("trainer.gradient_checkpointing=full",)),
-        ((*DROPS, BF16), ("trainer.activation_offload=true",)),
+        more((*DROPS, BF16), ("trainer.gradient_checkpointing=full",)),
+        more((*DROPS, BF16), ("trainer.activation_offload=true",)),
         ((*PLAIN, BF16), ("trainer.cuda_graphs=true",)),
         ((*PLAIN, BF16), ("trainer.compile=step",)),
-        ((*PLAIN, BF16), ("data.batch_size=4", "trainer.accumulate_grad_batches=4")),
-        pytest.param(
-            (*PLAIN, BF16), ("data.batch_size=8", "parallel=ddp", "parallel.devices=2"), marks=TWO
-        ),
+        more((*PLAIN, BF16), ("data.batch_size=4", "trainer.accumulate_grad_batches=4")),
+        pytest.param((*PLAIN, BF16), ("data.batch_size=8", "parallel=ddp", "parallel.devices=2"),
+                     marks=[TWO, pytest.mark.slow]),
         ((*PICTURES, BF16), ("trainer.channels_last=true",)),
-        ((*PICTURES, BF16), ("trainer.accumulate_grad_batches=2", "data.batch_size=32")),
-        ((*PICTURES, TF32), ("trainer.channels_last=true",)),
-        ((*PICTURES, TF32), ("trainer.cuda_graphs=true",)),
-        ((*DROPS, TF32), ("trainer.gradient_checkpointing=selective",)),
+        more((*PICTURES, BF16), ("trainer.accumulate_grad_batches=2", "data.batch_size=32")),
+        more((*PICTURES, TF32), ("trainer.channels_last=true",)),
+        more((*PICTURES, TF32), ("trainer.cuda_graphs=true",)),
+        more((*DROPS, TF32), ("trainer.gradient_checkpointing=selective",)),
     ],
 )  # fmt: skip
 def test_the_way_changes_little_in_the_types_of_every_day(
-    words: tuple[str, ...], more: tuple[str, ...]
+    words: tuple[str, ...], technique: tuple[str, ...]
 ) -> None:
     """In float64 no kernel of flash attention, tensor cores or rounded convolutions takes part."""
-    if "trainer.compile=step" in more:
+    if "trainer.compile=step" in technique:
         pytest.importorskip("triton")
     words = (*(word for word in words if word not in EXACT), *SHORT)
-    before, after = plain(words)
+    before = flat(weights_after("cuda", *words, "optimizer.lr=0", "trainer.max_steps=1"))
+    after = flat(weights_after("cuda", *words))
     assert not torch.equal(before, after)
-    assert (weights_of(run("cuda", *words, *more)) - after).norm() < ROUGH * (after - before).norm()
+    found = flat(weights(run("cuda", *words, *technique)))
+    assert (found - after).norm() < ROUGH * (after - before).norm()
 
 
 @TWO
 @pytest.mark.parametrize(
-    ("words", "more"),
+    ("words", "technique"),
     [
-        (DIGITS, ()),
-        ((*DIGITS, "model=cnn", "model.norm=none", *CLIPPED), ()),
+        more(DIGITS, ()),
+        more((*DIGITS, "model=cnn", "model.norm=none", *CLIPPED), ()),
         ((*DIGITS, "model=cnn", "model.width=8"), ("parallel.sync_batchnorm=true",)),
         ((*DIGITS, "trainer.ema=true"), ("trainer.cpu_offload=optimizer",)),
     ],
 )
-def test_two_ranks_under_nccl_are_one(words: tuple[str, ...], more: tuple[str, ...]) -> None:
-    ranks = ("parallel=ddp", "parallel.devices=2", "data.batch_size=32", *more)
-    close(run("cuda", *words, "data.batch_size=64"), run("cuda", *words, *ranks), TOLERANCE)
+def test_two_ranks_under_nccl_are_one(words: tuple[str, ...], technique: tuple[str, ...]) -> None:
+    ranks = ("parallel=ddp", "parallel.devices=2", "data.batch_size=32", *technique)
+    alike(
+        weights_after("cuda", *words, "data.batch_size=64"), weights(run("cuda", *words, *ranks)), TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,16 +135,16 @@ def test_two_ranks_under_nccl_are_one(words: tuple[str, ...], more: tuple[str, .
         (*DIGITS, "data.batch_size=64", "trainer.gradient_clip_val=0.1"),
         CNN,
         (*BLOCKS, "optimizer=adamw"),
-        (*LINES, "data.padding=bucket"),
+        more((*LINES, "data.padding=bucket")),
         (*LINES, "data.padding=pack"),
-        (*LINES[:-1], "data.padding=token_budget", "data.max_tokens=512"),
-        (*CNN, f"{AUGMENT}.flip._target_={NAMES}.flip.AlternatingFlip"),
+        more((*LINES[:-1], "data.padding=token_budget", "data.max_tokens=512")),
+        more((*CNN, f"{AUGMENT}.flip._target_={NAMES}.flip.AlternatingFlip")),
         (*CNN, f"{AUGMENT}.crop._target_={NAMES}.crop.RandomCrop"),
         (*CNN, f"{AUGMENT}.mixup._target_={NAMES}.mix.MixUp", f"{AUGMENT}.mixup.num_classes=10"),
     ],
 )
 def test_the_device_changes_nothing(words: tuple[str, ...]) -> None:
-    close(run("cpu", *words), run("cuda", *words), TOLERANCE)
+    alike(weights_after("cpu", *words), weights_after("cuda", *words), TOLERANCE)
 
 
 def test_a_loss_that_is_not_finite_is_found_at_the_next_log_point() -> None:
@@ -160,12 +155,10 @@ def test_a_loss_that_is_not_finite_is_found_at_the_next_log_point() -> None:
 
 def test_a_run_goes_on_where_it_was_on_another_device() -> None:
     done = run("cuda", *CNN)
-    for device, steps in (("cpu", 40), ("cuda", 50)):
-        code = main(
-            ["resume", str(done.folder), f"trainer.max_steps={steps}", f"parallel.accelerator={device}"]
-        )
-        assert code == 0
-    assert package.load_run(done.folder).status["step"] == 50
+    for device, steps in (("cpu", 20), ("cuda", 25)):
+        words = [f"trainer.max_steps={steps}", f"parallel.accelerator={device}"]
+        assert main(["resume", str(done.folder), *words]) == 0
+    assert package.load_run(done.folder).status["step"] == 25
 
 
 class HostFirst(torch.nn.Module):
@@ -214,16 +207,9 @@ def test_a_validation_that_does_not_fit_is_cut() -> None:
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + side**2 * 2**17) / total)
     words = (
-        "data=synthetic",
-        f"data.shape=[3,{side},{side}]",
-        "data.train.num_samples=64",
-        "data.val.num_samples=1024",
-        "data.val_batch_size=1024",
-        "data.batch_size=16",
-        "data.engine=workers",
-        "model=cnn",
-        "model.norm=none",
-    )
+        "data=synthetic", f"data.shape=[3,{side},{side}]", "data.train.num_samples=64", "data.val.num_samples=1024",
+        "data.val_batch_size=1024", "data.batch_size=16", "data.engine=workers", "model=cnn", "model.norm=none",
+    )  # fmt: skip
     try:
         found = run("cuda", *words, "trainer.max_steps=2")
     finally:

@@ -32,6 +32,7 @@ SHORT = [
 ]  # fmt: skip
 LONG = ("diagnose", "verify", "autotune")
 ELSEWHERE = ("on a cluster", "on a GPU")
+ALIKE = ("trainrun parallel=ddp  ", "hydra.sweep.dir=sweeps/first")  # another page runs the like
 
 
 def lines_of(text: str) -> list[str]:
@@ -92,7 +93,7 @@ def known_to_its_script(
 def is_run(line: str) -> list[str] | None:
     """The words of a command that is run here; None for one that is checked without running."""
     words = shlex.split(line, comments=True)
-    if any(mark in line for mark in ELSEWHERE) or words[0] != "trainrun" or words[1] in LONG:
+    if any(mark in line for mark in ELSEWHERE + ALIKE) or words[0] != "trainrun" or words[1] in LONG:
         return None
     return words[1:]
 
@@ -112,6 +113,8 @@ def test_the_commands_of_a_page_run(page: str, project: Path, capsys: pytest.Cap
         added = [word for word in SHORT if word.partition("=")[0] not in named] if trains else []
         if trains and not {"trainer.max_epochs", "trainer.max_steps"} & named:
             added.append("trainer.max_epochs=1")
+        if "model=gpt" in words and trains:
+            added.append("data.batch_size=2")
         code = main([*words, *added])
         told = capsys.readouterr()
         if code:

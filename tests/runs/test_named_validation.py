@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-import torch
 
 from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
@@ -79,15 +78,6 @@ def test_evaluation_prediction_and_a_resume(folder, capsys):
     assert "use --split val/day" in capsys.readouterr().err
     assert main(["predict", "r", "--split", "val/dusk"]) == 2
     assert "no data.val.dusk; there are val/day, val/night" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no ranks")
-def test_two_ranks_count_each_sample_once(folder):
-    one = [*WORDS, "trainer.max_steps=2", "data.batch_size=8", "optimizer=sgd", "optimizer.lr=0.0"]
-    assert main([*one, "hydra.run.dir=one"]) == 0
-    assert main([*one, "parallel=ddp", "parallel.devices=2", "hydra.run.dir=two"]) == 0
-    for key in ("val/day/loss", "val/night/loss", "val/day/acc", "val/night/acc"):
-        assert rows(folder, "two")[-1][key] == pytest.approx(rows(folder, "one")[-1][key], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ def bench(name: str, device: str, folder: Path) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHES)
 def test_on_the_cpu(name: str, tmp_path: Path) -> None:
     done = bench(name, "cpu", tmp_path)
@@ -46,6 +45,7 @@ def test_a_gpu_that_is_not_there_is_not_the_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", BENCHES)
 def test_on_a_gpu(name: str, tmp_path: Path) -> None:
