@@ -57,7 +57,7 @@ def run(*words: str) -> package.Run:
 
 
 def weights(done: package.Run) -> dict[str, torch.Tensor]:
-    return {name: value.double() for name, value in done.load_model("last").state_dict().items()}
+    return {name: value.double().cpu() for name, value in done.load_model("last").state_dict().items()}
 
 
 def close(one: package.Run, other: package.Run, tolerance: float) -> None:
@@ -142,12 +142,13 @@ def test_a_recurrent_network_in_a_graph_is_validated_as_it_was_trained(words: tu
 
 
 def test_the_peak_of_memory_is_that_of_the_training() -> None:
+    held = torch.cuda.memory_allocated()  # by tests before
     before = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
     peak = torch.cuda.max_memory_allocated()
     del before
     words = (*HERE, *QUIET[1:], *SHORT, "model=mlp", "monitor.hardware=true")
     rows = [row for row in package.train(*words).metrics if row["kind"] == "hardware"]
-    assert 0 < rows[-1]["gpu_allocated_peak_bytes"] < peak / 2
+    assert 0 < rows[-1]["gpu_allocated_peak_bytes"] - held < (peak - held) / 2
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a pretended GPU asserts nothing")
