@@ -60,7 +60,6 @@ def test_one_word_chooses_the_scope(typed: str, scope: str) -> None:
         ("parallel=ddp", "does not go with parallel=ddp: ranks exchange"),
         ("precision=16", "does not go with precision=16-mixed"),
         ("loop._target_=my.loop", "a loop of your own"),
-        ("scheduler=onecycle", "scheduler.cycle_momentum=false"),
         ("trainer.compile.dynamic=true", "each shape of batch"),
         ("trainer.compile.mode=reduce-overhead", "hold no tensors that change"),
         ("trainer.optimizer_in_backward=true", "at another time or place"),

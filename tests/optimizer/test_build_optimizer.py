@@ -213,20 +213,6 @@ def test_any_other_error_of_the_factory_keeps_its_traceback() -> None:
         build_optimizer(broken, {}, nn.Linear(3, 2))
 
 
-def test_steps_are_counted_beside_the_weights_where_the_host_must_not() -> None:
-    for factory, keywords, capturable in (
-        (torch.optim.NAdam, {}, True),
-        (AdamW, {}, False),  # fused: it counts there anyway
-        (AdamW, {"fused": False}, True),
-        (SGD, {}, None),  # it counts nothing
-        (torch.optim.Adagrad, {}, None),
-    ):
-        optimizer, _ = build_optimizer(factory, {"lr": 0.1, **keywords}, nn.Linear(3, 2), on_device=True)
-        assert optimizer.param_groups[0].get("capturable") is capturable
-        plain, _ = build_optimizer(factory, {"lr": 0.1, **keywords}, nn.Linear(3, 2))
-        assert not plain.param_groups[0].get("capturable")
-
-
 def test_sparse_adam_over_dense_gradients_is_refused_at_the_first_step() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(4, 2, sparse=True), "unused": nn.Linear(2, 2)})
     optimizer, _ = build_optimizer(SparseAdam, {"lr": 0.1}, model)

@@ -224,10 +224,13 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule, site.stop,
         precision.failure, checkpoints.time_request, bad_steps,
     )  # fmt: skip
-    calls = build_task_calls(config, site, task, model)
+    place = Place(config.seed or 0, site.parallel.rank, site.parallel.device)
+    calls = TaskCalls(task, model, place, None if site.parallel.rank else site.run.pictures)
     counting = build_counting(config, model, task, site.parallel, site.phases)
     own_step = build_own_step(config)
-    step = OwnStep(own_step) if own_step else build_step(config, guarded, site.parallel.device, compile_log)
+    step = (
+        OwnStep(own_step) if own_step else build_step(config, task, calls, site.parallel.device, compile_log)
+    )
     step = seen_step(config, step, site.parallel.device, site.device_times, monitors.note)
     run = Components(
         config, model, wrapped, task, calls, optimizer, schedule, precision, site.parallel, ema, retry,
@@ -327,24 +330,6 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
             "count(batch) -> int, or gives count= with each StepOutput"
         )
     return task
-
-
-def build_task_calls(config: RunConfig, site: RunContext, task: Any, model: nn.Module) -> TaskCalls:
-    """Raises ConfigError if the steps are to be one graph, and this task's cannot."""
-    place = Place(config.seed or 0, site.parallel.rank, site.parallel.device)
-    calls = TaskCalls(task, model, place, None if site.parallel.rank else site.run.pictures)
-    reason = calls.obstacle()
-    if reason and config.trainer.compile.scope == "step":
-        raise ConfigError(
-            f"trainer.compile.scope=step: {type(task).__name__} {reason}, and a graph would freeze that; use "
-            "trainer.compile.scope=model"
-        )
-    if reason and config.trainer.cuda_graphs:
-        raise ConfigError(
-            f"trainer.cuda_graphs=true: {type(task).__name__} {reason}, and a graph would freeze that; use "
-            "trainer.cuda_graphs=false"
-        )
-    return calls
 
 
 def unit_of(task: Any) -> str:

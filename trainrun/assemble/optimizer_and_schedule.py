@@ -55,11 +55,7 @@ def _built(
             node["adamw_lr"], _ = scaled_lr(node["adamw_lr"], rule, batch, base)
     node.pop(CHECK, None)
     factory = locate(node.pop("_target_"), key)
-    in_one_graph = config.trainer.cuda_graphs or config.trainer.compile.scope == "step"
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-    optimizer, note = build_optimizer(
-        factory, node, model, in_one_graph and on_gpu, params, closures=bool(config.step)
-    )
+    optimizer, note = build_optimizer(factory, node, model, params, closures=bool(config.step))
     notes.append(note.replace("optimizer:", f"{key}:", 1))
     return optimizer
 

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, locate
 from trainrun.interfaces import Counting, Parallel, counts_before
 from trainrun.monitor.metric_logger import MetricLogger
-from trainrun.precision.update import Update
 from trainrun.runtime.collector import freeze_more
 from trainrun.timing.phases import COMPILE, PhaseTimer
 from trainrun.training.checks.contract import Checked
@@ -24,6 +23,7 @@ from trainrun.training.checks.user_state import check_halves
 from trainrun.training.components import Accumulate, Step
 from trainrun.training.item_count import CountedAfter, divided_late
 from trainrun.training.recovery.oom import OomRetry
+from trainrun.training.task_calls import TaskCalls
 from trainrun.training.train_step import (
     CountedBefore,
     accumulate_gradients,
@@ -54,18 +54,12 @@ def build_counting(
     """ConfigError: the count comes with the output, and a setting needs it before."""
     if counts_before(task):
         return CountedBefore(task)
-    trainer = config.trainer
-    needs = {
-        "trainer.compile.scope=step": trainer.compile.scope == "step",
-        "trainer.cuda_graphs=true": trainer.cuda_graphs,
-        "trainer.optimizer_in_backward=true": trainer.optimizer_in_backward,
-    }
-    if wanted := [word for word, wants in needs.items() if wants]:
+    if config.trainer.optimizer_in_backward:
         raise ConfigError(
-            f"{wanted[0]}: needs the count of a batch before its forward, and {type(task).__name__} has no method "
-            "count(batch); add it, or leave this setting out"
+            f"trainer.optimizer_in_backward=true: needs the count of a batch before its forward, and "
+            f"{type(task).__name__} has no method count(batch); add it, or leave this setting out"
         )
-    size = config.data.batch_size * trainer.accumulate_grad_batches
+    size = config.data.batch_size * config.trainer.accumulate_grad_batches
     return CountedAfter(task, model, parallel, phases, size)
 
 
@@ -75,34 +69,12 @@ def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
     return accumulate if isinstance(counting, CountedBefore) else divided_late(accumulate)
 
 
-def build_step(config: RunConfig, precision: Update, device: torch.device, log: CompileLog) -> Step:
-    wanted, records = config.trainer.compile, config.trainer.cuda_graphs
-    if wanted.scope != "step" and not records:
+def build_step(config: RunConfig, task: Any, calls: TaskCalls, device: torch.device, log: CompileLog) -> Step:
+    if config.trainer.compile.scope != "step" and not config.trainer.cuda_graphs:
         return train_step
-    if records and device.type != "cuda":
-        raise ConfigError(
-            f"trainer.cuda_graphs=true: only a CUDA device has them, and this run is on {device.type}; "
-            "use trainer.cuda_graphs=false"
-        )
-    from trainrun.step.captured import OnCuda, captured
-    from trainrun.step.graphs import Function, compiled
-    from trainrun.step.whole import WholeStep
-    from trainrun.transform.compile import check_options
+    from trainrun.step.whole import build_whole_step
 
-    if wanted.scope == "step":
-        try:
-            check_options(wanted.mode, wanted.backend, on_cpu=device.type == "cpu")
-        except RuntimeError as error:
-            raise ConfigError(str(error)) from error
-
-    record = OnCuda()
-
-    def engine(function: Function, inputs: list[Tensor], num_held: int) -> Function:
-        if wanted.scope == "step":
-            function = compiled(function, inputs, wanted.backend, wanted.mode)
-        return captured(function, inputs, num_held, record) if records else function
-
-    return WholeStep(train_step, precision, config.data.batch_size, engine, log, fixed=records)
+    return build_whole_step(config, accumulate_gradients, task, calls.informed, device, log)
 
 
 def build_own_step(config: RunConfig) -> Any:

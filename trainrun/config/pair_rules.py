@@ -9,7 +9,6 @@ from trainrun.config.schema import SAME, RunConfig
 from trainrun.instantiate import TARGET, is_node, named_nodes
 from trainrun.limits import is_finite
 
-CYCLING = ("OneCycleLR", "CyclicLR")  # torch's schedulers that move the momentum too, unless told not to
 VAE, VAE_TASK = "trainrun.model.vae.Vae", "trainrun.task.vae.Vae"
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
 CLASSIFICATION = "trainrun.task.classification.Classification"
@@ -124,24 +123,17 @@ def _compilation(config: RunConfig) -> Iterator[str]:
 
 def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What stands against a step of one graph: a setting, and the reason with the way out."""
-    scheduler, options = (
-        config.scheduler if isinstance(config.scheduler, dict) else {},
-        config.trainer.compile,
-    )
-    target = _target(scheduler).rpartition(".")[2]
+    options = config.trainer.compile
     moved = "the update would be at another time or place; use one of the two"
-    cycles = target in CYCLING and scheduler.get("cycle_momentum", True)
     obstacles = (
         (config.parallel.mode != "single", f"parallel={config.parallel.mode}",
          "ranks exchange gradients in the step; use trainer.compile.scope=model, or parallel=single"),
-        (config.precision.mode == "16-mixed", "precision=16-mixed", "loss scaling decides on the host whether to "
-         "update; use precision=bf16-mixed, or trainer.compile.scope=model"),
+        (config.precision.mode == "16-mixed", "precision=16-mixed", "a graph does not scale its loss; use "
+         "precision=bf16-mixed, or trainer.compile.scope=model"),
         (config.step, "step", "a step of your own is not traced; use trainer.compile.scope=model"),
         (config.loop, "loop", "a loop of your own makes the steps itself; use trainer.compile.scope=model"),
         (config.hook, f"hook.{next(iter(config.hook), '')}", "it may change what a graph holds; use "
          "trainer.compile.scope=model"),
-        (cycles, f"scheduler._target_={target}", "it moves the momentum, which a graph holds as a constant; set "
-         "scheduler.cycle_momentum=false, or use trainer.compile.scope=model"),
         (options.dynamic, "trainer.compile.dynamic=true", "each shape of batch is a graph of its own; leave it out"),
         (options.mode == "reduce-overhead", "trainer.compile.mode=reduce-overhead", "CUDA graphs of inductor hold no "
          "tensors that change in place; leave it out, or use trainer.compile.scope=model"),

@@ -275,7 +275,7 @@ class TrainerConfig:
     nan_policy: str = choice("stop", "skip", "rollback", "ignore", help="at gradients that are not finite")
     max_rollbacks: int = setting(3, "with nan_policy=rollback: more of them end the run", at_least=1)
     compile: CompileConfig = section(CompileConfig, "scope", ("compile", "torch_compile"))
-    cuda_graphs: bool = setting(False, "record the whole step and replay it (GPU)")
+    cuda_graphs: bool = setting(False, "record forward and backward and replay them (GPU)")
     channels_last: bool = setting(
         False, "memory format of images and convolutions", aliases=("channels_last",)
     )

@@ -27,15 +27,12 @@ def build_optimizer(
     factory: Callable[..., Optimizer],
     keywords: dict[str, Any],
     model: nn.Module,
-    on_device: bool = False,
     params: list[nn.Parameter] | None = None,
     closures: bool = False,
 ) -> tuple[Optimizer, str]:
     """`factory(parameters, **keywords)` on the parameters that want a gradient, and a note on the choice.
 
     params: some of them, for one of several optimizers. closures: it may compute the loss several times in a step.
-
-    on_device: it is to count its steps on the weights' device (a fused one does anyway), for a step without the host.
     """
     whole = params is None
     params = [param for param in (model.parameters() if params is None else params) if param.requires_grad]
@@ -56,8 +53,6 @@ def build_optimizer(
         WRONG
     ):
         raise PluginError(f"optimizer.fused=true: {fault}; choose optimizer.fused=null")
-    if on_device and not keywords.get("fused") and has_switch(factory, "capturable", False):
-        keywords = {"capturable": True} | keywords
     try:
         optimizer = factory(params if make_groups is None else make_groups(model), **keywords)
     except (RuntimeError, *OF_ARGUMENTS) as error:

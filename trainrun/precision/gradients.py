@@ -76,16 +76,6 @@ def total_norm(groups: Groups, device: torch.device) -> Tensor:
     return norm
 
 
-def fused_norm(groups: Groups, device: torch.device) -> Tensor:
-    """`total_norm` in elementary operations, which a compiled graph makes part of other loops."""
-    total = torch.zeros((), device=device)
-    for grads in groups:
-        dtype = torch.float64 if grads[0].dtype is torch.float64 else torch.float32
-        for grad in grads:
-            total = total + grad.to(dtype).square().sum()
-    return total.sqrt()
-
-
 def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
     """Set `found` (0-d float32) to 1 if any value is not finite; never back to 0. The host does not wait.
 

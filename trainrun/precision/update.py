@@ -26,7 +26,6 @@ from trainrun.precision.gradients import (
     backward,
     clip_norm_,
     clip_value_,
-    fused_norm,
     gradient_groups,
     is_uniform,
     mark_nonfinite,
@@ -197,44 +196,6 @@ class Update:
     def scales(self) -> bool:
         """Whether the loss is scaled, as float16 wants it."""
         return self._scaler is not None
-
-    @property
-    def found(self) -> Tensor:
-        """The flag that `guard` writes: an input of the graph that calls it."""
-        return self._found
-
-    def guard(self, groups: Groups, found: Tensor) -> Tensor:
-        """Check and clipping of `optimizer_step` as tensors alone, for a step that is one graph.
-
-        Returns the norm; sets `found` where the update must be left out. One pass over the gradients
-        for both, so finite ones whose norm overflows count as not finite.
-        """
-        norm = fused_norm(groups, self._device)
-        if self._checks:
-            bad = (~norm.isfinite()).to(found.dtype)
-            found.copy_(torch.maximum(found, bad) if self._nan_policy == "stop" else bad)
-        if self._limit is not None and self._clips_norm:
-            clip_norm_(groups, norm, self._limit)
-        elif self._limit is not None:
-            clip_value_(groups, self._limit)
-        return norm
-
-    @property
-    def checks(self) -> bool:
-        """Whether `guard` sets its flag at all."""
-        return self._checks
-
-    def accept(self) -> bool:
-        """After such a graph ran: whether its update was made, as far as the host knows without waiting."""
-        if not self._checks or (self._lazy and self._updated_once):
-            return True
-        usable = self._found.item() == 0
-        self._stopped = self._nan_policy == "stop" and not usable
-        if not usable and not self._stopped:
-            self._found.zero_()
-        self._skipped_in_a_row = 0 if usable else self._skipped_in_a_row + 1
-        self._updated_once = self._updated_once or usable
-        return usable
 
     def failure(self, wait: bool) -> str:
         if wait:

@@ -149,9 +149,7 @@ def train_once(
         run.task_calls.start(state)
         run.hooks.on_start(run, state)
         if not config.loop:  # or nobody would say that a step was made
-            trainer = run.config.trainer
-            in_graph = trainer.cuda_graphs or trainer.compile.scope == "step"
-            run.task_calls.watch(trainer.accumulate_grad_batches > 1, in_graph, run.monitors.note)
+            run.task_calls.watch(run.config.trainer.accumulate_grad_batches > 1, run.monitors.note)
         state = run_loop(run, state)
         run.hooks.on_end(run, state)
         run.task_calls.unwatch()

@@ -1,18 +1,67 @@
-"""From a function of tensors to one graph: traced and compiled, or captured as a CUDA graph."""
+"""From a function of tensors to one graph: what a graph would not notice, tracing, compiling, recording."""
 
 from __future__ import annotations
 
+import random
+import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainrun.errors import PluginError, TrainrunError
-from trainrun.step.body import compiling
+from trainrun.seeding import kept_random_state
+from trainrun.training.checks.task_watch import changed, values_of
+from trainrun.training.components import Components
+from trainrun.training.recovery.oom import no_memory
+from trainrun.training.without_trace import snapshot
 
 Function = Callable[..., list[Tensor]]
-Engine = Callable[[Function, list[Tensor], int], Function]  # function, arguments, how many of them it changes
+Run = Callable[[], list[Tensor]]
+Recorder = Callable[[Run], tuple[Callable[[], object], list[Tensor]]]  # how to replay, and its outputs
+
+PLAIN = (bool, int, float, str, type(None))
+AHEAD = 4  # recorded steps that the host may be ahead of the device; beyond, batches would fill its memory
+WARM_UP = 3  # what cuBLAS and others allocate at their first calls must lie outside the graph
+
+
+def rehearse(run: Components, batch: Any) -> None:
+    """Forward and loss twice, leaving no trace; the first also runs the checks that a task makes on its first batch.
+
+    A trace keeps the path of the one pass it saw: a counter in an attribute, or a choice drawn from Python's or NumPy's
+    random numbers, would be frozen without a word. Raises PluginError.
+    """
+
+    def forward() -> tuple[Any, Any, dict[str, Any]]:
+        with run.precision.autocast():
+            run.task.step(run.model, batch)
+        numpy = sys.modules.get("numpy.random")
+        draws = random.getstate(), repr(numpy.get_state(legacy=False)["state"]) if numpy else None
+        attributes = {
+            f"{name}.{key}".lstrip("."): value
+            for name, module in run.model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, PLAIN)
+        }
+        return draws, values_of(run.task, run.model), attributes
+
+    with torch.no_grad(), snapshot(run.model):
+        draws, kept, attributes = forward()
+        draws_now, kept_now, attributes_now = forward()
+    owner, fault = type(run.model).__name__, ""
+    if draws != draws_now:
+        fault = "draws from Python's or NumPy's random numbers"
+    if moved := [name for name in attributes if attributes_now.get(name) != attributes[name]]:
+        fault = f"changes its Python attribute {moved[0]}"
+    if moved := changed(kept, kept_now):
+        owner, fault = type(run.task).__name__, f"changes its attribute {moved[0]}"
+    if fault:
+        raise PluginError(
+            f"trainer.compile.scope=step: {owner} {fault} as it runs, which a graph would "
+            "freeze; keep it in a tensor (register_buffer), or use trainer.compile.scope=model"
+        )
 
 
 def compiled(function: Function, inputs: list[Tensor], backend: str, mode: str | None) -> Function:
@@ -23,132 +72,139 @@ def compiled(function: Function, inputs: list[Tensor], backend: str, mode: str |
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
-        with torch.no_grad(), compiling():
-            trace = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)
-            graph = trace(*inputs)
-            if backend == "inductor" and on_cpu(inputs):
-                keep_scalars(graph)
+        with torch.no_grad():
+            graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
             return lowered(graph, inputs, backend, mode)
     except TrainrunError:
         raise
     except Exception as error:  # of torch's tracer, or of the user's code under it: there are many
         text = " ".join(str(error).split())[:300]
         raise PluginError(
-            f"trainer.compile.scope=step: model, loss and optimizer do not become one graph "
+            f"trainer.compile.scope=step: model and loss do not become one graph "
             f"({type(error).__name__}: {text}); use trainer.compile.scope=model, or off"
         ) from error
 
 
-def keep_scalars(graph: torch.fx.GraphModule) -> None:
-    """Make numbers that come from numbers alone (Adam's bias corrections) outputs, where others read them.
-
-    Inductor writes an output down once. Otherwise, on a CPU, it computes them again for every vector of
-    weights: two powers in float64, which took 200 us in a step of 50,000 weights (torch 2.13).
-    """
-    scalars: set[torch.fx.Node] = set()
-    for node in graph.graph.nodes:
-        value = node.meta.get("val")
-        values = value if isinstance(value, list | tuple) else [value]
-        small = all(isinstance(item, Tensor) and item.dim() == 0 for item in values)
-        if small and values and (node.op == "placeholder" or set(node.all_input_nodes) <= scalars):
-            scalars.add(node)
-    output = graph.graph.output_node()
-    made = {n for n in graph.graph.nodes if n in scalars and n.op != "placeholder"}
-    single = [
-        node
-        for node in graph.graph.nodes
-        if node in made
-        and isinstance(node.meta["val"], Tensor)
-        and not made.isdisjoint(node.all_input_nodes)  # else it is one operation, repeated for nothing
-        and not scalars.issuperset(node.users)  # each output is a tensor made and freed in every step
-        and not _writes(node)
-    ]
-    before: Any = output.args[0]
-    output.args = ([*before, *single],)
-    graph.recompile()
-
-
-def _writes(node: torch.fx.Node) -> bool:
-    """Whether it changes an input, which keeps the number already."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def on_cpu(inputs: list[Tensor]) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in inputs)
-
-
 def lowered(graph: torch.fx.GraphModule, inputs: list[Tensor], backend: str, mode: str | None) -> Function:
     """A traced graph as a callable of one of torch's backends."""
-    if backend == "inductor":
-        import torch._inductor
+    if backend != "inductor":
+        import torch._dynamo
 
-        options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode)) if mode else {}
-        options |= {"size_asserts": False, "alignment_asserts": False}  # shapes and strides choose the graph
-        # Inductor's CUDA graphs hold nothing that changes in place; ours do, see `captured`.
-        options["triton.cudagraphs"] = False
-        if (mode or "").startswith("max-autotune") and on_cpu(inputs):
-            options["cpp_wrapper"] = True  # what calls the kernels is compiled too, which takes long
+        build: Any = torch._dynamo.lookup_backend(backend)
+        other: Function = build(graph, inputs)
+        return other
+    import torch._inductor
+
+    on_cpu = all(tensor.device.type == "cpu" for tensor in inputs)
+    options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode)) if mode else {}
+    options |= {"size_asserts": False, "alignment_asserts": False}  # shapes and strides choose the graph
+    # Inductor's CUDA graphs hold nothing that changes in place; ours do, see `captured`.
+    options["triton.cudagraphs"] = False
+    if (mode or "").startswith("max-autotune") and on_cpu:
+        options["cpp_wrapper"] = True  # what calls the kernels is compiled too, which takes long
+    if on_cpu:
         return by_inductor(graph, inputs, options)
-    import torch._dynamo
-
-    build: Any = torch._dynamo.lookup_backend(backend)
-    other: Function = build(graph, inputs)
-    return other
+    function: Function = torch._inductor.compile(graph, list(inputs), options)
+    return function
 
 
 def by_inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], options: dict[str, Any]) -> Function:
-    """`torch._inductor.compile`, on a CPU without what torch wraps around the code: 6 of 60 us of a call (torch 2.13).
+    """`torch._inductor.compile` without what it wraps around the code: 6 of 60 us of a call (torch 2.13).
 
-    The wrapper makes inputs that share memory one, changes those that the code does not change itself, and
-    makes outputs again that are views: nothing, where the code takes and gives what the graph does.
+    The wrapper makes outputs again that share memory, and changes inputs; it stays where it has something to do.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    outputs = _num_outputs(graph)
-    codes: list[tuple[Any, list[int]] | None] = []
+    codes: list[Any] = []
+
+    def about(traced: torch.fx.GraphModule, given: list[Any]) -> Any:
+        outputs: Any = traced.graph.output_node().args[0]
+        return len(outputs), [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in given]
 
     def note(inner: torch.fx.GraphModule, given: list[Any], **more: Any) -> Any:
-        alike = on_cpu(inputs) and _num_outputs(inner) == outputs and _are_alike(given, inputs)
-        changed = _written(inner)  # ahead of what takes the graph apart
-        code = compile_fx_inner(inner, given, **more)
-        codes.append((code, changed) if alike else None)
+        changes = inner.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        bare = about(inner, given) == about(graph, inputs) and not changes
+        code: Any = compile_fx_inner(inner, given, **more)
+        codes.append((getattr(code, "current_callable", None) or code) if bare else None)
         return code
 
     wrapped: Any = compile_fx(graph, list(inputs), inner_compile=note, config_patches=options)
-    if len(codes) != 1 or codes[0] is None:
+    if codes == [None] or len(codes) != 1:
         function: Function = wrapped
         return function
-    code, changed = codes[0]
-    bare = getattr(code, "current_callable", None) or code
+    return lambda *given: codes[0](list(given))  # it empties its list
+
+
+class OnCuda:
+    """Fills `Recorder`: warms up on a side stream, then records.
+
+    All graphs share one pool of memory: none has anything in it that is wanted once another is replayed.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._given: deque[Any] = deque()  # steps that the device may not have done
+
+    def __call__(self, run: Run) -> tuple[Callable[[], object], list[Tensor]]:
+        side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Threads that pin the next batches meanwhile would break a capture of the usual kind, and it them.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = run()
+        self._pool = graph.pool()
+
+        def replay() -> None:
+            graph.replay()
+            self._given.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            self._given[-1].record()
+            if len(self._given) > AHEAD:
+                self._given.popleft().synchronize()  # a busy device has done that one by then
+
+        return replay, outputs
+
+
+def captured(function: Function, inputs: list[Tensor], num_held: int, record: Recorder) -> Function:
+    """The recorded function, whose order of operations, and so rounding, is that of the step that was recorded.
+
+    inputs: the first `num_held` are changed in place, where they lie now; the others are copied to where the recorded
+    kernels read. The warm-up writes into buffers, which are put back, as random numbers are. PluginError: it cannot be
+    recorded.
+    """
+    held, fed = inputs[:num_held], [tensor.clone() for tensor in inputs[num_held:]]
+    if len({tensor.device for tensor in inputs}) > 1:
+        raise PluginError(
+            "trainer.cuda_graphs=true: the model keeps a tensor on the host, which a recorded step would never change; "
+            "use trainer.cuda_graphs=false"
+        )
+    kept = [tensor.clone() for tensor in held]
+
+    def run() -> list[Tensor]:
+        return function(*held, *fed)
+
+    try:
+        with torch.no_grad(), kept_random_state():
+            replay, outputs = record(run)
+            for tensor, before in zip(held, kept, strict=True):
+                tensor.copy_(before)
+    except RuntimeError as error:  # of CUDA, or of the user's code in it: there are many
+        if isinstance(error, TrainrunError) or no_memory(error):
+            raise
+        first = error.__context__ or error  # the end of a recording that failed fails too
+        text = " ".join(str(first).split())[:300]
+        raise PluginError(
+            f"trainer.cuda_graphs=true: model and loss cannot be recorded ({text}); use "
+            "trainer.cuda_graphs=false"
+        ) from error
 
     def call(*given: Tensor) -> list[Tensor]:
-        done: list[Tensor] = bare(list(given))  # it empties its list
-        torch.autograd.graph.increment_version([given[i] for i in changed])  # others ask what has changed
-        return done
+        for tensor, new in zip(fed, given[num_held:], strict=True):
+            tensor.copy_(new, non_blocking=True)
+        replay()
+        return [output.clone() for output in outputs]  # the next replay writes into the same memory
 
     return call
-
-
-def _num_outputs(graph: torch.fx.GraphModule) -> int:
-    given: Any = graph.graph.output_node().args[0]
-    return len(given)
-
-
-def _written(graph: torch.fx.GraphModule) -> list[int]:
-    """The inputs that a functional graph changes: at its end, by copies."""
-    copy = torch.ops.aten.copy_.default
-    return [
-        number
-        for number, place in enumerate(graph.graph.find_nodes(op="placeholder"))
-        if any(user.target is copy and user.args[0] is place for user in place.users)
-    ]
-
-
-def _are_alike(given: list[Any], inputs: list[Tensor]) -> bool:
-    """Whether they are stand-ins for these inputs, one by one."""
-    return len(given) == len(inputs) and all(
-        isinstance(one, Tensor)
-        and type(other) in (Tensor, nn.Parameter)
-        and (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        for one, other in zip(given, inputs, strict=True)
-    )

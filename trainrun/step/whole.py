@@ -1,17 +1,17 @@
-"""The whole step as one graph: forward, backward, check, clipping and update, compiled together.
+"""Forward and backward as one graph, compiled or recorded; the update is that of every other step.
 
-what: each shape of a full batch becomes one function without Python or autograd between its kernels; all
-    other batches (the ragged last one of an epoch) and the first update, which makes the optimizer's
-    state, run plain. Rounding differs from the plain step in the last bits; dropout draws other numbers.
+what: each shape of a full batch becomes one function without Python or autograd between its kernels, which gives the
+    loss and the gradients; all other batches (the ragged last one of an epoch) run plain. Rounding differs from the
+    plain step in the last bits; dropout draws other numbers. `trainer.cuda_graphs` records the function, compiled or
+    not, and replays it without a launch of each kernel.
 when: long runs of small networks, whose steps are mostly Python; shapes that repeat.
-when not: short runs (about 5 s of compiling), shapes that change with every batch, models that ask for a
-    value on the host or change Python attributes as they run (refused), several ranks (refused). A graph
-    updates in place, so one that runs out of memory ends the run: it cannot run again in smaller pieces.
-source: functionalised training steps of JAX; torch.fx.experimental.proxy_tensor.make_fx and
-    torch._inductor.compile: a graph without guards, where `torch.compile` checks its inputs in every call.
-gain: digits MLP of 9,610 weights, batch 32, one core of a busy machine: the step 0.28x of the plain one (86
-    against 304 us of CPU time); with data, validation, logging and checkpoints 0.54x of a hand-written loop
-    (median of ten runs of scripts/bench_overhead.py --skip 5 trainer.compile=step: 0.44 to 0.56, not quiet).
+when not: short runs (about 5 s of compiling), shapes that change with every batch, models that ask for a value on
+    the host or change Python attributes as they run, several ranks (all refused).
+source: functionalised training steps of JAX; make_fx and torch._inductor.compile: a graph without guards, where
+    `torch.compile` checks its inputs in every call; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+gain: digits MLP, batch 32, one core of a busy machine: with data, validation, logging and checkpoints 0.60x of a
+    hand-written loop (scripts/bench_overhead.py --skip 5 trainer.compile=step). CUDA graphs: not measured,
+    seen on a pretended GPU.
 """
 
 from __future__ import annotations
@@ -23,102 +23,195 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trainrun.errors import TrainingError
-from trainrun.interfaces import GradReport, MicroBatch, StepReport
-from trainrun.precision.update import Update
-from trainrun.step.body import Body, Flat, Holdings, rates_of
-from trainrun.step.graphs import Engine, Function
-from trainrun.step.traceability_check import rehearse
-from trainrun.step.traceable import is_ready
-from trainrun.timing.phases import FORWARD, RUNNER
-from trainrun.training.components import Components, Step
+from trainrun.config.schema import RunConfig
+from trainrun.errors import ConfigError, PluginError, TrainingError
+from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, counts_before
+from trainrun.step.graphs import Function, OnCuda, captured, compiled, rehearse
+from trainrun.sums import add_sums, flat_sums
+from trainrun.timing.phases import FORWARD, RANKS
+from trainrun.training.checks.task_watch import saves_itself
+from trainrun.training.components import Accumulate, Components, Step
+from trainrun.transform.compile import check_options
 from trainrun.transform.compile_log import CompileLog
 
 MAX_SHAPES = 8
 MAX_CACHED_SHARES = 64
 
+Flat = list[Tensor]
 Kind = tuple[Any, ...]
 Flattened = tuple[Kind, Flat, Callable[[Flat], Any]]
+Engine = Callable[[Function, Flat, int], Function]  # function, arguments, how many of them it changes
+
+
+def build_whole_step(
+    config: RunConfig, plain: Accumulate, task: Any, informed: bool, device: torch.device, log: CompileLog
+) -> Step:
+    """Raises ConfigError for what cannot be one graph. plain: for all else; informed: the task takes `info`."""
+    wanted, records = config.trainer.compile, config.trainer.cuda_graphs
+    compiles = wanted.scope == "step"
+    key, off = (
+        ("trainer.compile.scope=step", "trainer.compile.scope=model")
+        if compiles
+        else ("trainer.cuda_graphs=true", "trainer.cuda_graphs=false")
+    )
+    if not counts_before(task):
+        raise ConfigError(
+            f"{key}: needs the count of a batch before its forward, and {type(task).__name__} has no method "
+            "count(batch); add it, or leave this setting out"
+        )
+    if informed or saves_itself(task):
+        reason = "takes info, which changes with every step" if informed else "keeps state of its own"
+        raise ConfigError(f"{key}: {type(task).__name__} {reason}, and a graph would freeze that; use {off}")
+    if records and device.type != "cuda":
+        raise ConfigError(
+            f"trainer.cuda_graphs=true: only a CUDA device has them, and this run is on {device.type}; "
+            "use trainer.cuda_graphs=false"
+        )
+    if compiles:
+        try:
+            check_options(wanted.mode, wanted.backend, on_cpu=device.type == "cpu")
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from error
+    record = OnCuda()
+
+    def engine(function: Function, inputs: Flat, num_held: int) -> Function:
+        if compiles:
+            function = compiled(function, inputs, wanted.backend, wanted.mode)
+        return captured(function, inputs, num_held, record) if records else function
+
+    return WholeStep(plain, config.data.batch_size, engine, log, fixed=records)
+
+
+class Both(nn.Module):
+    """Model and task as one module, so that `functional_call` can lend it other weights."""
+
+    def __init__(self, model: nn.Module, task: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.hidden = (task,)  # not a child: its tensors are constants, not weights
+
+    def forward(self, batch: Any) -> StepOutput:
+        out: StepOutput = self.hidden[0].step(self.model, batch)
+        return out
+
+
+class Body:
+    """Forward and backward of one shape of batch, of flat tensors: parameters and buffers, share, batch.
+
+    Returns the loss, the task's sums (`names`) and the gradients (of `trained`); both are known after the first call.
+    A buffer that changes is changed in place.
+    """
+
+    def __init__(self, run: Components, rebuild: Callable[[Flat], Any]) -> None:
+        self._run, self._rebuild = run, rebuild
+        self._params = dict(run.model.named_parameters())
+        self._buffers = [name for name, _ in run.model.named_buffers()]
+        self.names: list[str] = []
+        self.trained: list[nn.Parameter] = []
+
+    def __call__(self, *flat: Tensor) -> Flat:
+        given = iter(flat)
+        lent = {f"model.{name}": next(given).detach() for name in self._params}
+        buffers = {f"model.{name}": next(given) for name in self._buffers}
+        share, *batch = given
+        params = [name for name, param in self._params.items() if param.requires_grad]
+        leaves = [lent[f"model.{name}"].requires_grad_() for name in params]
+        lent |= buffers
+        both = Both(self._run.model, self._run.task)
+        with torch.enable_grad():
+            with self._run.precision.autocast():
+                out: StepOutput = torch.func.functional_call(both, lent, (self._rebuild(batch),))
+            if out.loss_sum.dim() != 0 or not out.loss_sum.requires_grad:
+                raise PluginError(
+                    f"task: the loss has shape {tuple(out.loss_sum.shape)}; step() must return the sum over the "
+                    "batch, 0-d, computed from the model's parameters"
+                )
+            share = share.to(out.loss_sum.dtype)
+            grads = torch.autograd.grad(out.loss_sum, leaves, share, allow_unused=True)
+        for name, buffer in buffers.items():  # a model may replace one instead of writing into it
+            if lent[name] is not buffer:
+                buffer.copy_(lent[name].detach())
+        sums = flat_sums(out.sums, self._run.task)
+        self.names = list(sums)
+        self.trained = [
+            self._params[name] for name, grad in zip(params, grads, strict=True) if grad is not None
+        ]
+        return [out.loss_sum.detach(), *sums.values(), *own_memory(self.trained, grads, share)]
+
+
+def own_memory(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
+    """The gradients in the layout of their parameters, as fused updates read them, no two in the same memory."""
+    found: Flat = []
+    known = {id(share)}
+    for param, grad in zip(params, [grad for grad in grads if grad is not None], strict=True):
+        if grad.layout is torch.strided and (id(grad) in known or grad.stride() != param.stride()):
+            grad = torch.empty_like(param).copy_(grad)
+        known.add(id(grad))
+        found.append(grad)
+    return found
 
 
 class Seen:
-    """A kind of batch, whether it is full, and its graphs: of a micro-batch before others, and of the last."""
+    """A kind of batch, whether it is full, and its graph."""
 
-    __slots__ = ("full", "graphs")
+    __slots__ = ("full", "graph")
 
     def __init__(self, full: bool) -> None:
         self.full = full
-        self.graphs: list[tuple[Function, Body] | None] = [None, None]
+        self.graph: tuple[Function, Body] | None = None
 
 
 class WholeStep:
-    """Fills `Components.step`.
+    """Fills the `step` door.
 
-    plain: the step that is equal up to rounding, for whatever is not compiled. batch_size: the rows of a
-    full batch; the choice depends on a batch alone, so a resumed run makes the same ones.
+    plain: forward and backward of a window that is not compiled.
+    batch_size: the rows of a full batch; the choice depends on a batch alone, so a resumed run makes the same ones.
     fixed: the engine's graphs work on the very memory they were made with.
     """
 
     def __init__(
-        self,
-        plain: Step,
-        precision: Update,
-        batch_size: int,
-        engine: Engine,
-        log: CompileLog,
-        fixed: bool = False,
+        self, plain: Accumulate, batch_size: int, engine: Engine, log: CompileLog, fixed: bool = False
     ) -> None:
-        self._plain, self._precision, self._engine, self._log = plain, precision, engine, log
-        self._batch_size, self._fixed = batch_size, fixed
+        self._plain, self._batch_size, self._engine, self._log = plain, batch_size, engine, log
+        self._fixed = fixed
         self._kinds: dict[Kind, Seen] = {}
-        self._held: Holdings | None = None
-        self._doubted: Holdings | None = None  # what was held ahead of a plain step
-        self._ready = self._asked = self._moves = False
-        self._shares: dict[float, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._rates: Flat = []
+        self._held: Flat = []  # parameters and buffers of the model
         self._places: list[int] = []
+        self._shares: dict[float, Tensor] = {}
 
     def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
-        self._ready = self._ready or is_ready(run.optimizer, again=self._asked)
-        self._asked = True
+        found = run.retry.run(micro_batches, lambda batches: self._accumulate(run, batches))
+        return StepReport(*found, run.update())
+
+    def _accumulate(self, run: Components, micro_batches: list[MicroBatch]) -> Gradients:
+        """As the plain one."""
         batches = [flattened(batch.data) for batch in micro_batches]
         kinds = [self._kinds.get(kind) or self._new_kind(kind, leaves) for kind, leaves, _ in batches]
-        full = all(kind.full for kind in kinds)
-        if not (full and self._ready and run.retry.pieces == 1):
-            self._held, self._doubted = None, self._held or self._doubted  # it may replace tensors
+        if not all(kind.full for kind in kinds):
+            self._held = []  # it may replace some
             return self._plain(run, micro_batches)
-        run.retry.unmark()
-        if self._held is not None and self._moves and not self._held.are_current():
-            self._held = None
-        held = self._held = self._held or self._hold(run)
-        last = len(micro_batches) - 1
+        held = self._held or self._hold(run)
         graphs = [
-            kind.graphs[i == last] or self._new_graph(run, held, kind, batches[i], i == last)
-            for i, kind in enumerate(kinds)
+            kind.graph or self._new_graph(run, kind, batch)
+            for kind, batch in zip(kinds, batches, strict=True)
         ]
         items = sum([batch.counted_by(run.task) for batch in micro_batches])
-        agreed = run.parallel.agree(items, run.triggers.stop_request(), run.triggers.save_request())
+        run.phases.open(RANKS)
+        agreed = run.agree(items)
         share = self._share(1 / (agreed.items or 1), run.parallel.device)
-        held.follow()
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
-        run.phases.open(FORWARD)  # and all the rest: one graph has no parts
+        run.phases.open(FORWARD)  # and the backward: one graph has no parts
         with torch.no_grad():
             for (graph, body), (_, leaves, _) in zip(graphs, batches, strict=True):
-                loss, norm, *totals = graph(*held.flat, share, *leaves)
+                loss, *found = graph(*held, share, *leaves)
                 losses.append(loss)
+                number = len(body.names)
                 if run.triggers.log:
-                    for name, total in zip(body.names, totals, strict=False):  # more may follow
-                        sums[name] = sums[name] + total if name in sums else total
-        usable = self._precision.accept()
-        run.phases.open(RUNNER)
-        if usable:
-            run.schedule.step()
-            run.ema.update()
-        return StepReport(
-            losses, items, agreed, sums, GradReport(norm if run.triggers.log else None, not usable)
-        )
+                    add_sums(sums, dict(zip(body.names, found[:number], strict=True)), run.task)
+                for param, grad in zip(body.trained, found[number:], strict=True):
+                    param.grad = grad if param.grad is None else param.grad.add_(grad)
+        return Gradients(losses, items, agreed, sums)
 
     def _new_kind(self, kind: Kind, leaves: Flat) -> Seen:
         full = all(leaf.shape[0] == self._batch_size for leaf in leaves if leaf.ndim)
@@ -130,38 +223,32 @@ class WholeStep:
             )
         return seen
 
-    def _hold(self, run: Components) -> Holdings:
-        if self._doubted is not None and self._doubted.are_current():
-            return self._doubted
-        if run.config.trainer.accumulate_grad_batches > 1 and not self._sums:
-            named = run.model.named_parameters()
-            self._sums = {name: torch.zeros_like(p).detach() for name, p in named if p.requires_grad}
-        self._rates = self._rates or rates_of(run)
-        held = Holdings(run, self._precision, self._sums, self._rates)
-        # cuDNN's recurrent layers move their weights to other memory in the first plain forward after a graph was made
-        # (a validation); a graph that went on with the old memory would train what nobody reads.
-        self._moves = any(isinstance(module, nn.RNNBase) for module in run.model.modules())
-        places = [tensor.data_ptr() for tensor in held.flat]
+    def _hold(self, run: Components) -> Flat:
+        held = [tensor.detach() for tensor in (*run.model.parameters(), *run.model.buffers())]
+        places = [tensor.data_ptr() for tensor in held]
         if self._fixed and places != self._places:
             for seen in self._kinds.values():
-                seen.graphs = [None, None]
+                seen.graph = None
         self._places = places
+        # A validation may put another tensor in the place of a buffer, and cuDNN's recurrent layers move their weights
+        # to other memory in it; a graph that went on with the old memory would train what nobody reads.
+        moves = any(isinstance(module, nn.RNNBase) for module in run.model.modules())
+        if not moves and len(held) == len(list(run.model.parameters())):
+            self._held = held
         return held
 
-    def _new_graph(
-        self, run: Components, held: Holdings, seen: Seen, batch: Flattened, updates: bool
-    ) -> tuple[Function, Body]:
+    def _new_graph(self, run: Components, seen: Seen, batch: Flattened) -> tuple[Function, Body]:
         _, leaves, rebuild = batch
-        again = any(graph for one in self._kinds.values() for graph in one.graphs)
+        again = any(one.graph for one in self._kinds.values())
         self._log.begin()
-        rehearse(run, rebuild(leaves))
-        body = Body(run, self._precision, held, rebuild, updates)
-        share = self._share(1.0, run.parallel.device)
-        made = self._engine(body, [*held.flat, share, *leaves], len(held.flat)), body
-        seen.graphs[updates] = made
+        with run.task_calls.unwatched():
+            rehearse(run, rebuild(leaves))
+            held, body = self._hold(run), Body(run, rebuild)
+            share = self._share(1.0, run.parallel.device)
+            seen.graph = self._engine(body, [*held, share, *leaves], len(held)), body
         shapes = " ".join("x".join(map(str, leaf.shape)) for leaf in leaves)
         self._log.end(f"the step of a batch {shapes}", again=again)
-        return made
+        return seen.graph
 
     def _share(self, share: float, device: torch.device) -> Tensor:
         """1 / items, as the gradient of the summed loss."""

@@ -76,20 +76,14 @@ class TaskCalls:
             except AttributeError as error:
                 raise PluginError(f"task: {self._name}: takes info, so it must not have __slots__") from error
 
-    def obstacle(self) -> str:
-        """Why its steps cannot become one graph; "" if they might."""
-        if self.informed:
-            return "takes info, which changes with every step"
-        return "keeps state of its own" if saves_itself(self._task) else ""
-
     def start(self, state: TrainState) -> None:
         """Ahead of the first step or validation of a session."""
         self._place.be_at(state)
 
-    def watch(self, accumulates: bool, in_graph: bool, note: Callable[[str], None]) -> None:
+    def watch(self, accumulates: bool, note: Callable[[str], None]) -> None:
         """Ahead of the first step of a session; a task of ours needs no watching."""
         if not type(self._task).__module__.startswith("trainrun.task."):
-            self._watch = TaskWatch(self._task, self._model, accumulates, in_graph, note)
+            self._watch = TaskWatch(self._task, self._model, accumulates, note)
             self._watches = True
 
     def unwatched(self) -> AbstractContextManager[None]:

@@ -49,11 +49,8 @@ class TaskWatch:
     lost: what a resume would not bring back, known then.
     """
 
-    def __init__(
-        self, task: Any, model: nn.Module, accumulates: bool, in_graph: bool, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, task: Any, model: nn.Module, accumulates: bool, note: Callable[[str], None]) -> None:
         self.lost: list[str] = []
-        self._in_graph = in_graph
         self._task, self._model, self._note = task, model, note
         self._plain, self._own = task.step, vars(task).get("step") if hasattr(task, "__dict__") else None
         self._saves = saves_itself(task)
@@ -81,8 +78,6 @@ class TaskWatch:
         if self._steps == 1:  # what is made or checked once is there now
             self._before = {} if self._saves else values_of(self._task, self._model)
             self._own_before = {name: one._version for name, one in own_parameters(self._task, self._model)}
-            if self._in_graph:
-                self.release()
             return False
         if not log and self._steps < MOST_STEPS:
             return False

@@ -141,10 +141,6 @@ class OomRetry:
         before it. Says what cannot be put back."""
         return self._start.mend_buffers(self._marked)
 
-    def unmark(self) -> None:
-        """This window runs by another way, so what was kept is not of its start."""
-        self._marked = False
-
     def state_dict(self) -> dict[str, Any]:
         return {"pieces": self.pieces} | ({"val_pieces": self._val_pieces} if self._val_pieces > 1 else {})
 
