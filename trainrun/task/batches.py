@@ -96,7 +96,7 @@ def _asked_for(model: nn.Module, batch: Any) -> dict[str, Any]:
     if "segment_ids" in given and "segment_ids" not in taken:
         raise PluginError(
             f"model: data.padding=pack puts several sequences into a row, and {type(bare).__name__}.forward has no "
-            "argument segment_ids to keep them apart (see trainrun.data.sequences.segments.segment_mask); "
+            "argument segment_ids to keep them apart (see trainrun.data.sequences.collate.segment_mask); "
             "add one, or use data.padding=bucket"
         )
     return {key: batch[key] for key in given if takes_all or key in taken}

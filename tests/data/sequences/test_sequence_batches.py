@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainrun.data.sequences.collate import Packed, Padded
+from trainrun.data.sequences.collate import Packed, Padded, segment_mask
 from trainrun.data.sequences.fields import Cut, Pieces
-from trainrun.data.sequences.segments import segment_mask
 from trainrun.errors import PluginError
 from trainrun.task.batches import inputs_and_target, run_model
 

@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from trainrun.data.order.sampler import Plan
 from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
-from trainrun.data.sequences.collate import Packed, Padded
-from trainrun.data.sequences.segments import segment_mask
+from trainrun.data.sequences.collate import Packed, Padded, segment_mask
 from trainrun.task.classification import Classification
 from trainrun.task.regression import Regression
 

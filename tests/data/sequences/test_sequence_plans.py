@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainrun.data.order.sampler import Plan
 from trainrun.data.sequences.choose import SequenceOptions, sequence_plan
-from trainrun.data.sequences.packing import next_fit
+from trainrun.data.sequences.collate import next_fit
 from trainrun.errors import DataError
 
 SMALL = settings(derandomize=True, deadline=None, max_examples=60)

@@ -24,9 +24,6 @@ from trainrun.data.order.sampler import Plan, StreamPlan, batch_too_large
 from trainrun.data.sequences.collate import Collate, Packed, Padded, rounded
 from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
 from trainrun.data.sequences.lengths import Measured, Shared, first_fields, measured
-from trainrun.data.sequences.packing import budget_batches, pack_rows
-from trainrun.data.sequences.padding_summary import Epoch, epoch_of, verdict, widths_of
-from trainrun.data.sequences.plans import BucketPlan, BudgetPlan, PackPlan, SelectedPlan
 from trainrun.data.tensor_dataset import TARGET_NAMES, Columns, columns_of
 from trainrun.errors import DataError
 
@@ -179,6 +176,8 @@ def _refuse_generators(source: Any, key: str) -> None:
 
 def _composed(source: Any, found: Measured, base: Plan, options: SequenceOptions) -> SequencePlan:
     size, lengths, kept = options.max_sequence_length, found.lengths, None
+    from trainrun.data.sequences.plans import SelectedPlan, epoch_of, verdict
+
     _check_alike(source, found, base, options)
     before = found.seen
     if lengths is not None and size is not None:
@@ -207,7 +206,10 @@ def _composed(source: Any, found: Measured, base: Plan, options: SequenceOptions
     collate = _padding(found, options, widest)
     if before is None or ((before == before[0]).all() and options.padding == "longest"):
         return SequencePlan(source, plan, collate, "")  # all that was seen is equally long and needs no words
-    epoch = _epoch(before if lengths is None else lengths, size, base, options)
+    seen = before if lengths is None else lengths
+    seen = seen if size is None else np.minimum(seen, size)
+    width = rounded(int(seen.max()) if size is None else size, options.pad_multiple)
+    epoch = epoch_of(seen, base, width, options.pad_multiple, options.max_tokens)
     told = verdict(before, epoch.shares, options.padding, size, options.truncate, found.how)
     known = lengths is not None and options.collate_fn is None
     positions = epoch.positions if known else {}
@@ -218,6 +220,15 @@ def _plan(base: Plan, lengths: Array | None, widest: int | None, options: Sequen
     key = options.key
     if options.padding not in COMPOSED:
         return fitting(base, base.num_samples, key)
+    from trainrun.data.sequences.plans import (
+        BucketPlan,
+        BudgetPlan,
+        PackPlan,
+        budget_batches,
+        pack_rows,
+        widths_of,
+    )
+
     assert lengths is not None
     assert widest is not None
     if options.padding == "bucket":
@@ -276,10 +287,3 @@ def _check_alike(source: Any, found: Measured, base: Plan, options: SequenceOpti
                 f"data.padding=pack: {name} of {options.key} holds floats, which cannot be told from padding; "
                 "use data.padding=bucket"
             )
-
-
-def _epoch(lengths: Array, size: int | None, base: Plan, options: SequenceOptions) -> Epoch:
-    """lengths: before the cut to `size`, or after it."""
-    after = lengths if size is None else np.minimum(lengths, size)
-    width = rounded(int(after.max()) if size is None else size, options.pad_multiple)
-    return epoch_of(after, base, width, options.pad_multiple, options.max_tokens)

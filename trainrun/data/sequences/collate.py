@@ -29,11 +29,10 @@ from torch.utils.data import default_collate
 
 from trainrun.data.batch import arrays_to_tensors, map_leaves
 from trainrun.data.sequences.fields import Cut, Fields, fields_of, forms_of, sequence_names
-from trainrun.data.sequences.packing import next_fit
-from trainrun.data.sequences.segments import IGNORED
 from trainrun.data.tensor_dataset import TARGET_NAMES
 
 Collate = Callable[[list[Any]], Any]
+IGNORED = -100  # what torch's losses ignore
 
 
 def rounded(length: int, multiple: int | None) -> int:
@@ -159,6 +158,17 @@ class Packed:
         return scattered(together, row * num_slots + slot, (num_rows, num_slots), fill)
 
 
+def next_fit(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """Row and first position of each sequence: the next row begins where one no longer fits."""
+    places, row, used = [], 0, 0
+    for length in lengths:
+        if used + length > width:
+            row, used = row + 1, 0
+        places.append((row, used))
+        used += length
+    return places
+
+
 def scattered(values: Tensor, where: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
     """(rows, columns, ...) of `fill`, with values (n, ...) at the flat places `where` (n,)."""
     out = values.new_full((shape[0] * shape[1], *values.shape[1:]), fill)
@@ -187,3 +197,14 @@ def as_they_are(samples: list[Any]) -> Any:
     """Samples of one shape in the user's container; tuples stay tuples, unlike torch's own collate."""
     batch = default_collate([map_leaves(sample, arrays_to_tensors) for sample in samples])
     return tuple(batch) if type(samples[0]) is tuple else batch
+
+
+def segment_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:
+    """Which key a query may see, as `attn_mask` of `scaled_dot_product_attention`: (B, 1, T, T) bool.
+
+    segment_ids: (B, T), 0 at padding; an attention mask (B, T) will do as well, as one segment a row.
+    Padding sees padding, so that no row of the softmax is empty, and nothing else sees it.
+    """
+    ids = segment_ids.long()
+    mask = ids[:, None, :, None] == ids[:, None, None, :]
+    return mask.tril() if causal else mask

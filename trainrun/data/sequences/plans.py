@@ -1,13 +1,17 @@
 """Which samples form which micro-batch where lengths decide it: pure functions of seed, epoch and position.
 
-As in `trainrun.data.order.sampler`, a global micro-batch is cut into one contiguous share for each rank.
+As in `trainrun.data.order.sampler`, a global micro-batch is cut into one contiguous share for each rank. At the end
+stands the line on lengths: how much of a batch each way of forming it would waste.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +24,85 @@ from trainrun.data.order.sampler import (
     limited,
     share_bounds,
 )
-from trainrun.data.sequences.packing import Groups
+from trainrun.data.sequences.collate import rounded
 from trainrun.seeding import derive_seed
 
 MEGA_BATCHES = 50  # global micro-batches that are sorted together
+MOST_SAMPLES = 100_000  # more say the same of lengths
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Samples in groups: those of group g are `samples[bounds[g]:bounds[g + 1]]`.
+
+    samples: (n,) int64. bounds: (groups + 1,) int64.
+    """
+
+    samples: Tensor
+    bounds: Array
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def group(self, number: int) -> Tensor:
+        return self.samples[int(self.bounds[number]) : int(self.bounds[number + 1])]
+
+
+def by_length(lengths: Array, seed: int, shuffle: bool, descending: bool = False) -> Array:
+    """The samples in the order of their lengths; equal lengths in an order drawn from the seed."""
+    order = np.arange(len(lengths))
+    if shuffle:
+        generator = torch.Generator().manual_seed(derive_seed(seed, 0, 2))
+        order = torch.randperm(len(lengths), generator=generator).numpy()
+    keys = -lengths[order] if descending else lengths[order]
+    sorted_order: Array = order[np.argsort(keys, kind="stable")]
+    return sorted_order
+
+
+def pack_rows(lengths: Array, width: int, seed: int, shuffle: bool) -> Groups:
+    """Rows of at most `width` positions: best fit, longest sequence first.
+
+    A row is opened only by a sequence that fits into no row opened before, so `collate.next_fit` over the samples
+    of any rows in the order of their numbers gives the same rows. O(n) steps on a bit set of free spaces.
+    """
+    rows: list[list[int]] = []
+    with_space: list[list[int]] = [[] for _ in range(width + 1)]  # rows by the space that is left in them
+    spaces = 0  # bit s: there is a row with s positions left
+    for sample in by_length(lengths, seed, shuffle, descending=True).tolist():
+        length = int(lengths[sample])
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            row = with_space[space].pop()
+            if not with_space[space]:
+                spaces ^= 1 << space
+            rows[row].append(sample)
+        else:
+            space, row = width, len(rows)
+            rows.append([sample])
+        with_space[space - length].append(row)
+        spaces |= 1 << (space - length)
+    sizes = [len(row) for row in rows]
+    samples = torch.tensor([sample for row in rows for sample in row], dtype=torch.int64)
+    return Groups(samples, np.cumsum([0, *sizes]))
+
+
+def budget_batches(lengths: Array, widths: Array, budget: int, seed: int, shuffle: bool) -> Groups:
+    """Batches of like lengths whose samples times the width of the widest is at most `budget`.
+
+    widths: (n,) int64, of each sample when it is alone in a batch, none above `budget`.
+    """
+    order = by_length(lengths, seed, shuffle)
+    wide = widths[order]
+    bounds = [0]
+    while bounds[-1] < len(order):
+        begin = bounds[-1]
+        end = min(len(order), begin + budget // int(wide[begin]))  # more cannot fit: widths only grow
+        # positions of the batch [begin, j) grow with j: the last j that is within the budget
+        fits = bisect_right(range(begin + 1, end + 1), budget, key=lambda j: (j - begin) * int(wide[j - 1]))
+        bounds.append(begin + fits)
+    return Groups(torch.from_numpy(order.astype(np.int64)), np.array(bounds))
 
 
 def share_of(group: Tensor, base: Plan, device: torch.device | None) -> Share | None:
@@ -130,7 +209,7 @@ class PackPlan(Derived):
     """Rows that were composed once, in the order that `base` gives to rows.
 
     base: its samples and its batch_size are rows. What comes out are the samples of this rank's rows,
-    rows in the order of their numbers, so that `next_fit` finds them again.
+    rows in the order of their numbers, so that `collate.next_fit` finds them again.
     """
 
     base: Plan
@@ -202,3 +281,76 @@ class SelectedPlan(Derived):
             share._replace(indices=self.numbers[share.indices].to(device))
             for share in self.base.shares(epoch, start)
         )
+
+
+class Epoch(NamedTuple):
+    """What the batches of epoch 0 hold, as one rank with `base.batch_size` sees them. shares: of their positions that
+    are padding, by mode. positions: of an average batch, padding included, of the modes whose batches hold so many
+    samples."""
+
+    shares: dict[str, float]
+    positions: dict[str, float]
+
+
+def epoch_of(lengths: Array, base: Plan, width: int, multiple: int | None, max_tokens: int | None) -> Epoch:
+    """lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width."""
+    lengths = lengths[:: -(-len(lengths) // MOST_SAMPLES)]
+    one = replace(base, num_samples=len(lengths), rank=0, world_size=1, drop_last=False, limit=1.0)
+    order = epoch_order(len(lengths), one.seed, 0, one.shuffle).numpy()
+    shuffled = np.split(order, range(one.batch_size, len(order), one.batch_size))
+    buckets = [batch.numpy() for batch in BucketPlan(one, torch.from_numpy(lengths)).batches(0)]
+    rows = pack_rows(lengths, width, one.seed, one.shuffle)
+    positions = {
+        "longest": padded_positions(lengths, shuffled, multiple),
+        "max": len(lengths) * width,
+        "bucket": padded_positions(lengths, buckets, multiple),
+        "pack": len(rows) * width,
+    }
+    if max_tokens is not None:
+        groups = budget_batches(lengths, widths_of(lengths, multiple), max_tokens, one.seed, one.shuffle)
+        positions["token_budget"] = padded_positions(lengths, batches_of(groups), multiple)
+    useful, usual = int(lengths.sum()), ("longest", "max", "bucket")
+    return Epoch(
+        {mode: 1 - useful / total for mode, total in positions.items()},
+        {mode: positions[mode] / len(shuffled) for mode in usual},
+    )
+
+
+def padded_positions(lengths: Array, batches: list[Array], multiple: int | None) -> int:
+    return sum(len(batch) * rounded(int(lengths[batch].max()), multiple) for batch in batches)
+
+
+def batches_of(groups: Groups) -> list[Array]:
+    return [groups.group(number).numpy() for number in range(len(groups))]
+
+
+def widths_of(lengths: Array, multiple: int | None) -> Array:
+    """(n,) int64: what `rounded` gives for each length."""
+    step = multiple or 1
+    widths: Array = -(-np.maximum(lengths, 1) // step) * step
+    return widths
+
+
+def verdict(before: Array, shares: dict[str, float], chosen: str, size: int | None, truncate: str,
+            how: str) -> str:  # fmt: skip
+    """`lengths: 12 to 812, median 98; padding longest 61 %, bucket 4 %, pack 1 %; 0.3 % truncated`.
+
+    before: (n,) int64, the lengths before the cut. size: max_sequence_length.
+    """
+    shown = {mode: share for mode, share in shares.items() if mode in ("longest", "bucket", "pack", chosen)}
+    parts = [
+        f"lengths: {before.min()} to {before.max()}, median {np.median(before):g}",
+        "padding " + ", ".join(f"{mode} {percent(share)}" for mode, share in shown.items()),
+    ]
+    if size is not None:
+        words = {"drop": "left out", "split": "split"}.get(truncate, "truncated")
+        parts.append(f"{percent(float((before > size).mean()))} {words}")
+    return "; ".join([*parts, f"data.padding={chosen}", *([how] if how else [])])
+
+
+def percent(share: float) -> str:
+    """Two digits below ten percent, and never 0 for what is not nothing."""
+    value = 100 * share
+    if value == 0 or value >= 9.95:
+        return f"{value:.0f} %"
+    return f"{value:.1f} %" if value >= 0.05 else "under 0.1 %"
