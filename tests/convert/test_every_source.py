@@ -133,15 +133,3 @@ def test_one_part_alone(split: str, to: str, workdir: Path, capsys: pytest.Captu
     assert f"{split}: {5 if split == 'val' else 4} samples" in out
     names = {path.name for path in Path("out").rglob("*")}
     assert not any(name.startswith(("train", "x_train")) for name in names)
-
-
-def test_a_part_that_is_held_out_is_said(workdir: Path, capsys: pytest.CaptureFixture[str]):
-    source, *settings = SOURCES["csv"](workdir)
-    assert convert(source, "out", "--to", "npy", *settings, "data.train.val_fraction=0.25") == 0
-    assert (
-        "val is the part of the training data that a run holds out (data.train.val_fraction=0.25)"
-        in capsys.readouterr().out
-    )
-    source, *settings = SOURCES["npz"](workdir)
-    assert convert(source, "out2", "--to", "npy", *settings) == 0
-    assert "held" not in capsys.readouterr().out.replace("holds", "held")

@@ -36,10 +36,8 @@ def convert(to: str, dest: Path, config: DataConfig, split: str | None, argument
         journal = check_folder(dest, arguments)
         identity, parts = _parts_of(config, split)
         if journal is not None and journal.identity != identity:
-            raise ConfigError(
-                f"{dest}: the source is not what it was when this conversion began; delete {dest} and convert it "
-                "again, or name another folder"
-            )
+            fault = "the source is not what it was when this conversion began"
+            raise ConfigError(f"{dest}: {fault}; delete {dest} and convert it again, or name another folder")
         found = {name: target_of(to, dest, name, samples, size) for name, samples in parts.items()}
         targets = {name: target for name, (target, _) in found.items()}
         use = [
@@ -47,11 +45,6 @@ def convert(to: str, dest: Path, config: DataConfig, split: str | None, argument
             *paths_in(to, list(parts)),
             *next(iter(found.values()))[1],
         ]
-        if _is_held_out(config, parts):
-            say(
-                f"val is the part of the training data that a run holds out (data.train.val_fraction="
-                f"{config.train['val_fraction']:g}); all of it as train: data.val=null data.train.val_fraction=0"
-            )
         if journal is None:
             with writing_to(dest):
                 Journal(arguments, identity, use=use).write(dest)
@@ -91,15 +84,6 @@ def _parts_of(config: DataConfig, split: str | None) -> tuple[str, dict[str, Sam
             content = leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode()
             digest.update(f"{path} {getattr(leaf, 'dtype', '')} {len(content)} ".encode() + content)
     return digest.hexdigest(), parts
-
-
-def _is_held_out(config: DataConfig, parts: dict[str, Samples]) -> bool:
-    """Whether the source was divided as a run divides it, rather than having parts of its own."""
-    node = config.train or {}
-    if not (node.get("val_fraction") and {"train", "val"} <= parts.keys()) or node.get("val_path"):
-        return False
-    whole = Samples(build({**node, "val_fraction": 0.0}, "data.train"), "data.train")
-    return len(whole) == len(parts["train"]) + len(parts["val"])
 
 
 def _checked(to: str, dest: Path, parts: dict[str, Samples], use: list[str]) -> tuple[list[str], int]:
@@ -143,16 +127,17 @@ def _compare(source: Samples, written: Samples, exact: bool) -> int:
         numbers = list(range(len(numbers)))
     for number, sample, found in zip(numbers, source.chosen(numbers), written.chosen(numbers), strict=True):
         error = _difference(sample, found, exact)
-        if error and not source.sequential and _difference(sample, source.chosen([number])[0], True):
+        if not error:
+            continue
+        if not source.sequential and _difference(sample, source.chosen([number])[0], True):
             raise DataError(
                 f"{source.describe(number)}: is another one whenever it is read; convert needs a source that "
                 "gives the same each time: what is random belongs into data.transform or data.augment"
             )
-        if error:
-            raise DataError(
-                f"{source.describe(number)}: {error} when it is read back ({written.describe(number)}); another "
-                "format may keep it, lmdb keeps every sample"
-            )
+        raise DataError(
+            f"{source.describe(number)}: {error} when it is read back ({written.describe(number)}); another "
+            "format may keep it, lmdb keeps every sample"
+        )
     return len(numbers)
 
 
@@ -163,10 +148,9 @@ def _difference(sample: Any, found: Any, exact: bool) -> str:
     leaves, others = ([leaf for _, leaf in leaves_of(one)] for one in (sample, found))
     if len(leaves) != len(others):
         return f"{len(leaves)} arrays become {len(others)}"
-    for number, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
-        if not _same(leaf, other):
-            return f"array {number} ({_brief(leaf)}) becomes another ({_brief(other)})"
-    return ""
+    wrong = (number for number, pair in enumerate(zip(leaves, others, strict=True)) if not _same(*pair))
+    number = next(wrong, None)
+    return "" if number is None else f"array {number} becomes another"
 
 
 def _container(sample: Any) -> str:
@@ -184,7 +168,3 @@ def _same(one: Any, other: Any) -> bool:
         return False
     cast = one.astype(other.dtype)
     return cast.tobytes() == other.tobytes() and cast.astype(one.dtype).tobytes() == one.tobytes()
-
-
-def _brief(leaf: Any) -> str:
-    return f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, np.ndarray) else type(leaf).__name__

@@ -20,7 +20,7 @@ NO_LOCKS = (
     errno.ENOLCK,
     errno.EOPNOTSUPP,
     errno.ENOSYS,
-)  # some network folders: two writers are not kept apart
+)  # of some network folders: no two are kept apart there
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,8 @@ def read_journal(dest: Path) -> Journal | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{dest}: its {NAME} cannot be read ({error}); delete the folder, or name another one"
-        ) from error
+        way = "delete the folder, or name another one"
+        raise ConfigError(f"{dest}: its {NAME} cannot be read ({error}); {way}") from error
 
 
 def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
@@ -138,9 +137,9 @@ def publish(path: Path) -> None:
     sync_path(path.parent)
 
 
-def remove_temporary(folder: Path, keep: set[Path]) -> None:
+def remove_temporary(folder: Path) -> None:
     """Remove what a conversion that was stopped has left half-written."""
-    for path in set(folder.rglob(f".*{ENDING}")) - keep:
+    for path in folder.rglob(f".*{ENDING}"):
         path.unlink(missing_ok=True)
 
 

@@ -47,7 +47,6 @@ class ShardWriter:
         self._folder, self._split, self._ending, self._write = folder / split, split, ending, write
         self._facts = encoded_facts(samples) + b"\n" if facts else b""
         self.files = [self._file(unit) for unit in self.units] + [self._folder / META_NAME] * facts
-        self.kept: set[Path] = set()
 
     def _file(self, unit: Unit) -> Path:
         return self._folder / f"{self._split}-{unit.shard:05d}-of-{unit.shards:05d}{self._ending}"
@@ -155,7 +154,6 @@ class Lmdb:
         extra("lmdb", "lmdb", "lmdb")
         self.files = [folder / f"{split}.lmdb"]
         self.units = cut(len(samples), max(1, UNIT_BYTES // samples.sample_bytes))
-        self.kept: set[Path] = set()
         self._facts = encoded_facts(samples)
 
     def is_done(self, unit: Unit) -> bool:
@@ -190,9 +188,6 @@ class Lmdb:
                         return
                     except lmdb.MapFullError:
                         environment.set_mapsize(2 * environment.info()["map_size"])
-        except (
-            lmdb.Error
-        ) as error:  # LMDB gives no number; half a page written is its way to say that the disk is full
-            number = next((n for n in DISK_FULL if os.strerror(n) in str(error)), errno.EIO)
-            full = os.strerror(errno.EIO) in str(error)
-            raise OSError(errno.ENOSPC if full else number, str(error), str(place)) from error
+        except lmdb.Error as error:  # without a number; half a page written (EIO) means that the disk is full
+            is_full = any(os.strerror(number) in str(error) for number in (*DISK_FULL, errno.EIO))
+            raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error), str(place)) from error

@@ -49,14 +49,11 @@ def cut(length: int, size: int) -> list[Unit]:
 class Target(Protocol):
     """One part of the data in one format. Only `write` runs in other processes.
 
-    files: their final names. units: of the whole part, in its order. kept: temporary files that a later call needs.
+    files: their final names. units: of the whole part, in its order.
     """
 
     files: list[Path]
     units: list[Unit]
-
-    @property
-    def kept(self) -> set[Path]: ...
 
     def is_done(self, unit: Unit) -> bool: ...
 
@@ -79,7 +76,7 @@ def write_parts(dest: Path, targets: Mapping[str, Target], parts: Mapping[str, S
     progress = Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal)
     try:
         with writing_to(dest), progress:
-            remove_temporary(dest, _kept(targets))
+            remove_temporary(dest)
             for name, target in targets.items():
                 samples, began = parts[name], time.monotonic()
                 units = [unit for unit in target.units if not target.is_done(unit)]
@@ -95,12 +92,8 @@ def write_parts(dest: Path, targets: Mapping[str, Target], parts: Mapping[str, S
                 before = f", {there:,} of them were there already" if there else ""
                 say(f"{name}: {len(samples):,} samples{before} ({time.monotonic() - began:.1f} s)")
     except BaseException:
-        remove_temporary(dest, _kept(targets))
+        remove_temporary(dest)
         raise
-
-
-def _kept(targets: Mapping[str, Target]) -> set[Path]:
-    return {path for target in targets.values() for path in target.kept}
 
 
 def results(

@@ -138,12 +138,3 @@ def test_places_that_are_none(tmp_path):
     write(tmp_path / "empty.lmdb", {})
     with pytest.raises(DataError, match="there is no record in it"):
         whole(tmp_path / "empty.lmdb")
-
-
-def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
-    import sys
-
-    (tmp_path / "a.lmdb").write_bytes(b"x")
-    monkeypatch.setitem(sys.modules, "lmdb", None)
-    with pytest.raises(DataError, match=r"data=lmdb needs lmdb: pip install 'trainrun\[lmdb\]'"):
-        whole(tmp_path / "a.lmdb")

@@ -1,11 +1,17 @@
-"""Readers that say `thread_safe = True`: eight threads at once, from the first read on, give what one gives."""
+"""Every reader in threads, forks, fresh processes and loader workers: the samples are those that one thread reads."""
 
 from __future__ import annotations
 
 import io
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import h5py
 import lmdb
@@ -157,6 +163,46 @@ def test_many_threads_read_what_one_reads(make):
 
     with ThreadPoolExecutor(THREADS) as pool:
         assert all(pool.map(read, range(THREADS)))
+
+
+def in_child(source, queue) -> None:
+    queue.put([plain(source[i]) for i in range(len(source))])
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings(
+    "ignore:This process:DeprecationWarning"
+)  # Python 3.12+, of a fork beside threads
+@pytest.mark.parametrize("make", ["parquet", "hdf5", "image_folder", "tfrecord"], indirect=True)
+def test_other_processes_read_the_same(make, tmp_path):
+    """After the parent has read: a fork with the parent's open files, and a fresh process with a pickled copy."""
+    source = make(0)
+    expected = [plain(source[i]) for i in range(len(source))]
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=in_child, args=(source, queue))
+    child.start()
+    assert queue.get(timeout=60) == expected
+    child.join(60)
+    assert plain(source[3]) == expected[3], "the parent's handles still work"
+    (tmp_path / "pickled").write_bytes(pickle.dumps(source))
+    code = (
+        "import pickle, sys, numpy as np\n"
+        "source = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "print([[np.asarray(part).tolist() for part in source[i]] for i in range(len(source))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "pickled")], capture_output=True, text=True,
+                          timeout=120, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})  # fmt: skip
+    assert done.stdout.strip() == str(expected), done.stderr
+
+
+@pytest.mark.parametrize("make", [name for name in MADE if name != "pieces"], indirect=True)
+def test_what_a_run_learns_of_a_source(make):
+    source = make(0)
+    assert len(source.fingerprint()) == 64
+    assert source.describe(0) != source.describe(1)
+    with pytest.raises(IndexError):
+        source[len(source)]
 
 
 def test_the_engine_uses_as_many(make):

@@ -1,11 +1,8 @@
-import contextlib
 import pickle
 import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from trainrun.data.readers.records.example import encode_example, parse_example
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
@@ -42,16 +39,6 @@ def test_examples_are_parsed():
     assert found["a"].tolist() == [1, -1]
     assert found["b"] == [b"xy"]
     assert (found["c"].dtype, found["c"].tolist()) == (np.float32, [0.5])
-
-
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(st.data())
-def test_a_damaged_example_is_a_value_error_or_another_example(data):
-    content = bytearray(encode_example({"a": np.array([1, -300]), "b": [b"xy", b""], "c": np.ones(3)}))
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(ValueError):
-        parse_example(bytes(content[: data.draw(st.integers(0, len(content)))]))
 
 
 @pytest.mark.parametrize(
