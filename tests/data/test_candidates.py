@@ -65,7 +65,7 @@ THREADS = ["threads=1", "threads=2", "threads=4"]
 @pytest.mark.parametrize(
     ("source", "changes", "wanted"),
     [
-        (DATA, {}, ["resident", *THREADS, *WORKERS]),
+        (DATA, {}, ["resident"]),
         (DATA, {"transform": list}, ["workers=0", "threads=1", *WORKERS[1:]]),
         (Samples(), {}, ["workers=3", "threads=1", *WORKERS]),
         (Safe(), {}, ["workers=3", *THREADS, *WORKERS]),

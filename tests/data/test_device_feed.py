@@ -8,8 +8,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset
 
 from trainrun.data.augment.augmented import Augmented, NamedAugmentation
-from trainrun.data.batch import map_leaves
-from trainrun.data.engines.device_feed import DeviceFeed, fed, pinned
+from trainrun.data.batch import map_leaves, pinned
+from trainrun.data.engines.device_feed import DeviceFeed
 from trainrun.data.pipeline import open_batches
 from trainrun.data.split_batch import cut
 from trainrun.data.stream_options import StreamOptions
@@ -49,11 +49,6 @@ class Eager(DeviceFeed):
     def __init__(self, batches):
         super().__init__(batches, torch.device("cpu"))
         self._ahead = 1
-
-
-def test_a_cpu_stream_is_the_same_stream():
-    source = Source()
-    assert fed(source, torch.device("cpu")) is source
 
 
 @pytest.mark.parametrize("make", [lambda source: DeviceFeed(source, META), Eager])

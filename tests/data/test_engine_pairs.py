@@ -163,7 +163,7 @@ def test_the_users_data_is_not_changed():
 SKIP = {"on_error": "skip", "max_skipped_fraction": 1.0}
 
 
-@pytest.mark.parametrize(("source", "changes"), [(columns, {}), (Noisy, {}), (Faulty, SKIP)])
+@pytest.mark.parametrize(("source", "changes"), [(Noisy, {}), (Faulty, SKIP)])
 def test_candidates_are_the_same_stream(monkeypatch, source, changes):
     monkeypatch.setattr("trainrun.data.engines.choice.usable_cores", lambda: 2)
     found = open_batches(source(), options(**changes))[0].options

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from trainrun.data.engines.generators import generator_of, moved, states, takes
+from trainrun.data.engines.generators import generator_of, takes
 from trainrun.data.facts import facts_of
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -102,18 +102,6 @@ def test_who_takes_a_generator():
     assert not takes(lambda sample: sample, "generator")
     assert not takes([].__getitem__, "generator")
     assert not takes(None, "generator")
-
-
-@pytest.mark.parametrize(
-    ("draw", "which"),
-    [(lambda: None, ""), (random.random, "random"), (np.random.rand, "numpy.random"),
-     (np.random.randn, "numpy.random"), (lambda: torch.rand(1), "torch"),
-     (lambda: (random.random(), torch.rand(1)), "random and torch")],
-)  # fmt: skip
-def test_which_generator_was_used(draw, which):
-    before = states()
-    draw()
-    assert moved(before) == which
 
 
 def test_guarding_a_thread_does_not_import_the_compiler():

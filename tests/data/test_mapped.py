@@ -5,7 +5,7 @@ import psutil
 import pytest
 import torch
 
-from trainrun.data.engines import choice
+from trainrun.data.engines import in_memory
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files as arrays
@@ -88,7 +88,7 @@ def test_batches_are_copies(tmp_path):
 
 
 def test_the_file_itself_is_chosen_whatever_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(in_memory, "free_bytes", lambda device: 0)
     array, mapped = stored(tmp_path, "float32")
     stream, line = opened(mapped)
     assert isinstance(stream.stream(stream.default.name), ResidentBatches)

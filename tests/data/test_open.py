@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainrun.data.engines import choice
+from trainrun.data.engines import choice, in_memory
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.engines.loader import LoaderBatches
@@ -70,7 +70,7 @@ def test_choices_and_their_reasons(monkeypatch, source, changes, kind, line):
 @pytest.mark.parametrize(("free", "here", "kind"), [(320, 1, ResidentBatches), (319, 1, LoaderBatches),
                                                     (639, 2, LoaderBatches)])  # fmt: skip
 def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, here, kind):
-    monkeypatch.setattr(choice, "free_bytes", lambda device: free)
+    monkeypatch.setattr(in_memory, "free_bytes", lambda device: free)
     source = np.zeros((10, 2)), torch.zeros(10, dtype=torch.int64)  # 80 bytes as float32, and 80
     stream, note = opened(source, world_size=2, local_world_size=here)
     assert isinstance(stream, kind)

@@ -8,9 +8,9 @@ from torch.utils.data import Subset, default_collate
 
 from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.facts import facts_of
-from trainrun.data.pipeline import open_batches
+from trainrun.data.pipeline import as_bytes, open_batches
 from trainrun.data.readers.pictures import image_folder
-from trainrun.data.scale import Scale, Scaled, as_bytes
+from trainrun.data.scale import Scale, Scaled
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Arrays, columns_of
 

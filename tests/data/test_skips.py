@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from trainrun.data.bad_samples import Skips, report_to
+from trainrun.data.bad_samples import Skips
 from trainrun.data.pipeline import open_batches
-from trainrun.data.stream_options import StreamOptions
+from trainrun.data.stream_options import StreamOptions, report_to
 from trainrun.errors import DataError
 
 N = 40
@@ -71,7 +71,7 @@ def test_more_than_the_share_is_a_fault(engine):
 
 def test_in_a_long_epoch_it_is_held_against_the_samples_so_far():
     def failing(number, seen):
-        skips = Skips("data.train", 0.01, lambda text: None, samples=1e6)
+        skips = Skips("data.train", 0.01, lambda text: None, samples=1e6, batches=10**6)
         skips.begin(0, seen)
         skips.add(0, ["damaged"] * number)
 
@@ -144,7 +144,7 @@ def test_without_a_single_readable_sample():
 
 def test_the_report_names_three_and_counts_the_others(capsys):
     notes = []
-    skips = Skips("data.val", 1.0, report_to([notes.append]), samples=40)
+    skips = Skips("data.val", 1.0, report_to([notes.append]), samples=40, batches=10)
     skips.begin(2, 0)
     skips.add(4, ["a", "b"])
     skips.add(4, ["c", "d"])

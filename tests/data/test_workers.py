@@ -10,11 +10,9 @@ import time
 from contextlib import contextmanager, suppress
 from multiprocessing import Process, active_children
 
-import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils import signal_handling
 
@@ -273,7 +271,6 @@ def test_a_worker_that_stands_still_ends_the_wait(monkeypatch):
         seconds = property(lambda self: limit[0], lambda self, _: None)
 
     monkeypatch.setattr(loader_workers, "TimeLimit", Limited)
-    monkeypatch.setattr(loader_workers, "SMALL_BYTES", 0)
     with two_streams() as (_, batches, _, workers, _, _):
         time.sleep(0.2)  # the next batches are on their way
         for worker in workers:
@@ -286,33 +283,18 @@ def test_a_worker_that_stands_still_ends_the_wait(monkeypatch):
         wait_for(lambda: not any(map(runs, workers)))  # who is killed takes a moment to be gone
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_idle_workers_that_do_not_answer_are_replaced(number):
+def test_idle_workers_that_died_are_replaced():
     with two_streams() as (train, batches, got, workers, _, said):
         got += list(batches)
-        os.kill(workers[0], number)
+        os.kill(workers[0], signal.SIGKILL)
         assert contents(train.epoch(1)) == whole(2)[1]
         assert workers[0] not in children()
-    assert len(said["train"]) == (number == signal.SIGKILL)
+    assert len(said["train"]) == 1
 
 
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(Deadly()[index] for index in range(N))
-
-
-@pytest.mark.parametrize("source", [Deadly(), Stream()])
-def test_after_the_last_batch_nobody_waits(source):
-    stream = opened(source, num_workers=1, persistent_workers=False, timeout_seconds=20)
-    got, others = [], set(active_children())
-    for batch in stream.epoch(0):
-        got.append(batch)
-        if batch.last:
-            (worker,) = set(active_children()) - others
-            os.kill(worker.pid, signal.SIGSTOP)
-    assert got[-1].last
-    assert worker.exitcode == 0  # not killed: it went on, and ended
-    stream.close()
 
 
 def test_one_that_has_just_ended_can_be_ended():
@@ -410,61 +392,6 @@ def test_what_cannot_be_sent_is_told_and_not_waited_for(leaf):
         DataError, match=r"data\.train: a batch cannot be sent by its worker \((Value|Runtime)Error"
     ):
         next(stream.epoch(0))
-    stream.close()
-
-
-class Counted(torch.Tensor):
-    """What a copy of bytes would not keep."""
-
-
-def all_kinds(samples):
-    number = float(sum(index for _, index, _ in samples))
-    row = torch.arange(24, dtype=torch.float32).add(number)
-    types = (
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int8,
-        torch.uint8,
-        torch.int64,
-        torch.complex64,
-    )
-    pair = torch.full((3,), number)
-    return {
-        "types": [row.to(kind) for kind in types],
-        "large": torch.full((loader_workers.SMALL_BYTES,), number),
-        "bools": row > number + 5,
-        "scalar": torch.tensor(number),
-        "empty": torch.empty(0, 4),
-        "columns": row.view(4, 6).t(),
-        "channels_last": row.view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
-        "part": row[3:7],
-        "twice": (pair, pair[1:]),
-        "conj": torch.tensor([1j * number]).conj(),
-        "grows": torch.nn.Parameter(torch.full((2,), number)),
-        "own": torch.full((2,), number).as_subclass(Counted),
-        "array": np.full(3, number),
-        "name": f"batch {number}",
-    }
-
-
-def as_seen(data):
-    for leaf in tree_leaves(data):
-        if isinstance(leaf, torch.Tensor):
-            values = leaf.detach().resolve_conj().tolist()
-            yield type(leaf), leaf.dtype, leaf.shape, leaf.requires_grad, leaf.stride(), values
-        else:
-            yield np.asarray(leaf).tolist()
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_batches_of_all_kinds_are_those_that_are_read_here(num_workers):
-    stream = opened(Deadly(), num_workers=num_workers, collate_fn=all_kinds)
-    here = opened(Deadly(), num_workers=0, collate_fn=all_kinds)
-    for epoch in (0, 1):
-        for batch, expected in zip(stream.epoch(epoch), here.epoch(epoch), strict=True):
-            assert list(as_seen(batch.data)) == list(as_seen(expected.data))
-            assert all(leaf.data_ptr() % 64 == 0 for leaf in batch.data["types"])  # kernels round by it
     stream.close()
 
 

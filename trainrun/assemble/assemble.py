@@ -57,10 +57,8 @@ from trainrun.checkpoint.weights import load_initial
 from trainrun.config.private_values import public
 from trainrun.config.schema import SAME, RunConfig, plain, validation_nodes
 from trainrun.config.units import parse_seconds
-from trainrun.data.bad_samples import report_to
-from trainrun.data.engines.device_feed import Copying, unnoticed
 from trainrun.data.facts import facts_of_all
-from trainrun.data.sequences.token_counter import TokenCounter
+from trainrun.data.stream_options import Copying, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, named_nodes
 from trainrun.interfaces import (
@@ -267,10 +265,10 @@ def build_updates(
     return optimizer, build_schedule_of(config, optimizer, rhythm), precision, {}
 
 
-def copying_of(site: RunContext) -> Copying:
+def copying_of(site: RunContext) -> Copying | None:
     """What surrounds the copy of a batch to a GPU."""
     if site.parallel.device.type == "cpu":
-        return unnoticed
+        return None
     from trainrun.timing import cuda_events
 
     return cuda_events.Copying(site.phases, site.device_times)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import SAME, RunConfig, validation_nodes
-from trainrun.data.augment.nodes import build_augmentations
-from trainrun.data.bad_samples import Report
-from trainrun.data.engines.device_feed import Copying, Sizes, unnoticed
 from trainrun.data.facts import (
     IGNORED_LABEL,
     Labels,
@@ -17,12 +14,14 @@ from trainrun.data.facts import (
     kind_of_input,
 )
 from trainrun.data.pipeline import open_batches
-from trainrun.data.sequences.token_counter import TokenCounter
-from trainrun.data.stream_options import StreamOptions
+from trainrun.data.stream_options import Copying, Report, Sizes, StreamOptions, TokenCounter
 from trainrun.errors import ConfigError
 from trainrun.instantiate import build
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.precision.autocast import data_float_dtype
+
+if TYPE_CHECKING:
+    from trainrun.data.augment.augmented import NamedAugmentation
 
 OUR_TASKS, ASK_FOR_CLASSES = "trainrun.task.", ("num_classes", "vocab_size")
 REGRESSION = "trainrun.task.regression.Regression"
@@ -53,7 +52,7 @@ def kind_of(split: str) -> str:
 
 def open_split(
     config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
-    tally: TokenCounter | None = None, copying: Copying = unnoticed, sizes: Sizes | None = None,
+    tally: TokenCounter | None = None, copying: Copying | None = None, sizes: Sizes | None = None,
 ) -> Batches | None:  # fmt: skip
     """tally: counts the useful tokens of training batches. copying: surrounds their copies to a GPU. sizes: counts
     items before a batch is copied there."""
@@ -67,7 +66,7 @@ def open_split(
 
 def stream_options(
     config: RunConfig, parallel: Parallel, name: str, report: Report,
-    tally: TokenCounter | None = None, copying: Copying = unnoticed, sizes: Sizes | None = None,
+    tally: TokenCounter | None = None, copying: Copying | None = None, sizes: Sizes | None = None,
 ) -> StreamOptions:  # fmt: skip
     data, training = config.data, name == "train"
     assert config.seed is not None
@@ -90,7 +89,7 @@ def stream_options(
         cache=data.cache,
         transform=build_transform(config, kind_of(name)),
         transform_key=transform_key(config, kind_of(name)) or "data.transform",
-        augment=build_augmentations(data.augment),
+        augment=augmentations_of(config),
         on_error=data.on_error,
         max_skipped_fraction=data.max_skipped_fraction,
         report=report,
@@ -106,10 +105,18 @@ def stream_options(
         gather=parallel.gather,
         device=parallel.device,
         tally=tally if training else None,
-        copying=copying if training else unnoticed,
+        copying=copying if training else None,
         sizes=sizes,
         float_dtype=data_float_dtype(config.precision.mode),
     )
+
+
+def augmentations_of(config: RunConfig) -> tuple[NamedAugmentation, ...]:
+    if not config.data.augment:
+        return ()
+    from trainrun.data.augment.nodes import build_augmentations
+
+    return build_augmentations(config.data.augment)
 
 
 def transform_key(config: RunConfig, split: str) -> str | None:
@@ -133,9 +140,7 @@ def applied(config: RunConfig) -> str:
     for name, split in splits.items():
         if getattr(config.data, split):
             one = transform_key(config, split)
-            more = [
-                a.key for a in build_augmentations(config.data.augment) if split == "train" or not a.random
-            ]
+            more = [a.key for a in augmentations_of(config) if split == "train" or not a.random]
             changes[name] = ", ".join([*([one] if one else []), *more])
     if not any(changes.values()):
         return ""

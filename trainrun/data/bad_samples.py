@@ -7,52 +7,35 @@ the same place, but against a thousand (or the whole epoch, where it is shorter)
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from trainrun.data.stream_options import Report
 from trainrun.errors import DataError
-from trainrun.output import say
 
 NAMED = 3  # faults in one report
 LEAST_SAMPLES = 1000  # that a share is held against: two faults in the first batch say nothing of the rest
-Report = Callable[[str], None]
-
-
-def to_stderr(text: str) -> None:
-    say(f"note: {text}", file=sys.stderr, flush=True)
-
-
-def report_to(listeners: Sequence[Report]) -> Report:
-    """One line to everyone who listens; where nobody does, as on most ranks, to stderr."""
-
-    def report(text: str) -> None:
-        for listener in listeners or (to_stderr,):
-            listener(text)
-
-    return report
 
 
 class Skips:
     """Counts for one stream, in the main process. total: since it was opened.
 
-    samples: in an epoch, of this rank.
+    samples, batches: in an epoch, of this rank.
     """
 
-    def __init__(self, key: str, max_share: float, report: Report, samples: float) -> None:
-        self._key = key
+    def __init__(self, key: str, max_share: float, report: Report, samples: float, batches: int) -> None:
+        self._key, self._max_share, self._report = key, max_share, report
         self._least = min(samples, LEAST_SAMPLES)
-        self._max_share = max_share
-        self._report = report
+        self._per_batch = samples / max(batches, 1)
         self._epoch = 0
         self._seen = 0.0
         self._faults: list[str] = []
         self._number = 0
         self.total = 0
 
-    def begin(self, epoch: int, seen: float) -> None:
-        """seen: samples of the epoch before its first batch; above 0 after a resume."""
+    def begin(self, epoch: int, start: int) -> None:
+        """start: batches of the epoch before its first; above 0 after a resume."""
         self.end()
-        self._epoch, self._seen = epoch, seen
+        self._epoch, self._seen = epoch, start * self._per_batch
 
     def add(self, good: int, faults: Sequence[str]) -> None:
         """One batch. Raises DataError if too many were left out."""

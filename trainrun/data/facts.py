@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
-from trainrun.data.engines.batch_reader import BatchReader, Recipe
 from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.interfaces import DataFacts
@@ -129,6 +128,8 @@ def kind_of_input(source: Any, key: str, transform: Callable[..., Any] | None) -
 def _first_input(source: Any, key: str, transform: Callable[..., Any] | None) -> Any:
     if length_of(source, key) == 0:
         raise DataError(f"{key}: the data set is empty")
+    from trainrun.data.engines.batch_reader import BatchReader, Recipe
+
     reader = BatchReader(source, Recipe(Preparation(), 0, key, transform)).copy()
     with kept_random_state():
         sample = reader.sample(0, 0)

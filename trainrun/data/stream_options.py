@@ -1,23 +1,64 @@
-"""How one stream is read: every word of `data` that concerns it, and which of them go together."""
+"""How one stream is read: every word of `data` that concerns it, its plan, and who is told of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
-from trainrun.data.augment.augmented import NamedAugmentation
-from trainrun.data.bad_samples import Report, to_stderr
-from trainrun.data.engines.batch_reader import Collate
-from trainrun.data.engines.device_feed import Copying, Sizes, unnoticed
-from trainrun.data.sequences.choose import SequenceOptions
-from trainrun.data.sequences.lengths import Shared
-from trainrun.data.sequences.token_counter import TokenCounter
+from trainrun.data.batch import Preparation
+from trainrun.data.order.sampler import Plan, StreamPlan, batch_too_large
+from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
+from trainrun.output import say
+
+if TYPE_CHECKING:
+    from trainrun.data.augment.augmented import NamedAugmentation
+    from trainrun.data.scale import Scale
 
 CPU = torch.device("cpu")
+Sizes = Callable[[Any], Tensor | None]  # of `CountsSamples`
+# Surrounds a copy to a GPU; given the CUDA stream that it is made on, or None if the host waits for it.
+Copying = Callable[[Any], AbstractContextManager[Any]]
+Collate = Callable[[list[Any]], Any]
+Report = Callable[[str], None]
+
+
+def to_stderr(text: str) -> None:
+    say(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def report_to(listeners: Sequence[Report]) -> Report:
+    """One line to everyone who listens; where nobody does, as on most ranks, to stderr."""
+
+    def report(text: str) -> None:
+        for listener in listeners or (to_stderr,):
+            listener(text)
+
+    return report
+
+
+class TokenCounter:
+    """Positions since the last look, of this rank. counts: whether any stream is counted by it. planned: positions
+    of a batch, as in `SequencePlan`."""
+
+    def __init__(self) -> None:
+        self.counts = False
+        self.planned: Mapping[str, float] = {}
+        self._sum: Tensor | None = None
+
+    def add(self, positions: Tensor) -> None:
+        self._sum = positions if self._sum is None else self._sum + positions
+
+    def take(self) -> float:
+        """Waits for the device."""
+        found, self._sum = self._sum, None
+        return 0.0 if found is None else float(found)
 
 
 @dataclass(frozen=True)
@@ -49,7 +90,7 @@ class StreamOptions:
     persistent_workers: bool = True
     prefetch_factor: int = 2
     timeout_seconds: float = 300.0
-    collate_fn: Callable[[list[Any]], Any] | None = None
+    collate_fn: Collate | None = None
     max_sequence_length: int | None = None
     num_threads: int | Literal["auto"] = "auto"
     cache: str = "none"
@@ -70,10 +111,42 @@ class StreamOptions:
     local_world_size: int = 1
     gather: Callable[[Any], list[Any]] | None = None
     device: torch.device = CPU
-    copying: Copying = unnoticed
+    copying: Copying | None = None
     float_dtype: torch.dtype = torch.float32
     tally: TokenCounter | None = None
     sizes: Sizes | None = None
+
+    @property
+    def pins(self) -> bool:
+        """Whether batches are put in page-locked memory."""
+        return self.pin_memory and self.device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class PreparedStream:
+    """A source that can be indexed, on its way to an engine.
+
+    source: as it was given. dataset: what is read sample by sample. columns: of data in memory, else None. plan:
+    which samples form which batch. scale: of pictures that are bytes. single: the setting that needs single
+    samples, or nothing. notes: lines for the start. positions: as in `SequencePlan`.
+    """
+
+    source: Any
+    options: StreamOptions
+    dataset: Any
+    columns: Columns | None
+    plan: StreamPlan
+    preparation: Preparation
+    collate: Collate | None
+    scale: Scale | None
+    single: str
+    notes: tuple[str, ...] = ()
+    positions: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def users_code(self) -> bool:
+        """Whether code of the user's sees single samples."""
+        return self.options.transform is not None or self.options.collate_fn is not None
 
 
 def check_options(options: StreamOptions) -> None:
@@ -89,6 +162,11 @@ def check_options(options: StreamOptions) -> None:
             f"{limit_key(options)}={limit}: must be a fraction above 0.0 and up to 1.0, "
             "or a whole number of batches from 1"
         )
+    if options.engine == "auto" and "auto" not in (options.num_workers, options.num_threads):
+        raise DataError(
+            f"data.num_threads={options.num_threads}: data.num_workers={options.num_workers} is given too; leave "
+            "one of them out, or say which by data.engine=threads or data.engine=workers"
+        )
 
 
 def limit_key(options: StreamOptions) -> str:
@@ -103,35 +181,28 @@ def with_limit_in_samples(options: StreamOptions) -> StreamOptions:
     return replace(options, limit=options.limit * options.batch_size)
 
 
-def sequence_options(options: StreamOptions) -> SequenceOptions:
-    """DataError: what needs the lengths of samples, together with a transform that may change them.
-
-    In evaluation samples keep their order, because predictions are rows in the order of the data.
-    """
-    padding, max_tokens = options.padding, options.max_tokens
-    needy = {"data.padding": padding in ("pack", "token_budget"),
-             "data.truncate": options.truncate in ("drop", "split")}  # fmt: skip
-    for key, needs in needy.items():
-        if needs and options.transform is not None:
-            value = getattr(options, key.removeprefix("data."))
-            raise DataError(
-                f"{key}={value}: needs the lengths of samples, which {options.transform_key} may change; leave one of "
-                "them out"
-            )
-    if not options.training and padding in ("bucket", "pack", "token_budget"):
-        padding, max_tokens = "longest", None
-    shared = Shared(say=options.report)
-    if options.gather is not None:
-        shared = Shared(options.rank, options.gather, options.report)
-    return SequenceOptions(options.key, padding, max_tokens, options.max_sequence_length, options.truncate,
-                           options.pad_multiple, options.collate_fn,
-                           shared)  # fmt: skip
+def plan_of(num_samples: int, options: StreamOptions) -> Plan:
+    """The plan of so many samples. DataError: there is no batch in them."""
+    if num_samples == 0:
+        raise DataError(f"{options.key}: the data set is empty")
+    plan = new_plan(num_samples, options.batch_size, options)
+    if plan.global_size <= num_samples:
+        return plan
+    if options.training:
+        raise batch_too_large(options.key, num_samples, plan)
+    return new_plan(num_samples, -(-num_samples // options.world_size), options)
 
 
-def needs_samples(options: StreamOptions, collate: Collate | None) -> str:
-    """The option that keeps whole columns from being gathered (engine resident); "" if there is none."""
-    if options.transform is not None:
-        return options.transform_key
-    if options.collate_fn is not None:
-        return "data.collate_fn"
-    return f"data.padding={options.padding}" if collate is not None else ""
+def new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan:
+    """Unchecked: the batch may be larger than the data."""
+    training = options.training
+    return Plan(num_samples, batch_size, options.seed, options.shuffle and training,
+                options.drop_last and training, training, options.limit, options.rank,
+                options.world_size)  # fmt: skip
+
+
+def unused(options: StreamOptions, *names: str) -> str:
+    """Words about settings that were given in vain."""
+    values = {name: getattr(options, name) for name in names}
+    given = [f"data.{name}={value}" for name, value in values.items() if value not in ("auto", 0)]
+    return f"; {' and '.join(given)} {'is' if len(given) == 1 else 'are'} not used" if given else ""

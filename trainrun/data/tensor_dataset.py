@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
-from trainrun.data.memmap_pickling import MappedPlace, opened, place_of
-from trainrun.data.scale import Scale
 from trainrun.errors import DataError
+
+if TYPE_CHECKING:
+    from trainrun.data.scale import Scale
 
 Column = Tensor | np.ndarray[Any, Any]
 COLUMN_TYPES = (Tensor, np.ndarray)
@@ -70,6 +71,8 @@ class Columns:
     def __reduce__(self) -> Any:
         if self.again is not None:
             return self.again, ()
+        from trainrun.data.memmap_pickling import place_of
+
         values = tuple(place_of(value) or value for value in self.values)
         rest = (self.in_place, self.scale, None, self.int_dtype, self.unsigned)
         return _received, (values, self.names, self.pack, *rest)
@@ -114,9 +117,19 @@ class Columns:
 
 
 def _received(values: tuple[Any, ...], *rest: Any) -> Columns:
+    from trainrun.data.memmap_pickling import MappedPlace, opened
+
     return Columns(
         tuple(opened(value) if isinstance(value, MappedPlace) else value for value in values), *rest
     )
+
+
+@runtime_checkable
+class KeepsBytes(Protocol):
+    """A map-style data set of tuples whose pictures, first in them, are scaled bytes."""
+
+    def as_bytes(self) -> tuple[Any, Scale] | None:
+        """The same data set with its pictures as bytes, and what makes its own samples of those."""
 
 
 @runtime_checkable

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainrun.data.engines.auto_stream import AutoStream
-from trainrun.data.engines.threads import num_ahead
+from trainrun.data.engines.auto_stream import AutoStream, num_ahead
 from trainrun.interfaces import MicroBatch
 from trainrun.timing.phases import Session
 from trainrun.training.components import Components

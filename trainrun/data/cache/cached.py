@@ -25,9 +25,11 @@ from trainrun.data.cache.disk import open_or_build
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.probe import Probe, look_at
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, MISSING, Store, in_memory, shared_store
+from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS, usable_cores
-from trainrun.data.engines.workers import LoaderWorkers, WorkerFailure, WorkerOptions, build_loader
+from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.map_style import thread_safe
+from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.formatting import quantity
@@ -156,8 +158,7 @@ def _read(source: Chunks, chunks: list[range], num_workers: int, key: str) -> It
                 samples = source[chunk]
             yield samples
         return
-    options = WorkerOptions(num_workers)
-    workers = LoaderWorkers(build_loader(source, chunks, options, 0, key), key, options)
+    workers = LoaderWorkers(source, chunks, num_workers, StreamOptions(key, True, 1, 0))
     try:
         for chunk, samples in zip(chunks, workers, strict=True):
             yield [NotRead()] * len(chunk) if isinstance(samples, WorkerFailure) else samples

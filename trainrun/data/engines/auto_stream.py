@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 from trainrun.interfaces import Batches, MicroBatch
 
+# Batches that threads read ahead, unless one alone is asked for: 3 ms during a step of 3 ms took 3.73 with two,
+# 3.44 with four.
+LEAST_AHEAD = 4
+
 
 class Option(NamedTuple):
     """One way to read the data.
 
     name: as it is shown (`resident`, `workers=2`). engine: options of one engine differ in number only.
-    number: threads or workers that read while the model trains; 0 reads in between. open: gives the stream, whose
-    `close()` ends what it started.
+    number: threads or workers that read while the model trains; 0 reads in between. open: gives the stream.
     """
 
     name: str
@@ -25,8 +28,8 @@ class Option(NamedTuple):
 class AutoStream:
     """Fills `Batches` by handing on to one of its options: the rule's choice until `decide`.
 
-    options: the rule's choice first; `options` has the simplest first. prefetch_factor: batches that each thread or
-    worker reads ahead. source: what the user gave.
+    options: given with the rule's choice first; the attribute has the simplest first. prefetch_factor: batches that
+    each thread or worker reads ahead. source: what the user gave.
     """
 
     def __init__(self, options: Sequence[Option], prefetch_factor: int = 2, source: Any = None) -> None:
@@ -73,3 +76,9 @@ class AutoStream:
 def simplicity(option: Option) -> tuple[int, bool, int]:
     """Sorts: tensors in memory, the main process, threads, workers; few before many."""
     return min(option.number, 1), option.engine == "workers", option.number
+
+
+def num_ahead(number: int, prefetch_factor: int) -> int:
+    """Batches that so many threads read ahead. Where reading takes as long as a step, each waits for the other whenever
+    one of them takes a little longer; what lies ready makes up for it."""
+    return max(number * prefetch_factor, LEAST_AHEAD if prefetch_factor > 1 else 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from trainrun.data.batch import Preparation, arrays_to_tensors, map_leaves
 from trainrun.data.engines.generators import (
@@ -19,16 +20,15 @@ from trainrun.data.engines.generators import (
     takes,
     watched,
 )
-from trainrun.data.engines.workers import WorkerFailure, failure_or_raise
 from trainrun.data.map_style import describe, innermost, name_of, reads_at_once, shallow, whole_batches
 from trainrun.data.scale import Scale
+from trainrun.data.stream_options import Collate
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 from trainrun.runtime.user_traceback import ANY_FAULT, line_of
 from trainrun.seeding import kept_random_state
 
-Collate = Callable[[list[Any]], Any]
 TRANSFORM, COLLATE = 1, 2  # their numbers do not depend on how many the reading drew before
 FILLERS_TRIED = 100
 
@@ -40,6 +40,20 @@ class Key(NamedTuple):
     indices: list[int]
     real: bool
     last: bool
+
+
+class WorkerFailure(NamedTuple):
+    """A fault on its way out of a worker: its message, and the traceback as text."""
+
+    message: str
+    trace: str
+
+
+def failure_or_raise(error: DataError) -> WorkerFailure:
+    """In a worker the fault as a value, because an exception would arrive as a page of text."""
+    if get_worker_info() is None:
+        raise error
+    return WorkerFailure(str(error), traceback.format_exc())
 
 
 class Reading(NamedTuple):
@@ -84,32 +98,27 @@ class Transform:
     """A user's transform, with its numbers drawn from (seed, epoch, index)."""
 
     def __init__(self, recipe: Recipe, calling: Calling, dataset: Any) -> None:
-        self._dataset = dataset
-        self._function = recipe.transform
-        self._seed = recipe.seed
-        self._key = recipe.key
-        self._name = recipe.transform_key
-        self._calling = calling
-        self._scale = recipe.scale
+        self._recipe, self._calling, self._dataset = recipe, calling, dataset
         self._takes_generator = takes(recipe.transform, "generator")
 
     def __call__(self, sample: Any, epoch: int, index: int) -> Any:
-        if self._scale is not None:
-            sample = self._scale.first_of(sample)
-        if self._function is None:
+        recipe = self._recipe
+        if recipe.scale is not None:
+            sample = recipe.scale.first_of(sample)
+        if recipe.transform is None:
             return sample
-        parts = (self._seed, epoch, index, TRANSFORM)
+        parts = (recipe.seed, epoch, index, TRANSFORM)
         try:
-            with self._calling(parts, self._name):
+            with self._calling(parts, recipe.transform_key):
                 if self._takes_generator:
-                    return self._function(sample, generator=generator_of(*parts))
-                return self._function(sample)
+                    return recipe.transform(sample, generator=generator_of(*parts))
+                return recipe.transform(sample)
         except GlobalDraw:
             raise
         except ANY_FAULT as error:
             place = describe(self._dataset, index)
             raise DataError(
-                f"{self._name}: sample {index}{place} of {self._key} cannot be transformed: "
+                f"{recipe.transform_key}: sample {index}{place} of {recipe.key} cannot be transformed: "
                 f"{type(error).__name__}: {error}{line_of(error)}"
             ) from error
 
@@ -122,8 +131,8 @@ class BatchReader:
     """
 
     def __init__(self, dataset: Any, recipe: Recipe, calling: Calling = seeded) -> None:
-        self._dataset = dataset
-        self._recipe = recipe
+        self.dataset = dataset
+        self.recipe = recipe
         self._calling = calling
         self._transform = Transform(recipe, calling, dataset)
         base, _ = innermost(dataset, [])
@@ -134,11 +143,6 @@ class BatchReader:
         self._takes_generator = takes(getattr(base, "__getitem__", None), "generator")
         self._takes_generators = self._at_once and takes(base.__getitems__, "generators")
 
-    @property
-    def users_code(self) -> bool:
-        """Whether reading runs anything that is not of this package."""
-        return not self._plain and self._whole is None
-
     def __getitem__(self, key: Key) -> Reading | WorkerFailure:
         try:
             return self.read(key)
@@ -148,7 +152,7 @@ class BatchReader:
     def read(self, key: Key) -> Reading:
         """Raises DataError, which names the sample."""
         if self._plain:
-            return Reading(self._dataset.batch(key.indices, self._recipe.preparation), *key[1:])
+            return Reading(self.dataset.batch(key.indices, self.recipe.preparation), *key[1:])
         whole = self._whole_batch(key.indices) if self._whole is not None else None
         if whole is not None:
             return Reading(whole, *key[1:])
@@ -157,7 +161,7 @@ class BatchReader:
             indices = [index for index, _ in samples]
             data = self._collated(key, [sample for _, sample in samples])
             return Reading(data, indices, key.real, key.last, faults)
-        if not self._recipe.training:
+        if not self.recipe.training:
             return Reading(None, [], False, key.last, faults)
         index, sample = self._filler(key)
         return Reading(self._collated(key, [sample]), [index], False, key.last, faults)
@@ -169,7 +173,7 @@ class BatchReader:
             batch = self._whole.whole_batch(indices)
         except DataError:
             return None
-        return None if batch is None else self._recipe.preparation.batch(batch)
+        return None if batch is None else self.recipe.preparation.batch(batch)
 
     def sample(self, epoch: int, index: int) -> Any:
         """One sample, read and transformed."""
@@ -177,7 +181,7 @@ class BatchReader:
 
     def try_out(self, epoch: int, indices: Sequence[int]) -> None:
         """Read single samples while nothing else draws. Raises GlobalDraw if reading one draws globally."""
-        trial = BatchReader(self._dataset, self._recipe, watched)
+        trial = BatchReader(self.dataset, self.recipe, watched)
         with kept_random_state():
             for index in indices:
                 try:
@@ -189,17 +193,17 @@ class BatchReader:
 
     def guarded(self) -> BatchReader:
         """The same for a thread during the training."""
-        return BatchReader(self._dataset, self._recipe, guarded)
+        return BatchReader(self.dataset, self.recipe, guarded)
 
     def copy(self) -> BatchReader:
         """For a look ahead: what a data set opens when it is first read must not be open when workers fork."""
-        return BatchReader(shallow(self._dataset), self._recipe, self._calling)
+        return BatchReader(shallow(self.dataset), self.recipe, self._calling)
 
     def _collated(self, key: Key, samples: list[Any]) -> Any:
-        if self._recipe.collate is None:
-            return collated(samples, self._recipe)
-        with self._calling((self._recipe.seed, key.epoch, key.indices[0], COLLATE), "data.collate_fn"):
-            return collated(samples, self._recipe)
+        if self.recipe.collate is None:
+            return collated(samples, self.recipe)
+        with self._calling((self.recipe.seed, key.epoch, key.indices[0], COLLATE), "data.collate_fn"):
+            return collated(samples, self.recipe)
 
     def _samples(self, epoch: int, indices: list[int]) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
         """What can be read, each with its index; and the faults of the others, where they may be left out."""
@@ -212,50 +216,50 @@ class BatchReader:
             except GlobalDraw:
                 raise
             except DataError as error:
-                if not self._recipe.skips:
+                if not self.recipe.skips:
                     raise
                 faults.append(str(error))
         return samples, tuple(faults)
 
     def _filler(self, key: Key) -> tuple[int, Any]:
         """The next sample in the data set that can be read."""
-        number = len(self._dataset)
+        number = len(self.dataset)
         for step in range(1, min(number, FILLERS_TRIED) + 1):
             index = (key.indices[-1] + step) % number
             samples, _ = self._samples(key.epoch, [index])
             if samples:
                 return samples[0]
         raise DataError(
-            f"{self._recipe.key}: neither sample {key.indices[-1]} nor the {FILLERS_TRIED} after it can be read"
+            f"{self.recipe.key}: neither sample {key.indices[-1]} nor the {FILLERS_TRIED} after it can be read"
         )
 
     def _read(self, epoch: int, index: int) -> Any:
-        parts = (self._recipe.seed, epoch, index)
+        parts = (self.recipe.seed, epoch, index)
         try:
-            if isinstance(self._dataset, Columns):
-                return self._dataset[index]
-            with self._calling(parts, f"sample {index} of {name_of(self._dataset)}"):
+            if isinstance(self.dataset, Columns):
+                return self.dataset[index]
+            with self._calling(parts, f"sample {index} of {name_of(self.dataset)}"):
                 if not self._takes_generator:
-                    return self._dataset[index]
-                base, (place,) = innermost(self._dataset, [index])
+                    return self.dataset[index]
+                base, (place,) = innermost(self.dataset, [index])
                 return base.__getitem__(place, generator=generator_of(*parts))
         except GlobalDraw:
             raise
         except ANY_FAULT as error:
-            raise self._fault(f"sample {index}", describe(self._dataset, index), error) from error
+            raise self._fault(f"sample {index}", describe(self.dataset, index), error) from error
 
     def _read_at_once(self, epoch: int, indices: list[int]) -> list[Any] | None:
         """The samples as `__getitems__` gives them; None if it failed but each can be read by itself.
 
         If one of them cannot, and may not be left out, this says which.
         """
-        seed = self._recipe.seed
+        seed = self.recipe.seed
         try:
-            with self._calling((seed, epoch, indices[0]), f"samples of {name_of(self._dataset)}"):
+            with self._calling((seed, epoch, indices[0]), f"samples of {name_of(self.dataset)}"):
                 if not self._takes_generators:
-                    samples = self._dataset.__getitems__(indices)
+                    samples = self.dataset.__getitems__(indices)
                 else:
-                    base, places = innermost(self._dataset, indices)
+                    base, places = innermost(self.dataset, indices)
                     generators = [generator_of(seed, epoch, index) for index in indices]
                     samples = base.__getitems__(places, generators=generators)
             assert len(samples) == len(indices), f"{len(samples)} samples for {len(indices)} indices"
@@ -263,7 +267,7 @@ class BatchReader:
         except GlobalDraw:
             raise
         except ANY_FAULT as error:
-            if self._recipe.skips:
+            if self.recipe.skips:
                 return None
             for index in indices:
                 self._read(epoch, index)
@@ -271,7 +275,7 @@ class BatchReader:
 
     def _fault(self, which: str, place: str, error: BaseException) -> DataError:
         return DataError(
-            f"{self._recipe.key}: {which}{place} of {name_of(self._dataset)} cannot be read: "
+            f"{self.recipe.key}: {which}{place} of {name_of(self.dataset)} cannot be read: "
             f"{type(error).__name__}: {error}{line_of(error)}"
         )
 

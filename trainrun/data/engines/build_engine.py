@@ -2,97 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from trainrun.data.bad_samples import Skips
-from trainrun.data.batch import map_leaves
+from trainrun.data.batch import Preparation, map_leaves
+from trainrun.data.engines.auto_stream import AutoStream, Option
 from trainrun.data.engines.batch_reader import BatchReader, Key, Recipe
-from trainrun.data.engines.choice import Choice, EngineFacts, describe_workers
-from trainrun.data.engines.device_feed import fed
+from trainrun.data.engines.choice import Choice, choose, describe_workers, ways_to_read
+from trainrun.data.engines.generators import GlobalDraw
 from trainrun.data.engines.in_memory import ResidentBatches
+from trainrun.data.engines.iterable import StreamReader
 from trainrun.data.engines.loader import LoaderBatches
-from trainrun.data.engines.threads import ThreadBatches, ThreadOptions
-from trainrun.data.engines.workers import WorkerOptions
-from trainrun.data.order.sampler import StreamPlan
-from trainrun.data.scale import Scale
+from trainrun.data.engines.threads import ThreadBatches
+from trainrun.data.order.sampler import Plan, StreamPlan
+from trainrun.data.stream_options import Collate, PreparedStream, StreamOptions, limit_key, new_plan, plan_of
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
 from trainrun.runtime.free_memory import MemoryLoad, check_fits, roomy, too_much
 from trainrun.seeding import kept_random_state
 
-if TYPE_CHECKING:
-    from trainrun.data.stream_options import StreamOptions
+SequencePlanner = Callable[[Plan], Any]  # a `SequencePlan`, or None
+Finish = Callable[[Batches], Batches]
 
 
-@dataclass(frozen=True)
-class PreparedStream:
-    """A map-style or in-memory source on its way to an engine.
+def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, str]:
+    """The stream of the engine that the rule takes, and why; of several engines where a measurement may decide.
 
-    dataset: read sample by sample, or `Columns`. plan: which samples form which batch; of
-    `trainrun.data.order.sampler.Plan`, or of another with its methods. facts: what the choice of an engine
-    depends on. notes: lines for the start. scale: of the batches. positions: as in `SequencePlan`.
+    finish: what is done to the batches of each.
     """
+    options, choice = prepared.options, choose(prepared)
+    load = _load_of(prepared) if choice.engine == "workers" or options.engine == "auto" else None
+    if choice.engine == "threads":
+        _try_out(prepared)
+    if choice.engine == "workers" and load is not None:
+        choice = _fitting(choice, load, options.num_workers == "auto")
+    if "auto" in (options.engine, options.num_workers, options.num_threads):
+        try:
+            _try_out(prepared)
+            draws = False
+        except GlobalDraw:
+            draws = True
+        ways = ways_to_read(
+            prepared, choice, draws, lambda n: load is None or not too_much(load._replace(workers=n))
+        )
+        if len(ways) > 1:
+            each = [Option(*way, partial(_opened, prepared, finish, *way[1:])) for way in ways]
+            return AutoStream(each, options.prefetch_factor, prepared.source), choice.reason
+    return _opened(prepared, finish, choice.engine, choice.number), choice.reason
 
-    dataset: Any
-    plan: StreamPlan
-    recipe: Recipe
-    facts: EngineFacts
-    notes: tuple[str, ...] = ()
-    scale: Scale | None = None
-    positions: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def reader(self) -> BatchReader:
-        return BatchReader(self.dataset, self.recipe)
-
-
-def build_engine(prepared: PreparedStream, options: StreamOptions, engine: str, number: int) -> Batches:
+def _opened(prepared: PreparedStream, finish: Finish, engine: str, number: int) -> Batches:
     """A stream of one engine, its batches on the device."""
-    plan, facts = prepared.plan, prepared.facts
+    options, plan = prepared.options, prepared.plan
     if engine == "resident":
-        assert facts.columns is not None
-        return ResidentBatches(facts.columns, plan, facts.preparation, options.device, options.sizes)
-    dataset = prepared.dataset if facts.columns is None else facts.columns.on_host()
-    reader = BatchReader(dataset, prepared.recipe)
-    skips = Skips(options.key, options.max_skipped_fraction, options.report, plan.num_seen / plan.world_size)
-    batches: Batches
-    if engine == "threads":
-        pin_for = options.device if _pins(options) else None
-        threads = ThreadOptions(number, options.prefetch_factor, options.timeout_seconds, pin_for)
-        batches = ThreadBatches(reader, plan, threads, skips, options.key)
-    else:
-        workers = worker_options(number, options)
-        batches = LoaderBatches(reader, plan, workers, skips, options.seed, options.key, options.report)
-    return fed(batches, options.device, options.copying, options.sizes)
+        return finish(ResidentBatches(prepared))
+    kind = ThreadBatches if engine == "threads" else LoaderBatches
+    on_host = kind(_reader_of(prepared), plan, number, options, _skips(options, plan))
+    return finish(_fed(on_host, options))
 
 
-def fitting_choice(choice: Choice, prepared: PreparedStream, options: StreamOptions) -> Choice:
+def _skips(options: StreamOptions, plan: StreamPlan) -> Skips:
+    samples = plan.num_seen / plan.world_size
+    return Skips(options.key, options.max_skipped_fraction, options.report, samples, plan.num_batches)
+
+
+def _fed(batches: Batches, options: StreamOptions) -> Batches:
+    if options.device.type == "cpu":
+        return batches
+    from trainrun.data.engines.device_feed import DeviceFeed
+
+    return DeviceFeed(batches, options.device, options.copying, options.sizes)
+
+
+def _reader_of(prepared: PreparedStream) -> BatchReader:
+    options, columns = prepared.options, prepared.columns
+    recipe = Recipe(prepared.preparation, options.seed, options.key, options.transform, prepared.collate,
+                    options.on_error == "skip", options.training, prepared.scale if prepared.users_code else None,
+                    options.transform_key)  # fmt: skip
+    return BatchReader(prepared.dataset if columns is None else columns.on_host(), recipe)
+
+
+def _try_out(prepared: PreparedStream) -> None:
+    """Read three samples. Raises GlobalDraw if that draws from the global generators."""
+    number = len(prepared.dataset)
+    _reader_of(prepared).copy().try_out(0, sorted({0, number // 2, number - 1}))
+
+
+def _fitting(choice: Choice, load: MemoryLoad, automatic: bool) -> Choice:
     """Fewer workers where they were not asked for and so many cannot run here; else DataError."""
-    load = load_of(prepared, options)
-    if load is None:
-        return choice
-    if options.num_workers != "auto":
-        check_fits(load._replace(workers=choice.number))
-        return choice
     number = choice.number
-    while too_much(load._replace(workers=number)):
+    if not automatic:
+        check_fits(load._replace(workers=number))
+    while automatic and too_much(load._replace(workers=number)):
         number -= 1
     if number == choice.number:
         return choice
-    return Choice(
-        "workers", number, f"{describe_workers(number)} (more do not fit: see /dev/shm and ulimit -n)"
-    )
+    reason = f"{describe_workers(number)} (more do not fit: see /dev/shm and ulimit -n)"
+    return Choice("workers", number, reason)
 
 
-def load_of(prepared: PreparedStream, options: StreamOptions) -> MemoryLoad | None:
+def _load_of(prepared: PreparedStream) -> MemoryLoad | None:
     """What a worker's batch needs, told from one sample; None if there is room for any, or it is not read."""
     if roomy():
         return None
-    reader = BatchReader(prepared.dataset, replace(prepared.recipe, skips=False)).copy()
+    reader, options = _reader_of(prepared), prepared.options
+    reader = BatchReader(reader.dataset, replace(reader.recipe, skips=False)).copy()
     try:
         with kept_random_state():
             data = reader.read(Key(0, [0], True, False)).data
@@ -103,16 +122,53 @@ def load_of(prepared: PreparedStream, options: StreamOptions) -> MemoryLoad | No
     return MemoryLoad(0, options.prefetch_factor, sum(sizes) * options.batch_size, len(sizes))
 
 
-def trial(prepared: PreparedStream) -> list[int]:
-    """Samples that are read before the run, to see whether that draws from the global generators."""
-    number = len(prepared.dataset)
-    return sorted({0, number // 2, number - 1})
+def open_iterable(
+    source: Any, options: StreamOptions, sequences: SequencePlanner
+) -> tuple[Batches, Collate | None, str]:
+    """The stream of an IterableDataset, how it is collated, and how it is read."""
+    number = 0 if options.num_workers == "auto" else options.num_workers
+    _check_iterable(number, options)
+    try:
+        length: int | None = len(source)
+    except TypeError:  # it has no __len__
+        length = None
+    plan = plan_of(length, options) if length is not None else new_plan(0, options.batch_size, options)
+    most = _most(plan, length, options)
+    found = sequences(plan)
+    collate = options.collate_fn if found is None else found.collate
+    preparation = Preparation(options.float_dtype, options.max_sequence_length if found is None else None)
+    recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
+                    transform_key=options.transform_key)  # fmt: skip
+    reader = StreamReader(source, plan, length, most, recipe)
+    on_host = LoaderBatches(reader, plan, number, options, _skips(options, plan))
+    reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
+    return _fed(on_host, options), collate, f"{describe_workers(number)} ({reason})"
 
 
-def _pins(options: StreamOptions) -> bool:
-    return options.pin_memory and options.device.type == "cuda"
+def _check_iterable(number: int, options: StreamOptions) -> None:
+    key = options.key
+    wrong = {
+        f"data.num_workers={number}": number > 1 and ", which at most 1 worker can read in order; use 0 or 1",
+        "data.engine=resident": options.engine == "resident" and "; use data.engine=auto",
+        "data.engine=threads": options.engine == "threads"
+        and "; use data.engine=workers with data.num_workers=1 to read it beside the training",
+        "data.on_error=skip": options.on_error == "skip"
+        and ", whose iterator ends with its first fault; use data.on_error=raise, or catch the fault inside of it",
+    }
+    for setting, why in wrong.items():
+        if why:
+            raise DataError(f"{setting}: {key} is an IterableDataset{why}")
 
 
-def worker_options(number: int, options: StreamOptions) -> WorkerOptions:
-    return WorkerOptions(number, _pins(options), options.persistent_workers, options.prefetch_factor,
-                         options.timeout_seconds)  # fmt: skip
+def _most(plan: Plan, length: int | None, options: StreamOptions) -> int | None:
+    """Micro-batches of an IterableDataset that are read, in evaluation samples; None reads to its end."""
+    if isinstance(options.limit, float) and options.limit == 1:
+        return None
+    if length is not None:
+        return plan.num_batches if options.training else plan.num_seen
+    if isinstance(options.limit, int):
+        return options.limit
+    raise DataError(
+        f"{limit_key(options)}={options.limit}: {options.key} has no length that a fraction could be "
+        "taken of; give a number of batches"
+    )

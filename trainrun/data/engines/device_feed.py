@@ -9,15 +9,15 @@ documentation; the same scheme as NVIDIA's data prefetchers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from trainrun.data.batch import map_leaves, to_device
 from trainrun.data.engines.stream import Around
+from trainrun.data.stream_options import Copying, Sizes
 from trainrun.interfaces import Batches, MicroBatch
 
 AHEAD = 1  # batches on their way while another is computed with
@@ -29,33 +29,6 @@ class OnTheWay(NamedTuple):
     host: MicroBatch
     data: Any
     copied: torch.cuda.Event | None
-
-
-Copying = Callable[[torch.cuda.Stream | None], AbstractContextManager[Any]]
-Sizes = Callable[[Any], Tensor | None]  # of `CountsSamples`
-
-
-def unnoticed(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """Surrounds a copy that nobody times."""
-    return nullcontext()
-
-
-def fed(
-    batches: Batches, device: torch.device, copying: Copying = unnoticed, sizes: Sizes | None = None
-) -> Batches:
-    """The stream with its batches on the device; on a CPU the same stream."""
-    return batches if device.type == "cpu" else DeviceFeed(batches, device, copying, sizes)
-
-
-def pinned(data: Any) -> Any:
-    """The batch in page-locked memory, from which a copy to a GPU does not hold up the host."""
-    return map_leaves(data, pinned_leaf)
-
-
-def pinned_leaf(leaf: Any) -> Any:
-    """What lies on a GPU already stays there."""
-    there = isinstance(leaf, Tensor) and leaf.is_cuda
-    return leaf.pin_memory() if hasattr(leaf, "pin_memory") and not there else leaf
 
 
 def counted(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
@@ -70,12 +43,11 @@ class DeviceFeed(Around):
     sizes: counts the items of a batch while it is still on the host.
     """
 
-    def __init__(
-        self, batches: Batches, device: torch.device, copying: Copying = unnoticed, sizes: Sizes | None = None
-    ) -> None:
+    def __init__(self, batches: Batches, device: torch.device, copying: Copying | None = None,
+                 sizes: Sizes | None = None) -> None:  # fmt: skip
         super().__init__(batches)
         self._device = device
-        self._copying = copying
+        self._copying: Copying = copying or nullcontext
         self._sizes = sizes
         self._ahead = AHEAD if device.type == "cuda" else 0
         self._stream: torch.cuda.Stream | None = None

@@ -7,18 +7,82 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from trainrun.data.batch import Preparation
-from trainrun.data.engines.device_feed import Sizes
-from trainrun.data.engines.stream import Planned
-from trainrun.data.order.sampler import StreamPlan
+from trainrun.data.batch import Preparation, as_tensor
+from trainrun.data.stream_options import PreparedStream, Sizes, unused
 from trainrun.data.tensor_dataset import Column, Columns, is_mapped, tensor_view
+from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
+from trainrun.runtime.free_memory import free_bytes
 
 BLOCK_BYTES = 2**26  # of a mapped file on its way to a GPU
 BLOCK_ROWS = 4096  # whose items are counted at once
+ROOMY_BATCH_BYTES = 2**20
 
 
-class ResidentBatches(Planned):
+def resident_reason(prepared: PreparedStream) -> str:
+    """Why this engine reads, by the rule; "" if another does."""
+    options, columns, device = prepared.options, prepared.columns, prepared.options.device
+    if options.engine == "resident" and columns is None:
+        raise DataError(
+            f"data.engine=resident: {options.key} is not in memory; give tensors, arrays or a TensorDataset, "
+            "or use data.engine=auto"
+        )
+    if options.engine == "resident" and prepared.single:
+        raise DataError(
+            f"data.engine=resident: {prepared.single} needs single samples; leave one of them out, "
+            "or use data.engine=workers"
+        )
+    in_place = gathered_in_place(prepared)
+    name = "mapped files, read in the page cache" if in_place else f"resident on {device}"
+    if options.engine == "resident":
+        return f"{name} (asked for{unused(options, 'num_workers', 'num_threads')})"
+    open_number = options.num_workers in ("auto", 0) and options.num_threads == "auto"
+    if options.engine != "auto" or not open_number or columns is None or prepared.single:
+        return ""
+    return f"{name} ({size_in_memory(prepared)})" if fits(prepared) else ""
+
+
+def gathered_in_place(prepared: PreparedStream) -> bool:
+    """Whether rows are gathered from mapped files, each when it is asked for."""
+    return prepared.columns is not None and prepared.options.device.type == "cpu" and prepared.columns.mapped
+
+
+def size_in_memory(prepared: PreparedStream) -> str:
+    return f"in memory, {resident_bytes(prepared) / 1e6:.1f} MB"
+
+
+def resident_bytes(prepared: PreparedStream) -> int:
+    """Size of the columns in the types and lengths that they will have on the device."""
+    assert prepared.columns is not None
+    firsts = [prepared.preparation.column(value[:1]) for value in prepared.columns.values]
+    return len(prepared.columns) * sum(first.numel() * first.element_size() for first in firsts)
+
+
+def fits(prepared: PreparedStream) -> bool:
+    """Whether the columns may be resident: in half of the free memory, or where nothing is copied."""
+    options, columns = prepared.options, prepared.columns
+    assert columns is not None
+    if gathered_in_place(prepared) or (columns.in_place and options.device.type == "cpu"):
+        return True
+    copies = 1 if options.device.type == "cuda" else options.local_world_size
+    return resident_bytes(prepared) * copies <= free_bytes(options.device) / 2
+
+
+def roomy_batch_size(columns: Columns, batch_size: int, scaled: bool) -> int:
+    """Twice as many samples in a batch without gradients, and up to 32 times while its inputs stay below 1 MiB.
+
+    Integers may be tokens, whose outputs are far larger than they are: those are left alone, unless they are
+    scaled to numbers. So a batch takes less memory and time than a training step, and a signal, which is
+    handled between two batches, does not wait longer.
+    """
+    inputs = as_tensor(columns.values[0][:1])
+    if not (inputs.is_floating_point() or scaled):
+        return batch_size
+    sample_bytes = max(4 * inputs.numel(), 1)
+    return max(2 * batch_size, min(32 * batch_size, ROOMY_BATCH_BYTES // sample_bytes))
+
+
+class ResidentBatches:
     """Moves the columns to the device once; a batch is one `index_select` per column.
 
     Mapped files stay where they are on a CPU: their rows are gathered from the system's page cache, and
@@ -26,22 +90,25 @@ class ResidentBatches(Planned):
     alike after every resume, so the kernels round alike.
     """
 
-    def __init__(
-        self,
-        columns: Columns,
-        plan: StreamPlan,
-        preparation: Preparation,
-        device: torch.device,
-        sizes: Sizes | None = None,
-    ) -> None:
+    def __init__(self, prepared: PreparedStream) -> None:
+        options, columns, preparation = prepared.options, prepared.columns, prepared.preparation
+        assert columns is not None
         self._sizes = None
-        if sizes is not None and device.type != "cpu":
-            self._sizes = sizes_of(columns, preparation, sizes)
-        gathers = [_gather(value, preparation, device, columns.in_place) for value in columns.values]
+        if options.sizes is not None and options.device.type != "cpu":
+            self._sizes = _sizes_of(columns, preparation, options.sizes)
+        gathers = [_gather(value, preparation, options.device, columns.in_place) for value in columns.values]
         self._gathers = gathers if columns.int_dtype is None else [_widening(columns, g) for g in gathers]
         self._pack = columns.pack
-        self._plan = plan
-        self._device = device
+        self._plan = prepared.plan
+        self._device = options.device
+
+    @property
+    def num_batches(self) -> int:
+        return self._plan.num_batches
+
+    @property
+    def num_samples(self) -> int:
+        return self._plan.num_seen
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         gathers, pack = self._gathers, self._pack
@@ -61,13 +128,12 @@ class ResidentBatches(Planned):
         """Nothing to end."""
 
 
-def sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:
+def _sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:
     """(N,) on the host: the items of every sample; None if counting a batch reads no values of it."""
     found: list[Tensor] = []
     for begin in range(0, len(columns), BLOCK_ROWS):
         blocks = (preparation.column(value[begin : begin + BLOCK_ROWS]) for value in columns.values)
-        rows = [columns.widened(block) for block in blocks]
-        part = sizes(columns.pack(rows))
+        part = sizes(columns.pack([columns.widened(block) for block in blocks]))
         if part is None:
             return None
         found.append(part.cpu())

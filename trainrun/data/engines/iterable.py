@@ -9,9 +9,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from trainrun.data.engines.batch_reader import Reading, Recipe, Transform, collated
-from trainrun.data.engines.generators import seeded
-from trainrun.data.engines.workers import failure_or_raise, seed_globals
+from trainrun.data.engines.batch_reader import Reading, Recipe, Transform, collated, failure_or_raise
+from trainrun.data.engines.generators import seed_globals, seeded
 from trainrun.data.order.sampler import Plan, batch_too_large, behind_the_end, share_bounds
 from trainrun.errors import DataError
 from trainrun.runtime.user_traceback import ANY_FAULT, line_of

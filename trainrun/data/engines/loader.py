@@ -1,4 +1,4 @@
-"""Batches that torch's DataLoader reads, in worker processes or in the main process; a dead worker is survived."""
+"""Batches that torch's DataLoader reads in worker processes, or the main process reads; a dead worker is survived."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from trainrun.data.bad_samples import Report, Skips, to_stderr
-from trainrun.data.engines.batch_reader import BatchReader, Key, Reading
-from trainrun.data.engines.device_feed import pinned
+from trainrun.data.bad_samples import Skips
+from trainrun.data.batch import pinned
+from trainrun.data.engines.batch_reader import BatchReader, Key, Reading, WorkerFailure
 from trainrun.data.engines.iterable import StreamReader
-from trainrun.data.engines.workers import (
-    LoaderWorkers,
-    WorkerDied,
-    WorkerFailure,
-    WorkerLate,
-    WorkerOptions,
-    build_loader,
-)
+from trainrun.data.engines.workers import LoaderWorkers, WorkerDied, WorkerLate
 from trainrun.data.order.sampler import StreamPlan
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 from trainrun.seeding import kept_random_state
@@ -31,11 +25,6 @@ def keys_of(plan: StreamPlan, epoch: int, start: int) -> Iterator[Key]:
     """Raises DataError at once for a start behind the end, before any worker is asked."""
     number, shares = plan.effective_epoch(epoch), plan.shares(epoch, start)
     return (Key(number, indices.tolist(), real, last) for indices, real, last in shares)
-
-
-def seen_before(plan: StreamPlan, start: int) -> float:
-    """About how many samples of an epoch this rank has seen before batch `start`."""
-    return plan.num_seen / plan.world_size * start / max(plan.num_batches, 1)
 
 
 def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]:
@@ -62,18 +51,13 @@ class LoaderBatches:
     """A stream over a map-style data set, `Columns` or an IterableDataset; its batches are on the host.
 
     One epoch is open at a time. If a worker dies, all are started again and read on from the batch that is
-    missing, which changes none; after a few times it is an error. report: told of each.
+    missing, which changes none; after a few times it is an error. number: of workers; 0 reads in the main process.
     """
 
-    def __init__(self, reader: BatchReader | StreamReader, plan: StreamPlan, options: WorkerOptions, skips: Skips,
-                 seed: int, key: str, report: Report = to_stderr) -> None:  # fmt: skip
-        self._reader = reader
-        self._plan = plan
-        self._options = options
-        self._skips = skips
-        self._seed = seed
-        self._key = key
-        self._report = report
+    def __init__(self, reader: BatchReader | StreamReader, plan: StreamPlan, number: int, options: StreamOptions,
+                 skips: Skips) -> None:  # fmt: skip
+        self._reader, self._plan, self._number = reader, plan, number
+        self._options, self._skips = options, skips
         self._restarts = 0
         self._turn: object = None
         self._keys = KeySource()
@@ -93,7 +77,7 @@ class LoaderBatches:
         return isinstance(self._reader, StreamReader) and self._reader.num_samples is None
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        self._skips.begin(epoch, seen_before(self._plan, start))
+        self._skips.begin(epoch, start)
         self._turn = mine = object()
         try:
             for batch in delivered(self._readings(epoch, start), self._skips):
@@ -137,14 +121,13 @@ class LoaderBatches:
             reader, keys = reader.at(epoch, place), None
         else:
             keys, self._keys.keys = self._keys, keys_of(self._plan, epoch, place)
-        if self._options.num_workers == 0:
-            return self._read_here(iter(build_loader(reader, keys, self._options, self._seed, self._key)))
+        if self._number == 0:
+            return self._read_here(iter(reader) if keys is None else map(reader.read, keys))
         if self._workers is None or not self._options.persistent_workers or not self._workers.restart_epoch():
             self._end()
             if keys is not None:  # torch may have asked for some of them
                 keys.keys = keys_of(self._plan, epoch, place)
-            loader = build_loader(reader, keys, self._options, self._seed, self._key)
-            self._workers = LoaderWorkers(loader, self._key, self._options)
+            self._workers = LoaderWorkers(reader, keys, self._number, self._options)
         return iter(self._workers)
 
     def _read_here(self, items: Iterator[Any]) -> Iterator[Any]:
@@ -155,13 +138,13 @@ class LoaderBatches:
                 item: Any = next(items, end)
             if item is end:
                 return
-            yield item._replace(data=pinned(item.data)) if self._options.pin_memory else item
+            yield item._replace(data=pinned(item.data)) if self._options.pins else item
 
     def _in_flight(self, epoch: int, place: int) -> str:
         """The samples that the workers were asked for and did not give: one of them may be the reason."""
         if isinstance(self._reader, StreamReader):
             return f"it was reading on from batch {place}"
-        number = max(1, self._options.num_workers * self._options.prefetch_factor)
+        number = max(1, self._number * self._options.prefetch_factor)
         keys = islice(keys_of(self._plan, epoch, place), number)
         asked = [index for key in keys for index in key.indices]
         more = len(asked) - MOST_NAMED
@@ -173,7 +156,7 @@ class LoaderBatches:
             raise WorkerDied(f"{error} (the workers were started again {MOST_RESTARTS} times)") from error
         self._restarts += 1
         self._end()
-        self._report(
+        self._options.report(
             f"{error}; they were started again, and no batch changed ({self._restarts} of {MOST_RESTARTS})"
         )
 

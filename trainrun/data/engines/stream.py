@@ -1,23 +1,8 @@
-"""What streams have in common: those that follow a plan, and those that are another stream with a difference."""
+"""Streams around another stream."""
 
 from __future__ import annotations
 
-from trainrun.data.order.sampler import StreamPlan
 from trainrun.interfaces import Batches
-
-
-class Planned:
-    """Base of `Batches` whose sizes come from a plan."""
-
-    _plan: StreamPlan
-
-    @property
-    def num_batches(self) -> int | None:
-        return self._plan.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        return self._plan.num_seen
 
 
 class Around:

@@ -10,7 +10,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import threading
 import time
@@ -19,19 +18,19 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing import reductions
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from trainrun.data.batch import map_leaves
+from trainrun.data.engines.batch_reader import WorkerFailure
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 from trainrun.runtime.free_memory import memory_line
 from trainrun.seeding import derive_seed
@@ -41,7 +40,6 @@ NOTICE_SECONDS: Final = 1.0  # longest time from a broken connection to the end 
 TICK_SECONDS: Final = 1.0  # of `TimeLimit`
 OWNER_SECONDS: Final = 0.5  # between two looks whether the training is still there
 STACK_SECONDS = 0.3  # to write them
-SMALL_BYTES: Final = 2**17  # of a tensor that goes through the pipe
 STANDARD_ERROR: Final = 2
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PLAIN = (str, bytes, int, float, np.ndarray, np.generic, type(None))  # whose pickling does not fail
@@ -55,62 +53,26 @@ class WorkerLate(DataError):
     """A loader worker gave no batch for too long."""
 
 
-@dataclass(frozen=True)
-class WorkerOptions:
-    """How the loader reads. num_workers: 0 reads in the main process. timeout_seconds: 0 waits forever."""
-
-    num_workers: int = 0
-    pin_memory: bool = False
-    persistent_workers: bool = True
-    prefetch_factor: int = 2
-    timeout_seconds: float = 300.0
-
-
-class WorkerFailure(NamedTuple):
-    """A fault on its way out of a worker: its message, and the traceback as text."""
-
-    message: str
-    trace: str
-
-
-def seed_globals(*parts: int) -> None:
-    """Seed the generators that a user's `__getitem__` may draw from, by a hash of `parts`."""
-    seed = derive_seed(*parts)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # torch.manual_seed would seed every accelerator as well, or record a stack trace for each call.
-    torch.default_generator.manual_seed(seed)
-
-
-def failure_or_raise(error: DataError) -> WorkerFailure:
-    """In a worker the fault as a value, because an exception would arrive as a page of text."""
-    if get_worker_info() is None:
-        raise error
-    return WorkerFailure(str(error), traceback.format_exc())
-
-
-def build_loader(reader: Any, keys: Any, options: WorkerOptions, seed: int, key: str) -> DataLoader[Any]:
-    """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers. key: names the
-    source in messages.
+def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) -> DataLoader[Any]:
+    """A DataLoader whose items are whole batches. `keys` says which ones; None for iterable readers.
 
     Its workers stay until they are shut down, also if each epoch is to have its own: those that ended by
     themselves at the end of an epoch could not be told from those that died.
     """
-    several = options.num_workers > 0
-    generator = torch.Generator().manual_seed(derive_seed(seed))  # or iter() would draw from the global one
+    seed = derive_seed(options.seed)
     with without_advice():
         return DataLoader(
             reader,
             sampler=keys,
             batch_size=None,
-            num_workers=options.num_workers,
-            collate_fn=partial(sendable, key) if several else as_it_is,
-            pin_memory=options.pin_memory and several,  # else later: samples may lie on a GPU
-            timeout=POLL_SECONDS if several else 0,
-            worker_init_fn=partial(begin_worker, os.getpid()) if several else None,
-            generator=generator,
-            prefetch_factor=options.prefetch_factor if several else None,
-            persistent_workers=several,
+            num_workers=number,
+            collate_fn=partial(sendable, options.key),
+            pin_memory=options.pins,
+            timeout=POLL_SECONDS,
+            worker_init_fn=partial(begin_worker, os.getpid()),
+            generator=torch.Generator().manual_seed(seed),  # or iter() would draw from the global one
+            prefetch_factor=options.prefetch_factor,
+            persistent_workers=True,
         )
 
 
@@ -120,10 +82,6 @@ def without_advice() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         yield
-
-
-def as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def sendable(key: str, item: Any) -> Any:
@@ -143,31 +101,10 @@ def sendable(key: str, item: Any) -> Any:
 
 
 def begin_worker(owner: int, worker: int) -> None:
-    """Set a worker up: it ignores stop requests, leaves with the training, and sends small tensors as bytes."""
+    """Set a worker up: it ignores stop requests, and leaves with the training."""
     ignore_stop_signals()
-    ForkingPickler.register(Tensor, reduce_tensor)
     if multiprocessing.get_start_method() != "forkserver":  # whose children are not the owner's
         threading.Thread(target=leave_with, args=(owner,), daemon=True).start()
-
-
-def reduce_tensor(tensor: Tensor) -> Any:
-    """Pickle a small tensor as its bytes; torch's way opens a file and a socket for each.
-
-    Gain: a batch of two tensors of 50 kB that a worker has read is there after 0.4 of the time.
-    """
-    tensor = tensor.resolve_conj().resolve_neg()  # torch's way forgets both
-    strided = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
-    plain = strided and not (tensor.requires_grad or tensor.is_quantized)
-    if plain and tensor.untyped_storage().nbytes() == tensor.nbytes <= SMALL_BYTES:
-        return tensor_of, (tensor.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
-    return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-
-
-def tensor_of(content: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that these bytes are, in memory of torch's: kernels may round by its alignment."""
-    found = torch.empty(shape, dtype=dtype, device="cpu")
-    found.view(-1).view(torch.uint8).numpy()[:] = content
-    return found
 
 
 def leave_with(owner: int) -> None:
@@ -189,16 +126,17 @@ def ignore_stop_signals() -> None:
 class LoaderWorkers:
     """The workers of one DataLoader, from their start to their end; they also end with this object."""
 
-    def __init__(self, loader: DataLoader[Any], key: str, options: WorkerOptions) -> None:
-        self._loader, self._key, self._options = loader, key, options
-        with starting(key):
-            self._iterator: Any = iter(loader)
+    def __init__(self, reader: Any, keys: Any, number: int, options: StreamOptions) -> None:
+        self._loader = build_loader(reader, keys, number, options)
+        self._key, self._seconds = options.key, options.timeout_seconds
+        with starting(options.key):
+            self._iterator: Any = iter(self._loader)
         self._processes: list[BaseProcess] = getattr(self._iterator, "_workers", [])
         self.close = weakref.finalize(self, shut_down, self._iterator, os.getpid())
 
     def restart_epoch(self) -> bool:
         """Have idle workers read again, by the keys that the loader's sampler now gives; False if they cannot."""
-        with TimeLimit(self._options.timeout_seconds, self._processes) as limit, limit.waiting():
+        with TimeLimit(self._seconds, self._processes) as limit, limit.waiting():
             try:
                 self._iterator = iter(self._loader)
             except (RuntimeError, OSError, EOFError) as error:
@@ -209,7 +147,7 @@ class LoaderWorkers:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of an epoch. Raises WorkerDied and WorkerLate."""
-        with TimeLimit(self._options.timeout_seconds, self._processes) as limit:
+        with TimeLimit(self._seconds, self._processes) as limit:
             while True:
                 with limit.waiting():
                     try:
@@ -246,11 +184,6 @@ class LoaderWorkers:
 def starting(key: str) -> Iterator[None]:
     """Surround the start of workers: signals wait, so that none hits a worker that cannot ignore it yet, and the
     handler of SIGCHLD stays what it was."""
-    deaths = getattr(torch.utils.data._utils, "signal_handling", None)
-    if deaths is not None and hasattr(
-        deaths, "_SIGCHLD_handler_set"
-    ):  # then torch's handler is not even there for a moment
-        deaths._SIGCHLD_handler_set = True
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
     handler = signal.getsignal(signal.SIGCHLD)
     try:
@@ -315,32 +248,23 @@ def kill_with_stacks(workers: list[BaseProcess]) -> None:
     """Make workers print their stacks, C code included, on standard error, then kill them."""
     alive = [worker for worker in workers if worker.is_alive()]
     for worker in alive:
-        _send(worker, signal.SIGQUIT)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(cast(int, worker.pid), signal.SIGQUIT)
     time.sleep(STACK_SECONDS if alive else 0)
     for worker in alive:
         worker.kill()
 
 
-def _send(worker: BaseProcess, number: int) -> None:
-    with suppress(ProcessLookupError):  # it has just ended
-        os.kill(cast(int, worker.pid), number)
-
-
 def shut_down(iterator: Any, owner: int) -> None:
     """End the workers of a DataLoader's iterator; torch's only other way is to forget it.
 
-    Stopped ones are continued, as torch waits 10 seconds for each, and longer for a batch that is to be pinned.
     owner: id of the process that started them. A forked child that drops its copy must not end them.
     """
     end_workers: Callable[[], None] | None = getattr(iterator, "_shutdown_workers", None)
     if end_workers is None or os.getpid() != owner:
         return
-    workers: list[BaseProcess] = iterator._workers
-    for worker in workers:
-        if worker.is_alive():
-            _send(worker, signal.SIGCONT)
     end_workers()
-    for worker in workers:  # torch's last resort is SIGTERM, which they ignore
+    for worker in iterator._workers:  # torch's last resort is SIGTERM, which they ignore
         if worker.is_alive():
             worker.kill()
             worker.join()

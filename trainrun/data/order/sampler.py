@@ -18,7 +18,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.errors import DataError
 from trainrun.seeding import derive_seed
 
@@ -74,6 +73,8 @@ def order_of(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
     if not shuffle:
         return lambda positions: positions
     if num_samples > LISTED:
+        from trainrun.data.order.permutation import KeyedPermutation
+
         keyed = KeyedPermutation(num_samples, derive_seed(seed, epoch))
         return lambda positions: torch.from_numpy(keyed.at(positions.numpy()))
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))

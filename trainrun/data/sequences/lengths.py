@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 
-from trainrun.data.engines.workers import seed_globals
+from trainrun.data.engines.generators import seed_globals
 from trainrun.data.map_style import reads_at_once
 from trainrun.data.sequences.fields import FieldForm, Fields, fields_of, forms_of, has_fields, sequence_names
 from trainrun.data.tensor_dataset import Columns

@@ -14,25 +14,8 @@ from torch import Tensor
 
 from trainrun.data.engines.stream import Around
 from trainrun.data.sequences.collate import Collate, Packed, Padded
+from trainrun.data.stream_options import TokenCounter
 from trainrun.interfaces import Batches, MicroBatch
-
-
-class TokenCounter:
-    """Positions since the last look, of this rank. counts: whether any stream is counted by it. planned: positions
-    of a batch, as in `SequencePlan`."""
-
-    def __init__(self) -> None:
-        self.counts = False
-        self.planned: Mapping[str, float] = {}
-        self._sum: Tensor | None = None
-
-    def add(self, positions: Tensor) -> None:
-        self._sum = positions if self._sum is None else self._sum + positions
-
-    def take(self) -> float:
-        """Waits for the device."""
-        found, self._sum = self._sum, None
-        return 0.0 if found is None else float(found)
 
 
 def counted(batches: Batches, collate: Collate | None, tally: TokenCounter | None) -> Batches:
