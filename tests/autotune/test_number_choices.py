@@ -26,7 +26,7 @@ from trainrun.model import gpt
 from trainrun.model.attention import causal_attention
 from trainrun.model.gpt import Gpt
 from trainrun.parallel.single import Single
-from trainrun.precision import autocast, type_rule
+from trainrun.precision import autocast
 from trainrun.runs.restore_config import parts_of as restored
 from trainrun.runs.run_folder import RunDir, read_identity, write_identity
 from trainrun.seeding import random_state
@@ -159,8 +159,7 @@ def test_not_measured_where_it_may_not_or_need_not_be(
 
 def test_a_type_that_is_emulated_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_choices, "emulates_bfloat16", autocast.emulates_bfloat16)
-    for room in (autocast, type_rule):
-        monkeypatch.setattr(room, "cpu_has", lambda *features: False)
+    monkeypatch.setattr(autocast, "cpu_has", lambda *features: False)
     monkeypatch.setattr(autocast, "is_x86", lambda: True)
     run = parts_of((), count=64)
     config, chosen, notes, spent = told(run, lambda: 0.001 if in_bfloat16() else 0.013, monkeypatch)

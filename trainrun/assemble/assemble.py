@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from trainrun.assemble.backends import set_backends, set_threads
-from trainrun.assemble.compile_scope import with_scope
 from trainrun.assemble.data_pipeline import (
     applied,
     build_sources,
@@ -62,6 +61,7 @@ from trainrun.data.stream_options import Copying, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, named_nodes
 from trainrun.interfaces import (
+    Batches,
     ChecksModel,
     CountsSamples,
     DataFacts,
@@ -86,21 +86,15 @@ from trainrun.scheduler.schedule import Schedule
 from trainrun.timing.phases import PhaseTimer
 from trainrun.training.components import Components
 from trainrun.training.hooks import Hooks
-from trainrun.training.named_optimizers import (
-    JoinedOptimizers,
-    JoinedPrecision,
-    JoinedSchedules,
-    NamedOptimizer,
-)
-from trainrun.training.own_step import OwnStep
-from trainrun.training.recovery.nan_validation import likely_cause
-from trainrun.training.recovery.nonfinite import BadSteps
 from trainrun.training.recovery.oom import OomRetry
+from trainrun.training.state import TrainState
 from trainrun.training.task_calls import Place, TaskCalls
 from trainrun.training.triggers import Intervals, RunLimits, Triggers
 
 if TYPE_CHECKING:
     from trainrun.timing.cuda_events import DeviceTimes
+    from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
+    from trainrun.training.recovery.nonfinite import BadSteps
 
 LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
 
@@ -188,9 +182,11 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     if site.init_from is not None:
         notes.append(load_initial(model, site.init_from, site.parallel))
     model = apply_transforms(config, model, site.parallel.device, notes)
-    config = with_scope(
-        config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, site.parallel.device, notes
-    )
+    if config.trainer.compile.scope == "auto":
+        from trainrun.assemble.compile_scope import with_scope
+
+        weights = sum(p.numel() for p in model.parameters())
+        config = with_scope(config, weights, rhythm.total_steps, site.parallel.device, notes)
     set_threads(config, model, site.parallel.device, notes)
     if isinstance(task, ChecksModel):
         task.check_model(model)
@@ -208,7 +204,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     ema = Ema(
         model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps
     )
-    why_nan = None if val is None else partial(likely_cause, ema.module, val)
+    why_nan = None if val is None else partial(cause_of_nan, ema.module, val)
     monitors = build_monitors(config, site, schedule, rhythm, task, tally, why_nan)
     compile_log = build_log(monitors, site.phases)
     default_metric = default_monitor(task, list(validation))
@@ -226,9 +222,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     calls = TaskCalls(task, model, place, None if site.parallel.rank else site.run.pictures)
     counting = build_counting(config, model, task, site.parallel, site.phases)
     own_step = build_own_step(config)
-    step = (
-        OwnStep(own_step) if own_step else build_step(config, task, calls, site.parallel.device, compile_log)
-    )
+    step = build_step(config, own_step, task, calls, site.parallel.device, compile_log)
     step = seen_step(config, step, site.parallel.device, site.device_times, monitors.note)
     run = Components(
         config, model, wrapped, task, calls, optimizer, schedule, precision, site.parallel, ema, retry,
@@ -238,6 +232,12 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         own_step,
     )  # fmt: skip
     return run, run_facts(run, site, rhythm, notes)
+
+
+def cause_of_nan(model: nn.Module, validation: Batches) -> str:
+    from trainrun.training.recovery.nan_validation import likely_cause
+
+    return likely_cause(model, validation)
 
 
 def build_hooks(config: RunConfig) -> Hooks:
@@ -258,6 +258,8 @@ def build_updates(
         lambda params: build_precision(precision_options(config), params, site.parallel.device, site.phases)[0],
     )  # fmt: skip
     if named:
+        from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
+
         return JoinedOptimizers(named), JoinedSchedules(named), JoinedPrecision(named, guarded), named
     optimizer, precision = build_update(
         config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)
@@ -304,15 +306,22 @@ def build_rescue(
     task: Any,
     precision: Precision,
     note: Callable[[str], None],
-) -> tuple[OomRetry, BadSteps]:
+) -> tuple[OomRetry, Callable[[TrainState, str], None]]:
     """What is done about a window that ran out of memory, and about one that was not finite."""
     trainer = config.trainer
     mends = trainer.nan_policy == "skip"
     retry = OomRetry(trainer.out_of_memory, model, task, site.parallel, note, mends)
-    place = site.run.nonfinite
-    return retry, BadSteps(
-        trainer.nan_policy, trainer.max_rollbacks, place, site.parallel, precision, retry, note
-    )
+
+    @cache
+    def bad_steps() -> BadSteps:
+        from trainrun.training.recovery.nonfinite import BadSteps
+
+        place = site.run.nonfinite
+        return BadSteps(
+            trainer.nan_policy, trainer.max_rollbacks, place, site.parallel, precision, retry, note
+        )
+
+    return retry, lambda state, failure: bad_steps()(state, failure)
 
 
 def build_task(config: RunConfig, facts: DataFacts) -> Any:

@@ -16,8 +16,7 @@ from torch.utils import deterministic
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
-from trainrun.precision.autocast import matmul_note, set_matmul
-from trainrun.precision.type_rule import is_tiny
+from trainrun.precision.autocast import is_tiny, matmul_note, set_matmul
 from trainrun.runtime.host_memory import kept_host_memory
 
 FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share

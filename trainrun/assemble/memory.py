@@ -9,8 +9,6 @@ from torch import nn
 
 from trainrun.config.schema import RunConfig
 from trainrun.interfaces import Precision
-from trainrun.precision.in_backward import InBackward
-from trainrun.precision.master_weights import Shadow
 
 
 def build_update(
@@ -20,9 +18,13 @@ def build_update(
     master = torch.float32 if config.precision.master_weights else None
     host = torch.device("cpu") if config.trainer.cpu_offload == "optimizer" else None
     if master is not None or host is not None:
+        from trainrun.precision.master_weights import Shadow
+
         shadow = Shadow(precision, model, master, host)
         return shadow.built(build), shadow
     optimizer = build()
     if config.trainer.optimizer_in_backward:
+        from trainrun.precision.in_backward import InBackward
+
         return optimizer, InBackward(precision, optimizer, model)
     return optimizer, precision

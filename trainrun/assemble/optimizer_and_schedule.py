@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,8 +19,10 @@ from trainrun.precision.update import Update
 from trainrun.scheduler.build_schedule import Warmup, build_schedule, resolve_warmup
 from trainrun.scheduler.scaling import scaled_lr
 from trainrun.scheduler.schedule import Schedule
-from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
 from trainrun.training.triggers import Intervals
+
+if TYPE_CHECKING:
+    from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
 
 CONSTANT = {"_target_": "trainrun.scheduler.curves.constant"}
 SCHEDULE_KEYS = (
@@ -91,6 +93,8 @@ def build_named(
         )
     if faults:
         raise ConfigError(*faults)
+    if nodes:
+        from trainrun.training.named_optimizers import NamedOptimizer
     for name, node in nodes.items():
         params = [param for one, param in known.items() if owners[one] == name]
         scheduler = schedule_node(config, name)

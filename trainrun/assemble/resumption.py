@@ -16,8 +16,7 @@ from trainrun.errors import CheckpointError
 from trainrun.formatting import counted
 from trainrun.runs.run_folder import RunDir, note_saved, says_saved
 from trainrun.training.components import Components
-from trainrun.training.recovery.nonfinite import RollBack
-from trainrun.training.state import SAVE_NOW, TrainState
+from trainrun.training.state import SAVE_NOW, RollBack, TrainState
 
 TAIL_BYTES = 1 << 16
 

@@ -17,8 +17,7 @@ from torch import nn
 from trainrun.config.schema import RunConfig
 from trainrun.interfaces import Batches, Parallel
 from trainrun.model.choices import attention_layers
-from trainrun.precision.autocast import emulates_bfloat16
-from trainrun.precision.type_rule import type_by_rule
+from trainrun.precision.autocast import emulates_bfloat16, type_by_rule
 from trainrun.runtime.free_memory import free_bytes
 from trainrun.runtime.host_memory import can_keep, keep_freed_memory, return_freed_memory
 from trainrun.satellites import satellite

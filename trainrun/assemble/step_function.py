@@ -17,11 +17,8 @@ from trainrun.interfaces import Counting, Parallel, counts_before
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.runtime.collector import freeze_more
 from trainrun.timing.phases import COMPILE, PhaseTimer
-from trainrun.training.checks.contract import Checked
-from trainrun.training.checks.sync_debug import Watched
 from trainrun.training.checks.user_state import check_halves
 from trainrun.training.components import Accumulate, Step
-from trainrun.training.item_count import CountedAfter, divided_late
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import TaskCalls
 from trainrun.training.train_step import (
@@ -59,6 +56,8 @@ def build_counting(
             f"trainer.optimizer_in_backward=true: needs the count of a batch before its forward, and "
             f"{type(task).__name__} has no method count(batch); add it, or leave this setting out"
         )
+    from trainrun.training.item_count import CountedAfter
+
     size = config.data.batch_size * config.trainer.accumulate_grad_batches
     return CountedAfter(task, model, parallel, phases, size)
 
@@ -66,10 +65,21 @@ def build_counting(
 def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
     """Forward and backward of a window, with what this run does about memory that ends and counts that come late."""
     accumulate = accumulate_with_retry if retry.acts else accumulate_gradients
-    return accumulate if isinstance(counting, CountedBefore) else divided_late(accumulate)
+    if isinstance(counting, CountedBefore):
+        return accumulate
+    from trainrun.training.item_count import divided_late
+
+    return divided_late(accumulate)
 
 
-def build_step(config: RunConfig, task: Any, calls: TaskCalls, device: torch.device, log: CompileLog) -> Step:
+def build_step(
+    config: RunConfig, own_step: Any, task: Any, calls: TaskCalls, device: torch.device, log: CompileLog
+) -> Step:
+    """own_step: the user's own, or None."""
+    if own_step:
+        from trainrun.training.own_step import OwnStep
+
+        return OwnStep(own_step)
     if config.trainer.compile.scope != "step" and not config.trainer.cuda_graphs:
         return train_step
     from trainrun.step.whole import build_whole_step
@@ -100,8 +110,11 @@ def build_own_step(config: RunConfig) -> Any:
 
 def checked_step(step: Step, wanted: bool, task: Any) -> Step:
     """The step, before whose first the task is looked at, if it is the user's own."""
-    own = not type(task).__module__.startswith("trainrun.")
-    return Checked(step) if wanted and own else step
+    if not wanted or type(task).__module__.startswith("trainrun."):
+        return step
+    from trainrun.training.checks.contract import Checked
+
+    return Checked(step)
 
 
 def seen_step(
@@ -123,4 +136,6 @@ def seen_step(
             f"monitor.sync_debug=true: looks for what makes the host wait for a CUDA device, and this run is on "
             f"{device.type}; use monitor.sync_debug=false"
         )
+    from trainrun.training.checks.sync_debug import Watched
+
     return Watched(step, note)

@@ -41,8 +41,7 @@ from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.interfaces import Batches, Parallel
 from trainrun.model.choices import attention_layers
-from trainrun.precision.autocast import AUTOCAST_TYPES
-from trainrun.precision.type_rule import FULL, MIXED, type_by_rule
+from trainrun.precision.autocast import AUTOCAST_TYPES, FULL, MIXED, type_by_rule
 from trainrun.precision.update import build_context
 from trainrun.runtime.free_memory import free_bytes
 from trainrun.seeding import kept_random_state

@@ -22,6 +22,10 @@ AUTOCAST_TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 # (major, minor) of the GPUs whose float64 units are not a token: P100, V100, A100, H100, B200
 DOUBLE_PRECISION_GPUS = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 
+FULL, MIXED = "32-true", "bf16-mixed"
+SMALL_STEP_FLOP = 1e8  # forward and backward of one micro-batch: about half a millisecond on one core
+DENSE = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)
+
 MATMUL_NOTES = {
     "high": "float32 matrix products may round their inputs to TF32 (10 bits)",
     "medium": "float32 matrix products may round their inputs to bfloat16 (7 bits)",
@@ -204,10 +208,15 @@ def is_x86() -> bool:
 
 def emulates_bfloat16(device: torch.device) -> bool:
     """Whether the device is known to compute matrix products in bfloat16 without hardware for it."""
+    return (device.type == "cuda" or (device.type == "cpu" and is_x86())) and not has_bfloat16(device)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a CPU or a GPU has arithmetic for matrix products in bfloat16."""
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return not torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and is_x86() and not cpu_has("avx512_bf16", "amx_tile")
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return cpu_has("avx512_bf16", "amx_tile")
 
 
 def cpu_has(*features: str) -> bool:
@@ -229,3 +238,21 @@ def _cuda_note(mode: str, device: torch.device) -> str:
     if mode == "64-true" and capability not in DOUBLE_PRECISION_GPUS:
         return "this GPU computes float64 at 1/32 of its float32 speed or less"
     return ""
+
+
+def is_tiny(model: nn.Module, batch_size: int) -> bool:
+    """A step of a few dense layers, whose kernels take less time than all that is around them."""
+    flop = 6 * sum(parameter.numel() for parameter in model.parameters()) * batch_size
+    return flop < SMALL_STEP_FLOP and all(
+        isinstance(module, DENSE) or not list(module.parameters(recurse=False)) for module in model.modules()
+    )
+
+
+def type_by_rule(model: nn.Module, batch_size: int, device: torch.device) -> tuple[str, str]:
+    """What `precision=auto` means, where `trainrun.autotune` does not time both, and why."""
+    native = device.type in ("cpu", "cuda") and has_bfloat16(device)
+    if not native:
+        return FULL, f"this {device.type} has no bfloat16 arithmetic for matrix products"
+    if device.type == "cpu" and is_tiny(model, batch_size):
+        return FULL, "a step this small loses more by casting than it gains"
+    return MIXED, f"this {device.type} has bfloat16 arithmetic"

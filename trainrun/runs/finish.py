@@ -12,7 +12,6 @@ from trainrun.runs.run_folder import RunDir, check_there
 from trainrun.runs.status import write_status
 from trainrun.satellites import satellite
 from trainrun.timing.phases import CHECKPOINT, MEASURING, PLOTS, RUNNER, Session
-from trainrun.training.checks.sync_debug import Watched
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
 
@@ -56,7 +55,11 @@ def finish(
 
 def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
     """How the training ended, as it stands in the last row, in `status.json` and on the screen."""
-    found = run.step.found if isinstance(run.step, Watched) else None
+    found = None
+    if run.config.monitor.sync_debug:
+        from trainrun.training.checks.sync_debug import Watched
+
+        found = run.step.found if isinstance(run.step, Watched) else None
     return {
         "reason": state.stop_reason,
         "monitor": run.triggers.best.metric,

@@ -51,9 +51,8 @@ from trainrun.timing.phases import OTHER, RANKS, PhaseTimer, Session, process_st
 from trainrun.training import loop
 from trainrun.training.checks.sanity_validation import check_monitors
 from trainrun.training.components import Components
-from trainrun.training.recovery.nonfinite import RollBack
 from trainrun.training.recovery.oom import ONE_SAMPLE, no_memory
-from trainrun.training.state import TrainState
+from trainrun.training.state import RollBack, TrainState
 from trainrun.transform.compile import broken_library
 
 # of a loss with another shape than its gradient

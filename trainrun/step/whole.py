@@ -29,7 +29,7 @@ from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, c
 from trainrun.step.graphs import Function, OnCuda, captured, compiled, rehearse
 from trainrun.sums import add_sums, flat_sums
 from trainrun.timing.phases import FORWARD, RANKS
-from trainrun.training.checks.task_watch import saves_itself
+from trainrun.training.checks.user_state import saves_itself
 from trainrun.training.components import Accumulate, Components, Step
 from trainrun.transform.compile import check_options
 from trainrun.transform.compile_log import CompileLog

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,24 +31,19 @@ from trainrun.interfaces import (
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.optimizer.ema import Ema
 from trainrun.optimizer.named_state import load_named_optimizer_state, named_optimizer_state
-from trainrun.precision.closure import step_with_closure
 from trainrun.scheduler.schedule import Schedule
 from trainrun.seeding import random_state, set_random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
 from trainrun.training.checks.user_state import load_state, saved_state
 from trainrun.training.hooks import Hooks
-from trainrun.training.named_optimizers import (
-    JoinedSchedules,
-    NamedOptimizer,
-    load_optimizer_states,
-    optimizer_states,
-    refuse,
-)
 from trainrun.training.recovery.oom import OomRetry, no_memory
 from trainrun.training.state import TrainState
 from trainrun.training.task_calls import TaskCalls
 from trainrun.training.triggers import Triggers
 from trainrun.transform.compile_log import CompileLog
+
+if TYPE_CHECKING:
+    from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
 
 ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
@@ -103,10 +98,14 @@ class Components:
         """
         self.phases.open(OPTIMIZER)
         if self.optimizers:
+            from trainrun.training.named_optimizers import refuse
+
             refuse(self.optimizers)
         if closure is None:
             grad = self.precision.optimizer_step(self.optimizer, want_norm=self.triggers.log)
         else:
+            from trainrun.precision.closure import step_with_closure
+
             grad = step_with_closure(self.precision, self.optimizer, closure)
         if not grad.skipped:
             self.schedule.step()
@@ -136,9 +135,7 @@ class Components:
         shared = {
             "model": self.model.state_dict(),
             "ema": self.ema.state_dict(),
-            "optimizer": optimizer_states(self.optimizers, self.model)
-            if self.optimizers
-            else named_optimizer_state(self.optimizer, self.model),
+            "optimizer": self._optimizer_tree(),
             "schedule": self.schedule.state_dict(),
             "precision": self.precision.state_dict(),
             "retry": self.retry.state_dict(),
@@ -207,8 +204,17 @@ class Components:
         set_random_state(own["random"])
         return state
 
+    def _optimizer_tree(self) -> dict[str, Any]:
+        if self.optimizers:
+            from trainrun.training.named_optimizers import optimizer_states
+
+            return optimizer_states(self.optimizers, self.model)
+        return named_optimizer_state(self.optimizer, self.model)
+
     def _load_optimizers(self, place: str, tree: dict[str, Any]) -> None:
         if self.optimizers:
+            from trainrun.training.named_optimizers import load_optimizer_states
+
             load_optimizer_states(self.optimizers, self.model, place, tree, self.config.optimizer)
             return
         configured = {name for name in self.config.optimizer if name not in ("_target_", "lr")}

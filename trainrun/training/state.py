@@ -99,6 +99,23 @@ class TrainState:
         self.losses = [] if state["losses"] is None else list(state["losses"].unbind())
 
 
+class RollBack(Exception):
+    """The run goes back to its newest checkpoint, and on at this place in the data.
+
+    epoch, batches: behind the bad step. rollbacks: with this one. seconds: of training so far.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(f"step {state.step}: back to the newest checkpoint")
+        self.step, self.epoch, self.batches = state.step, state.epoch, state.batches
+        self.rollbacks, self.seconds = state.rollbacks + 1, state.seconds
+
+    def apply(self, state: TrainState) -> None:
+        """To the state of that checkpoint."""
+        state.epoch, state.batches = self.epoch, self.batches
+        state.rollbacks, state.seconds = self.rollbacks, self.seconds
+
+
 def _fits(name: str, value: Any) -> bool:
     """Whether a field has such values; counts are not below zero, and steps not below -1, which is none."""
     kind = _KINDS.get(name, "")

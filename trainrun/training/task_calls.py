@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from trainrun.errors import CheckpointError, PluginError
 from trainrun.interfaces import KeepsState, StepInfo
 from trainrun.seeding import derive_seed
-from trainrun.training.checks.task_watch import TaskWatch, saves_itself
-from trainrun.training.checks.user_state import check_halves, load_state, saved_state
+from trainrun.training.checks.user_state import check_halves, load_state, saved_state, saves_itself
 from trainrun.training.state import TrainState
+
+if TYPE_CHECKING:
+    from trainrun.training.checks.task_watch import TaskWatch
 
 HOOKS = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "pictures")
 MOST_PICTURES = 25  # of one name
@@ -83,6 +85,8 @@ class TaskCalls:
     def watch(self, accumulates: bool, note: Callable[[str], None]) -> None:
         """Ahead of the first step of a session; a task of ours needs no watching."""
         if not type(self._task).__module__.startswith("trainrun.task."):
+            from trainrun.training.checks.task_watch import TaskWatch
+
             self._watch = TaskWatch(self._task, self._model, accumulates, note)
             self._watches = True
 

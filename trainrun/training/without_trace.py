@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainrun.runtime.free_memory import free_bytes
 from trainrun.seeding import kept_random_state
+from trainrun.training.recovery.step_snapshot import put_back
 
 LARGE_MODEL = 2**31  # bytes; a host takes half a second to copy them
 
@@ -73,13 +74,6 @@ def restore_state(
         }
     for group, before in zip(optimizer.param_groups, options, strict=True):
         group.update(before)
-
-
-def put_back(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> None:
-    """Restore a buffer; the same tensor, also where the model put another in its place."""
-    module, _, own = name.rpartition(".")
-    buffer.copy_(contents)
-    setattr(model.get_submodule(module), own, buffer)
 
 
 def copy_obstacle(model: nn.Module, device: torch.device) -> str:

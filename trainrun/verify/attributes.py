@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainrun.training.checks.task_watch import saves_itself
+from trainrun.training.checks.user_state import saves_itself
 from trainrun.training.components import Components
 
 OF_MODULES = frozenset(vars(nn.Module()))  # torch's own: parameters, buffers, hooks, the mode

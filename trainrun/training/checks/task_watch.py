@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from trainrun.interfaces import KeepsState
 from trainrun.runtime.user_traceback import is_users_class
+from trainrun.training.checks.user_state import saves_itself
 
 MOST_STEPS = 50  # without a log point
 NORMED_CALLS = (
@@ -34,13 +35,6 @@ MOST_NUMBERS = 1 << 20  # of one tensor; of a larger one a sample is looked at
 NAMED = 3  # parameters in a message
 PARAMETERS = "parameters of the model"
 OF_MODULES = frozenset(vars(nn.Module()))
-
-
-def saves_itself(task: Any) -> bool:
-    """Whether the task says itself what it keeps: by a `state_dict` that is not torch's for modules."""
-    return (
-        isinstance(task, KeepsState) and getattr(type(task), "state_dict", None) is not nn.Module.state_dict
-    )
 
 
 class TaskWatch:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainrun.checkpoint.format import flatten
 from trainrun.errors import CheckpointError, PluginError
@@ -25,6 +25,13 @@ def check_halves(owner: Any, key: str) -> None:
             flatten(owner.state_dict())
         except TypeError as error:
             raise PluginError(f"{key}: {name}.state_dict(): {error}") from error
+
+
+def saves_itself(task: Any) -> bool:
+    """Whether the task says itself what it keeps: by a `state_dict` that is not torch's for modules."""
+    return (
+        isinstance(task, KeepsState) and getattr(type(task), "state_dict", None) is not nn.Module.state_dict
+    )
 
 
 def saved_state(owner: Any, device: torch.device) -> dict[str, Any]:

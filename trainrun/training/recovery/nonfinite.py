@@ -30,7 +30,7 @@ from trainrun.formatting import counted
 from trainrun.interfaces import Parallel, Precision
 from trainrun.runs.run_folder import write_json
 from trainrun.training.recovery.oom import OomRetry
-from trainrun.training.state import BadStep, TrainState
+from trainrun.training.state import BadStep, RollBack, TrainState
 
 MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
 MAX_SKIPPED_SHARE = 0.1
@@ -39,23 +39,6 @@ LATE = (
     "trainer.nan_policy=skip and rollback read it in every step, and write down the batch"
 )
 LEAST_STEPS = 1000  # before a share means anything
-
-
-class RollBack(Exception):
-    """The run goes back to its newest checkpoint, and on at this place in the data.
-
-    epoch, batches: behind the bad step. rollbacks: with this one. seconds: of training so far.
-    """
-
-    def __init__(self, state: TrainState) -> None:
-        super().__init__(f"step {state.step}: back to the newest checkpoint")
-        self.step, self.epoch, self.batches = state.step, state.epoch, state.batches
-        self.rollbacks, self.seconds = state.rollbacks + 1, state.seconds
-
-    def apply(self, state: TrainState) -> None:
-        """To the state of that checkpoint."""
-        state.epoch, state.batches = self.epoch, self.batches
-        state.rollbacks, state.seconds = self.rollbacks, self.seconds
 
 
 class BadSteps:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.runtime.foreach_copy import Lists, by_type, copy_
-from trainrun.training.without_trace import put_back
 
 
 class StepSnapshot:
@@ -127,6 +126,13 @@ class StepSnapshot:
             for name, (buffer, contents) in self._copies.items():
                 put_back(self._model, name, buffer, contents)
         return ""
+
+
+def put_back(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> None:
+    """Restore a buffer; the same tensor, also where the model put another in its place."""
+    module, _, own = name.rpartition(".")
+    buffer.copy_(contents)
+    setattr(model.get_submodule(module), own, buffer)
 
 
 def not_finite(model: nn.Module) -> list[str]:
