@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ class LmdbReader:
     def __init__(self, file: Path, form: Form) -> None:
         self._file, self._name, self._form = file, str(file), form
         self._keys: list[bytes] | None = None
-        with environments().opened(self._name).begin() as transaction:
+        with _ENVIRONMENTS.opened(self._name).begin() as transaction:
             meta = transaction.get(META_KEY)
             try:
                 facts = Facts() if meta is None else decode_facts(meta)
@@ -74,7 +73,7 @@ class LmdbReader:
         return self._length
 
     def read(self, indices: Sequence[int]) -> list[Any]:
-        with environments()[self._name].begin() as transaction:
+        with _ENVIRONMENTS[self._name].begin() as transaction:
             return [self._decoded(transaction.get(self._key(number))) for number in indices]
 
     def _decoded(self, content: bytes | None) -> Any:
@@ -138,7 +137,7 @@ class _Environments:
         return environment
 
 
-environments = cache(_Environments)
+_ENVIRONMENTS = _Environments()
 
 
 def _opened(path: str, size: int) -> Any:
