@@ -187,11 +187,7 @@ def test_a_function_that_is_meant_itself(key: str, way: str) -> None:
 @pytest.mark.parametrize(
     ("given", "extra", "faults"),
     [
-        (
-            node("plug_net.Net", width=1, hiden=2),
-            (),
-            [f"model.hiden: {NO_HIDEN}"],
-        ),
+        (node("plug_net.Net", width=1, hiden=2), (), [f"model.hiden: {NO_HIDEN}"]),
         (
             node("plug_net.Net", width=1, zzz=2),
             (),
@@ -203,11 +199,7 @@ def test_a_function_that_is_meant_itself(key: str, way: str) -> None:
             ["model.a: plug_net.Net.Inner takes no such argument. It takes none"],
         ),
         (node("plug_net.Net"), (), ["model.width: plug_net.Net needs it; add model.width=..."]),
-        (
-            node("plug_net.Net", _partial_=True, hiden=2),
-            (),
-            [f"model.hiden: {NO_HIDEN}"],
-        ),
+        (node("plug_net.Net", _partial_=True, hiden=2), (), [f"model.hiden: {NO_HIDEN}"]),
         (
             node("plug_net.Net", width=1, _args_=[1]),
             (),

@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from trainrun.checkpoint.format import flatten
-from trainrun.seeding import (
-    derive_seed,
-    kept_random_state,
-    random_state,
-    seed_everything,
-    set_random_state,
-)
+from trainrun.seeding import derive_seed, kept_random_state, random_state, seed_everything, set_random_state
 
 
 def draw() -> tuple[float, float, float, float]:

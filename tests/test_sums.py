@@ -80,10 +80,7 @@ def test_tensors_and_pairs_come_to_summarize_added_up() -> None:
         ("0.5", r'task: Mine\.step\(\) gave sums\["a"\] as a str; it must be a number, a tensor, a pair'),
         (None, r'task: Mine\.step\(\) gave sums\["a"\] as a NoneType; it must be'),
         ({"b": 1}, r'task: Mine\.step\(\) gave sums\["a"\] as a dict; it must be'),
-        (
-            torch.ones(3),
-            r'task: Mine\.step\(\) gave sums\["a"\] of shape \(3,\); only its method summarize',
-        ),
+        (torch.ones(3), r'task: Mine\.step\(\) gave sums\["a"\] of shape \(3,\); only its method summarize'),
         (
             torch.ones(2, 2),
             r'task: Mine\.step\(\) gave sums\["a"\] of shape \(2, 2\); only its method summarize',

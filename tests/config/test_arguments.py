@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from trainrun.config.argv import conf_dir
 from trainrun.config.compose import compose_run, load_config, save_config
-from trainrun.config.conf_folders import conf_dir
 from trainrun.config.schema import with_values
-from trainrun.config.target_arguments import argument_faults, kinds_of
-from trainrun.config.validate import check
+from trainrun.config.validate import argument_faults, check, kinds_of
 from trainrun.errors import ConfigError
 from trainrun.limits import fits
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.config.argv import conf_dir, groups, options
 from trainrun.config.compose import compose_run, load_config, prepare, save_config
-from trainrun.config.conf_folders import conf_dir, groups, options
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 
@@ -54,22 +54,14 @@ def test_presets_do_what_their_names_say() -> None:
     lean = compose_run(["preset=memory-limited"]).config
     debug = compose_run(["preset=debug"]).config
     most = compose_run(["preset=max-perf"]).config
-    assert (fast.precision.mode, fast.trainer.channels_last, fast.data.batch_size) == (
-        "auto",
-        True,
-        128,
-    )
+    assert (fast.precision.mode, fast.trainer.channels_last, fast.data.batch_size) == ("auto", True, 128)
     assert lean.data.batch_size * lean.trainer.accumulate_grad_batches == 32
     assert lean.precision.mode == "auto"  # no type that the machine emulates
     assert (lean.data.num_workers, lean.data.max_sequence_length, lean.checkpoint.keep_last) == (0, 512, 1)
     assert (debug.trainer.deterministic, debug.monitor.log_every_n_steps, debug.trainer.limit_train_batches) == (
         True, 1, 10,
     )  # fmt: skip
-    assert (most.trainer.compile.scope, most.precision.matmul, most.data.batch_size) == (
-        "auto",
-        "high",
-        256,
-    )
+    assert (most.trainer.compile.scope, most.precision.matmul, most.data.batch_size) == ("auto", "high", 256)
 
 
 @pytest.mark.parametrize(
@@ -431,8 +423,7 @@ def test_a_wrong_value_is_told_in_the_word_that_was_typed(word: str, fault: str)
 
 
 @pytest.mark.parametrize(
-    ("word", "value"),
-    [("on", True), ("No", False), ("1", True), ("0", False), ("TRUE", True)],
+    ("word", "value"), [("on", True), ("No", False), ("1", True), ("0", False), ("TRUE", True)]
 )
 def test_every_word_for_true_and_false(word: str, value: bool) -> None:
     assert compose_run([f"trainer.channels_last={word}"]).config.trainer.channels_last is value

@@ -18,14 +18,6 @@ def faults_of(*words: str) -> tuple[str, ...]:
     return caught.value.faults
 
 
-@pytest.mark.parametrize("typed", [["lr", "=", "3"], ["lr", "=3"], ["lr=", "3"]])
-def test_spaces_around_the_equals_sign_are_one_fault(typed: list[str]) -> None:
-    assert faults_of(*typed, "seed=x") == (
-        "lr = 3: cannot be read as key=value; no spaces around the =",
-        "seed=x: must be a whole number, 0 or more and below 4294967296, or null",
-    )
-
-
 def test_one_composition_finds_faults_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     compose = overrides._hydra_compose

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.main import main
+from trainrun.config.argv import as_path, is_path
 from trainrun.config.compose import compose_run, load_config, prepare, save_config
-from trainrun.config.path_settings import as_path, is_path
 from trainrun.errors import ConfigError
 from trainrun.runs.resume import Difference, with_values
 from trainrun.sweep.jobs import expand

@@ -10,9 +10,9 @@ import yaml
 
 import trainrun
 from trainrun.cli.main import main
+from trainrun.config.argv import conf_dir
 from trainrun.config.compose import compose_run, load_config, save_config
-from trainrun.config.conf_folders import conf_dir
-from trainrun.config.private_values import leaves_of
+from trainrun.config.saved_values import leaves_of
 from trainrun.masking import is_secret, masked, masked_lines, masked_word
 
 NET = """

@@ -1,39 +1,27 @@
+"""YAML is looked at before it is parsed."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from trainrun.config.yaml_limits import MAX_DEPTH, check_yaml, read_yaml_text
+from trainrun.config.saved_values import MAX_DEPTH, read_yaml_text
 from trainrun.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a: &a [x]\nb: [*a, *a]\n", r"\*a stands for other values"),
-        ("[" * (MAX_DEPTH + 1), f"deeper than {MAX_DEPTH}"),
-        ("[" * 100_000, "deeper"),
-    ],
-    ids=["alias", "deep", "very-deep"],
-)
-def test_what_is_too_much(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        check_yaml(text)
-
-
-def test_a_file_of_the_users_own_may_repeat_itself() -> None:
-    check_yaml("a: &a {x: [1, 2]}\nb: *a\nc: &c [*a, *a]\n", aliases=True)
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
+        (b"a: &a [x]\nb: [*a, *a]\n", r"\*a stands for other values"),
+        (b"[" * (MAX_DEPTH + 1), f"deeper than {MAX_DEPTH}"),
+        (b"[" * 100_000, "deeper"),
         (b"a: 1\nb: \xff\n", "line 2: not UTF-8 text"),
         (b"a: 1\n\tb: 2\n", "line 2"),
         (b"a: b\x00\n", "not YAML"),
         (b"x" * 300_000, "longer than 262,144 bytes"),
     ],
+    ids=["alias", "deep", "very-deep", "bytes", "tab", "nul", "long"],
 )
 def test_where_a_file_is_wrong(tmp_path: Path, data: bytes, said: str) -> None:
     (tmp_path / "a.yaml").write_bytes(data)
@@ -41,24 +29,8 @@ def test_where_a_file_is_wrong(tmp_path: Path, data: bytes, said: str) -> None:
         read_yaml_text(tmp_path / "a.yaml")
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_file_of_the_users_own_may_repeat_itself(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: &a {x: [1, 2]}\nb: *a\nc: &c [*a, *a]\n")
+    assert read_yaml_text(tmp_path / "a.yaml", aliases=True)
     with pytest.raises(ConfigError, match="cannot be read|not a plain file"):
         read_yaml_text(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("a: &a [*a]", r"\*a stands for itself"),
-        ("[" + "1," * 60_000 + "1]", "more than 50,000 values"),
-        (
-            "a0: &a0 [x]\n"
-            + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(12)),
-            "values",
-        ),
-    ],
-    ids=["itself", "many", "bomb"],
-)
-def test_aliases_are_counted_as_what_they_stand_for(text: str, told: str):
-    with pytest.raises(ValueError, match=told):
-        check_yaml(text, aliases=True)

@@ -31,7 +31,7 @@ FLOORS = {
         "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/", "hook/"],
     1: ["seeding", "sums", "instantiate", "here", "satellites", "training/state",
         "runs/run_folder", "runs/lock", "runs/environment",
-        "config/schema", "config/units", "config/aliases", "config/conf_folders",
+        "config/schema", "config/units", "config/aliases",
         "runtime/", "timing/", "optimizer/", "scheduler/", "transform/"],
     0.5: ["model/"],
     0: ["errors", "limits", "output", "masking", "formatting", "interfaces", "timing/phases", "runtime/foreach_copy",

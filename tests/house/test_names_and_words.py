@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.main import COMMANDS
+from trainrun.config.argv import options
 from trainrun.config.compose import prepare
-from trainrun.config.conf_folders import options
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"

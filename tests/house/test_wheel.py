@@ -53,7 +53,7 @@ def test_an_installed_wheel_works_from_an_unrelated_folder(wheel: Path, tmp_path
     where = run(
         sys.executable,
         "-c",
-        "import trainrun.config.conf_folders as c; print(c.conf_dir())",
+        "import trainrun.config.argv as c; print(c.conf_dir())",
         cwd=elsewhere,
         PYTHONPATH=path,
     )

@@ -15,7 +15,7 @@ from PIL import Image
 from pyarrow import parquet
 
 import trainrun as package
-from trainrun.config.conf_folders import conf_dir, groups, options
+from trainrun.config.argv import conf_dir, groups, options
 from trainrun.data.readers.builtin.fashion_mnist import find_folder
 from trainrun.data.readers.records.example import encode_example
 from trainrun.data.readers.records.lmdb_file import key_of

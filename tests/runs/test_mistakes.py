@@ -532,11 +532,7 @@ class Net(torch.nn.Linear):
 
 def test_an_index_out_of_range_on_a_gpu_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "asserts.py").write_text(ASSERTS)
-    words = [
-        "model._target_=asserts.Net",
-        "model.in_features=64",
-        "model.out_features=10",
-    ]
+    words = ["model._target_=asserts.Net", "model.in_features=64", "model.out_features=10"]
     assert main([*words, "monitor.plots=false", "output_dir=run"]) == 1
     errors = capsys.readouterr().err
     assert "at step 4 or just before: an index was out of range on the GPU" in errors

@@ -9,8 +9,8 @@ import torch
 
 import trainrun as package
 from trainrun.cli.main import main
+from trainrun.config.argv import conf_dir, options
 from trainrun.config.compose import compose_run
-from trainrun.config.conf_folders import conf_dir, options
 
 QUIET = [
     "monitor.plots=false",

@@ -198,7 +198,7 @@ def test_what_is_not(target: Any) -> None:
 def test_every_target_of_the_package_is_ours() -> None:
     import yaml
 
-    from trainrun.config.conf_folders import conf_dir
+    from trainrun.config.argv import conf_dir
 
     for path in conf_dir().rglob("*.yaml"):
         nodes = foreign_nodes(yaml.safe_load(path.read_text()))

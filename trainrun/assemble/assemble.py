@@ -53,7 +53,7 @@ from trainrun.assemble.step_function import (
 )
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.checkpoint.weights import load_initial
-from trainrun.config.private_values import public
+from trainrun.config.saved_values import public
 from trainrun.config.schema import SAME, RunConfig, plain, validation_nodes
 from trainrun.config.units import parse_seconds
 from trainrun.data.facts import facts_of_all

@@ -7,8 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from trainrun.cli.run_arguments import Parser, parse
+from trainrun.config.argv import conf_dir, options, user_conf_dirs
 from trainrun.config.compose import compose_run
-from trainrun.config.conf_folders import conf_dir, options, user_conf_dirs
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from trainrun.output import say
 

@@ -39,10 +39,7 @@ COMMANDS = {
     "help": "the manual, by topic",
 }
 
-MODULES = {
-    "convert": "cli.convert_command",
-    "help": "cli.manual_pages",
-}  # where the file has another name
+MODULES = {"convert": "cli.convert_command", "help": "cli.manual_pages"}  # where the file has another name
 
 
 OLD_COMMANDS = {"tune": ["autotune"], "ladder": ["autotune", "--table"]}
@@ -116,8 +113,7 @@ def dispatch(words: list[str]) -> int:
     if words and re.fullmatch(r"[a-z][\w-]*", words[0]):
         raise ConfigError(no_command(words[0]))
     if "--help" in words or "-h" in words:
-        from trainrun.config.argv import split_command_line
-        from trainrun.config.conf_folders import conf_dir, user_conf_dirs
+        from trainrun.config.argv import conf_dir, split_command_line, user_conf_dirs
         from trainrun.config.help_text import help_text
 
         asked = split_command_line(words)
@@ -133,7 +129,7 @@ def dispatch(words: list[str]) -> int:
 
 
 def no_command(word: str) -> str:
-    from trainrun.config.conf_folders import conf_dir
+    from trainrun.config.argv import conf_dir
     from trainrun.config.validate import nearest
 
     if (conf_dir() / word).is_dir():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainrun.cli.main import COMMANDS
 from trainrun.cli.run_arguments import Parser
-from trainrun.config.conf_folders import conf_dir, groups, user_conf_dirs
+from trainrun.config.argv import conf_dir, groups, user_conf_dirs
 from trainrun.config.help_text import help_text
 from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError

@@ -1,17 +1,19 @@
-"""The command line made ready for Hydra: flags first, other names translated, numbers quoted.
+"""The command line made ready for Hydra: flags first, other names translated, numbers and paths quoted.
 
 Hydra reads `precision=32` as a number and stops; it takes no flags between overrides; it knows nothing
-of the names that other frameworks use. All of that is mended here, on plain strings.
+of the names that other frameworks use; in a path it sees lists, quotes and equations. All of that is mended here, on
+plain strings. And the folders of options: ours, and the user's, which are searched first.
 """
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from trainrun.config.aliases import OPTIONS, aliases, key_of_today, value_of_today
-from trainrun.config.path_settings import as_path, is_path
 from trainrun.config.schema import NODE, NODES, is_tracker, settings
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
@@ -27,6 +29,9 @@ DATA_SETS = ("data.train", "data.val", "data.test")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
 CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
 
+# data.path, data.train.val_path, data.train.labels, ... ; init_from and ckpt_path
+_PATHS = re.compile(r"data\.(?:\w+\.)*(?:\w*path|cache_dir|tokenizer|labels|root|folder)|init_from|ckpt_path")
+_BRACES = re.compile(r"\{[^{}]*\}")
 _PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
 
 
@@ -67,7 +72,6 @@ def split_command_line(argv: list[str]) -> CommandLine:
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            word = _with_its_rest(word, rest)
             key, _, value = word.partition("=")
             if key in OWN_KEYS:
                 if words.own.get(key, value) != value:
@@ -90,22 +94,6 @@ def split_command_line(argv: list[str]) -> CommandLine:
     if faults:
         raise ConfigError(*faults)
     return words
-
-
-def _with_its_rest(word: str, rest: list[str]) -> str:
-    """`lr = 1`, of which a shell makes three words, as one that is refused for its spaces; also `lr =1` and `lr= 1`."""
-    whole = word
-    if "=" not in whole and rest and rest[0].startswith("="):
-        whole += rest.pop(0)
-    if (
-        whole.find("=") == len(whole) - 1
-        and rest
-        and rest[0]
-        and "=" not in rest[0]
-        and not rest[0].startswith("-")
-    ):
-        whole += rest.pop(0)
-    return word if whole == word else whole.replace("=", " = ", 1)
 
 
 def _flag_fault(word: str, flag: str, value: str) -> str:
@@ -226,3 +214,71 @@ def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -
             added.append(f"{group}={CUSTOM}")
             chosen.add(group)
     return added + overrides
+
+
+def is_path(key: str) -> bool:
+    return _PATHS.fullmatch(key) is not None
+
+
+def as_path(value: str, may_vary: bool) -> str:
+    """The value as Hydra reads it as this one text. may_vary: in a sweep, where commas part the values.
+
+    What stays Hydra's: `null`, a reference `${...}`, a list `[a,b]`, a value in quotes, and several values with commas,
+    unless there is a file or folder of just that name.
+    """
+    if not value or value.lower() == "null" or "${" in value:
+        return value
+    if is_there(value):
+        return _quoted(value)
+    in_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    if in_quotes or value[0] == "[" or (may_vary and re.match(r"(?:choice|shuffle|sort)\(.*\)\Z", value)):
+        return value
+    parts = value.split(",")
+    if "," in _BRACES.sub("", value) and all(parts) and (may_vary or all(map(is_there, parts))):
+        return ",".join(part if part[0] in "\"'{" else _quoted(part) for part in parts)
+    return _quoted(value)
+
+
+def is_there(value: str) -> bool:
+    """Whether it names a file or folder, or some by a pattern."""
+    try:
+        return Path(value).expanduser().exists() or (glob.has_magic(value) and bool(glob.glob(value)))
+    except (OSError, ValueError, RuntimeError):  # too long, or nobody knows of a home
+        return False
+
+
+def _quoted(value: str) -> str:
+    """In Hydra's quotes, where a backslash means itself but before a quote; a plain name as it is."""
+    if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, re.ASCII) and not _PLAIN.match(value):
+        return value
+    inner = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    return '"' + re.sub(r"(\\+)\Z", r"\1\1", inner) + '"'
+
+
+def conf_dir() -> Path:
+    """The folder of the config groups: inside an installed package, or next to it in a checkout."""
+    here = Path(__file__).resolve().parents[1]
+    for folder in (here / "conf", here.parent / "conf"):
+        if (folder / "trainrun.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"trainrun's own config files are not in {here}: install the package again")
+
+
+def groups(folders: list[Path]) -> list[str]:
+    return sorted({item.name for folder in folders for item in folder.iterdir() if item.is_dir()})
+
+
+def options(group: str, folders: list[Path]) -> list[str]:
+    return sorted({item.stem for folder in folders for item in (folder / group).glob("*.yaml")})
+
+
+def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
+    """Folders searched before ours: each --config-dir, then ./conf if it has one of our groups."""
+    folders = [Path(folder).expanduser().resolve() for folder in extra]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {folder}: no such folder")
+    beside = (working_dir / "conf").resolve()
+    if beside != conf_dir() and any((beside / group).is_dir() for group in groups([conf_dir()])):
+        folders.append(beside)
+    return folders

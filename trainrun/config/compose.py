@@ -16,24 +16,37 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from trainrun.config.aliases import value_of_today, with_names_of_today, with_targets_of_today
-from trainrun.config.argv import CUSTOM, CommandLine, split_command_line, translate, with_one_warmup
-from trainrun.config.conf_folders import conf_dir, groups, options, user_conf_dirs
-from trainrun.config.messages import explain_reference, first_line, override_fault
-from trainrun.config.overrides import composed, lower_trackers, put_into_saved, raise_trackers, schema_node
-from trainrun.config.path_settings import follow_path, unread_path
-from trainrun.config.private_values import (
+from trainrun.config.argv import (
+    CUSTOM,
+    CommandLine,
+    conf_dir,
+    groups,
+    options,
+    split_command_line,
+    translate,
+    user_conf_dirs,
+    with_one_warmup,
+)
+from trainrun.config.overrides import (
+    composed,
+    lower_trackers,
+    override_fault,
+    put_into_saved,
+    raise_trackers,
+    schema_node,
+)
+from trainrun.config.saved_values import (
+    changed,
     is_environment,
     leaves_of,
     missing_secrets,
     public,
+    read_yaml_text,
     remember,
     with_secrets,
 )
 from trainrun.config.schema import NODES, RunConfig, plain, settings, value_of, with_values
-from trainrun.config.target_arguments import argument_faults
-from trainrun.config.tuned_settings import stale
-from trainrun.config.validate import check
-from trainrun.config.yaml_limits import read_yaml_text
+from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
 from trainrun.limits import choices_of
 from trainrun.runs.run_folder import RunDir, read_json, write_json, write_text
@@ -90,6 +103,8 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
     except ConfigError as error:
         raise ConfigError(*faults, *error.faults) from error
     except OmegaConfBaseException as error:
+        from trainrun.config.messages import explain_reference
+
         raise ConfigError(*faults, explain_reference(error)) from error
     faults += [*check(config), *unread_path(config)]
     faults += untold(argument_faults(config) | idle_settings(config, overrides), faults)
@@ -116,8 +131,35 @@ def stale_preset(config: RunConfig, preset: str, folders: list[Path], working_di
     """One line where the preset was measured on something else."""
     files = [folder / "preset" / f"{preset}.yaml" for folder in folders]
     file = next((file for file in files if preset != "none" and file.is_file()), None)
-    told = stale(file, config, working_dir) if file is not None else ""
+    if file is None:
+        return []
+    from trainrun.config.tuned_settings import stale
+
+    told = stale(file, config, working_dir)
     return [told] if told else []
+
+
+def unread_path(config: RunConfig) -> list[str]:
+    """A fault where no node has the path: the run would train on other data than its words name."""
+    path, found = config.data.path, plain(config)
+    del found["data"]["path"]
+    if path is None or any(value == path for _, value in leaves_of(found)):
+        return []
+    return [
+        f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as data=csv, data=text or "
+        "data=image_folder (trainrun --help data), or leave it out"
+    ]
+
+
+def follow_path(config: RunConfig, before: str | None) -> RunConfig:
+    """The config with `data.path` where a saved run, whose references are resolved, has the path of `before`."""
+
+    def follow(key: str, value: Any) -> Any:
+        is_it = value == before and (before is not None or key.rpartition(".")[2] == "path")
+        return config.data.path if is_it else value
+
+    sets = ("train", "val", "test")
+    return with_values(config, {f"data.{name}": changed(getattr(config.data, name), follow) for name in sets})
 
 
 def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
@@ -200,7 +242,7 @@ def plain_config(path: Path) -> dict[str, Any]:
     try:
         found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: not a config of a run ({first_line(error)})") from error
+        raise ConfigError(f"{path}: not a config of a run ({_first_line(error)})") from error
     except AssertionError:  # OmegaConf's answer to a single number
         found = None
     if not isinstance(found, dict) or not found.get("model"):
@@ -228,7 +270,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
         cfg = OmegaConf.merge(schema_node(), saved)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
-        raise ConfigError(f"{path}: not a config of a run ({key}: {first_line(error)})") from error
+        raise ConfigError(f"{path}: not a config of a run ({key}: {_first_line(error)})") from error
     assert isinstance(cfg, DictConfig)
     raise_trackers(cfg)
     words = split_command_line(overrides)
@@ -241,6 +283,8 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
+        from trainrun.config.messages import explain_reference
+
         raise ConfigError(*faults, explain_reference(error)) from error
     assert isinstance(config, RunConfig)
     config = remember(cfg, _of_today(config))
@@ -253,3 +297,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])
     return config
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainrun.config.conf_folders import conf_dir, groups
+from trainrun.config.argv import conf_dir, groups
 from trainrun.config.schema import RunConfig, Setting, settings
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import fields
 from operator import attrgetter
@@ -10,42 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from hydra.errors import MissingConfigException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.aliases import ANSWERS
-from trainrun.config.argv import OWN_KEYS
-from trainrun.config.conf_folders import conf_dir, groups
+from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.schema import RunConfig, open_nodes, settings
 from trainrun.config.validate import closest, nearest
 
-SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
-NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"
 KINDS = {
     "Integer": "a whole number",
     "Float": "a number",
     "Boolean": "true or false",
     "bool": "true or false",
 }
-BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
 _FILE_FAULT = re.compile(r"In '(.+?)': \w+ raised while composing config:\n(.*)\n\s*full_key: (\S+)")
 MAX_NAMES = 12  # that are listed where none is near
-
-
-def override_fault(word: str) -> str:
-    """What is wrong with one override as typed, before its value is turned into another type; empty if nothing is."""
-    key, equals, value = word.lstrip("+").partition("=")
-    if not equals or set(value) & set("{(,$"):  # a reference, or several values of a sweep
-        return ""
-    kind = settings()[key].kind if key in settings() else None
-    if kind is bool and value.lower() not in BOOLEANS:
-        return f"{key}={value}: must be true or false"
-    if not value and kind in (str, str | None):
-        return f"{key}=: has no value; give one, or leave it out"
-    cores = os.cpu_count() or 1
-    if key == "trainer.num_threads" and value.isdigit() and int(value) > cores:
-        return f"{key}={value}: this machine has {cores} cores; use at most {cores}, or auto"
-    return ""
 
 
 def explain(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
@@ -154,32 +133,13 @@ def explain_reference(error: OmegaConfBaseException) -> str:
     return f"{key}={value}: {f'there is no setting {missing[1]}' if missing else _rule(text)}"
 
 
-def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: list[Path]) -> str:
-    """What is wrong with the place of a key; empty if nothing is."""
-    node: Any = cfg
-    parts = key.split(".")
-    for place, part in enumerate(parts):
-        above = ".".join(parts[:place])
-        if isinstance(node, ListConfig):
-            return ""  # by number, which OmegaConf looks at
-        if not isinstance(node, DictConfig):
-            return "" if may_be_new and node is None else _below_a_value(above, word, node)
-        if part not in node.keys():  # noqa: SIM118  (`in` says no where the value is still missing)
-            return (
-                ""
-                if may_be_new
-                else unknown_key(key, word, above, names_of(node) if above else top_names(folders))
-            )
-        node = OmegaConf.select(cfg, ".".join(parts[: place + 1])) if place + 1 < len(parts) else None
-    return ""
-
-
-def _below_a_value(key: str, word: str, value: Any) -> str:
-    if value is None and key in open_nodes():
-        return (
-            f"{word}: no such setting; nothing is chosen for {key}, which {key}._target_=my_file.MyClass does"
-        )
-    return f"{word}: no such setting; {key} is a single value, as {key}=..."
+def no_place(key: str, word: str, above: str, node: Any, folders: list[Path]) -> str:
+    """Why a key stands nowhere. above: the part of it that is known; node: what is there."""
+    if isinstance(node, DictConfig):
+        return unknown_key(key, word, above, names_of(node) if above else top_names(folders))
+    if node is None and above in open_nodes():
+        return f"{word}: no such setting; nothing is chosen for {above}, which {above}._target_=my_file.MyClass does"
+    return f"{word}: no such setting; {above} is a single value, as {above}=..."
 
 
 def unknown_key(key: str, word: str, above: str, names: list[str]) -> str:

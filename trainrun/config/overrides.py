@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import sys
 from dataclasses import fields
 from functools import cache
@@ -26,28 +27,18 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.argv import CUSTOM, CommandLine
-from trainrun.config.conf_folders import conf_dir, groups, options
-from trainrun.config.messages import (
-    NO_SWEEP,
-    SWEEP,
-    explain,
-    explain_value,
-    misplaced,
-    no_option,
-    unknown_key,
-    unread,
-    unreadable,
-)
+from trainrun.config.argv import CUSTOM, CommandLine, conf_dir, groups, options
+from trainrun.config.saved_values import limit_fault, yaml_fault
 from trainrun.config.schema import ANY, NODES, MonitorConfig, RunConfig, is_tracker, open_nodes, settings
-from trainrun.config.yaml_limits import limit_fault, yaml_fault
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.masking import masked_lines
 from trainrun.output import say
 
+SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
+NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"
+BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
 # Options of Hydra's own that no run reads; without them composing takes 0.8x its time.
 LEFT_OUT = (
     "~hydra/launcher", "~hydra/sweeper", "~hydra/output", "~hydra/env",
@@ -58,6 +49,22 @@ BY_NAME = tuple(  # below these every name is the user's own
     f"{key}." for key, found in settings().items() if found.opens in (NODES, ANY) or key in ("step", "loop")
 )
 _user_dirs: list[Path] = []
+
+
+def override_fault(word: str) -> str:
+    """What is wrong with one override as typed, before its value is turned into another type; empty if nothing is."""
+    key, equals, value = word.lstrip("+").partition("=")
+    if not equals or set(value) & set("{(,$"):  # a reference, or several values of a sweep
+        return ""
+    kind = settings()[key].kind if key in settings() else None
+    if kind is bool and value.lower() not in BOOLEANS:
+        return f"{key}={value}: must be true or false"
+    if not value and kind in (str, str | None):
+        return f"{key}=: has no value; give one, or leave it out"
+    cores = os.cpu_count() or 1
+    if key == "trainer.num_threads" and value.isdigit() and int(value) > cores:
+        return f"{key}={value}: this machine has {cores} cores; use at most {cores}, or auto"
+    return ""
 
 
 class TrainrunSearchPath(SearchPathPlugin):
@@ -137,26 +144,26 @@ def lower_trackers(cfg: DictConfig) -> list[str]:
         if node is None or isinstance(node, DictConfig):
             cfg.monitor.listeners[name] = node
         else:
-            faults.append(unknown_key(f"monitor.{name}", f"monitor.{name}={node}", "monitor", known))
+            from trainrun.config import messages
+
+            key = f"monitor.{name}"
+            faults.append(messages.unknown_key(key, f"{key}={node}", "monitor", known))
     return faults
 
 
 def _read(word: str, faults: list[str], if_several: str = SWEEP) -> Override | None:
     typed = word.lstrip("+") or word
-    try:
+    override = None
+    with contextlib.suppress(HydraException):
         override = _parser().parse_override(word)
-    except HydraException:
-        faults.append(unreadable(typed))
-        return None
-    key = override.key_or_group
-    if not key:
-        faults.append(unreadable(typed))
-    elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        faults.append(unread(typed))
-    elif override.is_sweep_override():
-        faults.append(f"{typed}: {if_several}")
-    else:
+    key = override.key_or_group if override is not None else ""
+    own = key == "hydra" or key.startswith(("hydra.", "hydra/"))
+    if override is not None and key and not own and not override.is_sweep_override():
         return override
+    from trainrun.config import messages
+
+    several = f"{typed}: {if_several}"
+    faults.append((messages.unread(typed) if own else several) if key else messages.unreadable(typed))
     return None
 
 
@@ -178,8 +185,11 @@ def _no_option(override: Override, folders: list[Path]) -> str:
     known = options(group, folders)
     if override.is_delete() or not isinstance(option, str) or not known:
         return ""
-    found = any((folder / group / f"{option}.yaml").is_file() for folder in folders)
-    return "" if found else no_option(group, option, known)
+    if any((folder / group / f"{option}.yaml").is_file() for folder in folders):
+        return ""
+    from trainrun.config import messages
+
+    return messages.no_option(group, option, known)
 
 
 def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
@@ -191,7 +201,9 @@ def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) 
             faults.append(yaml_fault(error))
             return None
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            fault, culprit = explain(error, words, folders)
+            from trainrun.config import messages
+
+            fault, culprit = messages.explain(error, words, folders)
             faults.append(fault)
             if culprit is None:
                 return None
@@ -222,8 +234,29 @@ def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, fold
             return fault
         OmegaConf.update(cfg, key, value, merge=True, force_add=may_be_new)
     except OmegaConfBaseException as error:
-        return explain_value(error, key, text, folders)
+        from trainrun.config import messages
+
+        return messages.explain_value(error, key, text, folders)
     return ""
+
+
+def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: list[Path]) -> str:
+    """What is wrong with the place of a key; empty if nothing is."""
+    node: Any = cfg
+    parts = key.split(".")
+    for place, part in enumerate(parts):
+        if isinstance(node, ListConfig) or (may_be_new and (node is None or _lacks(node, part))):
+            return ""  # by number, which OmegaConf looks at, or new
+        if not isinstance(node, DictConfig) or _lacks(node, part):
+            from trainrun.config import messages
+
+            return messages.no_place(key, word, ".".join(parts[:place]), node, folders)
+        node = OmegaConf.select(cfg, ".".join(parts[: place + 1])) if place + 1 < len(parts) else None
+    return ""
+
+
+def _lacks(node: Any, part: str) -> bool:
+    return isinstance(node, DictConfig) and part not in node.keys()  # noqa: SIM118  (`in` says no of a missing value)
 
 
 def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str:
@@ -238,7 +271,9 @@ def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str
         with open_dict(cfg):
             del node[name]
     except OmegaConfBaseException as error:
-        return explain_value(error, key, "", folders)
+        from trainrun.config import messages
+
+        return messages.explain_value(error, key, "", folders)
     return ""
 
 
@@ -309,5 +344,7 @@ def hydra_question(words: CommandLine, folders: list[Path]) -> int:
     sys.argv = ["trainrun", *_opened(words.overrides, folders), *words.flags]
     with contextlib.redirect_stdout(io.StringIO()) as answer:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
+    from trainrun.masking import masked_lines
+
     say(masked_lines(answer.getvalue()), end="")
     return EXIT_DONE

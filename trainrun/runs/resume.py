@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from trainrun.config.argv import is_path
 from trainrun.config.compose import is_as_saved, plain_config, with_overrides
-from trainrun.config.path_settings import is_path
-from trainrun.config.private_values import public, resolved
+from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import ConfigError
 from trainrun.output import say

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.config.compose import Composition, load_config, plain_config, write_config
-from trainrun.config.private_values import public
+from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.formatting import counted

@@ -1,4 +1,4 @@
-"""Secrets of a config: what the environment gave is saved as the reference to it, what was typed apart from the rest.
+"""Configs as files: secrets are kept apart, what the environment gave is a reference, and YAML is looked at first.
 
 A value that `${oc.env:NAME}` gave is a `FromEnvironment`: a string that remembers how it was written. Saved, it is that
 reference again, and a run that goes on looks it up again. Texts of settings that are named like a secret are saved as
@@ -11,14 +11,20 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from trainrun.errors import ConfigError
 from trainrun.masking import HIDDEN, hides
+from trainrun.runs.run_folder import read_bytes
 
 ENVIRONMENT = "${oc.env:"
 REFERENCE = re.compile(r"\$\{([\w.\[\]]+)\}")
+MAX_BYTES, MAX_DEPTH = 256 * 2**10, 64  # of a YAML file
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Any_ = TypeVar("Any_")
 
 
@@ -48,7 +54,7 @@ def remember(cfg: DictConfig, config: Any_) -> Any_:
     raw = OmegaConf.to_container(cfg, resolve=False)
     texts = {key: value for key, value in leaves_of(raw) if isinstance(value, str) and "${" in value}
     for _ in range(3):  # references to references to references
-        texts = {key: REFERENCE.sub(partial(meant, texts), text) for key, text in texts.items()}
+        texts = {key: REFERENCE.sub(partial(_meant, texts), text) for key, text in texts.items()}
     known = {key: text for key, text in texts.items() if ENVIRONMENT in text}
 
     def kept(key: str, value: Any) -> Any:
@@ -57,7 +63,7 @@ def remember(cfg: DictConfig, config: Any_) -> Any_:
     return changed(config, kept) if known else config
 
 
-def meant(texts: dict[str, str], found: re.Match[str]) -> str:
+def _meant(texts: dict[str, str], found: re.Match[str]) -> str:
     """What a reference to another setting leads to, where that is a reference too."""
     return texts.get(found[1], found[0])
 
@@ -77,24 +83,16 @@ def changed(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any
     return change(key, value)
 
 
-def leaves_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
     """The values that hold no others, with their keys."""
-    items = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    )
-    if items is None:
-        yield key, value
-        return
-    for name, item in items:
-        yield from leaves_of(item, f"{key}.{name}" if key else str(name))
+    found: list[tuple[str, Any]] = []
+    changed(value, lambda key, leaf: found.append((key, leaf)))
+    return iter(found)
 
 
 def resolved(config: Any_) -> Any_:
     """With plain strings, as OmegaConf takes them."""
-    found: Any_ = changed(
-        config, lambda _, value: str(value) if isinstance(value, FromEnvironment) else value
-    )
-    return found
+    return changed(config, lambda _, value: str(value) if isinstance(value, FromEnvironment) else value)  # type: ignore[no-any-return]
 
 
 def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
@@ -128,3 +126,57 @@ def missing_secrets(cfg: DictConfig) -> list[str]:
         for key, value in leaves_of(OmegaConf.to_container(cfg, resolve=False))
         if value == HIDDEN and hides(key, value)
     ]
+
+
+def read_yaml_text(path: Path, aliases: bool = False) -> str:
+    """The text of a YAML file that is safe to parse. Raises ConfigError that names the limit, or the fault's line.
+
+    aliases: `*name` may stand for other values, as in the user's own files; a run saves none, and 300 bytes of a
+    stranger's could mean gigabytes.
+    """
+    try:
+        text = read_bytes(path, MAX_BYTES).decode("utf-8-sig")
+        depth = 0
+        for event in yaml.parse(text, Loader=LOADER):
+            if isinstance(event, yaml.AliasEvent) and not aliases:
+                raise ValueError(f"*{event.anchor[:40]} stands for other values; a run saves each as it is")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}: line {line}: not UTF-8 text (byte {error.object[error.start]:#x})"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a config: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {_place(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    return text
+
+
+def limit_fault(path: Path) -> str:
+    """Why Hydra must not look at a file of `conf/`; what is no YAML at all it says itself, where it is chosen."""
+    try:
+        events = yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER)
+        first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
+    except ConfigError as error:
+        return "" if isinstance(error.__cause__, yaml.YAMLError | OSError) else str(error)
+    is_map = first is None or isinstance(first, yaml.MappingStartEvent)
+    return "" if is_map else f"{path}: must hold `key: value` lines, not a list or a single value"
+
+
+def yaml_fault(error: yaml.YAMLError) -> str:
+    """Describe what is wrong in a file that Hydra has read: its name, the place, the problem."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    return f"{mark.name if mark is not None else 'a config file'}: not YAML: {_place(error)}"
+
+
+def _place(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    problem = (
+        getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).partition("\n")[0]
+    )
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark is not None else str(problem)
