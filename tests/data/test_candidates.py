@@ -53,11 +53,6 @@ def names(source, **changes):
     return [stream.default.name, *(option.name for option in stream.options if option != stream.default)]
 
 
-def test_nothing_is_started_before_it_is_opened():
-    stream, _ = open_batches(Safe(), options())
-    assert stream._opened == {}
-
-
 WORKERS = ["workers=0", "workers=1", "workers=2", "workers=4"]
 THREADS = ["threads=1", "threads=2", "threads=4"]
 
@@ -91,13 +86,6 @@ def test_on_few_cores_four_readers_are_tried_all_the_same(monkeypatch):
     monkeypatch.setattr(choice, "usable_cores", lambda: 1)
     assert names(Safe()) == ["workers=0", *THREADS, *WORKERS[1:]]
     assert names(Safe(), local_world_size=4) == ["workers=0", "threads=1", "workers=1"]
-
-
-def test_the_first_is_what_is_opened_without_a_measurement():
-    for source in (DATA, Safe()):
-        stream, _ = open_batches(source, options())
-        assert stream.chosen is stream.default
-        assert type(stream.default.open()) is type(stream.stream(stream.default.name))
 
 
 @pytest.mark.process

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 
@@ -28,14 +27,6 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         return tuple(column[index] for column in self.data)
-
-
-class ManySamples(Samples):
-    def __getitem__(self, index):
-        raise AssertionError("__getitems__ is there")
-
-    def __getitems__(self, indices):
-        return [tuple(column[index] for column in self.data) for index in indices]
 
 
 class Stream(IterableDataset):
@@ -79,24 +70,6 @@ def assert_same_stream(source, reference, num_workers, **changes):
         assert_same_epochs(stream, reference)
     finally:
         stream.close()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_map_style_and_memory_equal_resident(world_size, num_workers):
-    data = columns()
-    for rank in range(world_size):
-        ranks = {"rank": rank, "world_size": world_size, "batch_size": 2}
-        reference, line = open_batches(data, options(engine="resident", **ranks))
-        assert isinstance(reference, ResidentBatches), line
-        assert_same_stream(data, reference, num_workers, **ranks)
-        assert_same_stream(Samples(data), reference, num_workers, **ranks)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batched_reading_equals_resident(num_workers):
-    reference, _ = open_batches(columns(), options())
-    assert_same_stream(ManySamples(columns()), reference, num_workers)
 
 
 @pytest.mark.parametrize("training", [True, False])

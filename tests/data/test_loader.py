@@ -1,4 +1,3 @@
-import gc
 import multiprocessing
 import os
 import random
@@ -235,24 +234,6 @@ def test_code_of_a_data_set_does_not_end_the_run_without_a_word(opened, engine, 
 def test_samples_read_at_once_that_cannot_be_read(opened):
     with pytest.raises(DataError, match=r"data.train: sample 9 of BrokenAtOnce cannot be read: Key"):
         list(opened(BrokenAtOnce(fail), shuffle=False).epoch(0))
-
-
-@pytest.fixture
-def no_garbage_is_left():
-    """What a killed worker leaves behind it warns of in this test, and in no later one."""
-    yield
-    gc.collect()
-
-
-# The exception comes with a signal, wherever Python is then: in a callback of the garbage collector it is lost.
-@pytest.mark.usefixtures("no_garbage_is_left")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_worker_that_dies(opened):
-    stream = opened(Broken(lambda: os.kill(os.getpid(), signal.SIGKILL)), num_workers=1)
-    with pytest.raises(
-        DataError, match=r"data.train: a loader worker (was killed|died) .* GB of memory are free now"
-    ):
-        list(stream.epoch(0))
 
 
 def test_faults_that_cannot_be_collated(opened):

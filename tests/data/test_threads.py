@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from trainrun.data.engines.generators import GlobalDraw, Guard, guarded
+from trainrun.data.engines.threads import ThreadBatches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -223,6 +224,46 @@ def test_torchs_generator_does_not_move_when_a_late_sample_draws(name, caught):
     with pytest.raises(GlobalDraw, match=r"data.engine=threads: sample 9 of Samples \(aten"):
         list(stream.epoch(0))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["random", "numpy.random", "torch.manual_seed"])
+def test_the_others_are_seen_while_the_training_waits(name, monkeypatch):
+    waits, wait = threading.Event(), ThreadBatches._wait
+
+    def heard_wait(self, task):
+        if 7 in task[0].indices:
+            waits.set()
+        wait(self, task)
+
+    def slow_draw():
+        assert waits.wait(20)
+        DRAWS[name]()
+
+    monkeypatch.setattr(ThreadBatches, "_wait", heard_wait)
+    stream = opened(Samples(slow_draw, at=7), num_threads=1, prefetch_factor=1)
+    with pytest.raises(GlobalDraw, match="data.engine=threads: sample 7 of Samples draws"):
+        list(stream.epoch(0))
+
+
+def test_draws_of_the_training_or_of_another_thread_are_no_fault():
+    asked, answered = threading.Event(), threading.Event()
+
+    def drawing():
+        assert asked.wait(20)
+        random.random()
+        answered.set()
+
+    def wait_for_it():
+        time.sleep(0.02)  # until the training waits
+        asked.set()
+        assert answered.wait(20)
+
+    other = threading.Thread(target=drawing)
+    other.start()
+    stream = opened(Samples(wait_for_it, at=7), num_threads=1, prefetch_factor=1)
+    for _ in stream.epoch(0):
+        torch.rand(3), np.random.rand(), random.random()
+    other.join()
 
 
 def test_the_guard_is_of_one_thread_and_lets_generators_pass():

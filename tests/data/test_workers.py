@@ -149,15 +149,6 @@ def test_one_that_leaves_with_code_0_is_heard_of(persistent, in_main_thread, tmp
     assert "exit code 0" in said[0]
 
 
-def test_from_the_middle_of_an_epoch(tmp_path):
-    stream = opened(Deadly(tmp_path, 1), shuffle=False)
-    try:
-        assert contents(stream.epoch(0, 2)) == whole(start=2, shuffle=False)[0]
-    finally:
-        stream.close()
-    assert len(os.listdir(tmp_path)) == 1
-
-
 def test_it_is_an_error_in_the_end(tmp_path):
     said = []
     stream = opened(Deadly(tmp_path, 99), said)

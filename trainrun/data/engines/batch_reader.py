@@ -143,6 +143,11 @@ class BatchReader:
         self._takes_generator = takes(getattr(base, "__getitem__", None), "generator")
         self._takes_generators = self._at_once and takes(base.__getitems__, "generators")
 
+    @property
+    def users_code(self) -> bool:
+        """Whether reading runs anything that is not of this package."""
+        return not self._plain and self._whole is None
+
     def __getitem__(self, key: Key) -> Reading | WorkerFailure:
         try:
             return self.read(key)

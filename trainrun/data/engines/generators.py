@@ -71,14 +71,14 @@ def guarded(parts: tuple[int, ...], what: str) -> Iterator[None]:
 def watched(parts: tuple[int, ...], what: str) -> Iterator[None]:
     """Seeded, and refused if a number was drawn: for a trial before any thread runs."""
     seed_globals(*parts)
-    before = _states()
+    before = states()
     yield
-    changed = [name for name, state in _states().items() if state != before[name]]
+    changed = [name for name, state in states().items() if state != before[name]]
     if changed:
         raise _global_draw(what, " and ".join(changed))
 
 
-def _states() -> dict[str, Any]:
+def states() -> dict[str, Any]:
     """Where the global generators of this process stand, to be compared."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
@@ -100,7 +100,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # how torch ha
     """Refuses, in this thread alone, every torch operator that would draw from the default generator.
 
     It does so before the number is drawn, so the training's numbers have not moved. Costs about 5 us an
-    operator. `random` and `numpy.random` it cannot see: they are tried before the run (`watched`).
+    operator. `random` and `numpy.random` it cannot see: they are tried before the run (`watched`),
+    and compared whenever the training waits for a batch (threads.py).
     """
 
     def __init__(self, what: str) -> None:

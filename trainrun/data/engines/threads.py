@@ -3,7 +3,8 @@
 What: a step takes max(load, train) instead of their sum. When: reading waits (for a disk, a network) or runs in C that
 releases the GIL (decoding, NumPy); nothing is copied between processes. When not: reading is Python that holds the
 GIL, or the model fills every core. The threads share the global random generators with the training, so they never
-seed them and may not draw from them: torch's is defended, the others are tried before the run (generators.py).
+seed them and may not draw from them: torch's is defended (`Guard`); `random` and `numpy.random` are tried on samples
+before the run, and compared whenever the training waits for a batch, while it draws nothing itself.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as ResultTimeout  # the built-in one, from Python 3.11 on
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,6 +24,7 @@ from trainrun.data.bad_samples import Skips
 from trainrun.data.batch import pinned
 from trainrun.data.engines.auto_stream import num_ahead
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading
+from trainrun.data.engines.generators import states
 from trainrun.data.engines.loader import delivered, keys_of
 from trainrun.data.order.sampler import StreamPlan
 from trainrun.data.stream_options import StreamOptions
@@ -33,7 +34,8 @@ from trainrun.interfaces import MicroBatch
 JOIN_SECONDS = 5.0  # a thread that still reads then ends by itself, after its sample
 
 
-Tasks = SimpleQueue["tuple[Key, Future[Reading]] | None"]
+Task = tuple[Key, "Future[Reading]"]
+Tasks = SimpleQueue["Task | None"]
 
 
 class Crew:
@@ -63,10 +65,10 @@ class Crew:
             ready.acquire()
         torch.set_num_threads(torch_threads)  # theirs is also the default of threads to come
 
-    def ask(self, key: Key) -> Future[Reading]:
-        future: Future[Reading] = Future()
-        self._tasks.put((key, future))
-        return future
+    def ask(self, key: Key) -> Task:
+        task: Task = key, Future()
+        self._tasks.put(task)
+        return task
 
     def end(self) -> None:
         if os.getpid() != self._owner:  # a forked child has a copy of this object, but not the threads
@@ -134,26 +136,38 @@ class ThreadBatches:
 
     def _readings(self, crew: Crew, keys: Iterator[Key]) -> Iterator[Reading]:
         """In the order of the keys, whichever is done first."""
-        ahead: deque[Future[Reading]] = deque()
+        ahead: deque[Task] = deque()
         capacity = num_ahead(self._number, self._options.prefetch_factor)
         while True:
             while len(ahead) < capacity and (key := next(keys, None)) is not None:
                 ahead.append(crew.ask(key))
             if not ahead:
                 return
-            yield self._result(ahead.popleft())
+            self._wait_for(ahead)
+            yield ahead.popleft()[1].result()
 
-    def _result(self, future: Future[Reading]) -> Reading:
+    def _wait_for(self, ahead: deque[Task]) -> None:
+        """Wait until the first is done. The training draws no random numbers meanwhile; a reader that does is found."""
+        if ahead[0][1].done():
+            return
+        before = states() if self._reader.users_code else None
+        self._wait(ahead[0])
+        if before is not None and states() != before:
+            for task in ahead:  # a data set that one thread alone reads need not bear a second reader
+                self._wait(task)
+            for (
+                key,
+                _,
+            ) in ahead:  # names the sample; if none of them draws, it was a thread of somebody else's
+                self._reader.try_out(key.epoch, key.indices)
+
+    def _wait(self, task: Task) -> None:
         seconds = self._options.timeout_seconds
-        try:
-            return future.result(seconds or None)
-        except ResultTimeout as error:
-            if future.done():  # the user's own
-                raise
+        if not wait([task[1]], seconds or None).done:
             raise DataError(
                 f"data.worker_timeout_seconds={seconds:g}: {self._options.key} gave no batch for that long; raise it "
                 "(0 waits for ever), or see with data.num_workers=0 where reading hangs"
-            ) from error
+            )
 
     def close(self) -> None:
         self._skips.end()
