@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trainrun.plots import canvas
 from trainrun.plots.compare import compare, compare_picture, differing_keys, short_names, text_table
 from trainrun.plots.history import flat, read_history
 from trainrun.plots.report import draw_report
@@ -123,18 +124,19 @@ def test_names_are_short_and_distinct() -> None:
 @pytest.mark.parametrize("name", ["a", "7-optimizer.lr=0.001-data.batch_size=32"])
 @pytest.mark.parametrize("count", [1, 9])
 @pytest.mark.parametrize("metrics", [["loss"], ["acc", "loss", "acc"]])
-def test_a_legend_lies_between_title_and_curves(
+def test_a_legend_lies_below_title_and_curves(
     make_run: Any, tmp_path: Path, metrics: list[str], count: int, name: str
 ) -> None:
     history = read_history(make_run(tmp_path / "run"))
     histories = {f"{name}{number}": history for number in range(count)}
     figure = compare_picture("Several", histories, metrics)
     assert figure is not None
-    figure.draw_without_rendering()
+    canvas.save(figure, tmp_path / "compared.png")
     (legend,) = figure.legends
     box = legend.get_window_extent()
     assert len(legend.get_texts()) == count
-    assert figure._suptitle.get_window_extent().y0 >= box.y1
-    assert max(ax.get_window_extent().y1 for ax in figure.axes) <= box.y0
+    assert figure._suptitle.get_window_extent().y0 >= max(ax.get_tightbbox().y1 for ax in figure.axes)
+    assert min(ax.get_tightbbox().y0 for ax in figure.axes) >= box.y1
+    assert box.y0 >= 0
     assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
     assert not any(ax.get_legend() for ax in figure.axes)

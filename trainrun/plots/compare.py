@@ -115,8 +115,8 @@ def compare_picture(title: str, histories: dict[str, History], names: Sequence[s
     }
     if named:
         longest = max(map(len, named))
-        fitting = int(10 * figure_.get_figwidth() / (8 + longest))  # letters of 0.1 inches, with their mark
-        place: Any = {"loc": "outside upper center", "ncols": max(1, min(len(named), fitting))}
+        fitting = int(figure_.get_figwidth() / (0.6 + 0.082 * longest))  # inches of a mark, and of a letter
+        place: Any = {"loc": "outside lower center", "ncols": max(1, min(len(named), fitting))}
         canvas.as_plain_text(figure_.legend(named.values(), named.keys(), fontsize=9, frameon=False, **place))
     return figure_ if any(drawn) else None
 
