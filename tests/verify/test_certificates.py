@@ -69,14 +69,6 @@ def test_an_average_of_averages(tmp_path, monkeypatch):
     assert verdict(tmp_path, "partial window") == FAIL
 
 
-def test_a_mean_in_place_of_a_sum(tmp_path):
-    assert verdict(tmp_path, "sum of losses", "task._target_=subjects.MeanTask") == FAIL
-
-
-def test_a_mean_that_is_taken_in_training_alone(tmp_path):
-    assert verdict(tmp_path, "sum of losses", "task._target_=subjects.MeanInTraining") == FAIL
-
-
 def test_clipping_before_the_window_is_complete(tmp_path, monkeypatch):
     def clipped(real):
         def backward(self, loss, share):
@@ -133,10 +125,6 @@ def test_a_forgotten_loss_scale(tmp_path, monkeypatch):
     assert verdict(tmp_path, "resume", "precision=16-mixed") == FAIL
 
 
-def test_state_outside_the_checkpoint_that_acts_later(tmp_path):
-    assert verdict(tmp_path, "resume", "model=subjects.Counting") == FAIL
-
-
 def test_a_clock_in_an_attribute_is_no_failure(tmp_path):
     assert verdict(tmp_path, "resume", "model=subjects.Clocked", "data.val=null") == PASS
 
@@ -176,10 +164,13 @@ def test_a_check_that_would_need_other_words_does_not_apply(tmp_path):
     assert verdict(tmp_path, "accumulation", *words) == NONE
 
 
-def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch):
+@pytest.mark.parametrize("split", ["val", "val/night"])
+def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch, split):
+    """Of the only validation set, or of the second one alone."""
+
     def padded(real):
-        def evaluate(run, split):
-            stream = run.splits()[split]
+        def evaluate(run, which):
+            stream = run.splits()[which]
 
             class Padded:
                 def epoch(self, epoch):
@@ -189,30 +180,22 @@ def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch):
                 def __getattr__(self, name):
                     return getattr(stream, name)
 
-            return real(dataclasses.replace(run, validation={"val": Padded()}), split)
+            if which != split:
+                return real(run, which)
+            return real(dataclasses.replace(run, validation={which: Padded()}), which)
 
         return evaluate
 
-    from trainrun.verify import continuity
-
+    words = WORDS
+    if split != "val":
+        sets = ("data.val.day._target_=subjects.samples", "data.val.night._target_=subjects.samples")
+        words = (*(word for word in WORDS if not word.startswith("data.val.")), *sets)
+    config = compose_run([*words, "seed=42"]).config
+    check = checks(config, Trials(config, tmp_path, lambda about: None), tmp_path)["evaluation"]
+    assert check().state == PASS
     plant(monkeypatch, continuity, "evaluate", padded)
-    assert verdict(tmp_path, "evaluation") == FAIL
-
-
-def test_an_evaluation_that_averages_batches(tmp_path):
-    assert verdict(tmp_path, "evaluation", "task._target_=subjects.MeanTask") == FAIL
-
-
-def test_dropout_left_on_in_evaluation(tmp_path):
-    assert verdict(tmp_path, "evaluation", "model=subjects.AlwaysDrops") == FAIL
-
-
-def test_a_layer_that_is_never_used(tmp_path):
-    assert verdict(tmp_path, "parameters", "model=subjects.Idle") == FAIL
-
-
-def test_a_model_that_mixes_samples(tmp_path):
-    assert verdict(tmp_path, "accumulation", "model=subjects.AcrossSamples") == FAIL
+    assert check().state == FAIL
+    assert f"largest: {split}/" in check().text
 
 
 def test_a_lost_sample(tmp_path, monkeypatch):
@@ -227,10 +210,6 @@ def test_a_lost_sample(tmp_path, monkeypatch):
     assert verdict(tmp_path, "every sample once") == FAIL
 
 
-def test_a_transform_with_random_numbers_of_its_own(tmp_path):
-    assert verdict(tmp_path, "engines", "data.transform._target_=subjects.OwnNoise") == FAIL
-
-
 def test_rounding_that_is_too_coarse(tmp_path, monkeypatch):
     def doubled(real):
         def backward(self, loss, share):
@@ -242,8 +221,34 @@ def test_rounding_that_is_too_coarse(tmp_path, monkeypatch):
     assert verdict(tmp_path, "rounding", "precision=16-mixed", "optimizer=sgd", "optimizer.lr=0.1") == FAIL
 
 
-def test_padding_that_reaches_the_loss(tmp_path):
-    assert verdict(tmp_path, "padding", "model=subjects.Leaky", *SEQUENCES[1:]) == FAIL
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        pytest.param("sum of losses", ("task._target_=subjects.MeanTask",), id="a mean in place of a sum"),
+        pytest.param(
+            "sum of losses",
+            ("task._target_=subjects.MeanInTraining",),
+            id="a mean that is taken in training alone",
+        ),
+        pytest.param(
+            "resume", ("model=subjects.Counting",), id="state outside the checkpoint that acts later"
+        ),
+        pytest.param(
+            "evaluation", ("task._target_=subjects.MeanTask",), id="an evaluation that averages batches"
+        ),
+        pytest.param("evaluation", ("model=subjects.AlwaysDrops",), id="dropout left on in evaluation"),
+        pytest.param("parameters", ("model=subjects.Idle",), id="a layer that is never used"),
+        pytest.param("accumulation", ("model=subjects.AcrossSamples",), id="a model that mixes samples"),
+        pytest.param(
+            "engines",
+            ("data.transform._target_=subjects.OwnNoise",),
+            id="a transform with random numbers of its own",
+        ),
+        pytest.param("padding", ("model=subjects.Leaky", *SEQUENCES[1:]), id="padding that reaches the loss"),
+    ],
+)
+def test_code_of_the_users_that_is_wrong(tmp_path, check, words):
+    assert verdict(tmp_path, check, *words) == FAIL
 
 
 GOOD = [

@@ -24,8 +24,7 @@ from trainrun.verify.certificate import (
     different_leaves,
     largest_difference,
 )
-from trainrun.verify.doubles import Doubles
-from trainrun.verify.fewer import first_samples
+from trainrun.verify.subject_changes import Doubles, first_samples
 from trainrun.verify.trials import Outcome, Trials, in_doubles
 
 MICRO = 2  # samples of the smallest micro-batch
@@ -35,30 +34,23 @@ NO_DOUBLES = "it does not run in float64 on a CPU"
 
 def accumulation(trials: Trials) -> Certificate:
     """Two micro-batches of 4 samples, four of 2, or one of 8: the same weights after two steps."""
-    whole = _weights(trials, "one batch a step", 2, 4 * MICRO, 1)
-    worst = max(
-        largest_difference(whole, _weights(trials, f"{k} micro-batches a step", 2, 4 * MICRO // k, k))
-        for k in (2, 4)
-    )
-    return compared(
-        "accumulation", worst, BOUND, "1, 2 and 4 micro-batches a step give the same weights, in float64"
-    )
+    text = "1, 2 and 4 micro-batches a step give the same weights, in float64"
+    return compared("accumulation", _difference_of_parts(trials, 2), BOUND, text)
 
 
 def partial_window(trials: Trials) -> Certificate:
     """Epochs that end in the middle of a window: the last, shorter one weighs its samples alike."""
-    count = 2 * 4 * MICRO + 2 * MICRO
-    whole = _weights(trials, "a short last batch", 3, 4 * MICRO, 1, samples=count)
-    worst = max(
-        largest_difference(whole, _weights(trials, f"{k} micro-batches", 3, 4 * MICRO // k, k, samples=count))
-        for k in (2, 4)
+    worst = _difference_of_parts(trials, 3, samples=2 * 4 * MICRO + 2 * MICRO)
+    text = "a last window of half the size does not depend on its parts, in float64"
+    return compared("partial window", worst, BOUND, text)
+
+
+def _difference_of_parts(trials: Trials, steps: int, samples: int | None = None) -> float:
+    whole, *divided = (
+        _weights(trials, f"{k} micro-batches a step", steps, 4 * MICRO // k, k, samples=samples)
+        for k in (1, 2, 4)
     )
-    return compared(
-        "partial window",
-        worst,
-        BOUND,
-        "a last window of half the size does not depend on its parts, in float64",
-    )
+    return max(largest_difference(whole, parts) for parts in divided)
 
 
 def learning_rates(trials: Trials) -> Certificate:

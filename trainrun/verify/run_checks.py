@@ -24,7 +24,7 @@ from trainrun.training.components import Components
 from trainrun.training.state import TrainState
 from trainrun.verify import continuity, mathematics
 from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
-from trainrun.verify.fewer import first_samples
+from trainrun.verify.subject_changes import first_samples
 from trainrun.verify.trials import StopAt, Trials, in_doubles, quiet
 
 CHANGING_STEPS = 10
@@ -110,14 +110,14 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
 def exact_parts(config: RunConfig, folder: Path, val_batch_size: int | None) -> Components:
     """In float64 on the CPU, as far as the model can."""
     changed = quiet(config)
-    val = next(iter(validation_nodes(changed.data).values()), None)  # the first, of several
-    changed = in_doubles(changed, 1, min(16, changed.data.batch_size), 1)
-    if val_batch_size is not None and val:
+    nodes = validation_nodes(changed.data)
+    changed = replace(in_doubles(changed, 1, min(16, changed.data.batch_size), 1), loop=None)
+    if val_batch_size is not None and nodes:
+        few = {name.removeprefix("val/"): first_samples(node, FEW_SAMPLES) for name, node in nodes.items()}
         changed = with_values(changed, {
-            "data.val": first_samples(val, FEW_SAMPLES), "data.val_batch_size": val_batch_size,
+            "data.val": few["val"] if "val" in nodes else few, "data.val_batch_size": val_batch_size,
             "trainer.limit_val_batches": 1.0,
         })  # fmt: skip
-    changed = replace(changed, loop=None)
     try:
         return built(changed, folder, torch.device("cpu"))
     except TrainrunError as error:
@@ -142,6 +142,5 @@ def short_fit(run: Components) -> None:
     try:
         StopAt(CHANGING_STEPS)(run, state)
     finally:
-        for stream in (run.train, run.val):
-            if stream is not None:
-                stream.close()
+        for stream in (run.train, *run.splits().values()):
+            stream.close()

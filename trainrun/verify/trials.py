@@ -31,16 +31,9 @@ from trainrun.training.state import TrainState
 from trainrun.training.triggers import STOP_TERMINATE
 from trainrun.verify.attributes import attributes_of
 from trainrun.verify.certificate import NotApplicable
-from trainrun.verify.doubles import Doubles
+from trainrun.verify.subject_changes import Doubles
 
-WALL_CLOCK = (
-    "time",
-    "samples_per_second",
-    "tokens_per_second",
-    "step_seconds",
-    "val/seconds",
-    "test/seconds",
-)
+WALL_CLOCK = ("time", "samples_per_second", "tokens_per_second", "step_seconds")
 WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
 FEW_VALIDATIONS = 3  # batches
 STEPS = 6  # of a resumed run: enough for a stop in the middle of something
@@ -160,7 +153,11 @@ def outcome(run: RunDir) -> Outcome:
     if metrics:
         shared["train"]["last_metrics"] = {k: v for k, v in metrics.items() if not k.endswith("/seconds")}
     rows = [
-        {name: value for name, value in row.items() if name not in WALL_CLOCK}
+        {
+            name: value
+            for name, value in row.items()
+            if name not in WALL_CLOCK and not name.endswith("/seconds")
+        }
         for row in read_rows(run.metrics)
         if row["kind"] in ("train", "eval")
     ]

@@ -1,14 +1,38 @@
-"""The first samples of a source, where all of them would take too long."""
+"""The user's own training made smaller or more exact: float64 throughout, the first samples only."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import DataError
 
+MAKERS = (torch.randn, torch.rand, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace)
 HIDDEN = ("as_columns", "columns", "__getitems__")  # they would give all samples
+
+
+class Doubles(TorchFunctionMode):
+    """Inside, `torch.randn(3)` and its like give float64 where no type is named; in this thread alone.
+
+    `torch.set_default_dtype` would reach the threads that read data too.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in MAKERS and named.get("dtype") is None and named.get("out") is None:
+            named["dtype"] = torch.float64
+        return func(*args, **named)
 
 
 class First:
@@ -37,4 +61,4 @@ class First:
 
 def first_samples(node: Any, count: int) -> dict[str, Any]:
     """The node of a source with only its first samples."""
-    return {"_target_": "trainrun.verify.fewer.First", "source": copy.deepcopy(node), "count": count}
+    return {"_target_": f"{__name__}.First", "source": copy.deepcopy(node), "count": count}
