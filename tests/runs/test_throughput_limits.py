@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from trainrun.monitor.screen_lines import end_lines, limits_line
-from trainrun.summary.at_end import limit_facts
-from trainrun.summary.hint import hint
-from trainrun.summary.padding_fraction import padding_fraction
-from trainrun.summary.throughput_limits import ThroughputLimits, throughput_limits
+from trainrun.summary.at_end import hint, limit_facts
+from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import Session
 from trainrun.training.state import TrainState
 

@@ -107,8 +107,7 @@ def test_data_read_again_after_a_resume(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("load_named_optimizer_state", ()), ("set_random_state", ("model.dropout=0.5",))],
+    ("name", "words"), [("load_named_optimizer_state", ()), ("set_random_state", ("model.dropout=0.5",))]
 )
 def test_a_state_that_a_resume_forgets(tmp_path, monkeypatch, name, words):
     plant(monkeypatch, parts_module, name, lambda real: lambda *args: None)

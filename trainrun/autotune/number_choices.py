@@ -153,11 +153,7 @@ class NumberTrial:
         from trainrun.model.attention import HALF_TYPES, fastest_kernel
 
         kind = AUTOCAST_TYPES.get(mode) or next(self._step.model.parameters()).dtype
-        names = [
-            "flash",
-            *(["plain"] if tables_fit else []),
-            *(["fp32"] if kind in HALF_TYPES else []),
-        ]
+        names = ["flash", *(["plain"] if tables_fit else []), *(["fp32"] if kind in HALF_TYPES else [])]
         rule = fastest_kernel(self._device.type, kind, length)
         return rule if rule in names else "flash", names
 

@@ -92,8 +92,7 @@ class Turn:
     """What one message took. seconds: wall clock, the device's work included. items: of all ranks.
 
     phases: seconds by name, of rank 0. cpu_seconds: of loading, rank 0 and its workers. peak_bytes: of the device, or
-    of the process on a CPU. compile_seconds: since the run began. warm_data_seconds, warm_items: loading in the steps
-    before the timed ones.
+    of the process on a CPU. compile_seconds: since the run began.
     """
 
     seconds: float
@@ -103,8 +102,6 @@ class Turn:
     peak_bytes: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
-    warm_data_seconds: float = 0.0
-    warm_items: float = 0.0
 
     @property
     def items_per_second(self) -> float:

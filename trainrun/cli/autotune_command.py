@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     default = TABLE_SECONDS if "--table" in argv else SEARCH_SECONDS
     argv, budget = take_seconds(argv, default, "autotune")
     wish, words = known_and_words(autotune_parser(), argv)
-    from trainrun.benchmark.command_output import begin
+    from trainrun.benchmark.run_overrides import begin
 
     typed, folder = begin("autotune", words)
     from trainrun.benchmark.search.preset_file import host_preset, preset_path
@@ -61,7 +61,7 @@ def autotune_parser() -> Parser:
 def measured(wish: Namespace, typed: list[str], budget: float) -> Results:
     """Nothing is written before the search ends: an interrupted one leaves no trace."""
     from trainrun.benchmark.budget import Budget
-    from trainrun.benchmark.command_output import progress_line
+    from trainrun.benchmark.run_overrides import progress_line
     from trainrun.benchmark.search.search import Search
     from trainrun.benchmark.worker_process import WorkerPool
     from trainrun.parallel.launch import num_cores
@@ -72,7 +72,7 @@ def measured(wish: Namespace, typed: list[str], budget: float) -> Results:
 
 def measured_table(typed: list[str], budget: float) -> TechniqueTable:
     from trainrun.benchmark.budget import Budget
-    from trainrun.benchmark.command_output import progress_line
+    from trainrun.benchmark.run_overrides import progress_line
     from trainrun.benchmark.search.acceptance import SHOWN
     from trainrun.benchmark.search.search import Search
     from trainrun.benchmark.search.technique_table import measure_table
@@ -88,7 +88,7 @@ def measured_table(typed: list[str], budget: float) -> TechniqueTable:
 def report(
     wish: Namespace, typed: list[str], results: Results, budget: float, folder: Path, preset: Path
 ) -> int:
-    from trainrun.benchmark.command_output import shown
+    from trainrun.benchmark.run_overrides import shown
     from trainrun.benchmark.search import autotune_report
     from trainrun.benchmark.search.preset_file import write_preset
 
@@ -111,7 +111,7 @@ def report(
 
 
 def report_table(typed: list[str], table: TechniqueTable, budget: float, folder: Path) -> int:
-    from trainrun.benchmark.command_output import shown
+    from trainrun.benchmark.run_overrides import shown
     from trainrun.benchmark.search import autotune_report
 
     head = say_head(typed, table.results, budget)

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     argv, seconds = take_seconds(argv, BUDGET_SECONDS, "diagnose")
     budget = Budget(seconds)
     wish, words = known_and_words(diagnose_parser(), argv)
-    from trainrun.benchmark.command_output import begin, progress_line, shown
+    from trainrun.benchmark.run_overrides import begin, progress_line, shown
 
     typed, folder = begin("diagnose", words)
     from trainrun.benchmark.diagnose.diagnosis import diagnose

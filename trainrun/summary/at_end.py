@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainrun.runs.run_folder import RunDir
 from trainrun.summary.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
-from trainrun.summary.hint import hint
-from trainrun.summary.padding_fraction import padding_fraction
 from trainrun.summary.sample_predictions import confusion_row
-from trainrun.summary.throughput_limits import ThroughputLimits, throughput_limits
-from trainrun.timing.phases import Session
+from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
+from trainrun.timing.phases import LOOP, Session
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
+
+NOTABLE = 0.10  # of the time between start-up and the end of the training
+LEAST_SECONDS = 1.0  # less is not worth a command that takes longer
+WITHOUT = ("hydra.", "run_name=", "output_dir=")  # words about the place of a run
+LONGEST = 80  # characters of words that are said again
+# What it is called, and the command that measures what could be won.
+NAMES = {
+    "data": ("waiting for data", "autotune"),
+    "padding": ("computing on padding", "diagnose"),
+    "logging": ("logging", "diagnose"),
+    "validation": ("validation", "diagnose"),
+    "checkpoint": ("saving checkpoints", "diagnose"),
+}
 
 
 def sample_rows(run: Components, state: TrainState, run_dir: RunDir) -> list[dict[str, Any]]:
@@ -49,9 +62,27 @@ def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float
 def limit_facts(found: ThroughputLimits, world_size: int) -> dict[str, Any]:
     """Items a second of all ranks."""
     load, train = found.load * world_size, found.train * world_size
-    return {
-        "load_per_second": load,
-        "train_per_second": train,
-        "reached": found.reached,
-        "limit": found.limit,
-    }
+    rates = {"load_per_second": load, "train_per_second": train}
+    return rates | {"reached": found.reached, "limit": found.limit}
+
+
+def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> str:
+    """`waiting for data took 34 % (12 s); what would shorten it is measured by: trainrun autotune data=...`
+
+    "" if nothing is notable; of several the largest. seconds: the ledger. padding: share of positions.
+    """
+    total = sum(seconds.get(name, 0.0) for name in (*LOOP, "validation", "checkpoint"))
+    wasted = {name: seconds.get(name, 0.0) for name in ("logging", "validation", "checkpoint")}
+    # While the host waited for data, a GPU may have worked on what it had been given: at the log points
+    # the host then found it at work, and waited for it.
+    wasted["data"] = seconds.get("data", 0.0) - seconds.get("device", 0.0)
+    wasted["padding"] = padding * sum(seconds.get(name, 0.0) for name in ("forward", "backward", "device"))
+    name = max(wasted, key=lambda name: wasted[name])
+    if wasted[name] < LEAST_SECONDS or wasted[name] <= NOTABLE * total:
+        return ""
+    what, command = NAMES[name]
+    same = shlex.join([word for word in words if not word.startswith(WITHOUT)])
+    if len(same) > LONGEST:
+        same = "... (the words in overrides.txt)"
+    share = f"{what} took {100 * wasted[name] / total:.0f} % after start-up"
+    return f"{share}; what could be won is measured by: trainrun {command} {same}".rstrip()

@@ -1,4 +1,4 @@
-"""How fast a run could be at most: its loading alone, its training alone, and which of the two limits.
+"""How fast a run could be at most: its loading alone, its training alone, which of the two limits, and its padding.
 
 what: the slower of both bounds the speed, `max(load, train)`, however well they overlap. Where batches are read between
     steps on a CPU, the account of time has timed both apart over the whole run, so nothing has to be measured.
@@ -9,19 +9,24 @@ source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.067
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from trainrun.data.engines.auto_stream import AutoStream, num_ahead
 from trainrun.interfaces import MicroBatch
+from trainrun.seeding import kept_random_state
 from trainrun.timing.phases import Session
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
 
 MIN_STEPS = 50  # the first ones warm up
 WORKER_START = 0.1  # seconds for each process
+BATCHES = 8  # whose padding is counted
+MOST_SHARE = 0.005  # of the time of all steps, for that
 
 
 class ThroughputLimits(NamedTuple):
@@ -90,3 +95,35 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def padding_fraction(run: Components, state: TrainState, session: Session) -> float:
+    """The share of padding in the next batches; 0 if they do not say it, or if reading some would take too long."""
+    if not session.steps:
+        return 0.0
+    inline = not ahead(run)
+    seconds = session.seconds.get("data", 0.0) if inline else session.loop_seconds
+    usual = seconds / (session.steps * run.config.trainer.accumulate_grad_batches)
+    needed = (ahead(run) + BATCHES) * usual + start_seconds(run)
+    if needed > MOST_SHARE * session.loop_seconds:
+        return 0.0
+    useful = positions = 0
+    try:
+        with kept_random_state(), contextlib.closing(batches_from(run, state)) as batches:
+            for _ in range(BATCHES):
+                mask = real_positions(next(batches).data)
+                if mask is None:
+                    return 0.0
+                useful, positions = useful + int(mask.sum()), positions + mask.numel()
+    # Whatever the user's data does when it is asked again, a finished run is not lost to a figure.
+    except Exception:
+        return 0.0
+    return 1 - useful / max(positions, 1)
+
+
+def real_positions(batch: Any) -> Tensor | None:
+    """(B, T) bool, False at padding; None if nothing says so."""
+    if not isinstance(batch, dict):
+        return None
+    found = batch.get("attention_mask", batch.get("segment_ids"))
+    return found.bool() if isinstance(found, Tensor) else None

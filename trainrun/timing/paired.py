@@ -14,12 +14,14 @@ source: Bulej and others, Duet Benchmarking (2020, arXiv:2001.05811); Kalibera a
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 RESAMPLES: Final = 2000
 FEW_PAIRS: Final = 30  # below that resampling is too sure of itself: the order of the pairs decides
@@ -220,30 +222,30 @@ def grouped_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: f
     A process may be a little faster than its twin for all of its life, so the interval reaches at least as far as
     resampling says that draws processes first, and then pairs of theirs (Kalibera and Jones).
     """
-    logs = [[math.log(second / first) for first, second in pairs] for pairs in groups]
+    logs = [np.array([math.log(second / first) for first, second in pairs]) for pairs in groups]
     plain = paired_ratio([pair for pairs in groups for pair in pairs], confidence)
-    draw = random.Random(0)
-    medians = sorted(
-        median([value for own in draw.choices(logs, k=len(logs)) for value in draw.choices(own, k=len(own))])
-        for _ in range(RESAMPLES)
-    )
-    low, high = _outermost(medians, confidence)
+    draw = np.random.default_rng(0)
+    medians = []
+    for _ in range(RESAMPLES):
+        chosen = [logs[i] for i in draw.integers(len(logs), size=len(logs))]
+        medians.append(np.median(np.concatenate([draw.choice(own, len(own)) for own in chosen])))
+    low, high = _outermost(np.array(medians), confidence)
     return plain._replace(low=min(plain.low, math.exp(low)), high=max(plain.high, math.exp(high)))
 
 
-def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]], doubt: float = 0.0) -> Ratio:
+def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
     """How much faster the second thing is: seconds an item of all the firsts, over those of all the seconds. The mean
     of what each pair says would be another number where a batch of few items may take long.
 
     The interval is Student's, of what each pair leaves unexplained of the second's share of the first; a single pair
-    has none. doubt: half of an interval, as a share of the firsts, of what the pairs do not show.
+    has none.
     """
     count = len(pairs)
     both = [total(side) for side in zip(*pairs, strict=True)]
     value = both[0].each / both[1].each
     left = [sum(unexplained(one, whole) * sign for one, whole, sign in zip(pair, both, (1, -1), strict=True))
             for pair in pairs]  # fmt: skip
-    width = math.hypot(half_interval(left), doubt)  # of the second's share of the first
+    width = half_interval(left)  # of the second's share of the first
     high = value / (1 - min(width, WIDEST)) if count > 1 else math.inf
     return Ratio(value, value / (1 + width), high, count)
 
@@ -258,9 +260,8 @@ def half_interval(left: Sequence[float]) -> float:
     count = len(left)
     if count < 2:
         return math.inf
-    return STUDENT[min(count - 1, len(STUDENT)) - 1] * math.sqrt(
-        sum(one**2 for one in left) * count / (count - 1)
-    )
+    spread = math.sqrt(sum(one**2 for one in left) * count / (count - 1))
+    return STUDENT[min(count - 1, len(STUDENT)) - 1] * spread
 
 
 def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:
@@ -276,16 +277,15 @@ def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:
 
 
 def resampled(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """The interval of the median, by resampling."""
-    draw = random.Random(0)  # the same pairs always say the same
-    return _outermost(
-        sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)), confidence
-    )
+    """The interval of the median, by resampling; the same pairs always say the same."""
+    draws = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values)))
+    return _outermost(np.median(draws, axis=1), confidence)
 
 
-def _outermost(ordered: list[float], confidence: float) -> tuple[float, float]:
-    outside, count = (1 - confidence) / 2, len(ordered)
-    return ordered[int(outside * count)], ordered[min(math.ceil((1 - outside) * count), count) - 1]
+def _outermost(values: npt.NDArray[np.float64], confidence: float) -> tuple[float, float]:
+    outside = (1 - confidence) / 2
+    low, high = np.quantile(values, (outside, 1 - outside))
+    return float(low), float(high)
 
 
 def settled(ratio: Ratio, smallest: float) -> bool:

@@ -13,15 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from trainrun.benchmark.worker_messages import Turn
-from trainrun.timing.paired import (
-    BASE,
-    Comparison,
-    Ratio,
-    Spent,
-    Turns,
-    ratio_of_totals,
-    total,
-)
+from trainrun.timing.paired import BASE, Comparison, Ratio, Spent, Turns, ratio_of_totals, total
 
 Side = Callable[[], Turn]
 
