@@ -216,7 +216,7 @@ def test_a_command_that_is_stopped_leaves_nothing(
     process = subprocess.Popen(command, cwd=here, env=os.environ | paths, stderr=subprocess.PIPE, text=True)
     deadline, family = time.monotonic() + 300, []
     try:
-        while not list(temporary.glob("trainrun-benchmark-*/*/run")):
+        while not list(temporary.glob("trainrun-*/*/run")):
             assert process.poll() is None, process.communicate(timeout=300)[1]
             assert time.monotonic() < deadline
             time.sleep(0.05)

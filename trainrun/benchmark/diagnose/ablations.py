@@ -122,11 +122,8 @@ NO_UPDATE: Final = "no_update"
 THREADS: Final = "threads="
 LARGER: Final = "larger_batch"  # without logging, which is another cause
 BUCKET: Final = "bucket"
-OTHER_READING: Final = (
-    SAVING,
-    BUCKET,
-    LARGER,
-)  # read other data than the base, or while something else goes on
+# Read other data than the base, or while something else goes on.
+OTHER_READING: Final = (SAVING, BUCKET, LARGER)
 ABLATIONS: Final[dict[str, Callable[[Components], Any]]] = {
     NO_LOGGING: lambda run: replace(run, triggers=NoLogging(run.triggers)),  # type: ignore[arg-type]
     NO_UPDATE: lambda run: replace(run, step=step_without_update),

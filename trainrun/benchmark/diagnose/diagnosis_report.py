@@ -29,12 +29,8 @@ def lines_of(found: Diagnosis) -> list[str]:
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   interval         measured with"]
     lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
     if (profiled := found.profiled) is not None:
-        idle = (
-            f"; the GPU runs nothing in {100 * profiled.idle:.0f} % of the time"
-            if profiled.idle is not None
-            else ""
-        )
-        step = profiled.step_seconds
+        step, share = profiled.step_seconds, profiled.idle
+        idle = "" if share is None else f"; the GPU runs nothing in {100 * share:.0f} % of the time"
         lines += [
             "",
             f"under torch's profiler a step takes {short_time(step)}{idle}; operations by their own time:",
@@ -43,12 +39,8 @@ def lines_of(found: Diagnosis) -> list[str]:
             f"{one.name[:46]:<46} {one.calls:>7.4g} calls {short_time(one.seconds):>9} {one.seconds / step:>5.0%}"
             for one in profiled.operations
         ]
-    return [
-        *lines,
-        "",
-        conclusion.text,
-        *(f"try: {one}" for cause in conclusion.causes for one in cause.remedies),
-    ]
+    remedies = [f"try: {one}" for cause in conclusion.causes for one in cause.remedies]
+    return [*lines, "", conclusion.text, *remedies]
 
 
 def row(each: WhatIf) -> str:

@@ -22,11 +22,8 @@ SHOWN: Final = "shown"  # differences are shown, and only other samples are refu
 GATES: Final = (EXACT, NUMERIC, SHOWN)
 LOSS_TOLERANCE: Final = {EXACT: 1e-4, NUMERIC: 0.02, SHOWN: math.inf}
 LEAST_COSINE: Final = {EXACT: 0.9999, NUMERIC: 0.98, SHOWN: -1.0}
-LENGTH_TOLERANCE: Final = {
-    EXACT: 0.002,
-    NUMERIC: 0.02,
-    SHOWN: math.inf,
-}  # another learning rate keeps the direction
+# Another learning rate keeps the direction.
+LENGTH_TOLERANCE: Final = {EXACT: 0.002, NUMERIC: 0.02, SHOWN: math.inf}
 
 
 class Acceptance(NamedTuple):
@@ -86,8 +83,6 @@ def compare_updates(reference: str, found: str) -> tuple[float, float]:
     both, one, other = products
     if one == other == 0:
         return 1.0, 1.0
-    return (
-        (float(both / math.sqrt(one * other)), math.sqrt(other / one))
-        if one and other
-        else (math.nan, math.nan)
-    )
+    if not (one and other):
+        return math.nan, math.nan
+    return float(both / math.sqrt(one * other)), math.sqrt(other / one)

@@ -18,16 +18,8 @@ from trainrun.timing.paired import Ratio
 
 SEARCH_HEAD: Final = ("speed", "x before", "interval", "x yours", "memory", "loss off", "kept", "setting")
 TABLE_HEAD: Final = (
-    "technique",
-    "alone",
-    "interval",
-    "says",
-    "on top",
-    "memory",
-    "loss off",
-    "training",
-    "settings",
-)
+    "technique", "alone", "interval", "says", "on top", "memory", "loss off", "training", "settings",
+)  # fmt: skip
 LONGEST_REASON: Final = 20
 CHANGES: Final = {EXACT: "the same", NUMERIC: "rounds more", OTHER: "another"}
 
@@ -134,15 +126,10 @@ def table_picture(table: TechniqueTable, path: Path, head: str) -> Path:
     alone = [*(bar(row.title, row.alone, row.reason) for row in table.rows), Bar(last, None)]
     top = [bar(row.title, row.together, "" if row.alone is None else "-") for row in table.rows]
     title = "Well-known techniques on this run" + ("" if claim is None else f": {claim} in all")
-    about = (
-        "green: helps, orange: hurts, grey: not told from 1; lines: 95 % intervals, 99 % for all together",
-        head,
-    )
-    panels = {
-        "alone, over your settings": alone,
-        "on top of what helped before": [*top, bar(last, claim, "not measured")],
-    }
-    return draw_bars(path, title, panels, about)
+    about = "green: helps, orange: hurts, grey: not told from 1; lines: 95 % intervals, 99 % for all together"
+    top.append(bar(last, claim, "not measured"))
+    panels = {"alone, over your settings": alone, "on top of what helped before": top}
+    return draw_bars(path, title, panels, (about, head))
 
 
 def bar(label: str, ratio: Ratio | None, note: str = "", before: float = 1.0) -> Bar:

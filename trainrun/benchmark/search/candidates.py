@@ -24,7 +24,7 @@ READ_AHEAD: Final = 3  # steps of a turn at least: not all of its batches may ha
 FAR_SLOWER, ALLOWANCE_SECONDS = (
     4,
     2.0,
-)  # for the first steps, in times and seconds; then it is not looked at further
+)  # for the first steps, in times and seconds; then it is looked at no further
 PATIENCE, LEAST_LIMIT = 10, 5.0  # times as long as the user's own settings took to start, and seconds
 FIRST_ROUNDS: Final = 3
 Start = Callable[[RunConfig, float], Any]  # `WorkerPool.start`

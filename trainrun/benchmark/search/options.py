@@ -192,10 +192,8 @@ def fixed(*settings: Overrides) -> Callable[[SearchFacts], list[TriedSetting]]:
 
 COMPILE: Final = "compile"
 NUMBERS: Final = "numbers"
-FUSED, NOT_FUSED = (
-    ("optimizer.fused=null", "optimizer.foreach=null"),
-    ("optimizer.fused=false", "optimizer.foreach=true"),
-)
+FUSED: Final = ("optimizer.fused=null", "optimizer.foreach=null")
+NOT_FUSED: Final = ("optimizer.fused=false", "optimizer.foreach=true")
 NO_SAVING: Final = ("trainer.gradient_checkpointing=none", "trainer.activation_offload=false")
 # What usually gives most first: a short search ends before the last. How many threads pay, and whether reading is
 # hidden, depends on the number types, so these come first: two threads made an LSTM faster in 32 bits, slower in 16.
@@ -238,12 +236,8 @@ def cpu_only(facts: SearchFacts) -> str:
 
 def larger_batch(facts: SearchFacts) -> Overrides:
     data = facts.config.data
-    whole = (
-        ()
-        if data.global_batch_size is None
-        else (f"data.global_batch_size={TIMES * data.global_batch_size}",)
-    )
-    return (f"data.batch_size={TIMES * data.batch_size}", *whole)
+    sizes = {"batch_size": data.batch_size, "global_batch_size": data.global_batch_size}
+    return tuple(f"data.{name}={TIMES * size}" for name, size in sizes.items() if size is not None)
 
 
 def half_length(facts: SearchFacts) -> Overrides:

@@ -56,10 +56,7 @@ SMALLEST: Final = 0.02  # an effect below it is not worth a word in a preset
 MEMORY_FRACTION: Final = 0.9  # of the device that a setting may fill
 SURE: Final = 0.99  # the confidence of the claim
 FRESH: Final = 3  # pairs of processes: a process may be a little slower than its twin for all of its life
-MOST_PAIRS, LEAST_PAIRS = (
-    24,
-    12,
-)  # of the claim; of fewer a single disturbed one would be an end of the interval
+MOST_PAIRS, LEAST_PAIRS = 24, 12  # of the claim; of fewer a disturbed one would be an end of the interval
 START_ROOM: Final = 1.2  # times the seconds that a candidate needs to start
 Progress = Callable[[str, float], None]
 
@@ -270,11 +267,8 @@ class Search:
         self, option: SearchOption, setting: TriedSetting, ends: float, running: int
     ) -> tuple[Candidate | None, Trial]:
         """running: candidates that run already and need their turns too."""
-        trial, starter, compiles = (
-            Trial(option.name, *setting),
-            self.starter,
-            any("compile" in one for one in setting.overrides),
-        )
+        trial, starter = Trial(option.name, *setting), self.starter
+        compiles = any("compile" in one for one in setting.overrides)
         if setting.gate == NUMERIC and self._gate == EXACT:
             return None, replace(trial, state=REJECTED, reason="rounds more: --allow numeric")
         left = ends - self.budget.clock() - starter.rounds_seconds(running + 1)
@@ -294,20 +288,14 @@ class Search:
         ratio, memory = found.ratio(trial.title), self.facts.info.memory_bytes
         trial = replace(trial, ratio=ratio, peak_bytes=candidate.peak_bytes)
         if memory and candidate.peak_bytes > MEMORY_FRACTION * memory:
-            return replace(
-                trial, state=REJECTED, reason=f"fills more than {100 * MEMORY_FRACTION:.0f} % of the memory"
-            )
+            reason = f"fills more than {100 * MEMORY_FRACTION:.0f} % of the memory"
+            return replace(trial, state=REJECTED, reason=reason)
         if ratio.high < 1 or not (ratio.low > 1 and ratio.value > 1 + SMALLEST):
             return replace(trial, state=SLOWER if ratio.high < 1 else NOISE)
-        extra, run = (
-            max(0.0, trial.start_seconds - self.starter.start_seconds),
-            self.facts.run_seconds / self._gain,
-        )
-        if (
-            trial.option == COMPILE
-            and math.isfinite(run)
-            and extra + run / ratio.value > run / (1 + SMALLEST)
-        ):
+        extra = max(0.0, trial.start_seconds - self.starter.start_seconds)
+        run = self.facts.run_seconds / self._gain
+        finite = trial.option == COMPILE and math.isfinite(run)
+        if finite and extra + run / ratio.value > run / (1 + SMALLEST):
             needed = extra / (1 - 1 / ratio.value)
             reason = f"{extra:.0f} s more to start: paid back after {needed:.0f} s, the run takes {run:.0f} s"
             return replace(trial, state=UNPAID, reason=reason)
@@ -369,9 +357,7 @@ class Search:
                 return None, replace(trial, reason=base.error or candidate.error)
         pairs = sum(map(len, groups))
         if pairs < LEAST_PAIRS:
-            reason = (
-                f"only {pairs} fresh pairs fitted into the time, {LEAST_PAIRS} are needed: give more --budget"
-            )
+            reason = f"only {pairs} fresh pairs fitted into the time, {LEAST_PAIRS} are needed: more --budget"
             return None, replace(trial, reason=reason)
         return grouped_ratio([group for group in groups if group], SURE), trial
 
@@ -397,24 +383,17 @@ def verdict_of(claim: Ratio | None, best: Trial, trials: Sequence[Trial]) -> str
         if not measured:
             return f"nothing is known: no other setting was measured{rest}"
         clearly = f"of {counted(measured, 'setting')} that could be measured none is clearly faster{rest}"
-        known = untried < measured  # the best can be told only of most of what there is
-        return (
-            f"your configuration is the best that was found: {clearly}"
-            if known
-            else f"little is known: {clearly}"
-        )
+        if untried >= measured:  # the best can be told only of most of what there is
+            return f"little is known: {clearly}"
+        return f"your configuration is the best that was found: {clearly}"
     if claim is None:
         return f"nothing is claimed: the best was not confirmed ({best.reason})"
+    yours = "your configuration is"
     if claim.high < 1:
-        return (
-            f"your configuration is the best: what seemed faster is slower in fresh processes, {claim}{rest}"
-        )
+        return f"{yours} the best: what seemed faster is slower in fresh processes, {claim}{rest}"
     if claim.low <= 1:
-        return (
-            f"your configuration is within noise of the best that was found: {claim}, which holds 1.00{rest}"
-        )
+        return f"{yours} within noise of the best that was found: {claim}, which holds 1.00{rest}"
     if claim.value < 1 + SMALLEST:
-        return f"your configuration is as good as the best that was found: {claim}{rest}"
-    return (
-        f"{claim.value:.2f}x the speed of your own settings ({claim.low:.2f} to {claim.high:.2f}, 99 % sure)"
-    )
+        return f"{yours} as good as the best that was found: {claim}{rest}"
+    bounds = f"{claim.low:.2f} to {claim.high:.2f}, 99 % sure"
+    return f"{claim.value:.2f}x the speed of your own settings ({bounds})"
