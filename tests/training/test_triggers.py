@@ -40,7 +40,9 @@ def triggers(
 ) -> tuple[Triggers, Heard, StopFlag]:
     heard, flag = Heard(), StopFlag()
     rhythm = Intervals(per_epoch, accumulate, val[0], val[1], every, log_every, total)
-    built = Triggers(limits, rhythm, watch, best, heard, flag, lambda wait: failure, lambda: 0, end)
+    built = Triggers(
+        limits, rhythm, watch, best, heard.on_validation, flag, lambda wait: failure, lambda: 0, end
+    )
     built.start(TrainState())
     return built, heard, flag
 

@@ -215,8 +215,8 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     retry, bad_steps = build_rescue(config, site, model, task, precision, monitors.note)
     triggers = Triggers(
         RunLimits(config.trainer.max_steps, config.trainer.max_epochs, parse_seconds(config.trainer.max_time)),
-        rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule, site.stop,
-        precision.failure, checkpoints.time_request, bad_steps,
+        rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule.on_validation,
+        site.stop, precision.failure, checkpoints.time_request, bad_steps,
     )  # fmt: skip
     place = Place(config.seed or 0, site.parallel.rank, site.parallel.device)
     calls = TaskCalls(task, model, place, None if site.parallel.rank else site.run.pictures)
@@ -235,7 +235,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
 
 
 def cause_of_nan(model: nn.Module, validation: Batches) -> str:
-    from trainrun.training.recovery.nan_validation import likely_cause
+    from trainrun.training.recovery.nonfinite import likely_cause
 
     return likely_cause(model, validation)
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from trainrun.errors import ConfigError
 from trainrun.formatting import counted
@@ -63,12 +63,6 @@ class MetricTracker:
         return value < than - self.min_delta if self.mode == "min" else value > than + self.min_delta
 
 
-class ListensToValidations(Protocol):
-    """A schedule."""
-
-    def on_validation(self, metrics: dict[str, float]) -> None: ...
-
-
 class Due(NamedTuple):
     """What comes after a step. log: whether the next step ends in a log point."""
 
@@ -89,14 +83,14 @@ class Triggers:
         rhythm: Intervals,
         watch: MetricTracker,
         best: MetricTracker,
-        schedule: ListensToValidations,
+        on_validation: Callable[[dict[str, float]], None],
         stop: StopFlag,
         failure: Callable[[bool], str],
         save_request: Callable[[], int],
         on_bad: Callable[[TrainState, str], None],
     ) -> None:
         self._limits, self.rhythm, self._watch, self.best = limits, rhythm, watch, best
-        self._schedule, self._stop, self._failure = schedule, stop, failure
+        self._on_validation, self._stop, self._failure = on_validation, stop, failure
         self.save_request, self._on_bad = save_request, on_bad
         self.looks = 0
         self.log = False
@@ -207,7 +201,7 @@ class Triggers:
                 state.best_metric, state.best_step = value, state.step
         if not scheduled:
             return False
-        self._schedule.on_validation(metrics)
+        self._on_validation(metrics)
         watch = self._watch
         if watch.metric is None:
             return True

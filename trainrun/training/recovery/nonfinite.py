@@ -17,17 +17,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.format import stream
 from trainrun.errors import TrainingError
 from trainrun.formatting import counted
-from trainrun.interfaces import Parallel, Precision
+from trainrun.interfaces import Batches, Parallel, Precision
 from trainrun.runs.run_folder import write_json
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.state import BadStep, RollBack, TrainState
@@ -39,6 +40,8 @@ LATE = (
     "trainer.nan_policy=skip and rollback read it in every step, and write down the batch"
 )
 LEAST_STEPS = 1000  # before a share means anything
+IGNORED = -100  # torch's ignore_index
+MOST_BATCHES = 64  # of a validation that are looked at
 
 
 class BadSteps:
@@ -208,3 +211,33 @@ def num_nonfinite(tensor: Tensor) -> int:
     """The host waits for the device: asked after a bad step only."""
     floating = tensor.is_floating_point() or tensor.is_complex()
     return int((~torch.isfinite(tensor)).sum()) if floating else 0
+
+
+def likely_cause(model: nn.Module, batches: Batches) -> str:
+    """Why a validation's loss is not finite, without another forward: weights, buffers, data and targets are looked
+    at, in this order; what is found first is said."""
+    for kind, tensors in (("weight", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if num_nonfinite(tensor):
+                return f"the model's {kind} {name} is not finite"
+    ignored = []
+    for batch in islice(batches.epoch(0), MOST_BATCHES):
+        leaves = [leaf for _, leaf in named_tensors(batch.data, "")]
+        for leaf in leaves:
+            if num_nonfinite(leaf):
+                return f"the data is not finite{_sample(leaf, batch.indices)}"
+        ignored.append(any(bool((leaf == IGNORED).all()) for leaf in leaves))
+    if all(ignored):
+        return f"every target is {IGNORED}, which counts nothing"
+    return (
+        "weights and data are finite, so a number became too large for its type, or the model or the task divides "
+        "by 0 or takes the logarithm of 0 where it evaluates"
+    )
+
+
+def _sample(tensor: Tensor, indices: Tensor | None) -> str:
+    """`: sample 12`, where the rows of a batch are its samples."""
+    if indices is None or tensor.ndim == 0 or len(tensor) != len(indices):
+        return ""
+    rows = (~torch.isfinite(tensor.reshape(len(tensor), -1))).any(1).cpu()
+    return f": sample {int(indices[rows][0])} holds NaN or infinity"

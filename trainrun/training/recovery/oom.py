@@ -41,11 +41,6 @@ CUDNN_MARKS = ("unable to find an engine to execute this computation", "FIND was
 FULL = 0.05  # of a GPU's memory: with less than this free, such an error is one of memory
 ONE_SAMPLE = "one sample at a time does not fit either"
 PREFIX = re.compile(r"\[enforce fail at [^\]]*\] [^.]*\. ")  # the line of torch's source
-SIZE = r"(\d+(?:\.\d+)? (?:bytes|[KMG]iB))"
-OF_A_GPU = re.compile(
-    rf"(CUDA out of memory\. Tried to allocate {SIZE}\..*? is free)\..*? {SIZE} is reserved by PyTorch but "
-    r"unallocated\..* (PYTORCH_\w+)=expandable_segments"
-)
 COUPLED = 0.02  # of the loss: far above rounding, also of bfloat16
 
 
@@ -253,7 +248,7 @@ def no_memory(error: Exception, free: Callable[[], float] | None = None) -> str:
     """The first line of what an allocator said; "" of any other error. free: the fraction of the GPU that is free."""
     text = PREFIX.sub("", str(error).partition("\n")[0])
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(mark in text for mark in MARKS):
-        return in_few_words(text) or type(error).__name__
+        return text.partition(". Including non-PyTorch memory")[0] or type(error).__name__
     if any(mark in text for mark in CUDNN_MARKS) and (free or free_fraction)() < FULL:
         return text
     return ""
@@ -265,28 +260,6 @@ def free_fraction() -> float:
         return 1.0
     free, total = torch.cuda.mem_get_info()
     return (free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / total
-
-
-def in_few_words(text: str) -> str:
-    """Shorten torch's out-of-memory message for a GPU.
-
-    If the unused memory would suffice in one piece, the message names the setting that joins it.
-    """
-    told = OF_A_GPU.match(text)
-    if told is None:
-        return text
-    start, tried, unused, switch = told.groups()
-    if num_bytes(unused) < num_bytes(tried):
-        return start
-    return (
-        f"{start}; {unused} more are torch's own, but in pieces: {switch}=expandable_segments:True joins them"
-    )
-
-
-def num_bytes(size: str) -> float:
-    """`20.00 MiB` as torch writes it."""
-    number, _, unit = size.partition(" ")
-    return float(number) * 1024.0 ** ("bytes", "KiB", "MiB", "GiB").index(unit)
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -11,7 +11,7 @@ from torch import nn
 import trainrun as package
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
-from trainrun.training.recovery.nan_validation import likely_cause
+from trainrun.training.recovery.nonfinite import likely_cause
 
 
 def cause(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
