@@ -5,7 +5,7 @@
     python scripts/faults.py F15 --full --part 2/4      the second quarter of its cases
     python scripts/faults.py --soak 2000        that many mixed faults
     python scripts/faults.py --case "fp32 kill@mark=40 enospc@file=17"      one case again, its files kept
-    python scripts/faults.py --controls         defects planted in the runner; each must be found
+    python scripts/faults.py --controls         defects planted in the runner, each must be found; some with --size=0
 
 One process imports torch, and forks a child for every life of a run, which calls the real entry point; ranks are
 forked as well. Prints for each suite, and for all together: cases, faults that struck, runs lost, runs with other bits,
@@ -57,7 +57,7 @@ def main() -> int:
     tallies: list[Tally] = []
     try:
         if words.controls:
-            return controls.run(referee, words.judges, around=words.size > 0)
+            return controls.run(referee, words.judges, whole=words.size > 0)
         for tally, work in plan(referee, words, folder):
             tallies.append(tally)
             run_suite(tally, work)
@@ -148,12 +148,7 @@ def plan(referee: Referee, words: argparse.Namespace, folder: Path) -> Iterator[
 
 
 def played(
-    referee: Referee,
-    words: argparse.Namespace,
-    make: Make,
-    rng: random.Random,
-    size: float,
-    tally: Tally,
+    referee: Referee, words: argparse.Namespace, make: Make, rng: random.Random, size: float, tally: Tally
 ) -> None:
     first, every = words.part
     judge(referee, make(referee.reference, rng, size)[first - 1 :: every], words.judges, tally.add)

@@ -14,7 +14,9 @@ import numpy
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
 from trainrun.checkpoint.manifest import folder_name
 
-MOST_SECONDS = 3.0  # of the processor; most take a tenth
+MOST_SECONDS = (
+    30.0  # of the processor; most take a tenth of one, and what hangs or unfolds for ever takes them all
+)
 MOST_LETTERS = 1500
 STEP = f"checkpoints/{folder_name(6)}"
 
@@ -112,26 +114,15 @@ def arrays(**named: numpy.ndarray) -> Callable[[Path], None]:  # type: ignore[ty
 X, Y = numpy.ones((64, 4), numpy.float32), numpy.arange(64) % 3
 NAN = numpy.where(numpy.arange(256).reshape(64, 4) == 9, numpy.nan, 1).astype(numpy.float32)
 Row = tuple[Callable[[Path], None], list[str], str]
-WORDS: list[Row] = [
+WORDS: list[Row] = [  # limits and choices of every setting: tests/config
     (nothing, [word], said)
     for word, said in (
         ("optimizer.lr=fast", "optimizer.lr"),
         ("trainer.max_epochs=1.5", "must be a whole number"),
         ("trainer.max_epochs=true", "max_epochs"),
-        ("trainer.max_epoch=3", "Did you mean"),
-        ("optimizer.lr=-1", "optimizer.lr"),
         ("optimizer.lr=.nan", "optimizer.lr"),
         ("optimizer.lr=1e400", "optimizer.lr"),
-        ("data.batch_size=0", "1 or more"),
-        ("trainer.accumulate_grad_batches=0", "1 or more"),
-        ("data.num_workers=-1", "0 or more"),
-        ("checkpoint.keep_last=0", "1 or more"),
-        ("monitor.log_every_n_steps=0", "1 or more"),
-        ("checkpoint.every_n_train_steps=0", "1 or more"),
-        ("trainer.val_check_interval=0", "must be a whole number of steps"),
-        ("seed=-1", "seed"),
         ("seed=99999999999", "seed"),
-        ("trainer.max_time=-3", "must be seconds"),
         ("data.batch_size=", "data.batch_size"),
         ("run_name=${nothing}", "nothing"),
         ("run_name=${run_name}", "run_name"),
@@ -140,12 +131,6 @@ WORDS: list[Row] = [
         ("=3", "key=value"),
         ("a=b=c", "a=b=c"),
         ("model.hidden=[8", "bracket or quote"),
-        ("precision=fp17", "precision"),
-        ("parallel.accelerator=tpu", "accelerator"),
-        ("parallel.devices=4", "parallel=ddp"),
-        ("trainer.gradient_clip_val=-1", "0 or more"),
-        ("scheduler=cosin", "Did you mean cosine"),
-        ("trainer.ema.decay=1", "trainer.ema.decay"),
         ("init_from=nothing.safetensors", "no such file"),
         ("model._target_=nothing.Net", "no module nothing"),
         ("model._target_=3", "by its path"),

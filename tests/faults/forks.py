@@ -41,12 +41,7 @@ class Strike:
     rank: int | None
 
 
-def run_forked(
-    work: Callable[[], int],
-    output: Path,
-    timeout: float,
-    strike: Strike | None = None,
-) -> Ending:
+def run_forked(work: Callable[[], int], output: Path, timeout: float, strike: Strike | None = None) -> Ending:
     """Runs `work` in a child whose output goes to a file, and reaps the child."""
     reader, writer = os.pipe()
     os.environ[ARMED] = str(writer)

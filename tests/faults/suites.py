@@ -115,12 +115,10 @@ def f15(look: Look, rng: random.Random, size: float) -> list[Case]:
 
 
 def f16(look: Look, rng: random.Random, size: float) -> list[Case]:
-    return [
-        Case(name, (Fault(action, "sample", rng.randrange(61)),))
-        for _ in range(round(5 * size) or 1)
-        for name in ("workers", "fp16-workers")
-        for action in WORKER
-    ]
+    names = [name for _ in range(5) for name in ("workers", "fp16-workers")]
+    return some(rng, size, [
+        Case(name, (Fault(action, "sample", rng.randrange(61)),)) for name in names for action in WORKER
+    ])  # fmt: skip
 
 
 def f17(look: Look, rng: random.Random, size: float) -> list[Case]:

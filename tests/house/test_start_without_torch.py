@@ -19,13 +19,11 @@ ROOT = Path(__file__).parents[2]
     ("words", "code"),
     [
         (["--help"], 0),
-        (["--help", "model"], 0),
         (["help", "data"], 0),
         (["data.batch_size=abc"], 2),
         (["model=no_such_model"], 2),
         (["trainer.max_epoch=3"], 2),
         (["no_such_command"], 2),
-        (["resume", "no_such_folder"], 2),
         (["--multirun", "optimizer.lr=interval(0,1)"], 2),
     ],
 )

@@ -34,11 +34,8 @@ def test_the_wheel_holds_every_module_and_every_option(wheel: Path):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "trainrun").rglob("*.py")}
     options = {f"trainrun/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
-    pages = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "trainrun").rglob("*")
-        if path.suffix in (".md", ".png")
-    }
+    others = [path for path in (ROOT / "trainrun").rglob("*") if path.suffix in (".md", ".png")]
+    pages = {str(path.relative_to(ROOT)) for path in others}
     assert names == modules | options | pages | {"trainrun/data/readers/builtin/digits.npz"}
     assert {"trainrun/manual/data.md", "trainrun/manual/pictures/loss.png"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
@@ -50,25 +47,11 @@ def test_an_installed_wheel_works_from_an_unrelated_folder(wheel: Path, tmp_path
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     run(*pip, "--target", str(target), str(wheel), cwd=elsewhere)
     path = str(target)
-    where = run(
-        sys.executable,
-        "-c",
-        "import trainrun.config.argv as c; print(c.conf_dir())",
-        cwd=elsewhere,
-        PYTHONPATH=path,
-    )
+    where = run(sys.executable, "-c", "import trainrun.config.argv as c; print(c.conf_dir())",
+                cwd=elsewhere, PYTHONPATH=path)  # fmt: skip
     assert Path(where.strip()) == target / "trainrun" / "conf"
     assert "fashion_mnist" in run(sys.executable, "-m", "trainrun", "--help", cwd=elsewhere, PYTHONPATH=path)
-    composed = run(
-        sys.executable,
-        "-m",
-        "trainrun",
-        "--cfg",
-        "job",
-        "model=cnn",
-        "optimizer.lr=0.25",
-        cwd=elsewhere,
-        PYTHONPATH=path,
-    )
+    words = ("--cfg", "job", "model=cnn", "optimizer.lr=0.25")
+    composed = run(sys.executable, "-m", "trainrun", *words, cwd=elsewhere, PYTHONPATH=path)
     assert "lr: 0.25" in composed
     assert "trainrun.model.cnn.Cnn" in composed

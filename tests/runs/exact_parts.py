@@ -43,7 +43,8 @@ FOLDER = Path(
     tempfile.gettempdir(), f"exact-parts-{os.getpid()}"
 )  # of steps that are not finite, if there are any
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
-WALL_CLOCK = {"samples_per_second", "tokens_per_second", "step_seconds", "val/seconds", "test/seconds"}
+WALL_CLOCK = {"samples_per_second", "tokens_per_second", "step_seconds", "val/seconds", "test/seconds",
+              "val/day/seconds", "val/night/seconds"}  # fmt: skip
 
 
 class Net(nn.Module):

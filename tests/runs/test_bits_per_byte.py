@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,13 +54,6 @@ def test_of_tokens_and_of_bytes(folder: Path, capsys: pytest.CaptureFixture[str]
         assert f"val/bpb {row['val/bpb']:.5g}" in capsys.readouterr().out
 
 
-def test_a_task_named_without_its_group_has_it_too(folder: Path) -> None:
-    target = "trainrun.task.language_modeling.LanguageModeling"
-    words = [word for word in WORDS if not word.startswith("task=")]
-    row = evaluated(trainrun.train(*words, *TEXT, "task=custom", f"task._target_={target}"))
-    assert row["val/bpb"] == pytest.approx(row["val/loss"] / math.log(2))
-
-
 def test_of_two_texts_with_other_tokens_there_is_none(folder: Path) -> None:
     (folder / "b.txt").write_text("zyx wvu tsr qpo nml kji hgf edc ba " * 60)
     other = [*WORDS, *TEXT, "data.train.val_path=b.txt", "data.val.val_path=b.txt"]
@@ -72,25 +66,11 @@ def test_of_two_texts_with_other_tokens_there_is_none(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("said", "expected"),
-    [
-        ([4.5, None, 4.5], None),
-        ([4.5, 4.5], 4.5),
-        ([4, 4], 4.0),
-        ([4.5, 4.4], None),
-        ([math.inf], None),
-        ([True], None),
-        ([-1.0], None),
-        ([torch.ones(2)], None),
-        ([len], None),
-    ],
-)
+    [([4.5, None, 4.5], None), ([4, 4.0], 4.0), ([4.5, 4.4], None),
+     *(([wrong], None) for wrong in (math.inf, True, -1.0, torch.ones(2), len))],
+)  # fmt: skip
 def test_what_data_say(said: list[object], expected: float | None) -> None:
-    class Source:
-        def __init__(self, one: object) -> None:
-            self.bytes_per_token = one
-
-    assert bytes_per_token([Source(one) for one in said]) == expected
-    assert bytes_per_token([*[Source(one) for one in said], None]) == expected
+    assert bytes_per_token([SimpleNamespace(bytes_per_token=one) for one in said]) == expected
     assert bytes_per_token([object()]) is None
 
 

@@ -40,12 +40,6 @@ def test_a_run_freezes_what_was_built_and_ends_as_it_began(workdir: object):
     assert gc.get_freeze_count() <= AT_START
 
 
-def test_automatic_is_pythons_own(workdir: object):
-    before = gc.get_threshold()[0], gc.get_freeze_count()
-    package.train(*SHORT, f"trainer.max_steps={STEPS}", "trainer.python_gc=automatic")
-    assert set(seen) == {before}
-
-
 def test_a_collector_that_was_off_stays_off(workdir: object):
     gc.disable()
     frozen = gc.get_freeze_count()
@@ -130,7 +124,7 @@ def test_imports_are_not_interrupted_and_the_run_ends_that(workdir: object):
     rest_while_starting()
     assert gc.get_threshold() == STARTING
     package.train(*SHORT, f"trainer.max_steps={STEPS}", "trainer.python_gc=automatic")
-    assert {threshold for threshold, _ in seen} == {usual[0]}
+    assert set(seen) == {(usual[0], 0)}  # Python's own
 
 
 def test_the_same_bits_either_way_and_after_a_resume(workdir: object):
@@ -141,10 +135,3 @@ def test_the_same_bits_either_way_and_after_a_resume(workdir: object):
     weights = [run.load_model("last").layers[1].weight for run in runs]  # type: ignore[operator,index,union-attr]
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
-
-
-def test_another_word_is_refused():
-    with pytest.raises(
-        package.TrainrunError, match=r"trainer\.python_gc=off: must be one of between_steps, automatic"
-    ):
-        package.train("trainer.python_gc=off")

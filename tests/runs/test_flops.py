@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trainrun.monitor.screen_lines import compute_line
 from trainrun.runs.api import train
 from trainrun.summary import at_end, flops
-from trainrun.summary.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work, peak_flops
+from trainrun.summary.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work
 
 
 def test_an_mlp_counts_as_by_hand():
@@ -62,13 +62,8 @@ def test_a_model_that_cannot_be_repeated_gives_no_figure():
     assert measured_work(run) is None
 
 
-def test_the_peak_is_that_of_the_type():
-    assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
-
-
 @pytest.mark.parametrize(
-    ("rate", "largest"),
-    [(1e14, 8192), (1e13, 4096), (2e11, 2048), (1e9, 256), (1e6, 256)],
+    ("rate", "largest"), [(1e14, 8192), (1e13, 4096), (2e11, 2048), (1e9, 256), (1e6, 256)]
 )
 def test_a_product_that_is_only_emulated_is_no_larger_than_it_has_to_be(monkeypatch, rate, largest):
     """An RTX GPU in float64, or a CPU in float16, would take minutes for what others do in milliseconds."""
@@ -124,14 +119,11 @@ def test_the_peak_is_said_with_its_spread_and_compared_with_where_it_is_steady(p
     ("name", "dtype", "peak"),
     [
         ("NVIDIA H200", torch.bfloat16, 989e12),
-        ("NVIDIA H100 80GB HBM3", torch.float16, 989e12),
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, 0),
         ("Tesla T4", torch.bfloat16, 0),
         ("Tesla T4", torch.float16, 65e12),
         ("NVIDIA L4", torch.bfloat16, 121e12),
         ("NVIDIA L40", torch.bfloat16, 0),
-        ("NVIDIA H200", torch.float32, 0),
         ("", torch.bfloat16, 0),
     ],
 )

@@ -11,7 +11,6 @@ import torch
 
 import trainrun as package
 from trainrun.checkpoint.load import read_checkpoint, resolve
-from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 
 QUIET = (
@@ -159,7 +158,3 @@ def test_a_model_without_blocks_is_told_and_auto_says_so(
         package.train("trainer.gradient_checkpointing=full", "trainer.max_steps=1", *QUIET)
     package.train("trainer.gradient_checkpointing=auto", "trainer.max_steps=1", *QUIET)
     assert "trainer.gradient_checkpointing: off, the model has no blocks (auto)" in capsys.readouterr().out
-
-
-def test_the_preset_uses_them() -> None:
-    assert compose_run(["preset=memory-limited"]).config.trainer.gradient_checkpointing == "auto"

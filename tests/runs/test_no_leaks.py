@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,7 @@ import pytest
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import RunDir
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path("/dev/shm")
@@ -94,59 +96,47 @@ def end(processes: list[psutil.Process]) -> None:
         one.kill()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "workers"])
-def test_ctrl_c_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> None:
-    process = start(tmp_path, ENGINES[name])
+@contextmanager
+def in_the_middle_of_an_epoch(
+    folder: Path, words: list[str], least: int = 1
+) -> Iterator[subprocess.Popen[str]]:
+    """The command once it trains, of `least` processes or more; what it leaves behind is the end of the test."""
+    process = start(folder, words)
     running = [psutil.Process(process.pid)]
     try:
-        wait_for((tmp_path / "started").exists, process)
+        wait_for((folder / "started").exists, process)
         running = started_by(process)
-        least = {"workers, cache": 3, "two ranks with workers": 5}.get(name, 1)
         assert len(running) >= least  # else there would be nothing to leak
+        yield process
+        assert left_of(running) == []
+        assert shared_of(running) == set()
+    finally:
+        end(running)
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "workers"])
+def test_ctrl_c(name: str, tmp_path: Path) -> None:
+    least = {"workers, cache": 3, "two ranks with workers": 5}.get(name, 1)
+    with in_the_middle_of_an_epoch(tmp_path, ENGINES[name], least) as process:
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 130, err
         assert "Traceback" not in err
-        assert left_of(running) == []
-        assert shared_of(running) == set()
-    finally:
-        end(running)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["workers", "threads"])
-def test_an_exception_in_the_middle_of_an_epoch(name: str, tmp_path: Path) -> None:
-    process = start(tmp_path, [*ENGINES[name], "data.train.breaks=17"])
-    running = [psutil.Process(process.pid)]
-    try:
-        wait_for((tmp_path / "started").exists, process)
-        running = started_by(process)
+def test_an_exception(name: str, tmp_path: Path) -> None:
+    with in_the_middle_of_an_epoch(tmp_path, [*ENGINES[name], "data.train.breaks=17"]) as process:
         _, err = process.communicate(timeout=300)
         assert process.returncode not in (0, 130)
         assert "sample 17 of Slow cannot be read: KeyError" in err
-        assert left_of(running) == []
-        assert shared_of(running) == set()
-    finally:
-        end(running)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", ["workers, cache", "two ranks with workers"])
 def test_kill_9_of_the_command(name: str, tmp_path: Path) -> None:
-    process = start(tmp_path, ENGINES[name])
-    running = [psutil.Process(process.pid)]
-    try:
-        wait_for((tmp_path / "started").exists, process)
-        running = started_by(process)
+    with in_the_middle_of_an_epoch(tmp_path, ENGINES[name]) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=300)  # whoever is left has the same pipes
-        assert left_of(running) == []
-        assert shared_of(running) == set()
-        with only_writer(RunDir(tmp_path / "run")):  # and the folder is free
-            state = json.loads((tmp_path / "run" / "status.json").read_text())["state"]
-        assert state == (
-            "stopped" if "ranks" in name else "running"
-        )  # ranks save when their launcher is gone
-    finally:
-        end(running)
+    with only_writer(RunDir(tmp_path / "run")):  # and the folder is free
+        state = json.loads((tmp_path / "run" / "status.json").read_text())["state"]
+    assert state == ("stopped" if "ranks" in name else "running")  # ranks save when their launcher is gone

@@ -96,9 +96,7 @@ def status_of(project: Path) -> dict:
 @pytest.mark.parametrize(
     "words",
     [
-        ["model=mine"],
         ["model=mine", "model.depth=3"],
-        ["model._target_=my_net.Net"],
         ["model=my_net.Net", "model.width=24"],
         [
             "model=mine",
@@ -106,11 +104,15 @@ def status_of(project: Path) -> dict:
             "data.val._target_=my_data.Digits",
             "data.val.train=false",
         ],
-        ["model=mine", "task.loss._target_=torch.nn.CrossEntropyLoss", "task.loss.label_smoothing=0.1"],
         ["model=mine", "task.loss._target_=my_task.per_sample", "task.loss._partial_=true"],
         ["model=mine", "loop._target_=my_task.fit"],
-        ["model=mine", "optimizer._target_=torch.optim.RMSprop", "optimizer.lr=1e-3"],
-        ["model=mine", "scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "scheduler.gamma=0.999"],
+        [
+            "model=mine",
+            "optimizer._target_=torch.optim.RMSprop",
+            "optimizer.lr=1e-3",
+            "scheduler._target_=torch.optim.lr_scheduler.ExponentialLR",
+            "scheduler.gamma=0.999",
+        ],
     ],
     ids=" ".join,
 )

@@ -86,9 +86,7 @@ def slowed(run, clock):
         close=lambda: None, due=lambda state: state.step % 2, save=later("checkpoint", lambda *args: None)
     )
     schedule = SimpleNamespace(
-        step=later("optimizer", run.schedule.step),
-        on_validation=lambda metrics: None,
-        end_epoch=lambda: None,
+        step=later("optimizer", run.schedule.step), on_validation=lambda metrics: None, end_epoch=lambda: None
     )
     run.monitors.on_step = later("logging", run.monitors.on_step)
     return dataclasses.replace(

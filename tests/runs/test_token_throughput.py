@@ -56,7 +56,7 @@ class Reviews:
 """
 
 
-@pytest.mark.parametrize("padding", ["longest", "bucket"])
+@pytest.mark.parametrize("padding", ["bucket"])
 def test_beside_samples_where_sequences_are_classified(workdir: Path, padding: str) -> None:
     Path(f"reviews_{padding}.py").write_text(SOURCE)
     words = [f"data.train._target_=reviews_{padding}.Reviews", "data.val=null", "model=lstm", "model.vocab_size=11",
@@ -87,13 +87,6 @@ def test_every_mode_counts_what_is_no_padding(padding: str) -> None:
         pass
     assert tally.take() == sum(lengths)
     assert tally.take() == 0
-
-
-def test_samples_elsewhere(workdir: Path) -> None:
-    assert main(["data=digits", *QUIET]) == 0
-    run = next(Path("run").rglob("metrics.jsonl")).parent
-    train = [row for row in rows_of(run) if row["kind"] == "train"]
-    assert all("samples_per_second" in row and "tokens_per_second" not in row for row in train)
 
 
 def test_another_unit_is_refused() -> None:

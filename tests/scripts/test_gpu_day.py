@@ -17,21 +17,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_day.py"
 
 
-def plan(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "DAY_DEVICE": "cpu",
-        "OUT": str(folder),
-        "OMP_NUM_THREADS": "1",
-    }
+def plan(*words: str, folder: Path, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+    env = {"PYTHONPATH": str(ROOT), "DAY_DEVICE": device, "OUT": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *words],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
+        [sys.executable, str(SCRIPT), *words], cwd=folder, env=os.environ | env, capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -46,15 +37,7 @@ def day(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_words_of_all_cases_compose(tmp_path: Path) -> None:
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = plan("--check", folder=tmp_path, device="cuda")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(" cases with words, 0 faults\n")
 
