@@ -51,7 +51,8 @@ def test_a_cpu_that_cannot_flush_says_so(monkeypatch: pytest.MonkeyPatch):
 
 def state() -> list[object]:
     backends = torch.backends
-    names = [getattr(part, "fp32_precision", None) for part in (backends.mkldnn.matmul, backends.cuda.matmul)]
+    parts = (getattr(backends.mkldnn, "matmul", None), backends.cuda.matmul)  # the former since torch 2.9
+    names = [getattr(part, "fp32_precision", None) for part in parts]
     return [*names, torch.get_float32_matmul_precision(), flushes_denormal(), torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled()]  # fmt: skip
 
@@ -74,7 +75,7 @@ def test_a_failed_run_too(workdir: object):
 
 def test_a_process_that_speaks_the_newer_words_can_train(workdir: object):
     """Torch refuses to read its older setting where the newer one was made."""
-    if not hasattr(torch.backends.mkldnn.matmul, "fp32_precision"):
+    if not hasattr(torch.backends.mkldnn, "matmul"):
         pytest.skip("torch before 2.9")
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     with pytest.raises(RuntimeError):
@@ -113,6 +114,7 @@ def test_determinism_fills_no_memory(workdir: object):
         assert deterministic_memory.fill_uninitialized_memory
 
 
+@pytest.mark.process  # the compiler's, on some versions
 def test_what_torch_advises_in_its_own_words_is_not_shown():
     from torch._inductor import compile_fx
 
