@@ -55,8 +55,6 @@ REASONS = {
     # Torch's compiler
     "torch._dynamo": "names of backends, what was compiled again",
     "torch._inductor": "options of a mode, the C++ compiler; a step that is one graph",
-    "torch._ops": "which operators write, in a step that is one graph",
-    "torch.compiler._is_compiling_flag": "optimizers that do not wait for the device, in a step that is one graph",
     # Documented or in wide use, though private by their place
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils._pytree": "trees of tensors as flat lists",

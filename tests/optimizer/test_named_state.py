@@ -13,7 +13,8 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, NAdam, Optimi
 
 from trainrun.errors import CheckpointError
 from trainrun.optimizer.build_optimizer import start_momentum
-from trainrun.optimizer.named_state import load_named_optimizer_state, named_optimizer_state
+from trainrun.optimizer.load_named_state import load_named_optimizer_state
+from trainrun.optimizer.named_state import named_optimizer_state
 
 
 class Nested(Optimizer):

@@ -22,8 +22,7 @@ from torch.optim.lr_scheduler import (
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.scheduler import curves
-from trainrun.scheduler.build_schedule import Warmup, build_schedule, resolve_warmup
-from trainrun.scheduler.scaling import scaled_lr
+from trainrun.scheduler.build_schedule import build_schedule, resolve_warmup, scaled_lr
 
 
 def new_optimizer() -> Optimizer:
@@ -33,38 +32,40 @@ def new_optimizer() -> Optimizer:
 @pytest.mark.parametrize(
     ("warmup", "total", "per_epoch", "steps"),
     [
-        (Warmup(), None, None, 0),
-        (Warmup(steps=5), None, None, 5),
-        (Warmup(steps=5), 5, None, 5),
-        (Warmup(ratio=0.05), 1000, None, 50),
-        (Warmup(ratio=0.0), 1000, None, 0),
-        (Warmup(ratio=1.0), 33, None, 33),
-        (Warmup(epochs=1.5), 1000, 45, 68),
-        (Warmup(epochs=2), None, 45, 90),
+        ((None, None, None), None, None, 0),
+        ((5, None, None), None, None, 5),
+        ((5, None, None), 5, None, 5),
+        ((None, 0.05, None), 1000, None, 50),
+        ((None, 0.0, None), 1000, None, 0),
+        ((None, 1.0, None), 33, None, 33),
+        ((None, None, 1.5), 1000, 45, 68),
+        ((None, None, 2), None, 45, 90),
     ],
 )
-def test_warmup_in_steps(warmup: Warmup, total: int | None, per_epoch: int | None, steps: int) -> None:
-    assert resolve_warmup(warmup, total, per_epoch) == steps
+def test_warmup_in_steps(
+    warmup: tuple[Any, ...], total: int | None, per_epoch: int | None, steps: int
+) -> None:
+    assert resolve_warmup(*warmup, total, per_epoch) == steps
 
 
 @pytest.mark.parametrize(
     ("warmup", "total", "per_epoch", "message"),
     [
-        (Warmup(steps=-1), 10, None, r"scheduler\.warmup_steps=-1: must be 0 or more"),
-        (Warmup(ratio=1.5), 10, None, r"scheduler\.warmup_ratio=1\.5: must be between 0 and 1"),
-        (Warmup(epochs=-1), 10, 5, r"scheduler\.warmup_epochs=-1: must be 0 or more"),
-        (Warmup(ratio=0.1), None, 5, r"scheduler\.warmup_ratio=0\.1: .* set trainer\.max_steps"),
-        (Warmup(epochs=1), 10, None, r"scheduler\.warmup_epochs=1: .* use scheduler\.warmup_steps"),
-        (Warmup(steps=11), 10, None, r"scheduler\.warmup_steps=11: .* 11 steps is longer than the run of 10"),
-        (Warmup(epochs=3), 10, 5, r"scheduler\.warmup_epochs=3: .* 15 steps is longer than the run of 10"),
-        (Warmup(5, 0.1), 10, None, r"scheduler\.warmup_steps and scheduler\.warmup_ratio: set only one"),
+        ((-1, None, None), 10, None, r"scheduler\.warmup_steps=-1: must be 0 or more"),
+        ((None, 1.5, None), 10, None, r"scheduler\.warmup_ratio=1\.5: must be between 0 and 1"),
+        ((None, None, -1), 10, 5, r"scheduler\.warmup_epochs=-1: must be 0 or more"),
+        ((None, 0.1, None), None, 5, r"scheduler\.warmup_ratio=0\.1: .* set trainer\.max_steps"),
+        ((None, None, 1), 10, None, r"scheduler\.warmup_epochs=1: .* use scheduler\.warmup_steps"),
+        ((11, None, None), 10, None, r"scheduler\.warmup_steps=11: .* 11 steps is longer than the run of 10"),
+        ((None, None, 3), 10, 5, r"scheduler\.warmup_epochs=3: .* 15 steps is longer than the run of 10"),
+        ((5, 0.1, None), 10, None, r"scheduler\.warmup_steps and scheduler\.warmup_ratio: set only one"),
     ],
 )
 def test_wrong_warmups_are_named(
-    warmup: Warmup, total: int | None, per_epoch: int | None, message: str
+    warmup: tuple[Any, ...], total: int | None, per_epoch: int | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve_warmup(warmup, total, per_epoch)
+        resolve_warmup(*warmup, total, per_epoch)
 
 
 def transformers_style(optimizer: Optimizer, num_training_steps: int) -> LRScheduler:

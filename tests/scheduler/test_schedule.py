@@ -173,10 +173,9 @@ def test_a_resume_goes_on_exactly(name: str, at: int) -> None:
 
 
 def test_without_a_scheduler_the_rate_stays() -> None:
-    for target in (None, curves.constant):
-        optimizer = new_optimizer()
-        schedule = build_schedule(optimizer, target, {}, 0, None)
-        assert trace(optimizer, schedule, 3) == [list(BASES)] * 3
+    optimizer = new_optimizer()
+    schedule = build_schedule(optimizer, curves.constant, {}, 0, None)
+    assert trace(optimizer, schedule, 3) == [list(BASES)] * 3
 
 
 def test_a_curve_of_ones_own_may_ask_for_the_length() -> None:

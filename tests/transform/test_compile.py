@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.model.mlp import Mlp
 from trainrun.transform.compile import (
-    CompileOptions,
     broken_library,
     compile_model,
     gpu_compiler_problem,
@@ -26,7 +25,7 @@ def _forget_compiled_code() -> None:
 def two_models(backend: str = "aot_eager") -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = Mlp([6], 3, hidden=[8]).double()
-    return plain, compile_model(copy.deepcopy(plain), CompileOptions(backend=backend))
+    return plain, compile_model(copy.deepcopy(plain), backend=backend)
 
 
 def trained(model: nn.Module, num_steps: int = 3) -> list[Tensor]:
@@ -63,7 +62,7 @@ def test_the_model_is_compiled_in_place_and_its_names_stay(model: nn.Module) -> 
 
     name = f"counted_{type(model).__name__}".lower()
     torch._dynamo.register_backend(counted, name=name)
-    plain, on = model, compile_model(copy.deepcopy(model), CompileOptions(backend=name))
+    plain, on = model, compile_model(copy.deepcopy(model), backend=name)
     x = torch.randn(4, 6, dtype=torch.float64)
     torch.testing.assert_close(on(x), plain(x))
     assert len(calls) == 1  # off is plain: only the marked model was compiled
@@ -97,7 +96,7 @@ def test_states_load_both_ways() -> None:
 )
 def test_wrong_options_are_refused_with_the_right_ones(mode: str | None, backend: str, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
-        compile_model(nn.Linear(2, 2), CompileOptions(mode, backend))
+        compile_model(nn.Linear(2, 2), mode=mode, backend=backend)
 
 
 @pytest.mark.process
@@ -108,7 +107,7 @@ def test_without_a_compiler_the_message_says_the_way_out(monkeypatch: pytest.Mon
     cpp_builder.cpp_compiler_search.cache_clear()
     try:
         with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*trainer\.compile\.scope=off"):
-            compile_model(nn.Linear(2, 2), CompileOptions())
+            compile_model(nn.Linear(2, 2))
     finally:
         cpp_builder.cpp_compiler_search.cache_clear()
 
@@ -127,7 +126,7 @@ def counting(name: str) -> list[torch.fx.GraphModule]:
 
 def test_ragged_batches_are_no_reason_to_compile_again() -> None:
     graphs = counting("counting_sizes")
-    model = compile_model(Mlp([6], 3, hidden=[8]), CompileOptions(backend="counting_sizes"), sizes={4, 7})
+    model = compile_model(Mlp([6], 3, hidden=[8]), {4, 7}, backend="counting_sizes")
     plain = copy.deepcopy(model)
     for rows in (4, 3, 2, 4, 1, 3, 4):
         x = torch.randn(rows, 6)
@@ -165,7 +164,7 @@ class Deep(nn.Module):
 def test_regional_compiles_one_block_for_all_of_its_class() -> None:
     graphs = counting("counting_blocks")
     plain = Deep().double()
-    on = compile_model(copy.deepcopy(plain), CompileOptions(backend="counting_blocks"), {16}, regional=True)
+    on = compile_model(copy.deepcopy(plain), {16}, backend="counting_blocks", regional=True)
     torch.testing.assert_close(trained(on), trained(plain), rtol=1e-9, atol=1e-12)
     assert len(graphs) <= 2  # the first block's input wants no gradient, the others' do
     before = len(graphs)
@@ -176,7 +175,7 @@ def test_regional_compiles_one_block_for_all_of_its_class() -> None:
 
 def test_regional_needs_blocks() -> None:
     with pytest.raises(RuntimeError, match="no repeated block.*scope=model"):
-        compile_model(Mlp([6], 3, hidden=[8]), CompileOptions(backend="eager"), regional=True)
+        compile_model(Mlp([6], 3, hidden=[8]), backend="eager", regional=True)
 
 
 def test_compiled_code_that_is_cut_short_is_removed_and_said(tmp_path: Path) -> None:
@@ -213,7 +212,7 @@ def test_gradients_outlive_the_memory_that_they_came_in() -> None:
     assert summed_up() == [20.0] * 3  # what was there is overwritten
     keep_gradients(layer)
     assert summed_up() == [11.0] * 3
-    compiled = compile_model(copy.deepcopy(layer), CompileOptions(backend="aot_eager"))
+    compiled = compile_model(copy.deepcopy(layer), backend="aot_eager")
     keep_gradients(compiled)
     for _ in range(2):
         compiled(torch.ones(2, 3)).sum().backward()

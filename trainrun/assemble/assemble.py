@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -22,13 +22,12 @@ from trainrun.assemble.data_pipeline import (
     key_of,
     open_split,
 )
-from trainrun.assemble.memory import build_update
 from trainrun.assemble.model_and_transforms import apply_built_in, apply_transforms, build_model
 from trainrun.assemble.optimizer_and_schedule import (
     SCHEDULE_KEYS,
-    build_named,
     build_optimizer_of,
     build_schedule_of,
+    build_update,
     describe_update,
     warmup_steps,
 )
@@ -46,13 +45,11 @@ from trainrun.assemble.step_function import (
     build_accumulate,
     build_counting,
     build_log,
-    build_own_step,
     build_step,
     checked_step,
     seen_step,
 )
 from trainrun.checkpoint.manager import CheckpointManager
-from trainrun.checkpoint.weights import load_initial
 from trainrun.config.saved_values import public
 from trainrun.config.schema import SAME, RunConfig, plain, validation_nodes
 from trainrun.config.units import parse_seconds
@@ -73,10 +70,7 @@ from trainrun.interfaces import (
 )
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.optimizer.ema import Ema
-from trainrun.precision.autocast import (
-    PrecisionOptions,
-    build_precision,
-)
+from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
 from trainrun.runs.run_folder import RunDir
 from trainrun.runtime.collector import Tidy
@@ -125,141 +119,138 @@ class RunContext:
 
 def check_targets(config: RunConfig) -> None:
     """Bind every open node to its target's signature; raise ConfigError with all faults together."""
-    faults: list[str] = []
     data = config.data
-    nodes = {"data.train": data.train, "data.test": data.test, "model": config.model}
+    transforms = {name: getattr(data, name) for name in ("transform", "val_transform", "test_transform")}
+    nodes: dict[str, Any] = {"data.train": data.train, "data.test": data.test, "model": config.model}
     nodes |= {key_of(split): node for split, node in validation_nodes(data).items()}
-    nodes |= {"task": config.task, "data.collate_fn": data.collate_fn, "data.transform": data.transform}
-    ours = {"data.val_transform": data.val_transform, "data.test_transform": data.test_transform}
-    nodes |= {key: node for key, node in ours.items() if node != SAME}
+    nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
+    nodes |= {f"data.{name}": node for name, node in transforms.items() if node != SAME}
     nodes |= {f"data.augment.{name}": node for name, node in data.augment.items()}
-    for key, node in nodes.items():
-        faults += bind_faults(node, key) if node else []
-    several = {f"optimizer.{name}": node for name, node in named_nodes(config.optimizer).items()}
-    for key, node in (several or {"optimizer": config.optimizer or {}}).items():
-        own = {name: value for name, value in node.items() if not several or name != "params"}
+    nodes |= {f"monitor.{name}": node for name, node in config.monitor.listeners.items()}
+    nodes |= {f"hook.{name}": node for name, node in config.hook.items()}
+    faults = [fault for key, node in nodes.items() if node for fault in bind_faults(node, key)]
+    for key, node in _one_or_named("optimizer", config.optimizer):
+        own = {name: value for name, value in node.items() if key == "optimizer" or name != "params"}
         faults += bind_faults(own, key, ["params"])
-    several = {f"scheduler.{name}": node for name, node in named_nodes(config.scheduler).items()}
-    for key, node in (several or {"scheduler": config.scheduler or {}}).items():
+    for key, node in _one_or_named("scheduler", config.scheduler):
         own = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
         faults += bind_faults(own, key, ["optimizer"]) if own.get("_target_") else []
-    for name, node in config.monitor.listeners.items():
-        faults += bind_faults(node, f"monitor.{name}")
     for name, node in config.transform.items():
         faults += bind_faults(node, f"transform.{name}", ["model"])
-    for name, node in config.hook.items():
-        faults += bind_faults(node, f"hook.{name}")
     if faults:
         raise ConfigError(*faults)
 
 
+def _one_or_named(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The node with its key, or each of several by name with its own."""
+    return [(f"{key}.{name}", one) for name, one in named_nodes(node).items()] or [(key, node or {})]
+
+
 def build_components(config: RunConfig, site: RunContext) -> tuple[Components, RunFacts]:
     """Everything of one rank, and the facts for the first lines on the screen."""
-    notes = set_backends(config, site.parallel)
+    parallel, device = site.parallel, site.parallel.device
+    notes = set_backends(config, parallel)
     check_targets(config)
-    config = with_accumulation(config, site.parallel.world_size)
+    config = with_accumulation(config, parallel.world_size)
     sources = build_sources(config)
     facts = facts_of_all(sources, build_transform(config, "train"))
     check_alike(config, sources)
-    report = report_to([monitor.on_note for monitor in site.monitors])
-    tally, copying = TokenCounter(), copying_of(site)
-    task = build_task(config, facts)
-    sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
-    streams = {
-        name: open_split(config, site.parallel, name, source, notes, report, tally, copying, sizes)
-        for name, source in sources.items()
-    }
-    train, test = streams.pop("train"), streams.pop("test")
-    assert train is not None
-    validation = {name: stream for name, stream in streams.items() if stream is not None}
-    val = next(iter(validation.values()), None)
-    notes += filter(None, [applied(config)])
+    task, tally = build_task(config, facts), TokenCounter()
+    streams = open_streams(config, site, sources, task, tally, notes)
+    train, test = streams.pop("train"), streams.pop("test", None)
+    validation = streams
     check_numbers(config, sources)
     check_classes(config, facts, sources)
-    rhythm = build_rhythm(config, train, val is not None)
+    rhythm = build_rhythm(config, train, bool(validation))
     warmup_steps(config, rhythm)
-    model = build_model(config, facts, site.parallel.materialize)
+    model = build_model(config, facts, parallel.materialize)
     if site.init_from is not None:
-        notes.append(load_initial(model, site.init_from, site.parallel))
-    model = apply_transforms(config, model, site.parallel.device, notes)
+        from trainrun.checkpoint.weights import load_initial
+
+        notes.append(load_initial(model, site.init_from, parallel))
+    model = apply_transforms(config, model, device, notes)
     if config.trainer.compile.scope == "auto":
         from trainrun.assemble.compile_scope import with_scope
 
-        weights = sum(p.numel() for p in model.parameters())
-        config = with_scope(config, weights, rhythm.total_steps, site.parallel.device, notes)
-    set_threads(config, model, site.parallel.device, notes)
+        config = with_scope(
+            config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, device, notes
+        )
+    set_threads(config, model, device, notes)
     if isinstance(task, ChecksModel):
         task.check_model(model)
-    apply_built_in(config, model, site.parallel.device, notes)
+    apply_built_in(config, model, device, notes)
     num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
     config = choose_numbers(
-        config, model, task, train, site.parallel, site.chosen, site.measures, num_batches, notes
+        config, model, task, train, parallel, site.chosen, site.measures, num_batches, notes
     )
-    guarded, more = build_precision(
-        precision_options(config), model, site.parallel.device, site.phases, site.parallel
-    )
+    guarded, more = build_precision(precision_options(config), model, device, site.phases, parallel)
     notes += more
-    wrapped = site.parallel.wrap(model)
+    wrapped = parallel.wrap(model)
     optimizer, schedule, precision, optimizers = build_updates(config, site, model, guarded, rhythm, notes)
-    ema = Ema(
-        model, config.trainer.ema.enabled, config.trainer.ema.decay, config.trainer.ema.update_every_n_steps
-    )
-    why_nan = None if val is None else partial(cause_of_nan, ema.module, val)
-    monitors = build_monitors(config, site, schedule, rhythm, task, tally, why_nan)
-    compile_log = build_log(monitors, site.phases)
+    average = config.trainer.ema
+    ema = Ema(model, average.enabled, average.decay, average.update_every_n_steps)
+    monitors = build_monitors(config, site, schedule, rhythm, task, tally, ema.module, validation)
     default_metric = default_monitor(task, list(validation))
     if len(validation) > 1:
         names = ", ".join(validation)
         notes.append(f"validation: {names}; best and early stopping look at {default_metric} by default")
     checkpoints = build_checkpoints(config, site, default_metric, monitors.note)
-    retry, bad_steps = build_rescue(config, site, model, task, precision, monitors.note)
+    trainer = config.trainer
+    retry = OomRetry(
+        trainer.out_of_memory, model, task, parallel, monitors.note, mends=trainer.nan_policy == "skip"
+    )
     triggers = Triggers(
-        RunLimits(config.trainer.max_steps, config.trainer.max_epochs, parse_seconds(config.trainer.max_time)),
+        RunLimits(trainer.max_steps, trainer.max_epochs, parse_seconds(trainer.max_time)),
         rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule.on_validation,
-        site.stop, precision.failure, checkpoints.time_request, bad_steps,
+        site.stop, precision.failure, checkpoints.time_request,
+        build_on_bad(config, site, precision, retry, monitors.note),
     )  # fmt: skip
-    place = Place(config.seed or 0, site.parallel.rank, site.parallel.device)
-    calls = TaskCalls(task, model, place, None if site.parallel.rank else site.run.pictures)
-    counting = build_counting(config, model, task, site.parallel, site.phases)
-    own_step = build_own_step(config)
-    step = build_step(config, own_step, task, calls, site.parallel.device, compile_log)
-    step = seen_step(config, step, site.parallel.device, site.device_times, monitors.note)
+    place = Place(config.seed or 0, parallel.rank, device)
+    calls = TaskCalls(task, model, place, None if parallel.rank else site.run.pictures)
+    counting = build_counting(config, model, task, parallel, site.phases)
+    compile_log = build_log(config, monitors, site.phases)
+    step, own_step = build_step(config, task, calls, device, compile_log)
+    step = seen_step(config, step, device, site.device_times, monitors.note)
+    step = checked_step(step, site.is_new and trainer.check_task, task)
+    hooks = Hooks({f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()})
     run = Components(
-        config, model, wrapped, task, calls, optimizer, schedule, precision, site.parallel, ema, retry,
-        train, validation, test, triggers, checkpoints, monitors, facts, site.phases,
-        checked_step(step, site.is_new and config.trainer.check_task, task),
-        build_accumulate(retry, counting), compile_log, counting, build_hooks(config), tally.planned, optimizers,
-        own_step,
+        config=config, model=model, wrapped=wrapped, task=task, task_calls=calls,
+        optimizer=optimizer, schedule=schedule, precision=precision, parallel=parallel, ema=ema, retry=retry,
+        train=train, validation=validation, test=test, triggers=triggers, checkpoints=checkpoints, monitors=monitors,
+        data_facts=facts, phases=site.phases, step=step, accumulate=build_accumulate(retry, counting),
+        compile_log=compile_log, counting=counting, hooks=hooks, positions=tally.planned, optimizers=optimizers,
+        own_step=own_step,
     )  # fmt: skip
     return run, run_facts(run, site, rhythm, notes)
 
 
-def cause_of_nan(model: nn.Module, validation: Batches) -> str:
-    from trainrun.training.recovery.nonfinite import likely_cause
-
-    return likely_cause(model, validation)
-
-
-def build_hooks(config: RunConfig) -> Hooks:
-    return Hooks({f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()})
+def open_streams(
+    config: RunConfig, site: RunContext, sources: dict[str, Any], task: Any, tally: TokenCounter, notes: list[str]
+) -> dict[str, Batches]:  # fmt: skip
+    """The batches of every split that has data."""
+    report = report_to([monitor.on_note for monitor in site.monitors])
+    copying = copying_of(site)
+    sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
+    streams = {
+        name: open_split(config, site.parallel, name, source, notes, report, tally, copying, sizes)
+        for name, source in sources.items()
+    }
+    notes += filter(None, [applied(config)])
+    return {name: stream for name, stream in streams.items() if stream is not None}
 
 
 def build_updates(
-    config: RunConfig,
-    site: RunContext,
-    model: nn.Module,
-    guarded: Update,
-    rhythm: Intervals,
-    notes: list[str],
-) -> tuple[Optimizer, Schedule | JoinedSchedules, Precision, dict[str, NamedOptimizer]]:
+    config: RunConfig, site: RunContext, model: nn.Module, guarded: Update, rhythm: Intervals, notes: list[str]
+) -> tuple[Optimizer, Schedule | JoinedSchedules, Precision, dict[str, NamedOptimizer]]:  # fmt: skip
     """The optimizer with its schedule and guarded update; of several by name all together, and each."""
-    named = build_named(
-        config, model, rhythm, notes,
-        lambda params: build_precision(precision_options(config), params, site.parallel.device, site.phases)[0],
-    )  # fmt: skip
-    if named:
+    if named_nodes(config.optimizer):
+        from trainrun.assemble.several_optimizers import build_named
         from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
 
+        named = build_named(
+            config, model, rhythm, notes,
+            lambda params: build_precision(precision_options(config), params, site.parallel.device, site.phases)[0],
+        )  # fmt: skip
         return JoinedOptimizers(named), JoinedSchedules(named), JoinedPrecision(named, guarded), named
     optimizer, precision = build_update(
         config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)
@@ -278,14 +269,18 @@ def copying_of(site: RunContext) -> Copying | None:
 
 def build_monitors(
     config: RunConfig, site: RunContext, schedule: Schedule | JoinedSchedules, rhythm: Intervals, task: Any,
-    tally: TokenCounter,
-    why_nan: Callable[[], str] | None,
+    tally: TokenCounter, validated: nn.Module, validation: dict[str, Batches],
 ) -> MetricLogger:  # fmt: skip
+    def why_nan() -> str:
+        from trainrun.training.recovery.nonfinite import likely_cause
+
+        return likely_cause(validated, next(iter(validation.values())))
+
     between = config.trainer.python_gc == "between_steps"
     return MetricLogger(
         site.parallel, site.monitors, lambda: schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
         rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), Tidy() if between else None, tally,
-        site.phases, task, why_nan,
+        site.phases, task, why_nan if validation else None,
     )  # fmt: skip
 
 
@@ -299,29 +294,21 @@ def build_checkpoints(
     )  # fmt: skip
 
 
-def build_rescue(
-    config: RunConfig,
-    site: RunContext,
-    model: nn.Module,
-    task: Any,
-    precision: Precision,
-    note: Callable[[str], None],
-) -> tuple[OomRetry, Callable[[TrainState, str], None]]:
-    """What is done about a window that ran out of memory, and about one that was not finite."""
-    trainer = config.trainer
-    mends = trainer.nan_policy == "skip"
-    retry = OomRetry(trainer.out_of_memory, model, task, site.parallel, note, mends)
+def build_on_bad(
+    config: RunConfig, site: RunContext, precision: Precision, retry: OomRetry, note: Callable[[str], None]
+) -> Callable[[TrainState, str], None]:
+    """What is done about a step that was not finite."""
 
     @cache
     def bad_steps() -> BadSteps:
         from trainrun.training.recovery.nonfinite import BadSteps
 
-        place = site.run.nonfinite
+        trainer, folder = config.trainer, site.run.nonfinite
         return BadSteps(
-            trainer.nan_policy, trainer.max_rollbacks, place, site.parallel, precision, retry, note
+            trainer.nan_policy, trainer.max_rollbacks, folder, site.parallel, precision, retry, note
         )
 
-    return retry, lambda state, failure: bad_steps()(state, failure)
+    return lambda state, failure: bad_steps()(state, failure)
 
 
 def build_task(config: RunConfig, facts: DataFacts) -> Any:
@@ -355,9 +342,8 @@ def precision_options(config: RunConfig) -> PrecisionOptions:
     )  # fmt: skip
 
 
-def num_validated(run: Components) -> int | None:
-    """Samples of all validation sets; None without one, or if a set cannot say."""
-    numbers = [stream.num_samples for stream in run.validation.values()]
+def total(numbers: Sequence[int | None]) -> int | None:
+    """Their sum; None without any, or if one is not known."""
     known = [number for number in numbers if number is not None]
     return sum(known) if numbers and len(known) == len(numbers) else None
 
@@ -372,7 +358,7 @@ def run_facts(run: Components, site: RunContext, rhythm: Intervals, notes: list[
         batch_size=config.data.batch_size,
         accumulate=rhythm.accumulate,
         num_train=run.train.num_samples,
-        num_val=num_validated(run),
+        num_val=total([stream.num_samples for stream in run.validation.values()]),
         steps_per_epoch=rhythm.steps_per_epoch,
         total_steps=rhythm.total_steps,
         total_epochs=config.trainer.max_epochs,

@@ -1,15 +1,13 @@
 """`trainer.compile.scope=auto`: compiled only where that is paid back before the run ends.
 
-A rule with measured constants, and not a clock: compiled code rounds differently, so a run that is
-resumed must choose as it did before. Nor would a trial be cheap: what compiling gains is known only once it is paid
-for, 6.5 s of a core where a step takes 0.2 ms, and during the training, in another process, it takes that core from it.
-A trial that costs 5 % of what is left at most would come in runs of more than 130 s only, where this rule says yes
-from 65,000 steps (13 s) on. What it cost in the end is in `status.json` (`compile_seconds`, `recompiles`).
+A rule with measured constants, and not a
+clock: compiled code rounds differently, so a run that is resumed must choose as it did before; and what compiling gains
+is known only once it is paid for. What it cost in the end is in `status.json` (`compile_seconds`, `recompiles`).
 """
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import torch
 
@@ -18,14 +16,12 @@ from trainrun.config.schema import RunConfig
 from trainrun.transform.compile import gpu_compiler_problem
 
 # A tiny step on one core: digits MLP of 9,610 weights, batch 32, Xeon with AVX-512, torch 2.13.
-CPU_SAVED_SECONDS = 1e-4
-CPU_COMPILE_SECONDS = 6.5
+CPU_SAVED_SECONDS, CPU_COMPILE_SECONDS = 1e-4, 6.5
 # Above it kernels and not Python take the time: on a CPU 0.7x to 1.0x in float32. A small GPT in bf16 gains (1.27x),
 # but nothing here tells it from those that lose; `trainer.compile=model` is for users who have measured it.
 SMALL_STEP_FLOP = 1e8
 # A GPU was not measured: the published gain of 1.2x at a step of 50 ms, against a minute of compiling.
-GPU_SAVED_SECONDS = 8e-3
-GPU_COMPILE_SECONDS = 60.0
+GPU_SAVED_SECONDS, GPU_COMPILE_SECONDS = 8e-3, 60.0
 GPU_LEAST_WEIGHTS = 1_000_000  # a step of fewer does not take as long as that
 
 
@@ -33,39 +29,38 @@ def chosen_scope(
     config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, problem: str = ""
 ) -> tuple[str, str]:
     """The scope for this run, and a line that says why. problem: what the compiler lacks here."""
+
+    def off(why: str) -> tuple[str, str]:
+        return "off", f"compile: off (auto), {why}"
+
     if total_steps is None:
-        return "off", "compile: off (auto), the number of steps is not known; give trainer.max_steps"
+        return off("the number of steps is not known; give trainer.max_steps")
     if device.type == "cuda" and num_weights < GPU_LEAST_WEIGHTS:
-        return "off", "compile: off (auto), a small network on a GPU; there trainer.cuda_graphs=true may pay"
+        return off("a small network on a GPU; there trainer.cuda_graphs=true may pay")
     if device.type == "cuda":
         scope, saved, cost = "model", GPU_SAVED_SECONDS, GPU_COMPILE_SECONDS
     else:
-        flop = 6 * num_weights * config.data.batch_size
-        if device.type != "cpu" or flop > SMALL_STEP_FLOP:
-            return "off", f"compile: off (auto), on the device {device.type} it pays for tiny steps only"
+        if device.type != "cpu" or 6 * num_weights * config.data.batch_size > SMALL_STEP_FLOP:
+            return off(f"on the device {device.type} it pays for tiny steps only")
         if obstacle := next(step_obstacles(config), None):
-            return "off", f"compile: off (auto), a step of one graph does not go with {obstacle[0]}"
+            return off(f"a step of one graph does not go with {obstacle[0]}")
         scope, saved, cost = "step", CPU_SAVED_SECONDS, CPU_COMPILE_SECONDS
     gain = total_steps * saved
-    pays = gain > cost
-    sign = ">" if pays else "<="
-    if pays and problem:
-        return "off", f"compile: off (auto), it would pay, but torch.compile on a GPU {problem}"
-    return scope if pays else "off", (
-        f"compile: {scope if pays else 'off'} (auto), {total_steps:,} steps x {1e3 * saved:g} ms = {gain:.1f} s saved "
-        f"{sign} {cost:g} s of compiling"
-    )
+    sum_of_it = f"{total_steps:,} steps x {1e3 * saved:g} ms = {gain:.1f} s saved"
+    if gain <= cost:
+        return off(f"{sum_of_it} <= {cost:g} s of compiling")
+    if problem:
+        return off(f"it would pay, but torch.compile on a GPU {problem}")
+    return scope, f"compile: {scope} (auto), {sum_of_it} > {cost:g} s of compiling"
 
 
 def with_scope(
     config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, notes: list[str]
 ) -> RunConfig:
-    """The config with `auto` decided; any other as it is."""
-    if config.trainer.compile.scope != "auto":
-        return config
+    """The config with `auto` decided."""
     found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     problem = gpu_compiler_problem(found) if found and config.trainer.compile.backend == "inductor" else ""
     scope, note = chosen_scope(config, num_weights, total_steps, device, problem)
     notes.append(note)
-    compile_config = dataclasses.replace(config.trainer.compile, scope=scope)
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, compile=compile_config))
+    trainer = replace(config.trainer, compile=replace(config.trainer.compile, scope=scope))
+    return replace(config, trainer=trainer)

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of one rank, from their nodes."""
+"""The optimizer, what guards or moves its update, and the schedule, from their nodes."""
 
 from __future__ import annotations
 
@@ -8,45 +8,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainrun.config.schema import RunConfig
-from trainrun.errors import ConfigError
 from trainrun.formatting import counted
 from trainrun.instantiate import CHECK, locate, named_nodes
+from trainrun.interfaces import Precision
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.patterns import matching
-from trainrun.precision.update import Update
-from trainrun.scheduler.build_schedule import Warmup, build_schedule, resolve_warmup
-from trainrun.scheduler.scaling import scaled_lr
+from trainrun.scheduler.build_schedule import build_schedule, resolve_warmup, scaled_lr
 from trainrun.scheduler.schedule import Schedule
 from trainrun.training.triggers import Intervals
 
 if TYPE_CHECKING:
-    from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
+    from trainrun.training.named_optimizers import JoinedSchedules
 
 CONSTANT = {"_target_": "trainrun.scheduler.curves.constant"}
-SCHEDULE_KEYS = (
-    "warmup_steps",
-    "warmup_ratio",
-    "warmup_epochs",
-    "lr_scaling",
-    "base_batch_size",
-    "metric",
-    "interval",
-)
+WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
+SCHEDULE_KEYS = (*WARMUPS, "lr_scaling", "base_batch_size", "metric", "interval")
 
 
-def build_optimizer_of(
-    config: RunConfig, model: nn.Module, world_size: int, notes: list[str]
-) -> torch.optim.Optimizer:
-    return _built(config, config.optimizer, config.scheduler or {}, "optimizer", model, world_size, notes)
+def build_optimizer_of(config: RunConfig, model: nn.Module, world_size: int, notes: list[str]) -> Optimizer:
+    return optimizer_of_node(
+        config, config.optimizer, config.scheduler or {}, "optimizer", model, world_size, notes
+    )
 
 
-def _built(
+def optimizer_of_node(
     config: RunConfig, node: Any, scheduler: Any, key: str, model: nn.Module, world_size: int, notes: list[str],
     params: list[nn.Parameter] | None = None,
-) -> torch.optim.Optimizer:  # fmt: skip
-    node = {name: copy.copy(value) for name, value in node.items() if name != "params"}
+) -> Optimizer:  # fmt: skip
+    """params: of one of several; None are those of the model."""
+    node = {name: copy.copy(value) for name, value in node.items() if name not in ("params", CHECK)}
     rule = scheduler.get("lr_scaling", "none")
     if "lr" in node and rule != "none":
         batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
@@ -55,89 +47,50 @@ def _built(
         notes.append(note)
         if node.get("adamw_lr") is not None:  # the other half of Muon
             node["adamw_lr"], _ = scaled_lr(node["adamw_lr"], rule, batch, base)
-    node.pop(CHECK, None)
     factory = locate(node.pop("_target_"), key)
     optimizer, note = build_optimizer(factory, node, model, params, closures=bool(config.step))
     notes.append(note.replace("optimizer:", f"{key}:", 1))
     return optimizer
 
 
-def build_named(
-    config: RunConfig,
-    model: nn.Module,
-    rhythm: Intervals,
-    notes: list[str],
-    guard: Callable[[nn.Module], Update],
-) -> dict[str, NamedOptimizer]:
-    """Several optimizers by name; empty if there is one without. guard: the guarded update of some parameters.
+def build_update(
+    config: RunConfig, model: nn.Module, precision: Precision, build: Callable[[], Optimizer]
+) -> tuple[Optimizer, Precision]:
+    """The optimizer, and the precision that calls it: on copies of the weights, in the backward, or as usual."""
+    master = torch.float32 if config.precision.master_weights else None
+    host = torch.device("cpu") if config.trainer.cpu_offload == "optimizer" else None
+    if master is not None or host is not None:
+        from trainrun.precision.master_weights import Shadow
 
-    Raises ConfigError for parameters that none of them has, or two.
-    """
-    nodes = named_nodes(config.optimizer)
-    known = dict(model.named_parameters())
-    faults, owners, built = [], dict[str, str](), {}
-    for name, node in nodes.items():
-        try:
-            names = matching(known, node["params"], f"optimizer.{name}.params")
-        except ValueError as error:
-            faults.append(str(error))
-            continue
-        if twice := [one for one in names if one in owners]:
-            faults.append(f"optimizer.{name}.params: {twice[0]} is in optimizer.{owners[twice[0]]} already")
-        owners |= dict.fromkeys(names, name)
-    left = [name for name, param in known.items() if param.requires_grad and name not in owners]
-    if nodes and left and not faults:
-        faults.append(
-            f"optimizer.{next(iter(nodes))}.params: {counted(len(left), 'parameter')} of the model would never be "
-            f"updated ({left[0]}); name them in one of the optimizers, or freeze them"
-        )
-    if faults:
-        raise ConfigError(*faults)
-    if nodes:
-        from trainrun.training.named_optimizers import NamedOptimizer
-    for name, node in nodes.items():
-        params = [param for one, param in known.items() if owners[one] == name]
-        scheduler = schedule_node(config, name)
-        optimizer = _built(config, node, scheduler, f"optimizer.{name}", model, 1, notes, params)
-        schedule = _schedule(config, optimizer, scheduler, rhythm)
-        built[name] = NamedOptimizer(optimizer, guard(nn.ParameterList(params)), schedule)
-    return built
+        shadow = Shadow(precision, model, master, host)
+        return shadow.built(build), shadow
+    optimizer = build()
+    if config.trainer.optimizer_in_backward:
+        from trainrun.precision.in_backward import InBackward
 
-
-def schedule_node(config: RunConfig, name: str) -> dict[str, Any]:
-    """The schedule of a named optimizer: its own, else the one for all, else a constant rate."""
-    node = dict(config.scheduler or {})
-    own = named_nodes(node)
-    return dict(own.get(name, CONSTANT)) if own else node or CONSTANT
+        return optimizer, InBackward(precision, optimizer, model)
+    return optimizer, precision
 
 
 def warmup_steps(config: RunConfig, rhythm: Intervals, node: Any = None) -> int:
     """Raises ConfigError if it does not fit the length of the run, for which no model is needed."""
     node = node or config.scheduler or {}
-    steps, ratio, epochs = (node.get(f"warmup_{unit}") for unit in ("steps", "ratio", "epochs"))
-    return resolve_warmup(Warmup(steps or 0, ratio, epochs), rhythm.total_steps, rhythm.steps_per_epoch)
+    steps, ratio, epochs = (node.get(name) for name in WARMUPS)
+    return resolve_warmup(steps, ratio, epochs, rhythm.total_steps, rhythm.steps_per_epoch)
 
 
-def build_schedule_of(config: RunConfig, optimizer: torch.optim.Optimizer, rhythm: Intervals) -> Schedule:
-    return _schedule(config, optimizer, dict(config.scheduler or CONSTANT), rhythm)
+def build_schedule_of(config: RunConfig, optimizer: Optimizer, rhythm: Intervals) -> Schedule:
+    return schedule_of_node(config, optimizer, config.scheduler or CONSTANT, rhythm)
 
 
-def _schedule(config: RunConfig, optimizer: torch.optim.Optimizer, node: Any, rhythm: Intervals) -> Schedule:
+def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm: Intervals) -> Schedule:
     steps = warmup_steps(config, rhythm, node)
-    node = dict(node)
-    own = {name: node.pop(name, None) for name in SCHEDULE_KEYS}
-    node.pop(CHECK, None)
-    target = locate(node.pop("_target_"), "scheduler")
+    left_out = (*SCHEDULE_KEYS, CHECK, "_target_")
+    keywords = {name: value for name, value in node.items() if name not in left_out}
     return build_schedule(
-        optimizer,
-        target,
-        node,
-        steps,
-        rhythm.total_steps,
-        own["metric"],
-        rhythm.steps_per_epoch,
-        own["interval"] == "epoch",
-    )
+        optimizer, locate(node["_target_"], "scheduler"), keywords, steps, rhythm.total_steps, node.get("metric"),
+        rhythm.steps_per_epoch, node.get("interval") == "epoch",
+    )  # fmt: skip
 
 
 def describe_update(config: RunConfig, schedule: Schedule | JoinedSchedules) -> str:

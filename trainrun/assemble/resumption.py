@@ -1,4 +1,4 @@
-"""The state that a run begins with: a fresh one, or that of a checkpoint, with what is said about it."""
+"""The state of a checkpoint that a run begins with, and what is said about it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,14 @@ from typing import Any
 
 from trainrun.assemble.run_plan import DATA
 from trainrun.checkpoint.load import Loaded, resolve
-from trainrun.checkpoint.manifest import committed_steps
 from trainrun.config.schema import RunConfig
 from trainrun.errors import CheckpointError
 from trainrun.formatting import counted
 from trainrun.runs.run_folder import RunDir, note_saved, says_saved
 from trainrun.training.components import Components
-from trainrun.training.state import SAVE_NOW, RollBack, TrainState
+from trainrun.training.state import TrainState
 
 TAIL_BYTES = 1 << 16
-
-
-def first_state(
-    run: Components, run_dir: RunDir, config: RunConfig, resume: bool, back: RollBack | None
-) -> TrainState:
-    """A fresh state, or the one of the checkpoint to go on from."""
-    state = loaded_state(run, run_dir, config, resume)
-    if back is not None:
-        back.apply(state)
-    elif config.trainer.nan_policy == "rollback" and state.saved_step != state.step:
-        state.save_request = SAVE_NOW  # so that there is a checkpoint from the first step on
-    return state
 
 
 def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bool) -> TrainState:
@@ -54,12 +41,6 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
     else:  # a new run has none of the other run's checkpoints, and no best of its own yet
         state.saved_step, state.best_step, state.best_metric = -1, -1, None
     return state
-
-
-def note_commit(run_dir: RunDir) -> None:
-    """Has RUN.json say that there are checkpoints, once there are."""
-    if committed_steps(run_dir.checkpoints):
-        note_saved(run_dir)
 
 
 def begin_anew(run_dir: RunDir, rank: int) -> None:

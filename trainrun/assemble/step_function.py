@@ -1,8 +1,7 @@
-"""What makes a step: `train_step`, or the same in one graph; and what compiling costs."""
+"""What makes a step: `train_step`, the same in one graph, or the user's own; and what compiling costs."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,13 +10,10 @@ import torch
 from torch import nn
 
 from trainrun.config.schema import RunConfig
-from trainrun.errors import ConfigError, PluginError
-from trainrun.instantiate import bind_faults, build, locate
+from trainrun.errors import ConfigError
 from trainrun.interfaces import Counting, Parallel, counts_before
 from trainrun.monitor.metric_logger import MetricLogger
-from trainrun.runtime.collector import freeze_more
 from trainrun.timing.phases import COMPILE, PhaseTimer
-from trainrun.training.checks.user_state import check_halves
 from trainrun.training.components import Accumulate, Step
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import TaskCalls
@@ -27,14 +23,18 @@ from trainrun.training.train_step import (
     accumulate_with_retry,
     train_step,
 )
-from trainrun.transform.compile_log import CompileLog
 
 if TYPE_CHECKING:
     from trainrun.timing.cuda_events import DeviceTimes
+    from trainrun.transform.compile_log import CompileLog
 
 
-def build_log(monitors: MetricLogger, phases: PhaseTimer) -> CompileLog:
-    """Compiling is booked on its own account, and is no training time in the rows."""
+def build_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTimer) -> CompileLog | None:
+    """Compiling and recording are booked on their own account, and are no training time in the rows."""
+    if config.trainer.compile.scope == "off" and not config.trainer.cuda_graphs:
+        return None
+    from trainrun.runtime.collector import freeze_more
+    from trainrun.transform.compile_log import CompileLog
 
     @contextmanager
     def booked() -> Iterator[None]:
@@ -73,39 +73,20 @@ def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
 
 
 def build_step(
-    config: RunConfig, own_step: Any, task: Any, calls: TaskCalls, device: torch.device, log: CompileLog
-) -> Step:
-    """own_step: the user's own, or None."""
-    if own_step:
-        from trainrun.training.own_step import OwnStep
+    config: RunConfig, task: Any, calls: TaskCalls, device: torch.device, log: CompileLog | None
+) -> tuple[Step, Any]:
+    """What makes a step; and the object of the user's that does, None without one."""
+    if config.step:
+        from trainrun.training.own_step import OwnStep, build_own_step
 
-        return OwnStep(own_step)
+        own = build_own_step(config.step)
+        return OwnStep(own), own
     if config.trainer.compile.scope != "step" and not config.trainer.cuda_graphs:
-        return train_step
+        return train_step, None
     from trainrun.step.whole import build_whole_step
 
-    return build_whole_step(config, accumulate_gradients, task, calls.informed, device, log)
-
-
-def build_own_step(config: RunConfig) -> Any:
-    """A function, or an object of a class, that the config names in place of `train_step`; None if it names none."""
-    node = config.step
-    if not node:
-        return None
-    target = locate(node["_target_"], "step")
-    if faults := bind_faults(node, "step", [] if inspect.isclass(target) else ["run", "micro_batches"]):
-        raise ConfigError(*faults)
-    if inspect.isclass(target):
-        own = build(node, "step")
-    else:
-        own = build(node | {"_partial_": True}, "step") if len(node) > 1 else target
-    if not callable(own):
-        raise PluginError(
-            f"step._target_={node['_target_']}: must be a function (run, micro_batches) -> StepReport, or a class "
-            "whose objects are called so"
-        )
-    check_halves(own, "step")
-    return own
+    assert log is not None
+    return build_whole_step(config, accumulate_gradients, task, calls.informed, device, log), None
 
 
 def checked_step(step: Step, wanted: bool, task: Any) -> Step:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Generator, Sequence
 from functools import partial
 from time import perf_counter, process_time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,8 +36,10 @@ from trainrun.data.engines.choice import usable_cores
 from trainrun.formatting import duration, quantity
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.seeding import kept_random_state
-from trainrun.timing.paired import Comparison, Rules, Turn, compare
 from trainrun.training.components import Components
+
+if TYPE_CHECKING:
+    from trainrun.timing.paired import Comparison, Turn
 
 ENGINES = TrialBudget(2.5, 0.04)
 LOOKS = 4  # batches of the first look
@@ -134,6 +136,8 @@ def _timed(run: Components, stream: AutoStream, options: list[Option], clock: Cl
         slow = f"a batch takes {duration(alone.load + alone.step)}, too long to compare engines in {duration(limit)}"
         short = f"a short run, about {duration(whole)}"
         return rule.name, f"not measured: {slow if limit == ENGINES.seconds else short}"
+    from trainrun.timing.paired import Rules, compare
+
     rules = Rules(NEGLIGIBLE, left, first_rounds=2, least_pairs=4, most_pairs=8)
     found = compare(usual, turns, rules, clock_of_all(run, clock))
     if not any(found.pairs.values()) and not found.failed:

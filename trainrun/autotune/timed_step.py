@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,9 +21,11 @@ from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.rng_in_dataset import own_generator
 from trainrun.interfaces import Batches, Parallel
-from trainrun.timing.paired import Rules, Turn, compare
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.without_trace import copy_obstacle, stand_ins
+
+if TYPE_CHECKING:
+    from trainrun.timing.paired import Turn
 
 FEW_BATCHES = 500  # a shorter run is not worth the first looks, which take about 25 steps
 ROUNDS = 3  # of turns, or there is no time to measure
@@ -104,6 +106,8 @@ def fastest(
         return None
     base = usual if usual in fitting else fitting[0]
     others = {name: shared[name] for name in fitting if name != base}
+    from trainrun.timing.paired import Rules, compare
+
     rules = Rules(smallest, limit, 1, ROUNDS, ROUNDS, MOST_ROUNDS)
     found = compare(shared[base], others, rules, lambda: max(gather(step.clock() - began)))
     name = found.best(smallest, SURE) or base

@@ -64,7 +64,7 @@ def measured(wish: Namespace, typed: list[str], budget: float) -> Results:
     from trainrun.benchmark.run_overrides import progress_line
     from trainrun.benchmark.search.search import Search
     from trainrun.benchmark.worker_process import WorkerPool
-    from trainrun.parallel.launch import num_cores
+    from trainrun.parallel.devices import num_cores
 
     with WorkerPool() as pool, progress_line() as progress:
         return Search(pool.start, typed, Budget(budget), num_cores(), progress, wish.allow).run()
@@ -77,7 +77,7 @@ def measured_table(typed: list[str], budget: float) -> TechniqueTable:
     from trainrun.benchmark.search.search import Search
     from trainrun.benchmark.search.technique_table import measure_table
     from trainrun.benchmark.worker_process import WorkerPool
-    from trainrun.parallel.launch import num_cores
+    from trainrun.parallel.devices import num_cores
 
     with WorkerPool() as pool, progress_line() as progress:
         return measure_table(

@@ -18,7 +18,6 @@ from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 from trainrun.errors import OF_ARGUMENTS, PluginError, is_of_torch, named
 from trainrun.optimizer.fused_adam import plain_step
-from trainrun.optimizer.muon import Muon, shares
 
 WRONG = "the fused update computes wrong values"
 
@@ -69,7 +68,11 @@ def build_optimizer(
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = kernel_of(optimizer, wish, fault)
     note = f"optimizer: {name}, {kernel} ({devices}): {reason}"
-    return optimizer, f"{note}; {shares(optimizer.param_groups)}" if isinstance(optimizer, Muon) else note
+    if type(optimizer).__module__ == "trainrun.optimizer.muon":
+        from trainrun.optimizer.muon import shares
+
+        note += f"; {shares(optimizer.param_groups)}"
+    return optimizer, note
 
 
 def kernel_of(optimizer: Optimizer, wish: dict[str, Any], fault: str) -> tuple[str, str]:

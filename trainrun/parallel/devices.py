@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.errors import ConfigError
-from trainrun.parallel.launch import num_cores
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,13 @@ def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None 
         return num_gpus, f"one for each of {num_gpus} GPU(s)"
     cores = num_cores()
     return min(2, cores), f"on a CPU ({cores} core(s)) two ranks, at most one for each core"
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def count_gpus() -> int:

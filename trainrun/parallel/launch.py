@@ -23,6 +23,7 @@ from typing import BinaryIO
 
 from trainrun.errors import EXIT_DONE, EXIT_USAGE
 from trainrun.output import say
+from trainrun.parallel.devices import num_cores
 from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, never_ended, signal_name
 from trainrun.parallel.rank_place import listening_file
 from trainrun.runs.lock import passed_on
@@ -172,13 +173,6 @@ def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: 
     if Path("/sys/class/net/lo").exists():  # the sockets between our ranks are nobody else's business
         own["GLOO_SOCKET_IFNAME"] = env.get("GLOO_SOCKET_IFNAME") or "lo"
     return own
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str, str]) -> Rank:

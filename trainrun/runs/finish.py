@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from trainrun.assemble.monitors import Listeners
-from trainrun.assemble.resumption import note_commit
+from trainrun.checkpoint.manifest import committed_steps
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
 from trainrun.interfaces import RunFacts
-from trainrun.runs.run_folder import RunDir, check_there
+from trainrun.runs.run_folder import RunDir, check_there, note_saved
 from trainrun.runs.status import write_status
 from trainrun.satellites import satellite
 from trainrun.timing.phases import CHECKPOINT, MEASURING, PLOTS, RUNNER, Session
@@ -53,13 +53,14 @@ def finish(
     return code
 
 
+def note_commit(run_dir: RunDir) -> None:
+    """Have RUN.json say that there are checkpoints, once there are."""
+    if committed_steps(run_dir.checkpoints):
+        note_saved(run_dir)
+
+
 def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
     """How the training ended, as it stands in the last row, in `status.json` and on the screen."""
-    found = None
-    if run.config.monitor.sync_debug:
-        from trainrun.training.checks.sync_debug import Watched
-
-        found = run.step.found if isinstance(run.step, Watched) else None
     return {
         "reason": state.stop_reason,
         "monitor": run.triggers.best.metric,
@@ -72,9 +73,18 @@ def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str,
         **run.monitors.speeds(state.items * run.parallel.world_size / max(state.seconds, 1e-9)),
         "skipped_steps": state.skipped_steps,
         "num_parameters": facts.num_parameters,
-        **({"hidden_syncs": dict(found.most_common())} if found is not None else {}),
-        **run.compile_log.summary(),
+        **hidden_syncs(run),
+        **({} if run.compile_log is None else run.compile_log.summary()),
         "metrics": {
             name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")
         },
     }
+
+
+def hidden_syncs(run: Components) -> dict[str, Any]:
+    """What made the host wait, where `monitor.sync_debug` looked for it."""
+    if not run.config.monitor.sync_debug:
+        return {}
+    from trainrun.training.checks.sync_debug import Watched
+
+    return {"hidden_syncs": dict(run.step.found.most_common())} if isinstance(run.step, Watched) else {}

@@ -19,7 +19,6 @@ import torch
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
-from trainrun.assemble.resumption import first_state, note_commit
 from trainrun.assemble.start_choices import Chosen, choose_engine, chosen_before
 from trainrun.checkpoint.manifest import committed_steps
 from trainrun.config.compose import load_config
@@ -35,9 +34,8 @@ from trainrun.interfaces import Parallel
 from trainrun.output import complain
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.external import external_ranks
-from trainrun.parallel.rank_place import LostContact, report_failure
 from trainrun.parallel.single import Single
-from trainrun.runs.finish import finish
+from trainrun.runs.finish import finish, note_commit
 from trainrun.runs.lock import take_over
 from trainrun.runs.run_folder import RunDir, check_there, read_identity, read_json, write_identity
 from trainrun.runs.status import end_process, leave_now
@@ -52,8 +50,7 @@ from trainrun.training import loop
 from trainrun.training.checks.sanity_validation import check_monitors
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import ONE_SAMPLE, no_memory
-from trainrun.training.state import RollBack, TrainState
-from trainrun.transform.compile import broken_library
+from trainrun.training.state import SAVE_NOW, RollBack, TrainState
 
 # of a loss with another shape than its gradient
 OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]")
@@ -120,7 +117,7 @@ def train_once(
         )
         run, facts = build_components(config, site)
         closing.push(lambda kind, error, trace: end_save(run, kind))
-        if run.config.trainer.compile.scope in ("model", "regional"):
+        if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):
             closing.callback(run.compile_log.listen())
         for stream in (run.train, *run.splits().values()):
             closing.callback(stream.close)
@@ -158,6 +155,22 @@ def train_once(
         return finish(run, state, run_dir, listeners, facts, session)
 
 
+def first_state(
+    run: Components, run_dir: RunDir, config: RunConfig, resume: bool, back: RollBack | None
+) -> TrainState:
+    """A fresh state, or the one of the checkpoint to go on from."""
+    state = TrainState()
+    if resume or config.ckpt_path is not None:
+        from trainrun.assemble.resumption import loaded_state
+
+        state = loaded_state(run, run_dir, config, resume)
+    if back is not None:
+        back.apply(state)
+    elif config.trainer.nan_policy == "rollback" and state.saved_step != state.step:
+        state.save_request = SAVE_NOW  # so that there is a checkpoint from the first step on
+    return state
+
+
 def site_of(
     run_dir: RunDir, identity: dict[str, Any], parallel: Parallel, flag: StopFlag, listeners: Listeners | None,
     init_from: str | None,
@@ -193,6 +206,8 @@ def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, 
     launcher of ours also records its own end.
     """
     if parallel.world_size > 1:
+        from trainrun.parallel.rank_place import LostContact, report_failure
+
         report_failure(run_dir, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
     if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
         leave_now(run_dir, config, "failed", EXIT_FAILED, text)
@@ -234,8 +249,11 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     except (MemoryError, RuntimeError) as error:
         if told := no_memory(error):
             raise TrainingError(advice(run, told)) from error
-        if told := broken_library(error):
-            raise TrainingError(told) from error
+        if "file too short" in str(error):
+            from trainrun.transform.compile import broken_library
+
+            if told := broken_library(error):
+                raise TrainingError(told) from error
         if ASSERTED in str(error):
             raise TrainingError(
                 f"at step {state.step + 1} or just before: an index was out of range on the GPU, as a label or a "

@@ -21,7 +21,6 @@ from trainrun.masking import masked_word
 from trainrun.output import say
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
-from trainrun.parallel.launch import launch, module_command
 from trainrun.runs.environment import describe
 from trainrun.runs.lock import only_writer
 from trainrun.runs.repair import repair
@@ -180,6 +179,8 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
                     raise KeyboardInterrupt
                 return code
             say(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
+            from trainrun.parallel.launch import launch, module_command
+
             return launch(
                 lambda attempt: module_command("trainrun.runs.rank", str(run.root), str(attempt)),
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,

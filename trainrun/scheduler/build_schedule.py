@@ -1,10 +1,10 @@
-"""From the words of the config to a `Schedule`: warmup in steps, lengths filled in, mistakes named."""
+"""From the words of the config to a `Schedule`: warmup in steps, lengths filled in, rates scaled, mistakes named."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,24 +16,17 @@ from trainrun.scheduler.curves import constant
 from trainrun.scheduler.schedule import Curve, Schedule
 
 UNKNOWN_LENGTH = "the number of steps is not known in advance; set trainer.max_steps"
-
 # Arguments that mean "the length of the training": filled in where they are None or not given.
 LENGTHS = ("total_steps", "num_training_steps", "T_max")
 LENGTHS_OF_CLASS = {"LinearLR": "total_iters", "PolynomialLR": "total_iters"}
+RULES = ("none", "linear", "sqrt")
 
 
-@dataclass(frozen=True)
-class Warmup:
-    """At most one of the three may be set: steps, a ratio of all steps (0..1), epochs (fractions allowed)."""
-
-    steps: int = 0
-    ratio: float | None = None
-    epochs: float | None = None
-
-
-def resolve_warmup(warmup: Warmup, total_steps: int | None, steps_per_epoch: int | None) -> int:
-    """The warmup in steps, rounded to the nearest."""
-    words = {"steps": warmup.steps or None, "ratio": warmup.ratio, "epochs": warmup.epochs}
+def resolve_warmup(
+    steps: int | None, ratio: float | None, epochs: float | None, total_steps: int | None, steps_per_epoch: int | None
+) -> int:  # fmt: skip
+    """The warmup in steps, rounded to the nearest. At most one may be set; ratio: of all steps."""
+    words = {"steps": steps or None, "ratio": ratio, "epochs": epochs}
     given = {word: value for word, value in words.items() if value is not None}
     if not given:
         return 0
@@ -48,39 +41,49 @@ def resolve_warmup(warmup: Warmup, total_steps: int | None, steps_per_epoch: int
         raise ConfigError(f"{said}: {UNKNOWN_LENGTH}, or use scheduler.warmup_steps")
     if word == "epochs" and steps_per_epoch is None:
         raise ConfigError(f"{said}: the length of an epoch is not known; use scheduler.warmup_steps")
-    steps = round(value * ({"ratio": total_steps, "epochs": steps_per_epoch}.get(word) or 1))
-    if total_steps is not None and steps > total_steps:
-        raise ConfigError(f"{said}: a warmup of {steps} steps is longer than the run of {total_steps}")
-    return steps
+    found = round(value * ({"ratio": total_steps, "epochs": steps_per_epoch}.get(word) or 1))
+    if total_steps is not None and found > total_steps:
+        raise ConfigError(f"{said}: a warmup of {found} steps is longer than the run of {total_steps}")
+    return found
+
+
+def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> tuple[float, str]:
+    """The learning rate times (global / base) or its square root, and a note ("" if nothing changes).
+
+    linear: for SGD (Goyal et al. 2017); sqrt: for Adam and its kin (Malladi et al. 2022).
+    """
+    if rule not in RULES:
+        raise ConfigError(f"scheduler.lr_scaling={rule}: choose one of {', '.join(RULES)}")
+    if rule == "none":
+        return lr, ""
+    if base_batch_size < 1:
+        raise ConfigError(f"scheduler.base_batch_size={base_batch_size}: must be 1 or more")
+    ratio = global_batch_size / base_batch_size
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    note = (
+        f"scheduler.lr_scaling={rule}: lr {lr:g} x {factor:.4g} = {lr * factor:g} "
+        f"for a global batch of {global_batch_size} instead of {base_batch_size}"
+    )
+    return lr * factor, note
 
 
 def build_schedule(
-    optimizer: Optimizer,
-    target: Callable[..., Any] | None,
-    keywords: dict[str, Any],
-    warmup_steps: int,
-    total_steps: int | None,
-    metric: str | None = None,
-    steps_per_epoch: int | None = None,
-    by_epoch: bool = False,
-) -> Schedule:
-    """target: None for a constant rate; a torch scheduler class, or any function whose first argument is
-    `optimizer` and that returns a torch scheduler; else a curve, called as `target(step, **keywords)`.
+    optimizer: Optimizer, target: Callable[..., Any], keywords: dict[str, Any], warmup_steps: int,
+    total_steps: int | None, metric: str | None = None, steps_per_epoch: int | None = None, by_epoch: bool = False,
+) -> Schedule:  # fmt: skip
+    """target: a torch scheduler class, or any function whose first argument is `optimizer` and that returns a torch
+    scheduler; else a curve, called as `target(step, **keywords)`.
 
     total_steps: of the whole run, the warmup included; the target is told what is left after it.
-    warmup_steps: from `resolve_warmup`; metric: what ReduceLROnPlateau looks at (`val/loss`).
-    by_epoch: the target counts epochs, of `steps_per_epoch` updates.
+    metric: what ReduceLROnPlateau looks at (`val/loss`). by_epoch: the target counts epochs, of `steps_per_epoch`.
     """
-    if by_epoch and (target is None or not makes_scheduler(target) or target is ReduceLROnPlateau):
-        other = (
-            "ReduceLROnPlateau counts validations"
-            if target is ReduceLROnPlateau
-            else "this one is given the step"
-        )
+    if by_epoch and (not makes_scheduler(target) or target is ReduceLROnPlateau):
+        plateau = target is ReduceLROnPlateau
+        other = "ReduceLROnPlateau counts validations" if plateau else "this one is given the step"
         raise ConfigError(
             f"scheduler.interval=epoch: for schedulers of torch.optim.lr_scheduler, and {other}; leave it out"
         )
-    if target is None or target is constant:
+    if target is constant:  # nothing is written into the optimizer after the warmup
         return Schedule(optimizer, None, warmup_steps, metric)
     name = getattr(target, "__name__", type(target).__name__)
     left = None if total_steps is None else max(total_steps - warmup_steps, 1)

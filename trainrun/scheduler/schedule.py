@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, ConfigError, PluginError, is_of_torch, named
-from trainrun.scheduler.schedule_state import plain
 
 Curve = Callable[[int], float]
 
@@ -161,3 +160,21 @@ def set_lr(group: dict[str, Any], lr: float) -> None:
         group["lr"].fill_(lr)
     else:
         group["lr"] = lr
+
+
+def plain(tree: Any) -> Any:
+    """The state of one of torch's schedulers as a tree that survives JSON: a copy without the entries of dicts that
+    are no plain values (functions), or whose keys are not strings; a freshly built scheduler has those."""
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items() if isinstance(key, str) and _is_plain(value)}
+    if isinstance(tree, list | tuple):
+        return [plain(value) for value in tree]
+    return tree.detach().clone() if isinstance(tree, Tensor) else tree
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value)
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str | Tensor)

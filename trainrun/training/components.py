@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.checkpoint.manager import CheckpointManager
-from trainrun.checkpoint.weights import check_tensors, tensor_kinds
 from trainrun.config.schema import RunConfig
 from trainrun.data.order.sampler import LISTED, ORDER
 from trainrun.errors import CheckpointError, TrainingError
@@ -30,7 +29,7 @@ from trainrun.interfaces import (
 )
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.optimizer.ema import Ema
-from trainrun.optimizer.named_state import load_named_optimizer_state, named_optimizer_state
+from trainrun.optimizer.named_state import named_optimizer_state
 from trainrun.scheduler.schedule import Schedule
 from trainrun.seeding import random_state, set_random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
@@ -40,10 +39,10 @@ from trainrun.training.recovery.oom import OomRetry, no_memory
 from trainrun.training.state import TrainState
 from trainrun.training.task_calls import TaskCalls
 from trainrun.training.triggers import Triggers
-from trainrun.transform.compile_log import CompileLog
 
 if TYPE_CHECKING:
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
+    from trainrun.transform.compile_log import CompileLog
 
 ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
@@ -79,7 +78,7 @@ class Components:
     phases: PhaseTimer
     step: Step
     accumulate: Accumulate
-    compile_log: CompileLog
+    compile_log: CompileLog | None
     counting: Counting
     hooks: Hooks
     positions: Mapping[str, float] = field(default_factory=dict)
@@ -135,7 +134,7 @@ class Components:
         shared = {
             "model": self.model.state_dict(),
             "ema": self.ema.state_dict(),
-            "optimizer": self._optimizer_tree(),
+            "optimizer": self._optimizer_state(),
             "schedule": self.schedule.state_dict(),
             "precision": self.precision.state_dict(),
             "retry": self.retry.state_dict(),
@@ -150,6 +149,13 @@ class Components:
         if kept := saved_state(self.own_step, self.parallel.device):
             (ours if self.parallel.rank else shared)["step"] = kept
         return self.parallel.state_dict(shared), ours
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        if self.optimizers:
+            from trainrun.training.named_optimizers import optimizer_states
+
+            return optimizer_states(self.optimizers, self.model)
+        return named_optimizer_state(self.optimizer, self.model)
 
     def stream(self) -> dict[str, Any]:
         """What a position in the data means: samples in a micro-batch of all ranks, and in an epoch."""
@@ -172,6 +178,8 @@ class Components:
             ) from error
 
     def _load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
+        from trainrun.checkpoint.weights import check_tensors, tensor_kinds
+
         live = self.model.state_dict()
         shared = self.parallel.load_state_dict(shared, live)
         check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
@@ -204,19 +212,14 @@ class Components:
         set_random_state(own["random"])
         return state
 
-    def _optimizer_tree(self) -> dict[str, Any]:
-        if self.optimizers:
-            from trainrun.training.named_optimizers import optimizer_states
-
-            return optimizer_states(self.optimizers, self.model)
-        return named_optimizer_state(self.optimizer, self.model)
-
     def _load_optimizers(self, place: str, tree: dict[str, Any]) -> None:
         if self.optimizers:
             from trainrun.training.named_optimizers import load_optimizer_states
 
             load_optimizer_states(self.optimizers, self.model, place, tree, self.config.optimizer)
             return
+        from trainrun.optimizer.load_named_state import load_named_optimizer_state
+
         configured = {name for name in self.config.optimizer if name not in ("_target_", "lr")}
         host = torch.device("cpu") if self.config.trainer.cpu_offload == "optimizer" else None
         load_named_optimizer_state(self.optimizer, self.model, tree, configured, host)

@@ -7,12 +7,35 @@ report leaves out is found.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
-from trainrun.errors import PluginError
+from trainrun.errors import ConfigError, PluginError
+from trainrun.instantiate import bind_faults, build, locate
 from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport
 from trainrun.timing.phases import FORWARD, RUNNER
+from trainrun.training.checks.user_state import check_halves
 from trainrun.training.components import Components, Step
+
+
+def build_own_step(node: Mapping[str, Any]) -> Any:
+    """The function, or the object of a class, that the config names in place of `train_step`."""
+    target = locate(node["_target_"], "step")
+    is_class = inspect.isclass(target)
+    if faults := bind_faults(node, "step", [] if is_class else ["run", "micro_batches"]):
+        raise ConfigError(*faults)
+    if is_class:
+        own = build(node, "step")
+    else:
+        own = build({**node, "_partial_": True}, "step") if len(node) > 1 else target
+    if not callable(own):
+        raise PluginError(
+            f"step._target_={node['_target_']}: must be a function (run, micro_batches) -> StepReport, or a class "
+            "whose objects are called so"
+        )
+    check_halves(own, "step")
+    return own
 
 
 class OwnStep:

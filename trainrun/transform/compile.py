@@ -19,7 +19,6 @@ import shutil
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +29,28 @@ OLDEST_GPU = (7, 0)  # that triton compiles for
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of inductor
 
 
-@dataclass(frozen=True)
-class CompileOptions:
-    """The arguments of `torch.compile`."""
-
-    mode: str | None = None
-    backend: str = "inductor"
-    fullgraph: bool = False
-    dynamic: bool | None = None
-
-
 def compile_model(
-    model: nn.Module, options: CompileOptions, sizes: Collection[int] = (), regional: bool = False
-) -> nn.Module:
-    """Mark the model, in place, so that the names in its `state_dict` stay.
+    model: nn.Module, sizes: Collection[int] = (), regional: bool = False, *, mode: str | None = None,
+    backend: str = "inductor", fullgraph: bool = False, dynamic: bool | None = None,
+) -> nn.Module:  # fmt: skip
+    """Mark the model, in place, so that the names in its `state_dict` stay. The last four go to `torch.compile`.
 
     sizes: the rows of full batches; others, the last of an epoch, run plain, so that they are never a
         reason to compile again. Empty: everything is compiled. regional: only the repeated blocks.
-    RuntimeError: no such backend or mode, no repeated blocks, or no C++ compiler where the CPU needs one;
-        the message names the key and the way out.
+    RuntimeError: no such backend or mode, no repeated blocks, or no C++ compiler where the CPU needs one.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    check_options(options.mode, options.backend, on_cpu)
+    check_options(mode, backend, on_cpu)
+    options: dict[str, Any] = {"mode": mode, "backend": backend, "fullgraph": fullgraph, "dynamic": dynamic}
     plain: Callable[..., Any] = model._call_impl
     call = plain
     if regional:
         for block in repeated_blocks(model):
-            block.compile(**asdict(options))
+            block.compile(**options)
     else:
         # Dynamo skips frames that begin in torch itself: nn.Sequential.compile() compiles nothing, without
         # a word (pytorch/pytorch#132923, torch 2.13). A frame that begins in this file is compiled.
-        call = torch.compile(lambda *args, **kwargs: plain(*args, **kwargs), **asdict(options))
+        call = torch.compile(lambda *args, **kwargs: plain(*args, **kwargs), **options)
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
@@ -102,40 +92,23 @@ def _blocks_in(module: nn.Module) -> list[nn.Module]:
 
 
 def check_options(mode: str | None, backend: str, on_cpu: bool) -> None:
-    check_backend(backend)
-    check_mode(mode, backend)
-    if backend != "inductor":
-        return
-    if on_cpu:
-        check_compiler()
-    elif torch.cuda.is_available() and (problem := gpu_compiler_problem(torch.cuda.get_device_capability())):
-        raise RuntimeError(
-            f"trainer.compile.backend=inductor: torch.compile on a GPU {problem}, or train without compiling: "
-            "trainer.compile.scope=off"
-        )
-
-
-def check_backend(backend: str) -> None:
     import torch._dynamo  # a second to import: only where it is used
 
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if backend not in known:
+    if backend not in torch._dynamo.list_backends(exclude_tags=()):
         usual = ", ".join(torch._dynamo.list_backends())
         raise RuntimeError(f"trainer.compile.backend={backend}: this torch has no such backend, but {usual}")
+    if backend == "inductor":
+        from torch._inductor import list_mode_options
 
-
-def check_mode(mode: str | None, backend: str) -> None:
-    from torch._inductor import list_mode_options
-
-    if mode is None:
-        return
-    if backend != "inductor":
+        known = list(list_mode_options())
+        if mode is not None and mode not in known:
+            raise RuntimeError(f"trainer.compile.mode={mode}: must be one of {', '.join(known)}, or null")
+        if on_cpu:
+            check_compiler()
+    elif mode is not None:
         raise RuntimeError(
             f"trainer.compile.mode={mode}: only trainer.compile.backend=inductor has modes; remove one"
         )
-    known = list(list_mode_options())
-    if mode not in known:
-        raise RuntimeError(f"trainer.compile.mode={mode}: must be one of {', '.join(known)}, or null")
 
 
 def check_compiler() -> None:

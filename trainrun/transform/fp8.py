@@ -1,8 +1,8 @@
 """FP8 linear layers: the three products of a linear layer in 8-bit numbers, through torchao.
 
 what: inputs, weights and gradients are scaled and rounded to float8 for each product; weights, optimizer and
-    sums stay as they are. Layers whose
-    sizes are no multiples of 16, and the last one, are left alone; ragged batches are padded with rows of zeros.
+    sums stay as they are. Layers whose sizes are no multiples of 16, and the last one, are left alone; ragged
+    batches are padded with rows of zeros.
 when: GPUs from Ada and Hopper on, products of 4096 and more, with trainer.compile (without it slower).
 when not: small layers, any other device (refused); convolutions.
 source: https://docs.pytorch.org/ao/stable/workflows/training.html

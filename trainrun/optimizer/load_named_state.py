@@ -1,0 +1,118 @@
+"""The way back of `named_state`: a stored state is checked, and copied into a freshly built optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainrun.errors import CheckpointError
+from trainrun.optimizer.named_state import names_of
+
+CYCLED = ("momentum", "betas")
+MAX_FAULTS_SHOWN = 5
+LONGEST = 200  # letters of a name that a file may have made up
+UNCOUNTED = ("SGD", "LBFGS", "Muon")  # of torch.optim; the others keep a `step` for every parameter
+AVERAGES = {"Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
+KERNEL_CHOICES = ("fused", "foreach")  # belong to this machine, not to the training
+
+
+def load_named_optimizer_state(
+    optimizer: Optimizer,
+    model: nn.Module,
+    tree: dict[str, Any],
+    configured: Collection[str] = (),
+    device: torch.device | None = None,
+) -> None:
+    """Put copies of the stored state into a freshly built optimizer of the same parameters.
+
+    configured: group fields that the config names (`weight_decay`): those stay as it says now. device: where the state
+    is put; None is next to the parameters, where there may be no room for it.
+    """
+    params = {name: param for param, name in names_of(optimizer, model).items()}
+    _check_same(params, optimizer, tree)
+    _check_fields(optimizer, tree["state"])
+    if tree["own"]:
+        optimizer.load_state_dict(optimizer.state_dict() | tree["own"])
+    for group, stored in zip(optimizer.param_groups, tree["groups"], strict=True):
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for name in stored["params"]:
+            if name in tree["state"]:  # a parameter without a gradient so far may have none
+                optimizer.state[params[name]] = _copied(
+                    tree["state"][name], params[name], on_device, device or params[name].device
+                )
+        cycled = CYCLED if "base_momentum" in stored else ()  # a schedule moves them
+        _load_fields(group, stored, {name for name in configured if name not in cycled})
+    optimizer.state.update(copy.deepcopy(tree["others"]))
+
+
+def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
+    """Names, shapes and groups of the checkpoint are those of the optimizer, or CheckpointError."""
+    stored = tree["shapes"]
+    faults = [f"{name} is not in the checkpoint" for name in params if name not in stored]
+    faults += [f"{name[:LONGEST]} is not in the model" for name in stored if name not in params]
+    for name, shape in stored.items():
+        if name in params and list(params[name].shape) != list(shape):
+            faults.append(f"{name} has shape {list(params[name].shape)}, stored {str(list(shape))[:LONGEST]}")
+    names = {param: name for name, param in params.items()}
+    now = [{names[param] for param in group["params"]} for group in optimizer.param_groups]
+    if not faults and now != [set(group["params"]) for group in tree["groups"]]:
+        faults = ["the parameters are grouped differently"]
+    if faults:
+        shown, more = "; ".join(faults[:MAX_FAULTS_SHOWN]), len(faults) - MAX_FAULTS_SHOWN
+        raise CheckpointError(
+            f"optimizer: the state in the checkpoint belongs to another model: {shown}"
+            + (f"; and {more} more" if more > 0 else "")
+            + "; its weights alone can begin a new run: init_from=RUN_DIR"
+        )
+
+
+def _check_fields(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raises CheckpointError if the state lacks what an optimizer of torch reads in its next step."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") or kind.__name__ in UNCOUNTED:
+        return
+    needed = ("step", *AVERAGES.get(kind.__name__, ()))
+    for name, stored in state.items():
+        lacking = [key for key in needed if not isinstance(stored.get(key), Tensor | int | float)]
+        if lacking:
+            raise CheckpointError(
+                f"optimizer: the state of {name[:LONGEST]} in the checkpoint has no {' and no '.join(lacking)}, "
+                f"which torch.optim.{kind.__name__} needs"
+            )
+
+
+def _load_fields(group: dict[str, Any], stored: dict[str, Any], kept: Collection[str]) -> None:
+    """Group fields as stored, but for those kept; a tuple that became a list on disk is a tuple again."""
+    for key, value in stored.items():
+        if key == "params" or key in KERNEL_CHOICES or key in kept:
+            continue
+        fresh = group.get(key)
+        if isinstance(fresh, Tensor):
+            fresh.copy_(torch.as_tensor(value))
+        elif isinstance(fresh, tuple) and isinstance(value, list):
+            group[key] = tuple(value)
+        else:
+            group[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _copied(value: Any, param: Tensor, on_device: bool, place: torch.device, key: str = "") -> Any:
+    """The same tree with tensors of its own, of the stored type.
+
+    They lie how torch's own do: on `place`, in the parameter's memory format (fused kernels walk
+    both in memory order); a step count stays on the CPU unless the kernel reads it on the device.
+    """
+    if isinstance(value, Tensor):
+        device = place if on_device or key != "step" else torch.device("cpu")
+        if value.shape == param.shape:
+            return torch.empty_like(param, dtype=value.dtype, device=device).detach().copy_(value)
+        return value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        return {k: _copied(v, param, on_device, place, k) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_copied(item, param, on_device, place) for item in value])
+    return value
