@@ -177,7 +177,8 @@ def _listed(names: list[str], above: str) -> str:
 
 
 def names_of(node: Any) -> list[str]:
-    return [str(name) for name in node.keys()] if isinstance(node, DictConfig) else []  # noqa: SIM118
+    """List what may be typed there; `listeners`, which keeps the trackers, may not."""
+    return [str(name) for name in node.keys() if name != "listeners"] if isinstance(node, DictConfig) else []  # noqa: SIM118
 
 
 def top_names(folders: list[Path]) -> list[str]:
