@@ -71,9 +71,9 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-    from trainrun.assemble import monitors as listeners
+    from trainrun.monitor import metrics_rows
 
-    listeners.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
+    metrics_rows.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
 
 
 def rows_after_the_commit() -> None:
