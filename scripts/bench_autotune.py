@@ -27,7 +27,7 @@ from trainrun.benchmark.search.candidates import Candidate  # noqa: E402
 from trainrun.benchmark.search.options import COMPILE, OPTIONS, SearchOption, fixed  # noqa: E402
 from trainrun.benchmark.search.search import Results, Search  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.parallel.launch import num_cores  # noqa: E402
+from trainrun.parallel.devices import num_cores  # noqa: E402
 from trainrun.timing.paired import Ratio, Rules, compare, grouped_ratio  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "monitor.hardware=false"]

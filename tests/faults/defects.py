@@ -18,7 +18,7 @@ from trainrun.config import compose
 from trainrun.monitor import metrics_file
 from trainrun.optimizer.ema import Ema
 from trainrun.parallel import ddp
-from trainrun.runs import run as runner
+from trainrun.runs import resume as runner
 from trainrun.runs.run_folder import RunDir, write_text
 from trainrun.scheduler.schedule import Schedule
 from trainrun.training import components as parts

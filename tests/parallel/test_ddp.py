@@ -15,9 +15,8 @@ from torch import nn
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.parallel.ddp import Ddp, check_parameters
-from trainrun.parallel.failures import RankFailed
 from trainrun.parallel.group import Group
-from trainrun.parallel.launch import launch
+from trainrun.parallel.launch import RankFailed, launch
 from trainrun.runs.run_folder import RunDir, read_json
 
 pytestmark = pytest.mark.process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
-from trainrun.parallel.exchange_errors import exchange_failure
+from trainrun.parallel.group import exchange_failure
 from trainrun.parallel.rank_place import LostContact
 
 HEAD = (

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainrun.parallel.failures import RankFailed
-from trainrun.parallel.launch import launch, module_command, rank_environment
+from trainrun.parallel.launch import RankFailed, launch, module_command, rank_environment
 from trainrun.runs.run_folder import RunDir
 
 pytestmark = pytest.mark.process

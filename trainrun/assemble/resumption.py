@@ -6,16 +6,18 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainrun.assemble.run_plan import DATA
-from trainrun.checkpoint.load import Loaded, resolve
 from trainrun.config.schema import RunConfig
 from trainrun.errors import CheckpointError
 from trainrun.formatting import counted
 from trainrun.runs.run_folder import RunDir, note_saved, says_saved
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
+
+if TYPE_CHECKING:
+    from trainrun.checkpoint.load import Loaded
 
 TAIL_BYTES = 1 << 16
 
@@ -99,6 +101,8 @@ def last_step(metrics: Path) -> int:
 
 def checkpoint_at(ckpt_path: str) -> Path:
     """A checkpoint's folder, or the newest one of a run's folder. Raises CheckpointError."""
+    from trainrun.checkpoint.load import resolve
+
     path = Path(ckpt_path).expanduser().absolute()
     inside = RunDir(path).checkpoints
     try:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from trainrun.checkpoint.files import FileLayer, Written, file_faults, free_bytes, set_aside
 from trainrun.checkpoint.format import MAX_STATE_BYTES, dumps, flatten, stream
-from trainrun.checkpoint.load import is_sound
 from trainrun.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -78,8 +77,11 @@ def prepare(root: Path, facts: Manifest, needed: int, files: FileLayer) -> str |
     target = root / folder_name(facts.step)
     with file_faults(f"cannot save checkpoint {target}", root, needed):
         files.make_root(root)
-        if is_sound(target, facts.run_id):
-            return None
+        if os.path.lexists(target):
+            from trainrun.checkpoint.load import is_sound
+
+            if is_sound(target, facts.run_id):
+                return None
         if free_bytes(root) < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         name = f".tmp-{target.name}-{secrets.token_hex(4)}"

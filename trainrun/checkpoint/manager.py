@@ -18,19 +18,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainrun.checkpoint.best import Retention, committed_values, sweep
 from trainrun.checkpoint.collective import on_rank_zero
 from trainrun.checkpoint.commit import CommitPart, Record, build_part, write_metric
 from trainrun.checkpoint.files import FileLayer
-from trainrun.checkpoint.load import Loaded, load_latest, load_together, set_newer_aside
 from trainrun.checkpoint.manifest import Manifest, folder_name
 from trainrun.checkpoint.policy import Entry, KeepOptions, Ranking, kind_of, metric_of
 from trainrun.checkpoint.save import Note, Saves
 from trainrun.checkpoint.state_copy import LARGE_BYTES, Snapshots
 from trainrun.interfaces import Parallel
 from trainrun.training.state import SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState
+
+if TYPE_CHECKING:
+    from trainrun.checkpoint.load import Loaded
 
 DEFER_SECONDS = 10.0
 DEFER_BYTES = 256 * 10**6  # of one rank, over all that wait
@@ -136,6 +138,8 @@ class CheckpointManager:
 
     def load_latest(self) -> Loaded | None:
         """The newest sound checkpoint, to go on from; None only where none was ever committed."""
+        from trainrun.checkpoint.load import load_latest
+
         self._settle(None)
         self._sweep()
         loaded = load_latest(self.folder, self._run_id, self._parallel, self._files, self._note)
@@ -145,6 +149,8 @@ class CheckpointManager:
 
     def restore(self, folder: Path) -> Loaded:
         """This checkpoint, to go on from; what the run has beyond it is set aside."""
+        from trainrun.checkpoint.load import load_together
+
         self._settle(None)
         own = folder.resolve().parent == self.folder.resolve()
         loaded = load_together(folder, self._parallel, self._run_id if own else None)
@@ -279,6 +285,8 @@ class CheckpointManager:
 
     def _go_on_from(self, loaded: Loaded) -> None:
         """Forget what lies beyond the step; the ranking is told from the manifests up to it."""
+        from trainrun.checkpoint.load import set_newer_aside
+
         step, options = loaded.manifest.step, self.options
 
         def look() -> list[tuple[int, float]]:

@@ -27,8 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import Agreed
-from trainrun.parallel.exchange_errors import exchange_failure
-from trainrun.parallel.group import Group, contact, destroy, is_lost_contact
+from trainrun.parallel.group import Group, contact, destroy, exchange_failure, is_lost_contact
 from trainrun.runtime.foreach_copy import copy_
 
 TORCH_BUCKET_MB = 25.0

@@ -1,21 +1,37 @@
-"""The process group of a rank: one for the device's tensors, one for numbers on the host."""
+"""The process groups of a rank, for the device's tensors and for numbers on the host; why an exchange failed."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 from torch import distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # public, not marked so
 
-from trainrun.parallel.exchange_errors import exchange_failure
-from trainrun.parallel.interface import interface_for, own_addresses
+from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
 from trainrun.parallel.rank_place import LostContact
+
+LAST = re.compile(r"Last error:\s*(\S.*)")
+KIND = re.compile(r"\b(nccl[A-Z]\w+): ")
+OF_OTHERS = ("ncclRemoteError", "ncclInProgress")  # another rank failed first
+MORE = "NCCL_DEBUG=INFO shows more"
+HINTS = {
+    "Duplicate GPU": "start one rank for each GPU, with parallel.devices or the launcher's own setting",
+    "/dev/shm": "NCCL needs more shared memory: start the container with --shm-size=8g or --ipc=host",
+    "driver version is insufficient": "torch's build is newer than the GPU's driver (trainrun help gpus-and-drivers)",
+}
+FAR = (
+    "192.0.2.1"  # kept for documentation (RFC 5737): nobody is there, and asking for the route sends nothing
+)
+Addresses = Mapping[str, list[str]]  # of each interface
 
 
 @dataclass(frozen=True)
@@ -84,3 +100,71 @@ def contact() -> Iterator[None]:
 def is_lost_contact(error: RuntimeError) -> bool:
     """Tells a broken exchange from other errors in code that also computes."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+def exchange_failure(error: RuntimeError) -> TrainrunError:
+    """Explain a failed exchange: another rank is gone, unless NCCL says, in its last line, what is wrong here."""
+    text = str(error).strip()
+    kind = KIND.search(text)
+    if "NCCL error in" not in text or kind is None:
+        return LostContact(error)
+    last = LAST.search(text)
+    reason = f"{kind.group(1)}: {last.group(1).strip()}" if last else f"{kind.group(1)}; {MORE}"
+    if kind.group(1) in OF_OTHERS or re.search(
+        r"[Cc]onnection (closed|reset|refused)|[Tt]imed? ?out", reason
+    ):
+        return LostContact(reason)
+    if "out of memory" in reason:
+        return TrainingError(
+            f"out of memory in the exchange between the ranks ({reason}): a smaller data.batch_size leaves NCCL room"
+        )
+    for mark, hint in HINTS.items():
+        if mark in reason:
+            return (ConfigError if mark == "Duplicate GPU" else LaunchError)(f"parallel: {reason}; {hint}")
+    return TrainingError(f"the exchange between the ranks failed ({reason}); {MORE}")
+
+
+def own_addresses() -> dict[str, list[str]]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [found.address.partition("%")[0] for found in entries if found.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the route to a host; "" without one."""
+    try:
+        for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as asked:
+                asked.connect(place)  # of UDP: looks the route up, sends nothing
+                return str(asked.getsockname()[0])
+    except OSError:
+        pass
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    return bool(address) and ipaddress.ip_address(address).is_loopback
+
+
+def interface_for(
+    env: Mapping[str, str], addresses: Addresses, towards: Callable[[str], str] = address_towards
+) -> str:
+    """The interface for `GLOO_SOCKET_IFNAME`: NCCL's, else the one on the route to rank 0; "" if nothing tells it.
+
+    Gloo itself takes the one that the machine's own name stands for, 127.0.1.1 by Debian's /etc/hosts (pytorch 68726).
+    Ranks that are all on one machine take the loopback interface.
+    """
+    if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
+        return next((name for name, own in addresses.items() if any(map(is_loopback, own))), "")
+    wish = env.get("NCCL_SOCKET_IFNAME", "")
+    if wish and not wish.startswith("^"):
+        starts = tuple(wish.removeprefix("=").split(","))  # NCCL's words are beginnings of names
+        exact = wish.startswith("=")
+        fitting = [name for name in addresses if (name in starts if exact else name.startswith(starts))]
+        return fitting[0] if fitting else ""
+    address = towards(env["MASTER_ADDR"])
+    if not address or is_loopback(address):  # rank 0's own machine
+        address = towards(FAR)
+    return next((name for name, own in addresses.items() if address in own and not is_loopback(address)), "")

@@ -17,23 +17,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from trainrun.errors import EXIT_DONE, EXIT_USAGE
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
 from trainrun.output import say
 from trainrun.parallel.devices import num_cores
-from trainrun.parallel.failures import CLEAN_CODES, RankFailed, failure_of, never_ended, signal_name
 from trainrun.parallel.rank_place import listening_file
 from trainrun.runs.lock import passed_on
-from trainrun.runs.run_folder import RunDir
+from trainrun.runs.run_folder import RunDir, read_json
 from trainrun.runtime.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 5.0  # how long the other ranks get to notice a failure and to close their files
 END_SECONDS = 2.0  # between SIGTERM and SIGKILL
 STACKS_SECONDS = 1.0  # to write them down
+CLEAN_CODES = (EXIT_DONE, EXIT_AGAIN, EXIT_INTERRUPTED)
 MOST_IDLE = 3  # attempts in a row without a new checkpoint
 
 # Python puts the working directory first, also for `-m`, so that a `types.py` in it would be taken for Python's own.
@@ -44,6 +45,31 @@ MODULE = (
 
 Rank = subprocess.Popen[bytes]
 CommandFor = Callable[[int], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one rank died. kind: as in its error file, or `death` where it could not write one."""
+
+    time: float
+    rank: int
+    exit_code: int
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+class RankFailed(TrainrunError):
+    """The ranks did not end well.
+
+    exit_code: 2 for a fault of the user's, 128 + n for a stop by signal n that saved nothing, else 1.
+    failure: of the rank where it began; None if no single rank is to blame.
+    """
+
+    def __init__(self, message: str, exit_code: int, failure: Failure | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.failure = failure
 
 
 def launch(
@@ -304,3 +330,41 @@ def end(ranks: list[Rank]) -> None:
     kill(ranks)
     for rank in ranks:
         rank.wait()
+
+
+def failure_of(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | None:
+    """What a dead rank wrote down, else what its exit code tells; None if it ended well."""
+    if code in CLEAN_CODES:
+        return None
+    path = run_dir.rank_error(rank)
+    if path.exists():
+        row = read_json(path)
+        message = row["message"] if row["exit_code"] == EXIT_USAGE else f"failed: {row['message']}"
+        return Failure(row["time"], rank, row["exit_code"], row["kind"], message, row["traceback"])
+    if code < 0:
+        name = signal_name(-code)
+        guess = " (out of memory?)" if name == "SIGKILL" else ""
+        # NCCL's watchdog aborts a process that lost contact
+        kind = "echo" if name == "SIGABRT" else "death"
+        return Failure(died, rank, EXIT_FAILED, kind, f"was killed by {name}{guess}")
+    place = "" if rank == 0 else f"; its output is in {run_dir.rank_log(rank)}"
+    return Failure(died, rank, EXIT_FAILED, "death", f"ended with exit code {code}{place}")
+
+
+def never_ended(rank: int, seconds: float, run_dir: RunDir) -> RankFailed:
+    """Describe the failure of a rank that still runs though the others ended well.
+
+    Its threads were asked to show where they stand.
+    """
+    place = run_dir.rank_log(rank) if rank else "its output, above"
+    message = (
+        f"failed: it did not end within {seconds:g} s of the others, who ended well (trainer.watchdog_seconds); "
+        f"where every thread stood: {place}"
+    )
+    return RankFailed(
+        f"rank {rank} {message}", EXIT_FAILED, Failure(time.time(), rank, EXIT_FAILED, "death", message)
+    )
+
+
+def signal_name(number: int) -> str:
+    return {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,46 +20,35 @@ from trainrun.assemble.backends import kept_backends
 from trainrun.assemble.monitors import Listeners
 from trainrun.assemble.start_choices import Chosen, choose_engine, chosen_before
 from trainrun.checkpoint.manifest import committed_steps
-from trainrun.config.compose import load_config
 from trainrun.config.schema import RunConfig
-from trainrun.errors import (
-    EXIT_FAILED,
-    DataError,
-    PluginError,
-    TrainingError,
-)
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PluginError, TrainingError
 from trainrun.instantiate import build, locate
-from trainrun.interfaces import Parallel
-from trainrun.output import complain
+from trainrun.interfaces import Parallel, RunFacts
 from trainrun.parallel.devices import choose_device
-from trainrun.parallel.external import external_ranks
 from trainrun.parallel.single import Single
-from trainrun.runs.finish import finish, note_commit
-from trainrun.runs.lock import take_over
-from trainrun.runs.run_folder import RunDir, check_there, read_identity, read_json, write_identity
-from trainrun.runs.status import end_process, leave_now
+from trainrun.runs.run_folder import RunDir, check_there, note_saved, read_identity, read_json, write_identity
+from trainrun.runs.status import end_process, leave_now, write_status
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.runtime.signals import StopFlag
-from trainrun.runtime.streams import guard_streams
 from trainrun.runtime.watchdog import Hung, Watchdog
 from trainrun.runtime.without_dynamo import unloaded_compiler
+from trainrun.satellites import satellite
 from trainrun.seeding import derive_seed, seed_everything
-from trainrun.timing.phases import OTHER, RANKS, PhaseTimer, Session, process_start
+from trainrun.timing.phases import (
+    CHECKPOINT,
+    MEASURING,
+    OTHER,
+    PLOTS,
+    RANKS,
+    RUNNER,
+    PhaseTimer,
+    Session,
+    process_start,
+)
 from trainrun.training import loop
 from trainrun.training.checks.sanity_validation import check_monitors
 from trainrun.training.components import Components
-from trainrun.training.recovery.oom import ONE_SAMPLE, no_memory
 from trainrun.training.state import SAVE_NOW, RollBack, TrainState
-
-# of a loss with another shape than its gradient
-OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]")
-# of torch's linear and convolution layers
-WHOLE_INPUTS = re.compile(
-    r"got (Byte|Char|Short|Int|Long) and |Input type \((unsigned char|torch.*ByteTensor)\)"
-)
-# of torch's embeddings
-ASSERTED = "device-side assert"  # of a kernel; the device is lost to the process with it
-FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scalar types: Long, Int; but got")
 
 
 def train_here(run_dir: RunDir, config: RunConfig, resume: bool, flag: StopFlag, began: float) -> int:
@@ -209,6 +197,8 @@ def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, 
         from trainrun.parallel.rank_place import LostContact, report_failure
 
         report_failure(run_dir, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
+    from trainrun.parallel.external import external_ranks
+
     if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
         leave_now(run_dir, config, "failed", EXIT_FAILED, text)
     end_process(EXIT_FAILED)
@@ -233,7 +223,7 @@ def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
 
 
 def run_loop(run: Components, state: TrainState) -> TrainState:
-    """Our loop or the user's, with an out-of-memory error turned into advice."""
+    """Our loop or the user's; an error whose cause is known is told in its words."""
     fit: Callable[[Components, TrainState], TrainState] = loop.fit
     node = run.config.loop
     if node:
@@ -246,62 +236,95 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     run.phases.open(OTHER)  # ours books at once; one that does not is no start-up
     try:
         return fit(run, state)
-    except (MemoryError, RuntimeError) as error:
-        if told := no_memory(error):
-            raise TrainingError(advice(run, told)) from error
-        if "file too short" in str(error):
-            from trainrun.transform.compile import broken_library
+    except (MemoryError, RuntimeError, AttributeError) as error:
+        from trainrun.runs.loop_errors import explained
 
-            if told := broken_library(error):
-                raise TrainingError(told) from error
-        if ASSERTED in str(error):
-            raise TrainingError(
-                f"at step {state.step + 1} or just before: an index was out of range on the GPU, as a label or a "
-                "token that the model has no class or row for; the same command with parallel.accelerator=cpu "
-                "names its value, and with CUDA_LAUNCH_BLOCKING=1 in the environment the error has the right line"
-            ) from error
-        if OF_LOSS.search(str(error)):  # whose first shape was right
-            raise PluginError(
-                f"task: at step {state.step + 1} {type(run.task).__name__}.step() gave a loss that is not 0-d; it "
-                f"must be the sum over the batch ({str(error).partition('.')[0]})"
-            ) from error
-        if FRACTIONS.search(str(error)):
-            raise DataError(
-                f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "
-                "data=text task=language_modeling"
-            ) from error
-        if WHOLE_INPUTS.search(str(error)):
-            raise DataError(
-                f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "
-                "convert them where they are read, as x.float() / 255"
-            ) from error
+        if (told := explained(run, state, error)) is not None:
+            raise told from error
         raise
-    except AttributeError as error:
-        if error.name not in ("loss_sum", "sums", "count"):
-            raise
-        raise PluginError(
-            f"task: {type(run.task).__name__}.step() gave a {type(error.obj).__name__}; it must return "
-            "trainrun.interfaces.StepOutput(loss_sum, {...})"
-        ) from error
 
 
-def advice(run: Components, text: str) -> str:
-    """What to do where memory ended. text: what the allocator said, and why the window did not run again."""
-    batch = run.config.data.batch_size
-    accumulate = run.config.trainer.accumulate_grad_batches
-    if run.retry.refusal:
-        text += f"; not run again in smaller micro-batches: {run.retry.refusal}"
-    if batch == 1 or ONE_SAMPLE in text:
-        return f"out of memory with data.batch_size={batch}: {text}. A smaller model, or preset=memory-limited, may fit"
-    return (
-        f"out of memory with data.batch_size={batch}: {text}. The same training in less memory: "
-        f"data.batch_size={batch // 2} trainer.accumulate_grad_batches={accumulate * 2}"
-    )
+def finish(
+    run: Components,
+    state: TrainState,
+    run_dir: RunDir,
+    listeners: Listeners | None,
+    facts: RunFacts,
+    session: Session,
+) -> int:
+    """Return the exit code."""
+    run.phases.open(PLOTS)
+    if listeners is not None:
+        listeners.prepare_end()
+    code = {2: EXIT_INTERRUPTED, 3: EXIT_AGAIN}.get(state.stop_request, EXIT_DONE)
+    at_end = None
+    if code == EXIT_DONE:
+        at_end = satellite("summary.at_end", "nothing is measured after the training", run.monitors.note)
+    rows: list[dict[str, Any]] = []
+    if at_end is not None and run.config.monitor.plots and run.config.monitor.metrics_file:
+        rows = at_end.sample_rows(run, state, run_dir)  # the last checkpoint is written meanwhile
+    run.phases.open(CHECKPOINT)
+    run.checkpoints.close()
+    if listeners is None:
+        return code
+    check_there(run_dir)
+    note_commit(run_dir)
+    run.phases.open(MEASURING)
+    measured = at_end.measured(run, state, run_dir, session) if at_end is not None else {}
+    run.phases.open(RUNNER)
+    summary = summary_of(run, state, facts) | measured
+    if faults := listeners.faults():
+        summary["listener_faults"] = faults
+    status = "done" if code == EXIT_DONE else "stopped"
+    write_status(run_dir, run.config, state=status, exit_code=code, message="", **summary)
+    listeners.end(summary, rows)
+    return code
+
+
+def note_commit(run_dir: RunDir) -> None:
+    """Have RUN.json say that there are checkpoints, once there are."""
+    if committed_steps(run_dir.checkpoints):
+        note_saved(run_dir)
+
+
+def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
+    """How the training ended, as it stands in the last row, in `status.json` and on the screen."""
+    return {
+        "reason": state.stop_reason,
+        "monitor": run.triggers.best.metric,
+        "mode": run.triggers.best.mode,
+        "value": state.best_metric,
+        "best_step": state.best_step if state.best_step >= 0 else None,
+        "step": state.step,
+        "epoch": run.monitors.epoch_of(state),
+        "seconds": state.seconds,
+        **run.monitors.speeds(state.items * run.parallel.world_size / max(state.seconds, 1e-9)),
+        "skipped_steps": state.skipped_steps,
+        "num_parameters": facts.num_parameters,
+        **hidden_syncs(run),
+        **({} if run.compile_log is None else run.compile_log.summary()),
+        "metrics": {
+            name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")
+        },
+    }
+
+
+def hidden_syncs(run: Components) -> dict[str, Any]:
+    """What made the host wait, where `monitor.sync_debug` looked for it."""
+    if not run.config.monitor.sync_debug:
+        return {}
+    from trainrun.training.checks.sync_debug import Watched
+
+    return {"hidden_syncs": dict(run.step.found.most_common())} if isinstance(run.step, Watched) else {}
 
 
 def main(argv: list[str]) -> int:
     """The entry of a rank that the launcher started."""
+    from trainrun.config.compose import load_config
+    from trainrun.output import complain
     from trainrun.parallel.worker import run_as_rank
+    from trainrun.runs.lock import take_over
+    from trainrun.runtime.streams import guard_streams
 
     guard_streams()
     sys.excepthook = complain

@@ -1,26 +1,45 @@
-"""A run that is in its folder already: its config, once it is trusted; and the same command again, which goes on."""
+"""A run that is in its folder already: resume it, or the same command again; repair what is damaged and not needed."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from trainrun.config.argv import is_path
-from trainrun.config.compose import is_as_saved, plain_config, with_overrides
+from trainrun.config.compose import is_as_saved, load_config, plain_config, with_overrides
 from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, plain
-from trainrun.errors import ConfigError
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.monitor.metrics_rows import sound_rows
 from trainrun.output import say
-from trainrun.runs.run_folder import SEED, SEED_DRAWN, RunDir, is_there, read_identity, was_saved
+from trainrun.parallel.external import external_ranks
+from trainrun.runs.run_folder import (
+    SEED,
+    SEED_DRAWN,
+    RunDir,
+    cannot_write,
+    is_there,
+    read_bytes,
+    read_identity,
+    sound_identity,
+    was_saved,
+    write_identity,
+    write_text,
+)
+from trainrun.runs.status import read_status
 from trainrun.runs.trusted_code import check_files, check_run
 
+MAX_WORDS_BYTES = 2**22
 SHOWN = 8
 ABSENT = object()  # of a key that only the other config has
 
@@ -95,11 +114,17 @@ def check_reachable(run: RunDir) -> None:
         )
 
 
-def merge_config(run: RunDir, config: RunConfig) -> RunConfig:
-    """The config with the seed that was drawn before. Raises ConfigError if another run is in the folder.
+def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
+    """The config with the seed that was drawn before; None if no run is in the folder that could go on.
 
     What the config names is on this command line, so nothing but the files of the folder can be a stranger's.
+    Raises ConfigError if another run is there, or something else.
     """
+    check_ours(run)
+    check_reachable(run)
+    repair(run)
+    if not run.config.exists() or forget_failure(run):
+        return None
     resume = f"trainrun resume {shlex.quote(str(run.root))}"
     check_files(run.root, trust=False, way=f"{resume} --trust")  # a new run takes no such flag
     before = with_overrides(readable_config(run), run.config_that_holds, [])
@@ -174,3 +199,150 @@ def restore_config(run: RunDir) -> None:
     """The config before the words of a resume that never came to its first step."""
     if run.config_before.is_file():
         run.config_before.replace(run.config)
+
+
+def forget_failure(run: RunDir) -> bool:
+    """Whether the run here failed or was stopped before it saved anything; what it wrote is taken away, then."""
+    state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
+    if state not in ("failed", "stopped") or was_saved(run):
+        return False
+    for path in (
+        run.metrics,
+        run.log,
+        run.status,
+        run.config_before,
+        run.config,
+    ):  # the last: until then it is all forgotten again
+        path.unlink(missing_ok=True)
+    return True
+
+
+def stay_finished(told: str) -> int:
+    """The exit code of a run that has nothing more to do; ranks that somebody else started are notified."""
+    say(told)
+    if external_ranks():
+        from trainrun.runs.torchrun import dismiss
+
+        dismiss()
+    return EXIT_DONE
+
+
+def finished(run: RunDir, config: RunConfig) -> str:
+    """What to say of a run that has come to its end and, with this config, would end there again; else nothing."""
+    status = read_status(run)
+    if status.get("state") != "done":
+        return ""
+    before = load_config(run.config, [])
+    limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps")}
+    same = replace(before, trainer=replace(before.trainer, **limits)) == config
+    reached = [
+        limit is not None and status.get(name, 0) >= limit
+        for name, limit in (("epoch", limits["max_epochs"]), ("step", limits["max_steps"]))
+    ]
+    if not same or (before != config and not any(reached)):
+        return ""
+    return (
+        f"{run.root}: finished already ({status.get('reason')}); more epochs or steps: trainrun resume "
+        f"{shlex.quote(str(run.root))} "
+        "trainer.max_epochs=... (or trainer.max_steps=...); its plots are drawn again by trainrun report"
+    )
+
+
+def tell(text: str) -> None:
+    say(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def repair(run: RunDir, note: Callable[[str], None] = tell) -> None:
+    """Make the folder of a run fit to go on with. Only the process that holds its lock may call it.
+
+    Raises ConfigError if nothing can be written.
+    """
+    try:
+        for path in _files(run):
+            if os.path.lexists(path) and not _is_plain(path):
+                _set_aside(path, "is no plain file", note)
+        for path in (run.plots, run.nonfinite):
+            if os.path.lexists(path) and not path.is_dir() and _is_ours(path):
+                _set_aside(path, "is no folder", note)
+        _repair_identity(run, note)
+        _repair_status(run, note)
+        _repair_rows(run, note)
+    except OSError as error:
+        raise cannot_write(run.root, error) from error
+
+
+def _files(run: RunDir) -> list[Path]:
+    """The plain files of a run; those of single ranks by their names."""
+    known = (
+        run.status, run.overrides, run.environment, run.identity, run.identity_copy, run.metrics, run.log, run.samples,
+        run.report, run.job, run.config_before, run.best,
+    )  # fmt: skip
+    patterns = ("rank*.log", "stacks-rank*.txt", ".error-rank*.json")
+    return [*known, *(path for pattern in patterns for path in sorted(run.root.glob(pattern)))]
+
+
+def _is_plain(path: Path) -> bool:
+    """A link counts as what it leads to; one that leads to nothing is asked about elsewhere."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return True
+    except OSError:  # a link that leads to itself
+        return False
+
+
+def _is_ours(path: Path) -> bool:
+    """Neither a link to elsewhere nor a pipe, about which is asked elsewhere."""
+    mode = path.lstat().st_mode
+    return stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not _is_plain(path))
+
+
+def _repair_identity(run: RunDir, note: Callable[[str], None]) -> None:
+    for path in (run.identity, run.identity_copy):
+        if not sound_identity(path):
+            try:
+                told = read_identity(run)
+            except ConfigError:
+                return  # said where it is needed
+            if path.exists():
+                _set_aside(path, "is damaged", note)
+            elif path == run.identity:
+                note(f"{path}: missing; written again from its copy")
+            write_identity(run, told)
+
+
+def _repair_status(run: RunDir, note: Callable[[str], None]) -> None:
+    """The words of the command line are in both files."""
+    status = read_status(run)
+    if run.status.is_file() and not status:
+        _set_aside(run.status, "is damaged", note)
+    if run.overrides.is_file() and not _is_text(run.overrides):
+        _set_aside(run.overrides, "is damaged", note)
+    if status and not run.overrides.exists():
+        write_text(run.overrides, "".join(f"{word}\n" for word in status.get("overrides", [])))
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        read_bytes(path, MAX_WORDS_BYTES).decode("utf-8")
+    except ValueError:
+        return False
+    return True
+
+
+def _repair_rows(run: RunDir, note: Callable[[str], None]) -> None:
+    if not run.metrics.is_file():
+        return
+    lines, num_bad = sound_rows(run.metrics)
+    if num_bad:
+        rows = f"{num_bad} of its {len(lines) + num_bad} rows are damaged"
+        _set_aside(run.metrics, f"{rows}, the others are kept", note)
+        write_text(run.metrics, "".join(f"{line}\n" for line in lines), durable=True)
+
+
+def _set_aside(path: Path, why: str, note: Callable[[str], None]) -> None:
+    number = 1
+    while os.path.lexists(target := path.with_name(f".bad-{path.name.lstrip('.')}-{number}")):
+        number += 1
+    path.rename(target)
+    note(f"{path}: {why}; set aside as {target.name}, the run goes on without it")

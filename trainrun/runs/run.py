@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainrun.config.compose import Composition, load_config, plain_config, write_config
+from trainrun.config.compose import Composition, plain_config, write_config
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
@@ -23,28 +22,18 @@ from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.runs.environment import describe
 from trainrun.runs.lock import only_writer
-from trainrun.runs.repair import repair
-from trainrun.runs.resume import (
-    check_ours,
-    check_reachable,
-    check_same_network,
-    merge_config,
-    restore_config,
-    trusted_config,
-)
 from trainrun.runs.run_folder import (
     SEED,
     SEED_DRAWN,
     RunDir,
     cannot_write,
     named_folder,
-    was_saved,
     write_identity,
     write_json,
     write_text,
 )
-from trainrun.runs.status import deadline, read_status, run_status
-from trainrun.runs.trusted_code import add_links, add_run, check_found, foreign_nodes
+from trainrun.runs.status import deadline, run_status
+from trainrun.runs.trusted_code import add_to_list, check_found, foreign_parts, links_out
 from trainrun.runtime.signals import StopFlag, catch_signals, patience
 from trainrun.timing.phases import command_start
 
@@ -72,18 +61,17 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
     run, config = RunDir(_folder_of(composition)), composition.config
     run.create()
     with only_writer(run):
-        check_ours(run)
-        check_reachable(run)
-        repair(run)
-        again = run.config.exists() and not forget_failure(run)
-        if again:
-            config = merge_config(run, config)
-            if not run.overrides.exists():  # damaged, and set aside
+        found = None
+        if any(path != run.lock for path in run.root.iterdir()):
+            from trainrun.runs.resume import found_config
+
+            found = found_config(run, config)
+            if found is not None and not run.overrides.exists():  # damaged, and set aside
                 write_words(run, words)
-        else:
+        if found is None:
             config = config if config.seed is not None else replace(config, seed=secrets.randbelow(2**32))
             new_run(replace(composition, config=config), words, run, composition.config.seed is None)
-        yield run, config, again
+        yield run, found or config, found is not None
 
 
 def new_run(
@@ -101,7 +89,6 @@ def new_run(
     try:
         # the first: a folder without it is not one that a run made
         write_identity(run, identity)
-        add_links(run)
         write_config(run, config)
         write_words(run, words)
         write_json(run.environment, describe(Path.cwd()))
@@ -115,22 +102,6 @@ def write_words(run: RunDir, words: list[str]) -> None:
     write_text(run.overrides, "".join(f"{masked_word(word)}\n" for word in words))
 
 
-def forget_failure(run: RunDir) -> bool:
-    """Whether the run here failed or was stopped before it saved anything; what it wrote is taken away, then."""
-    state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
-    if state not in ("failed", "stopped") or was_saved(run):
-        return False
-    for path in (
-        run.metrics,
-        run.log,
-        run.status,
-        run.config_before,
-        run.config,
-    ):  # the last: until then it is all forgotten again
-        path.unlink(missing_ok=True)
-    return True
-
-
 def _folder_of(composition: Composition) -> Path:
     own = composition.own.get("hydra.run.dir")
     if own:
@@ -142,16 +113,19 @@ def _folder_of(composition: Composition) -> Path:
 
 def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """`execute`, unless the run has come to its end."""
-    if order.resume and (told := finished(run, config)):
-        return stay_finished(told)
+    if order.resume:
+        from trainrun.runs.resume import finished, stay_finished
+
+        if told := finished(run, config):
+            return stay_finished(told)
     return execute(run, config, order)
 
 
 def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
     write_config(run, config)
-    if any(foreign_nodes(plain(public(config)[0]))):
-        add_run(run, plain_config(run.config))
+    if any(foreign_parts(plain(public(config)[0]))) or any(links_out(run.root)):
+        add_to_list(run, plain_config(run.config))
     if external_ranks():
         from trainrun.runs.torchrun import lead_run
 
@@ -205,50 +179,20 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
 
 
 def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
-    config = trusted_config(run, overrides, trust)
-    check_reachable(run)
-    repair(run)
+    from trainrun.runs import resume
+
+    config = resume.trusted_config(run, overrides, trust)
+    resume.check_reachable(run)
+    resume.repair(run)
     check_found(run, plain(config))
-    check_same_network(run, config)
+    resume.check_same_network(run, config)
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
-    restore_config(run)
-    add_links(run)  # those that are trusted from now on
-    if told := finished(run, config):
-        return stay_finished(told)
+    resume.restore_config(run)
+    if told := resume.finished(run, config):
+        return resume.stay_finished(told)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
         return execute(run, config, LaunchSpec(resume=True, paths=paths))
     finally:
-        restore_config(run)
-
-
-def stay_finished(told: str) -> int:
-    """The exit code of a run that has nothing more to do; ranks that somebody else started are notified."""
-    say(told)
-    if external_ranks():
-        from trainrun.runs.torchrun import dismiss
-
-        dismiss()
-    return EXIT_DONE
-
-
-def finished(run: RunDir, config: RunConfig) -> str:
-    """What to say of a run that has come to its end and, with this config, would end there again; else nothing."""
-    status = read_status(run)
-    if status.get("state") != "done":
-        return ""
-    before = load_config(run.config, [])
-    limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps")}
-    same = replace(before, trainer=replace(before.trainer, **limits)) == config
-    reached = [
-        limit is not None and status.get(name, 0) >= limit
-        for name, limit in (("epoch", limits["max_epochs"]), ("step", limits["max_steps"]))
-    ]
-    if not same or (before != config and not any(reached)):
-        return ""
-    return (
-        f"{run.root}: finished already ({status.get('reason')}); more epochs or steps: trainrun resume "
-        f"{shlex.quote(str(run.root))} "
-        "trainer.max_epochs=... (or trainer.max_steps=...); its plots are drawn again by trainrun report"
-    )
+        resume.restore_config(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainrun.parallel.interface import FAR, address_towards, interface_for, own_addresses
+from trainrun.parallel.group import FAR, address_towards, interface_for, own_addresses
 
 ADDRESSES = {
     "lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.7"], "docker0": ["172.17.0.1"], "ib0": ["10.1.0.7", "fe80::1"],
