@@ -8,6 +8,7 @@ plain strings. And the folders of options: ours, and the user's, which are searc
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -274,7 +275,9 @@ def options(group: str, folders: list[Path]) -> list[str]:
 
 def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
     """Folders searched before ours: each --config-dir, then ./conf if it has one of our groups."""
-    folders = [Path(folder).expanduser().resolve() for folder in extra]
+    folders = [
+        Path(os.path.realpath(os.path.expanduser(folder))) for folder in extra
+    ]  # a link to itself stays
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"--config-dir {folder}: no such folder")
