@@ -16,6 +16,7 @@ from trainrun.checkpoint import save as saving
 from trainrun.checkpoint.files import FileLayer
 from trainrun.config import compose
 from trainrun.monitor import metrics_file
+from trainrun.optimizer import load_named_state
 from trainrun.optimizer.ema import Ema
 from trainrun.parallel import ddp
 from trainrun.runs import resume as runner
@@ -51,7 +52,7 @@ def no_position() -> None:
 
 
 def no_optimizer_state() -> None:
-    parts.load_named_optimizer_state = lambda *rest: None  # type: ignore[assignment]
+    load_named_state.load_named_optimizer_state = lambda *rest: None  # type: ignore[assignment]
 
 
 def no_schedule() -> None:
