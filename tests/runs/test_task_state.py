@@ -305,7 +305,7 @@ class Holds:
 def test_nothing_is_looked_at_after_the_first_log_point() -> None:
     task, state = Holds(), TrainState()
     calls = TaskCalls(task, torch.nn.Linear(1, 1), Place(0, 0, torch.device("cpu")), None)
-    calls.watch(False, False, print)
+    calls.watch(False, print)
     for step in range(1, 5):
         calls.after_step(state, log=step == 3)
     before = task.kept.looks
