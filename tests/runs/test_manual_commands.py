@@ -70,7 +70,11 @@ def project(workdir: Path) -> Path:
 
 
 def composed(words: list[str]) -> None:
-    compose_run([word for word in words if "=" in word and not word.startswith("-")])
+    """Compose the settings among the words; of a sweep its first run."""
+    settings = [word for word in words if "=" in word and not word.startswith("-")]
+    if "--multirun" in words:
+        settings = [word if "[" in word else word.partition(",")[0] for word in settings]
+    compose_run(settings)
 
 
 def known_to_its_script(
