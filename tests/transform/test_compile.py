@@ -100,13 +100,16 @@ def test_wrong_options_are_refused_with_the_right_ones(mode: str | None, backend
 
 
 @pytest.mark.process
-def test_without_a_compiler_the_message_says_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_message_says_the_way_out() -> None:
     from torch._inductor import config, cpp_builder
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     cpp_builder.cpp_compiler_search.cache_clear()
     try:
-        with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*trainer\.compile\.scope=off"):
+        # not pytest's monkeypatch, which takes the option away at the end
+        with (
+            config.patch({"cpp.cxx": ("no-such-compiler",)}),
+            pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*trainer\.compile\.scope=off"),
+        ):
             compile_model(nn.Linear(2, 2))
     finally:
         cpp_builder.cpp_compiler_search.cache_clear()

@@ -14,6 +14,7 @@ from trainrun.assemble import step_function
 from trainrun.cli.main import main as cli
 from trainrun.config.compose import compose_run
 from trainrun.data.order import sampler as order
+from trainrun.optimizer import load_named_state
 from trainrun.precision.update import Update
 from trainrun.training import components as parts_module
 from trainrun.training.state import TrainState
@@ -107,10 +108,14 @@ def test_data_read_again_after_a_resume(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("load_named_optimizer_state", ()), ("set_random_state", ("model.dropout=0.5",))]
+    ("module", "name", "words"),
+    [
+        (load_named_state, "load_named_optimizer_state", ()),
+        (parts_module, "set_random_state", ("model.dropout=0.5",)),
+    ],
 )
-def test_a_state_that_a_resume_forgets(tmp_path, monkeypatch, name, words):
-    plant(monkeypatch, parts_module, name, lambda real: lambda *args: None)
+def test_a_state_that_a_resume_forgets(tmp_path, monkeypatch, module, name, words):
+    plant(monkeypatch, module, name, lambda real: lambda *args: None)
     assert verdict(tmp_path, "resume", *words) == FAIL
 
 

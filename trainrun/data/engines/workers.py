@@ -184,6 +184,9 @@ class LoaderWorkers:
 def starting(key: str) -> Iterator[None]:
     """Surround the start of workers: signals wait, so that none hits a worker that cannot ignore it yet, and the
     handler of SIGCHLD stays what it was."""
+    deaths: Any = getattr(torch.utils.data._utils, "signal_handling", None)
+    if hasattr(deaths, "_SIGCHLD_handler_set"):  # then torch's handler is not even there for a moment
+        deaths._SIGCHLD_handler_set = True
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
     handler = signal.getsignal(signal.SIGCHLD)
     try:
