@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trainrun.convert.folder import remove_temporary, writing_to
 from trainrun.convert.part_samples import Samples
 from trainrun.errors import DataError
+from trainrun.runtime.signals import STOP_SIGNALS, StopFlag, catch_stops
 
 WATCH_SECONDS = 0.5
 AHEAD = 2  # units under way for each process
@@ -74,8 +75,9 @@ def write_parts(dest: Path, targets: Mapping[str, Target], parts: Mapping[str, S
     """Write what is not there yet. DataError: the disk is full, or a sample cannot be read; finished units stay."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal)
+    flag = StopFlag(training=False)  # Ctrl-C raises; where foreign code swallows that, the next unit ends
     try:
-        with writing_to(dest), progress:
+        with catch_stops(flag.handle), writing_to(dest), progress:
             remove_temporary(dest)
             for name, target in targets.items():
                 samples, began = parts[name], time.monotonic()
@@ -88,6 +90,8 @@ def write_parts(dest: Path, targets: Mapping[str, Target], parts: Mapping[str, S
                     for unit, result in found:
                         target.collect(unit, result)
                         progress.update(task, advance=unit.end - unit.begin, refresh=True)
+                        if flag.request:
+                            raise KeyboardInterrupt
                 target.finish()
                 before = f", {there:,} of them were there already" if there else ""
                 say(f"{name}: {len(samples):,} samples{before} ({time.monotonic() - began:.1f} s)")
@@ -136,8 +140,9 @@ def results(
 
 
 def _begin(target: Target, samples: Samples, parent: int) -> None:
-    """Set up a worker. Ctrl-C reaches the whole group of processes: here only the parent acts on it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Set up a worker. Ctrl-C reaches the whole group: the parent alone acts on it, and ends its workers."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     torch.set_num_threads(1)
     _job.update(target=target, samples=samples)
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()

@@ -190,6 +190,8 @@ def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> 
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     resume.restore_config(run)
     if told := resume.finished(run, config):
+        if trust:
+            add_to_list(run, plain_config(run.config))
         return resume.stay_finished(told)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
