@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -13,8 +15,11 @@ import pytest
 from faults.forks import run_forked
 
 from trainrun.cli.main import main
+from trainrun.runs import run as runner
+from trainrun.runs.resume import KILLED
 from trainrun.runs.run_folder import RunDir
 from trainrun.runs.status import read_status
+from trainrun.runtime.signals import leave_at_interrupt
 
 pytestmark = [
     pytest.mark.process,
@@ -163,3 +168,29 @@ def test_a_file_that_may_not_be_so_large_is_like_a_full_disk(workdir: Path) -> N
     assert code == 1
     assert "File too large; allow larger files there (ulimit -f), then: trainrun resume" in said
     assert read_status(RunDir(workdir / "run"))["exit_code"] == 1
+
+
+def test_an_interrupt_ahead_of_a_resume_leaves_no_run_at_running(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ahead of the signal handlers of a run, where Ctrl-C ends the process on the spot."""
+    assert main([*WORDS, "output_dir=run"]) == 0
+    run = workdir / "run"
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    before = json.loads((run / "status.json").read_text()) | {"state": "running", "exit_code": None}
+    (run / "status.json").write_text(json.dumps(before))
+    monkeypatch.setattr(runner, "check_found", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+    def work() -> int:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        leave_at_interrupt()
+        return main(["resume", "run"])
+
+    code, _ = forked(work, workdir)
+    assert code == 130
+    status = read_status(RunDir(run))
+    assert (status["state"], status["message"]) == ("stopped", KILLED)
+    monkeypatch.undo()
+    monkeypatch.chdir(workdir)
+    assert main(["resume", "run"]) == 0
+    assert read_status(RunDir(run))["state"] == "done"

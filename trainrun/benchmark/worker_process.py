@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from trainrun.benchmark.worker_messages import Message, RunInfo, Train, Turn
 from trainrun.config.compose import Composition
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
+from trainrun.parallel.scratch import scratch_folder
 from trainrun.runs.run import LaunchSpec, execute, new_run
 from trainrun.runtime.signals import QUIET_SECONDS, catch_stops
 
@@ -61,8 +61,7 @@ class WorkerPool:
 
         self._paths = [path for path in sys.path if path]
         self._folders, self._signals = contextlib.ExitStack(), contextlib.ExitStack()
-        folder = TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True)
-        self.folder = Path(self._folders.enter_context(folder))
+        self.folder = self._folders.enter_context(scratch_folder())
         self._workers: list[WorkerProcess] = []
         self._quiet_until = 0.0
 
@@ -118,9 +117,7 @@ class WorkerProcess:
 
     def __init__(self, config: RunConfig, folder: Path, paths: list[str]) -> None:
         self._folder, self._folders = folder, contextlib.ExitStack()
-        address = (
-            self._folders.enter_context(TemporaryDirectory(prefix="trainrun-", dir=SHORT_FOLDER)) + "/socket"
-        )
+        address = str(self._folders.enter_context(scratch_folder(SHORT_FOLDER)) / "socket")
         self._key = secrets.token_bytes(16)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)

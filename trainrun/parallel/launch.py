@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.output import say
 from trainrun.parallel.devices import num_cores
 from trainrun.parallel.rank_place import listening_file
+from trainrun.parallel.scratch import scratch_folder
 from trainrun.runs.lock import passed_on
 from trainrun.runs.run_folder import RunDir, read_json
 from trainrun.runtime.signals import AGAIN_SECONDS, catch_stops, stops_held_back
@@ -161,10 +161,9 @@ def run_attempt(
     """One life of all ranks: none of them outlives this call."""
     for rank in range(world_size):
         run_dir.rank_error(rank).unlink(missing_ok=True)
-    # local: the file is locked, NFS is risky
-    with tempfile.TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True) as folder:
+    with scratch_folder() as folder:  # local: the file is locked, NFS is risky
         ranks: list[Rank] = []
-        store = Path(folder) / "store"
+        store = folder / "store"
         try:
             for rank in range(world_size):
                 own = env | rank_environment(env, rank, world_size, store)

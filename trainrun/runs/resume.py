@@ -34,6 +34,7 @@ from trainrun.runs.run_folder import (
     sound_identity,
     was_saved,
     write_identity,
+    write_json,
     write_text,
 )
 from trainrun.runs.status import read_status
@@ -41,6 +42,7 @@ from trainrun.runs.trusted_code import check_files, check_run
 
 MAX_WORDS_BYTES = 2**22
 SHOWN = 8
+KILLED = "ended without a word: killed, or its machine went down"
 ABSENT = object()  # of a key that only the other config has
 
 
@@ -312,7 +314,7 @@ def _repair_identity(run: RunDir, note: Callable[[str], None]) -> None:
 
 
 def _repair_status(run: RunDir, note: Callable[[str], None]) -> None:
-    """The words of the command line are in both files."""
+    """The words of the command line are in both files, and a run that was killed runs no more."""
     status = read_status(run)
     if run.status.is_file() and not status:
         _set_aside(run.status, "is damaged", note)
@@ -320,6 +322,8 @@ def _repair_status(run: RunDir, note: Callable[[str], None]) -> None:
         _set_aside(run.overrides, "is damaged", note)
     if status and not run.overrides.exists():
         write_text(run.overrides, "".join(f"{word}\n" for word in status.get("overrides", [])))
+    if status.get("state") == "running":  # and nobody held its lock
+        write_json(run.status, status | {"state": "stopped", "message": KILLED})
 
 
 def _is_text(path: Path) -> bool:
