@@ -1,4 +1,4 @@
-"""What a value may be, written as a type, as `Annotated[int, Limits(at_least=1)]`. No torch.
+"""What a value may be, written as a type, as `Annotated[int, Limits(at_least=1)]`; and fields that say it. No torch.
 
 The fields of the config and the signatures of models, tasks, optimizers, schedules and readers say their limits in
 these types; the checks before a run, the messages and `--help` are made from them.
@@ -10,7 +10,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -52,6 +52,7 @@ BelowOne = Annotated[float, Limits(at_least=0, below=1)]
 Steps = Annotated[float, Limits(at_least=1)]  # also as 1e3
 Rates = NotNegative | list[NotNegative]  # an optimizer may have several groups of parameters
 Auto = Literal["auto"]
+NODE, NODES, NAMED, ANY = "node", "nodes", "named", "any"  # a `_target_`; several by name; either; anything
 
 
 def is_finite(value: Any) -> bool:
@@ -117,3 +118,64 @@ def choices_of(kind: Any) -> tuple[str, ...]:
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return tuple(name for part in get_args(kind) for name in choices_of(part))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of one field. kind: the type of its values; parse: raises ValueError for a wrong one.
+
+    words: values that are read as others. opens: what may stand below it, if keys there may be the user's own. short:
+    of a section, the field that `section=value` sets. typed: where the nodes of a field are typed and saved.
+    """
+
+    key: str
+    default: Any
+    help: str
+    kind: Any
+    parse: Callable[[Any], object] | None = None
+    aliases: tuple[str, ...] = ()
+    words: dict[str, str] = field(default_factory=dict)
+    opens: str = ""
+    required: bool = False
+    also: tuple[str, ...] = ()
+    short: str = ""
+    section: type | None = None
+    typed: str = ""
+
+    @property
+    def allowed(self) -> str:
+        """What a value must be, in words."""
+        return described(self.kind)
+
+
+def setting(
+    default: Any, help: str, *, kind: Any = None, parse: Callable[[Any], object] | None = None,
+    aliases: tuple[str, ...] = (), words: dict[str, str] | None = None, **limits: float,
+) -> Any:  # fmt: skip
+    """A field of one value. kind: where it takes more than its annotation says; limits: as in `Limits`."""
+    about = {"help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}}
+    return field(default=default, metadata={**about, "limits": Limits(**limits)})
+
+
+def choice(*choices: str, help: str, default: str = "", **about: Any) -> Any:
+    """A field of one of some names; the first is the default unless another is named."""
+    return setting(default or choices[0], help, kind=Literal[choices], **about)
+
+
+def node(help: str, *, required: bool = False, named: bool = False, also: tuple[str, ...] = ()) -> Any:
+    """An open node: `_target_` and the arguments of that target, or null.
+
+    named: a map of several, by name, is taken too. also: names that stand for something else.
+    """
+    about = {"help": help, "opens": NAMED if named else NODE, "required": required, "also": also}
+    return field(default=None, metadata=about)
+
+
+def nodes(help: str, typed: str = "") -> Any:
+    """Open nodes by name: `section.mine._target_=my_file.MyClass`. typed: the section, if it is not this field."""
+    return field(default_factory=dict, metadata={"help": help, "opens": NODES, "typed": typed})
+
+
+def section(kind: type, short: str = "", aliases: tuple[str, ...] = ()) -> Any:
+    """A part of the config with fields of its own. short: the one that `section=value` sets."""
+    return field(default_factory=kind, metadata={"help": "", "short": short, "aliases": aliases})

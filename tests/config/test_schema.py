@@ -11,18 +11,9 @@ import pytest
 
 from trainrun.config.aliases import aliases, key_of_today, value_of_today
 from trainrun.config.help_text import setting_rows
-from trainrun.config.schema import (
-    NODES,
-    RunConfig,
-    choice,
-    node,
-    nodes,
-    section,
-    setting,
-    settings,
-    with_values,
-)  # fmt: skip
+from trainrun.config.schema import RunConfig, settings, with_values
 from trainrun.config.validate import node_faults, value_faults
+from trainrun.limits import NODES, choice, node, nodes, section, setting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainrun.config.aliases import OPTIONS, aliases, key_of_today, value_of_today
-from trainrun.config.schema import NODE, NODES, is_tracker, settings
+from trainrun.config.schema import is_tracker, settings
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
+from trainrun.limits import NODE, NODES
 
 FLAGS = (
     "--help", "-h", "--version", "--multirun", "-m", "--resolve", "--run", "-r", "--info", "--hydra-help",

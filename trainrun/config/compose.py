@@ -45,10 +45,10 @@ from trainrun.config.saved_values import (
     remember,
     with_secrets,
 )
-from trainrun.config.schema import NODES, RunConfig, plain, settings, value_of, with_values
+from trainrun.config.schema import RunConfig, plain, settings, value_of, with_values
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
-from trainrun.limits import choices_of
+from trainrun.limits import NODES, choices_of
 from trainrun.runs.run_folder import RunDir, read_json, write_json, write_text
 
 SEAL = "# sha256 of the lines above: "

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainrun.config.argv import conf_dir, groups
-from trainrun.config.schema import RunConfig, Setting, settings
+from trainrun.config.schema import RunConfig, settings
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
-from trainrun.limits import choices_of
+from trainrun.limits import Setting, choices_of
 
 WITH_OWN_KEYS = ("data", "model", "task", "optimizer", "scheduler")  # groups whose options bring keys along
 

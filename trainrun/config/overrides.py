@@ -32,8 +32,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.argv import CUSTOM, CommandLine, conf_dir, groups, options
 from trainrun.config.saved_values import limit_fault, yaml_fault
-from trainrun.config.schema import ANY, NODES, MonitorConfig, RunConfig, is_tracker, open_nodes, settings
+from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.limits import ANY, NODES
 from trainrun.output import say
 
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"

@@ -8,81 +8,31 @@ manual's tables are made from their fields, so a setting is added here and nowhe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from trainrun.config.units import parse_cache, parse_interval, parse_limit, parse_seconds
-from trainrun.limits import Auto, Count, Limits, NotNegativeInt, described
+from trainrun.limits import (
+    ANY,
+    Auto,
+    Count,
+    Limits,
+    NotNegativeInt,
+    Setting,
+    choice,
+    node,
+    nodes,
+    section,
+    setting,
+)
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
 SAME = "same"  # of data.val_transform: that of data.transform
 PARALLELS = ("single", "ddp")
-NODE, NODES, NAMED, ANY = "node", "nodes", "named", "any"  # a `_target_`; several by name; either; anything
 Config = TypeVar("Config")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is known of one field. kind: the type of its values; parse: raises ValueError for a wrong one.
-
-    words: values that are read as others. opens: what may stand below it, if keys there may be the user's own. short:
-    of a section, the field that `section=value` sets. typed: where the nodes of a field are typed and saved.
-    """
-
-    key: str
-    default: Any
-    help: str
-    kind: Any
-    parse: Callable[[Any], object] | None = None
-    aliases: tuple[str, ...] = ()
-    words: Mapping[str, str] = field(default_factory=dict)
-    opens: str = ""
-    required: bool = False
-    also: tuple[str, ...] = ()
-    short: str = ""
-    section: type | None = None
-    typed: str = ""
-
-    @property
-    def allowed(self) -> str:
-        """What a value must be, in words."""
-        return described(self.kind)
-
-
-def setting(
-    default: Any, help: str, *, kind: Any = None, parse: Callable[[Any], object] | None = None,
-    aliases: tuple[str, ...] = (), words: Mapping[str, str] | None = None, **limits: float,
-) -> Any:  # fmt: skip
-    """A field of one value. kind: where it takes more than its annotation says; limits: as in `Limits`."""
-    about = {"help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}}
-    return field(default=default, metadata={**about, "limits": Limits(**limits)})
-
-
-def choice(*choices: str, help: str, default: str = "", **about: Any) -> Any:
-    """A field of one of some names; the first is the default unless another is named."""
-    return setting(default or choices[0], help, kind=Literal[choices], **about)
-
-
-def node(help: str, *, required: bool = False, named: bool = False, also: tuple[str, ...] = ()) -> Any:
-    """An open node: `_target_` and the arguments of that target, or null.
-
-    named: a map of several, by name, is taken too. also: names that stand for something else.
-    """
-    about = {"help": help, "opens": NAMED if named else NODE, "required": required, "also": also}
-    return field(default=None, metadata=about)
-
-
-def nodes(help: str, typed: str = "") -> Any:
-    """Open nodes by name: `section.mine._target_=my_file.MyClass`. typed: the section, if it is not this field."""
-    return field(default_factory=dict, metadata={"help": help, "opens": NODES, "typed": typed})
-
-
-def section(kind: type, short: str = "", aliases: tuple[str, ...] = ()) -> Any:
-    """A part of the config with fields of its own. short: the one that `section=value` sets."""
-    return field(default_factory=kind, metadata={"help": "", "short": short, "aliases": aliases})
 
 
 @dataclass(frozen=True)

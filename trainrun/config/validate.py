@@ -17,9 +17,12 @@ from typing import Any, Literal
 
 from trainrun import limits
 from trainrun.config.pair_rules import pair_faults
-from trainrun.config.schema import ANY, NAMED, NODES, RunConfig, Setting, settings, validation_nodes, value_of
+from trainrun.config.schema import RunConfig, settings, validation_nodes, value_of
 from trainrun.instantiate import TARGET, named_nodes
 from trainrun.limits import (
+    ANY,
+    NAMED,
+    NODES,
     BelowOne,
     Count,
     Fraction,
@@ -27,6 +30,7 @@ from trainrun.limits import (
     NotNegativeInt,
     Positive,
     Rates,
+    Setting,
     Steps,
     choices_of,
     described,
