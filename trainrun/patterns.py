@@ -17,7 +17,7 @@ def matching(names: Iterable[str], patterns: str | Sequence[str], key: str) -> l
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
-            guess = f"; did you mean {near[0]}?" if near else ""
+            guess = f"; did you mean {near[0]}?" if near else "."
             shown = ", ".join(known[:SHOWN]) + (", ..." if len(known) > SHOWN else "")
             faults.append(f"{key}={pattern}: fits no name in the model{guess} There are: {shown or 'none'}")
     if faults:

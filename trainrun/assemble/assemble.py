@@ -167,7 +167,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     if site.init_from is not None:
         from trainrun.checkpoint.weights import load_initial
 
-        notes.append(load_initial(model, site.init_from, parallel))
+        notes += load_initial(model, site.init_from, parallel, config.init)
     model = apply_transforms(config, model, device, notes)
     if config.trainer.compile.scope == "auto":
         from trainrun.assemble.compile_scope import with_scope

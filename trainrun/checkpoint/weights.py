@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainrun.checkpoint.best import best_checkpoint
 from trainrun.checkpoint.collective import on_rank_zero
+from trainrun.checkpoint.files import open_regular
 from trainrun.checkpoint.format import read_tensors
 from trainrun.checkpoint.load import Loaded, load_together, resolve
+from trainrun.config.schema import InitConfig
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import Parallel
+from trainrun.patterns import matching
 
 KEY = "init_from"
 CHECKPOINTS = "checkpoints"  # in a run folder
 SHOWN, MOST_SHOWN = 5, 20  # tensors that do not fit
+INDEX_ENDING = ".safetensors.index.json"
+INDEX, SINGLE = f"model{INDEX_ENDING}", "model.safetensors"  # in the folder of a Hugging Face model
+MAX_INDEX_BYTES = 100 * 2**20
+SAME_MODEL = "build it with the same model and model.* as the checkpoint"
+EVERY = "*"  # in `init.rename`: the beginning of every name
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 
@@ -34,24 +45,119 @@ def weights_of(loaded: Loaded) -> tuple[dict[str, Tensor], bool]:
     return weights, averaged is not None
 
 
-def load_initial(model: nn.Module, init_from: str, parallel: Parallel) -> str:
-    """Copy weights into a model that has exactly those; the line that says so. All ranks call it together.
+def load_initial(
+    model: nn.Module, init_from: str, parallel: Parallel, chosen: InitConfig | None = None
+) -> list[str]:
+    """Copy weights into a model; the lines that say which. All ranks call it together.
 
-    init_from: a run (its best checkpoint, else its last), a checkpoint, or a safetensors file. Numbers are rounded
-    to the model's own types where the source has others of the same kind. Raises CheckpointError.
+    init_from: a run (its best checkpoint, else its last), a checkpoint, a safetensors file, or the index or folder of
+    sharded ones. chosen: which tensors are left out, what their names begin with, and whether the rest must be all that
+    the model has. Numbers are rounded to the model's own types where the source has others of the same kind. Raises
+    CheckpointError.
     """
-    path = Path(init_from).expanduser().absolute()
     try:
-        place, there, about = _found(path, parallel)
+        place, there, about = _found(Path(init_from).expanduser().absolute(), parallel)
         here = model.state_dict()
-        for name, tensor in there.items():
-            if name in here and tensor.is_floating_point() and here[name].is_floating_point():
-                there[name] = tensor.to(here[name].dtype)
-        check_tensors(place, "this model", tensor_kinds(here), tensor_kinds(there), MOST_SHOWN)
+        taken, lines = _selected(here, there, chosen or InitConfig(), place)
     except CheckpointError as error:
         raise CheckpointError(f"{KEY}={init_from}: {error}") from error
-    model.load_state_dict(parallel.load_state_dict(there, here))
-    return f"weights: {len(there)} tensors of {init_from}{about}"
+    model.load_state_dict(parallel.load_state_dict(here | taken, here))
+    return [f"weights: {len(taken)} tensors of {init_from}{about}", *lines]
+
+
+def _selected(
+    here: Mapping[str, Tensor], there: Mapping[str, Tensor], chosen: InitConfig, place: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors to copy, by the names of the model, and a line for each reason why others are not."""
+    there = _renamed(there, chosen.rename or {})
+    names = [*here, *(name for name in there if name not in here)]
+    try:
+        skipped = matching(names, chosen.skip or (), "init.skip")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    expected = {name: kind_of(tensor) for name, tensor in here.items() if name not in skipped}
+    found = {name: _as_here(tensor, here.get(name)) for name, tensor in there.items() if name not in skipped}
+    _fill_tied({name: here[name] for name in expected}, found)
+    kinds = tensor_kinds(found)
+    taken = {name: found[name] for name in expected if expected[name] == kinds.get(name)}
+    if chosen.strict or not taken:
+        check_tensors(place, "this model", expected, kinds, MOST_SHOWN, _way_out(expected, kinds))
+    if not taken:
+        raise CheckpointError(f"{place}: nothing is left to take; init.skip leaves all of it out")
+    reasons = {
+        "skipped (init.skip)": skipped,
+        "not there, as the model began": [name for name in expected if name not in found],
+        "only there": [name for name in found if name not in expected],
+        "does not fit, as the model began": [
+            _difference(name, expected[name], kinds[name])
+            for name in expected
+            if name in found and name not in taken
+        ],
+    }
+    return taken, [
+        f"weights: {reason}: {', '.join(names[:MOST_SHOWN])}"
+        + (f", and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else "")
+        for reason, names in reasons.items()
+        if names
+    ]
+
+
+def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind]) -> str:
+    """What to write where names differ by their beginning, or only some tensors fit."""
+    here = next((name for name in expected if name not in found), "")
+    there = next((name for name in found if here and name not in expected), "")
+    longer, shorter = (there, here) if len(there) > len(here) else (here, there)
+    if shorter and longer.endswith(f".{shorter}"):
+        beginning = longer.removesuffix(shorter)
+        pair = f"{beginning}: ''" if longer == there else f"*: {beginning}"
+        return f'other names may do: "init.rename={{{pair}}}"'
+    return f"{SAME_MODEL}, or take a part of it: init.skip=PATTERN, init.strict=false"
+
+
+def _renamed(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors by the names that the model has for them; of several beginnings that fit, the first one holds."""
+    renamed: dict[str, Tensor] = {}
+    used = set()
+    for name, tensor in tensors.items():
+        old = next((old for old in rename if name.startswith(_beginning(old))), None)
+        used.add(old)
+        new = name if old is None else f"{rename[old]}{name.removeprefix(_beginning(old))}"
+        if new in renamed:
+            raise CheckpointError(f"init.rename: two tensors there would be {new}")
+        renamed[new] = tensor
+    for old in rename:
+        if old not in used:
+            near = difflib.get_close_matches(old, tensors, n=1, cutoff=0.3)
+            guess = f", as {near[0]} does" if near else ""
+            raise CheckpointError(
+                f"init.rename: no tensor there begins with {old} (or an earlier one holds){guess}; "
+                f"there are {', '.join([*tensors][:SHOWN])}"
+            )
+    return renamed
+
+
+def _beginning(old: str) -> str:
+    return "" if old == EVERY else old
+
+
+def _as_here(tensor: Tensor, here: Tensor | None) -> Tensor:
+    both = here is not None and tensor.is_floating_point() and here.is_floating_point()
+    return tensor.to(here.dtype) if both and here is not None else tensor
+
+
+def _fill_tied(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
+    """A tensor with several names in the model may stand under one of them there, as safetensors files have it."""
+    tied: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in here.items():
+        if tensor.numel():
+            tied.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), []).append(name)
+    for names in tied.values():
+        there = [name for name in names if name in found]
+        for name in there[1:]:
+            if not torch.equal(found[there[0]], found[name]):
+                raise CheckpointError(f"{there[0]} and {name} are one tensor in this model, and differ there")
+        if there:
+            found.update(dict.fromkeys(names, found[there[0]]))
 
 
 def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]:
@@ -62,9 +168,43 @@ def _found(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]
         weights, averaged = weights_of(loaded)
         of_run = f" ({loaded.folder.name}{why})" if why else ""
         return loaded.folder.name, weights, of_run + (", averaged" if averaged else "")
+    if path.is_dir():
+        path = next(path / name for name in (INDEX, SINGLE) if (path / name).is_file())
+    if path.is_file() and path.name.endswith(INDEX_ENDING):
+        return path.name, _sharded(path), ""
     if not path.is_file() or path.suffix != ".safetensors":
         raise CheckpointError(_what_it_is(path))
     return path.name, read_tensors(path), ""
+
+
+def _sharded(index: Path) -> dict[str, Tensor]:
+    """The tensors of the files that an index names, which lie beside it. Raises CheckpointError."""
+    with open_regular(index) as file:
+        text = file.read(MAX_INDEX_BYTES + 1)
+    try:
+        places = json.loads(text)["weight_map"] if len(text) <= MAX_INDEX_BYTES else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        places = None
+    if (
+        not isinstance(places, dict)
+        or not places
+        or not all(isinstance(name, str) for name in places.values())
+    ):
+        raise CheckpointError(
+            f"{index}: not the index of sharded safetensors (a JSON object with weight_map)"
+        )
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(places.values())):
+        if shard != Path(shard).name or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: {shard[:200]!r} is no name of a .safetensors file beside it")
+        part = read_tensors(index.parent / shard)
+        expected = {name for name, where in places.items() if where == shard}
+        if part.keys() != expected:
+            raise CheckpointError(
+                f"{index}: {min(part.keys() ^ expected)!r} is not in {shard} and in the index alike"
+            )
+        tensors |= part
+    return tensors
 
 
 def _choice(path: Path) -> tuple[str, str]:
@@ -73,6 +213,8 @@ def _choice(path: Path) -> tuple[str, str]:
         return "", ""
     checkpoints = path if path.name == CHECKPOINTS else path / CHECKPOINTS
     if not checkpoints.is_dir():
+        if any((path / name).is_file() for name in (INDEX, SINGLE)):
+            return "", ""
         return str(resolve(path.parent, path)), ""
     best = best_checkpoint(checkpoints)
     return (
@@ -88,16 +230,21 @@ def _what_it_is(path: Path) -> str:
 
 def tensor_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
     """Shape and dtype by name, of a `state_dict()` for example."""
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return {name: kind_of(tensor) for name, tensor in tensors.items()}
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    return tuple(tensor.shape), tensor.dtype
 
 
 def check_tensors(
-    place: str, owner: str, expected: Mapping[str, Kind], found: Mapping[str, Kind], shown: int = SHOWN
-) -> None:
+    place: str, owner: str, expected: Mapping[str, Kind], found: Mapping[str, Kind], shown: int = SHOWN,
+    way_out: str = SAME_MODEL,
+) -> None:  # fmt: skip
     """Raises CheckpointError with the first differences, in the order of the model.
 
     place: the checkpoint; owner: what the tensors are for, as typed (`model=cnn`).
-    expected: of the model; found: of the checkpoint; shown: differences that are named at most.
+    expected: of the model; found: of the checkpoint; shown: differences that are named at most; way_out: what to do.
     """
     names = [*expected, *(name for name in found if name not in expected)]
     faults = [
@@ -107,7 +254,7 @@ def check_tensors(
         more = f", and {len(faults) - shown} more" if len(faults) > shown else ""
         raise CheckpointError(
             f"checkpoint {place} does not fit {owner}: {len(faults)} of {len(names)} tensors differ: "
-            f"{', '.join(faults[:shown])}{more}; build it with the same model and model.* as the checkpoint"
+            f"{', '.join(faults[:shown])}{more}; {way_out}"
         )
 
 

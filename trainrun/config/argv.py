@@ -27,6 +27,7 @@ FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--
 CFG_QUESTIONS = ("job", "hydra", "all")
 WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
+RENAME = "init.rename"
 DATA_SETS = ("data.train", "data.val", "data.test")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
 CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
@@ -147,7 +148,8 @@ def translate(
                 out += meant
                 continue
         else:
-            meant = [sign + key + equals + value_of_today(key, value)]
+            value = with_bare_keys(value) if key == RENAME else value_of_today(key, value)
+            meant = [sign + key + equals + value]
         if meant[-1].replace('"', "") != word:
             words.notes.append(f"{word} is read as {meant[-1]}")
         for part in meant:
@@ -216,6 +218,11 @@ def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -
             added.append(f"{group}={CUSTOM}")
             chosen.add(group)
     return added + overrides
+
+
+def with_bare_keys(value: str) -> str:
+    """A map as Hydra reads it, which knows no quotes around keys; an empty one stands for every beginning of a name."""
+    return re.sub(r"""(["'])([^"',:{}]*)\1\s*:\s*""", lambda found: f"{found[2] or '*'}: ", value)
 
 
 def is_path(key: str) -> bool:

@@ -26,7 +26,7 @@ def pair_faults(config: RunConfig) -> Iterator[str]:
 
 def _general(config: RunConfig) -> Rules:
     trainer, data, checkpoint, precision = config.trainer, config.data, config.checkpoint, config.precision
-    saved = "save_last" if checkpoint.enabled else "enabled"
+    saved, init = "save_last" if checkpoint.enabled else "enabled", config.init
     steps = isinstance(trainer.val_check_interval, int)
     return (
         (trainer.max_epochs is None and trainer.max_steps is None and trainer.max_time is None,
@@ -49,6 +49,9 @@ def _general(config: RunConfig) -> Rules:
          "what makes the host wait for a CUDA device; use monitor.sync_debug=false"),
         (config.init_from is not None and config.ckpt_path is not None,
          f"init_from={config.init_from}: ckpt_path takes over a whole state; leave one of them out"),
+        *((config.init_from is None and bool(value),
+           f"init.{name}: says what is taken of init_from, which is not set; give init_from=RUN_OR_FILE")
+          for name, value in (("skip", init.skip), ("rename", init.rename), ("strict=false", not init.strict))),
         (trainer.nan_policy == "rollback" and not (checkpoint.enabled and checkpoint.save_last),
          f"checkpoint.{saved}=false: trainer.nan_policy=rollback goes back to a checkpoint; leave it out, or use "
          "trainer.nan_policy=skip"),

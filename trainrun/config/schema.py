@@ -14,7 +14,7 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from trainrun.config.units import parse_cache, parse_interval, parse_limit, parse_seconds
+from trainrun.config.units import parse_cache, parse_interval, parse_limit, parse_names, parse_seconds
 from trainrun.limits import (
     ANY,
     Auto,
@@ -328,6 +328,23 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class InitConfig:
+    """Which weights of `init_from` are taken, where its names or shapes are not those of the model."""
+
+    skip: Any = setting(
+        None,
+        "tensors that stay as the model began, by patterns of the model's names, as head.*",
+        kind=str | list[str] | None,
+    )
+    rename: Any = setting(
+        None,
+        "what names begin with there and here, as {backbone.: encoder.}; *: every name",
+        parse=parse_names,
+    )
+    strict: bool = setting(True, "all other tensors must be there and fit; false: take those that do")
+
+
+@dataclass(frozen=True)
 class MonitorConfig:
     """What is logged, how often, and where it is shown."""
 
@@ -378,6 +395,7 @@ class RunConfig:
         None, "a run or checkpoint whose whole state is taken over", aliases=("resume_from_checkpoint",)
     )
     init_from: str | None = setting(None, "a run, checkpoint or .safetensors file with weights to begin with")
+    init: InitConfig = section(InitConfig)
     user: Any = field(
         default=None, metadata={"help": "whatever you want to keep in config.yaml", "opens": ANY}
     )

@@ -1,4 +1,4 @@
-"""Values with a unit: intervals in steps or epochs, durations, limits of batches, and what `data.cache` keeps."""
+"""Values with a form of their own: intervals, durations, limits of batches, what `data.cache` keeps, maps of names."""
 
 from __future__ import annotations
 
@@ -102,3 +102,12 @@ def _bytes(text: str) -> int:
         return 0
     base = 1024 if (match[3] or "").lower() == "ib" else 1000
     return int(float(match[1]) * base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
+
+
+def parse_names(value: Any) -> dict[str, str]:
+    """A map of one text to another, or None for an empty one. Raises ValueError."""
+    if value is None:
+        return {}
+    if isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair):
+        return value
+    raise ValueError("must be a map of beginnings of names, as {backbone.: encoder.}, or null")
