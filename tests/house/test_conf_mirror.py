@@ -25,6 +25,7 @@ SCHEDULE_WORDS = {
     "metric",
     "interval",
 }
+GROUP_WORDS = {"groups", "no_decay", "layer_decay"}
 
 
 def name_of(path: Path) -> str:
@@ -54,7 +55,7 @@ def faults_of(path: Path, group: str) -> list[str]:
         keys = (
             set(node)
             - {"_target_", "_args_", "_partial_"}
-            - (SCHEDULE_WORDS if group == "scheduler" else set())
+            - {"scheduler": SCHEDULE_WORDS, "optimizer": GROUP_WORDS}.get(group, set())
         )
         open_ended = any(item.kind is item.VAR_KEYWORD for item in parameters)
         faults += [f"{node['_target_']}: {name} is not listed" for name in sorted(named - keys)]

@@ -101,6 +101,21 @@ def test_each_optimizer_moves_its_own_parameters_with_its_own_rate(own: Path) ->
     assert moved == {"discriminator"}
 
 
+def test_one_of_several_optimizers_has_groups(own: Path) -> None:
+    groups = "optimizer.generator.groups=[{params: generator.0.*, lr: 0.01}]"
+    words = [*given(GAN, "optimizer.generator.lr=0"), groups, *QUIET]
+    package.train(*words, "trainer.max_steps=4", "output_dir=whole")
+    package.train(*words, "trainer.max_steps=2", "output_dir=part")
+    package.train(*words, "trainer.max_steps=4", "ckpt_path=part", "output_dir=rest")
+    part, whole, rest = (
+        read_checkpoint(resolve(Path(name) / "checkpoints", "last")).shared["model"]
+        for name in ("part", "whole", "rest")
+    )
+    assert all(torch.equal(whole[name], rest[name]) for name in whole)
+    moved = {name[: len("generator.0")] for name in part if not torch.equal(part[name], whole[name])}
+    assert {name for name in moved if name.startswith("generator")} == {"generator.0"}
+
+
 def test_the_hidden_state_is_carried_and_dropped_at_the_end_of_an_epoch(own: Path) -> None:
     run = package.train(*SERIES, *QUIET, "trainer.max_steps=7", "output_dir=middle")
     hidden = read_checkpoint(resolve(run.files.checkpoints, "last")).shared["step"]["state"]["hidden"]
@@ -141,6 +156,8 @@ def test_lbfgs_with_a_line_search_ends_where_torch_alone_does(own: Path) -> None
         (given(GAN, "optimizer.generator.params=gen.*"), "optimizer.generator.params=gen.*: fits no name in the model"),
         (given(GAN, "optimizer.generator.params=*"), "optimizer.discriminator.params: discriminator.0.weight is in"),
         (given(GAN, "optimizer.generator.params=generator.0.*"), "2 parameters of the model would never be updated"),
+        ([*GAN, "optimizer.no_decay=auto"], "say optimizer.generator.no_decay=auto or optimizer.disc"),
+        ([*GAN, "optimizer.generator.groups=[{params: discriminator.*, lr: 1}]"], "is not trained by this optimizer"),
         ([*GAN, "scheduler=custom", "scheduler.gen._target_=math.sin"], "scheduler.gen: no optimizer has this name"),
         ([*GAN, "parallel=ddp"], "parallel=ddp: does not go with optimizers by name"),
         (given(GAN, "optimizer=adamw"), "optimizers by name stand beside torch.optim.AdamW; add optimizer=custom"),

@@ -29,6 +29,7 @@ from trainrun.assemble.optimizer_and_schedule import (
     build_schedule_of,
     build_update,
     describe_update,
+    optimizer_faults,
     warmup_steps,
 )
 from trainrun.assemble.run_plan import (
@@ -130,8 +131,7 @@ def check_targets(config: RunConfig) -> None:
     nodes |= {f"hook.{name}": node for name, node in config.hook.items()}
     faults = [fault for key, node in nodes.items() if node for fault in bind_faults(node, key)]
     for key, node in _one_or_named("optimizer", config.optimizer):
-        own = {name: value for name, value in node.items() if key == "optimizer" or name != "params"}
-        faults += bind_faults(own, key, ["params"])
+        faults += optimizer_faults(key, node)
     for key, node in _one_or_named("scheduler", config.scheduler):
         own = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
         faults += bind_faults(own, key, ["optimizer"]) if own.get("_target_") else []

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainrun.config.schema import RunConfig
 from trainrun.formatting import counted
-from trainrun.instantiate import CHECK, locate, named_nodes
+from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes
 from trainrun.interfaces import Precision
 from trainrun.optimizer.build_optimizer import build_optimizer
 from trainrun.scheduler.build_schedule import build_schedule, resolve_warmup, scaled_lr
@@ -20,11 +20,25 @@ from trainrun.scheduler.schedule import Schedule
 from trainrun.training.triggers import Intervals
 
 if TYPE_CHECKING:
+    from trainrun.optimizer.groups import GroupRules
     from trainrun.training.named_optimizers import JoinedSchedules
 
 CONSTANT = {"_target_": "trainrun.scheduler.curves.constant"}
 WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
 SCHEDULE_KEYS = (*WARMUPS, "lr_scaling", "base_batch_size", "metric", "interval")
+MOST_RATES = 3  # that are told one by one
+GROUP_KEYS = ("groups", "no_decay", "layer_decay")
+
+
+def optimizer_faults(key: str, node: dict[str, Any]) -> list[str]:
+    """Bind a node, and then each of its groups, to the signature of the target; a line for each fault."""
+    left_out = GROUP_KEYS if key == "optimizer" else (*GROUP_KEYS, "params")
+    own = {name: value for name, value in node.items() if name not in left_out}
+    faults = bind_faults(own, key, ["params"])
+    for number, group in enumerate([] if faults else node.get("groups") or []):
+        options = {name: value for name, value in group.items() if name != "params"}
+        faults += bind_faults(own | options, f"{key}.groups[{number}]", ["params"])
+    return faults
 
 
 def build_optimizer_of(config: RunConfig, model: nn.Module, world_size: int, notes: list[str]) -> Optimizer:
@@ -38,7 +52,9 @@ def optimizer_of_node(
     params: list[nn.Parameter] | None = None,
 ) -> Optimizer:  # fmt: skip
     """params: of one of several; None are those of the model."""
-    node = {name: copy.copy(value) for name, value in node.items() if name not in ("params", CHECK)}
+    left_out = ("params", CHECK, *GROUP_KEYS)
+    rules = group_rules(node, key)
+    node = {name: copy.copy(value) for name, value in node.items() if name not in left_out}
     rule = scheduler.get("lr_scaling", "none")
     if "lr" in node and rule != "none":
         batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
@@ -47,10 +63,24 @@ def optimizer_of_node(
         notes.append(note)
         if node.get("adamw_lr") is not None:  # the other half of Muon
             node["adamw_lr"], _ = scaled_lr(node["adamw_lr"], rule, batch, base)
+        for group in rules.groups if rules else ():
+            if "lr" in group:
+                group["lr"] = scaled_lr(group["lr"], rule, batch, base)[0]
     factory = locate(node.pop("_target_"), key)
-    optimizer, note = build_optimizer(factory, node, model, params, closures=bool(config.step))
-    notes.append(note.replace("optimizer:", f"{key}:", 1))
+    optimizer, note = build_optimizer(factory, node, model, params, bool(config.step), rules)
+    note = note.replace("optimizer:", f"{key}:", 1)
+    notes += note.split("\n") if rules else [note]
     return optimizer
+
+
+def group_rules(node: dict[str, Any], key: str) -> GroupRules | None:
+    """What a node says of parameter groups; None if it says nothing."""
+    groups, no_decay, layer_decay = (node.get(name) for name in GROUP_KEYS)
+    if not groups and no_decay in (None, "none") and layer_decay is None:
+        return None
+    from trainrun.optimizer.groups import GroupRules
+
+    return GroupRules(key, copy.deepcopy(groups or []), no_decay or "none", layer_decay)
 
 
 def build_update(
@@ -87,6 +117,10 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
     steps = warmup_steps(config, rhythm, node)
     left_out = (*SCHEDULE_KEYS, CHECK, "_target_")
     keywords = {name: value for name, value in node.items() if name not in left_out}
+    if len(optimizer.param_groups) > 1 and str(node["_target_"]).startswith("torch."):
+        from trainrun.optimizer.groups import peaks_of_groups
+
+        keywords |= peaks_of_groups(keywords, optimizer)
     return build_schedule(
         optimizer, locate(node["_target_"], "scheduler"), keywords, steps, rhythm.total_steps, node.get("metric"),
         rhythm.steps_per_epoch, node.get("interval") == "epoch",
@@ -96,7 +130,10 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
 def describe_update(config: RunConfig, schedule: Schedule | JoinedSchedules) -> str:
     """Optimizer, learning rate and schedule in one line: `AdamW, lr 0.001, schedule cosine, 45 warmup steps`."""
     optimizer, curve = (_named_targets(node) for node in (config.optimizer, config.scheduler))
-    rates = " and ".join(f"{rate:g}" for rate in dict.fromkeys(schedule.peak_lrs))
+    several = list(dict.fromkeys(schedule.peak_lrs))
+    rates = " and ".join(f"{rate:g}" for rate in several)
+    if len(several) > MOST_RATES:
+        rates = f"{min(several):.3g} to {max(several):.3g}"
     warmup = f", {counted(schedule.warmup_steps, 'warmup step')}" if schedule.warmup_steps else ""
     return f"{optimizer}, lr {rates}, schedule {curve}{warmup}"
 

@@ -18,6 +18,7 @@ from trainrun.output import say
 KEYS = {  # of groups, of arguments in open nodes, and of the runner itself
     **dict.fromkeys(("lr", "learning_rate", "optimizer.learning_rate"), "optimizer.lr"),
     "weight_decay": "optimizer.weight_decay",
+    "layer_decay": "optimizer.layer_decay",
     **dict.fromkeys(("strategy", "trainer.strategy"), "parallel"),
     "trainer.precision": "precision",
     "lr_scheduler_type": "scheduler",

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from trainrun import limits
 from trainrun.config.pair_rules import pair_faults
@@ -26,6 +26,7 @@ from trainrun.limits import (
     BelowOne,
     Count,
     Fraction,
+    Limits,
     NotNegative,
     NotNegativeInt,
     Positive,
@@ -56,6 +57,8 @@ SHARED: dict[str, dict[str, Any]] = {  # what the runner itself reads, whatever 
         "weight_decay": NotNegative,
         "fused": bool | None,
         "foreach": bool | None,
+        "no_decay": Literal["none", "auto"] | None,
+        "layer_decay": Annotated[float, Limits(above=0, at_most=1)] | None,
     },
     "scheduler": {
         **dict.fromkeys(("warmup_steps", "warmup_ratio", "warmup_epochs"), NotNegative | None),
@@ -202,10 +205,16 @@ def argument_faults(config: RunConfig) -> dict[str, str]:
             group: node,
             **{f"{group}.{n}": one for n, one in named_nodes(node).items()},
         }.items():
-            for name, kind in {**SHARED.get(group, {}), **kinds_of(str(inner.get(TARGET)))}.items():
+            kinds = {**SHARED.get(group, {}), **kinds_of(str(inner.get(TARGET)))}
+            for name, kind in kinds.items():
                 if name in inner and (fault := fault_of_value(inner[name], kind)):
                     key = _source_of(config, group, name) if place == group else f"{place}.{name}"
                     faults.setdefault(key, f"{key}={fault}")
+            if group == "optimizer" and inner.get("groups") is not None:
+                from trainrun.config.messages import group_faults
+
+                lines = group_faults(place, inner["groups"], kinds)
+                faults |= {line.partition("=")[0]: line for line in lines}
     return faults
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 from trainrun.errors import OF_ARGUMENTS, PluginError, is_of_torch, named
 from trainrun.optimizer.fused_adam import plain_step
+
+if TYPE_CHECKING:
+    from trainrun.optimizer.groups import GroupRules
 
 WRONG = "the fused update computes wrong values"
 
@@ -28,13 +31,16 @@ def build_optimizer(
     model: nn.Module,
     params: list[nn.Parameter] | None = None,
     closures: bool = False,
+    rules: GroupRules | None = None,
 ) -> tuple[Optimizer, str]:
     """`factory(parameters, **keywords)` on the parameters that want a gradient, and a note on the choice.
 
     params: some of them, for one of several optimizers. closures: it may compute the loss several times in a step.
+    rules: of parameter groups, each of which adds a line to the note.
     """
     whole = params is None
-    params = [param for param in (model.parameters() if params is None else params) if param.requires_grad]
+    members = list(model.parameters()) if params is None else params
+    params = [param for param in members if param.requires_grad]
     if not params:
         raise PluginError("model: the model has no parameter that wants a gradient; nothing can be trained")
     name = getattr(factory, "__name__", type(factory).__name__)
@@ -43,9 +49,17 @@ def build_optimizer(
         raise PluginError(
             f"optimizer: {name} divides the parameters of a whole model; it cannot be one of several"
         )
+    groups: Any = params if make_groups is None else make_groups(model)
+    division, settings = None, [keywords]
+    if rules is not None:
+        from trainrun.optimizer.groups import Division
+
+        division = Division(rules, model, members, groups if make_groups else [{"params": params}])
+        groups = division.groups
+        settings += [keywords | rules.options(number) for number in range(len(rules.groups))]
     fault = ""
     wish = keywords
-    if _may_fuse(factory, keywords, model):
+    if all(_may_fuse(factory, each, model) for each in settings):
         fault = _fused_fault(factory, keywords, params)
         keywords = keywords | ({} if fault else {"fused": True})
     elif keywords.get("fused") is True and (fault := _fused_fault(factory, keywords, params)).startswith(
@@ -53,7 +67,7 @@ def build_optimizer(
     ):
         raise PluginError(f"optimizer.fused=true: {fault}; choose optimizer.fused=null")
     try:
-        optimizer = factory(params if make_groups is None else make_groups(model), **keywords)
+        optimizer = factory(groups, **keywords)
     except (RuntimeError, *OF_ARGUMENTS) as error:
         if not (
             _is_refusal(error)
@@ -62,6 +76,7 @@ def build_optimizer(
             raise
         raise PluginError(f"optimizer: {name}: {named(error)}") from error
     _check_contract(optimizer, name, closures)
+    lines = division.settle(optimizer, factory, keywords) if division else []
     start_momentum(optimizer)
     if isinstance(optimizer, SparseAdam):
         optimizer.register_step_pre_hook(_only_sparse)
@@ -72,7 +87,7 @@ def build_optimizer(
         from trainrun.optimizer.muon import shares
 
         note += f"; {shares(optimizer.param_groups)}"
-    return optimizer, note
+    return optimizer, "\n".join([note, *lines])
 
 
 def kernel_of(optimizer: Optimizer, wish: dict[str, Any], fault: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,13 @@ LONGEST = 200  # letters of a name that a file may have made up
 UNCOUNTED = ("SGD", "LBFGS", "Muon")  # of torch.optim; the others keep a `step` for every parameter
 AVERAGES = {"Adam": ("exp_avg", "exp_avg_sq"), "AdamW": ("exp_avg", "exp_avg_sq")}
 KERNEL_CHOICES = ("fused", "foreach")  # belong to this machine, not to the training
+
+
+def configured_fields(node: Mapping[str, Any]) -> set[str]:
+    """The group fields that the config of an optimizer names, for all parameters or for some; the schedule has `lr`."""
+    some = [name for group in node.get("groups") or [] for name in group]
+    kinds = ["weight_decay"] if node.get("no_decay") == "auto" else []
+    return {*node, *some, *kinds} - {"_target_", "lr", "params"}
 
 
 def load_named_optimizer_state(
@@ -61,7 +68,9 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
     names = {param: name for name, param in params.items()}
     now = [{names[param] for param in group["params"]} for group in optimizer.param_groups]
     if not faults and now != [set(group["params"]) for group in tree["groups"]]:
-        faults = ["the parameters are grouped differently"]
+        faults = [
+            "the parameters are grouped differently (groups, no_decay and layer_decay of the optimizer)"
+        ]
     if faults:
         shown, more = "; ".join(faults[:MAX_FAULTS_SHOWN]), len(faults) - MAX_FAULTS_SHOWN
         raise CheckpointError(

@@ -218,9 +218,9 @@ class Components:
 
             load_optimizer_states(self.optimizers, self.model, place, tree, self.config.optimizer)
             return
-        from trainrun.optimizer.load_named_state import load_named_optimizer_state
+        from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state
 
-        configured = {name for name in self.config.optimizer if name not in ("_target_", "lr")}
+        configured = configured_fields(self.config.optimizer)
         host = torch.device("cpu") if self.config.trainer.cpu_offload == "optimizer" else None
         load_named_optimizer_state(self.optimizer, self.model, tree, configured, host)
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError, PluginError
 from trainrun.interfaces import GradReport
-from trainrun.optimizer.load_named_state import load_named_optimizer_state
+from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state
 from trainrun.optimizer.named_state import named_optimizer_state
 from trainrun.precision.update import Update
 from trainrun.scheduler.schedule import Schedule
@@ -150,8 +150,7 @@ def load_optimizer_states(
         known = ", ".join(stored) or "one without a name"
         raise CheckpointError(f"checkpoint {place}: its optimizers are {known}; now {', '.join(named)}")
     for name, one in named.items():
-        configured = {key for key in config[name] if key not in ("_target_", "lr", "params")}
-        load_named_optimizer_state(one.optimizer, model, stored[name], configured)
+        load_named_optimizer_state(one.optimizer, model, stored[name], configured_fields(config[name]))
 
 
 def refuse(named: Named) -> NoReturn:

@@ -1,0 +1,203 @@
+"""Parameter groups: other options for the parameters that a pattern names, by kind, and by depth.
+
+what: torch's own groups. `groups` names parameters by patterns, with any option of the optimizer; `no_decay` takes the
+    weight decay from norms, biases and embeddings; `layer_decay` multiplies the rate of each layer by one factor more
+    than that of the layer above it. What an entry of `groups` names is taken as it stands.
+when: fine-tuning (a new head learns faster, early layers hardly move), and recipes that decay matrices alone.
+when not: parts that are trained in turns: several optimizers by name. Parameters that are not trained: `freeze`.
+source: Loshchilov and Hutter 2019, arXiv:1711.05101; Clark et al. 2020 (ELECTRA), arXiv:2003.10555, and BEiT, Bao et
+    al. 2022, arXiv:2106.08254, for the rates of layers; `param_groups_layer_decay` of timm.
+gain: not measured
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainrun.errors import OF_ARGUMENTS, ConfigError, PluginError, named
+from trainrun.formatting import counted
+from trainrun.optimizer.layer_depth import layers_above
+from trainrun.patterns import matching
+
+UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)  # other norms have vectors only
+
+PEAKS = (
+    "max_lr",
+    "base_lr",
+)  # of torch's OneCycleLR and CyclicLR: rates, where other schedules multiply them
+
+
+@dataclass(frozen=True)
+class GroupRules:
+    """key: of the optimizer, as `optimizer`. groups: patterns (`params`) with options, of which the first that fits a
+    parameter holds; no_decay: none, auto; layer_decay: above 0 to 1."""
+
+    key: str
+    groups: Sequence[dict[str, Any]] = ()
+    no_decay: str = "none"
+    layer_decay: float | None = None
+
+    def options(self, number: int) -> dict[str, Any]:
+        """What one entry of `groups` names besides its parameters."""
+        return {name: value for name, value in self.groups[number].items() if name != "params"}
+
+
+class Part(NamedTuple):
+    """What the parameters of a group have in common; sorted, the first group is that of the usual options.
+
+    entry: of `groups`, -1 for none. above: the layers above theirs, for the rate. undecayed: by their kind.
+    """
+
+    entry: int
+    above: int
+    undecayed: bool
+
+
+class Division:
+    """The groups that an optimizer is built with, and the options that they get then."""
+
+    def __init__(
+        self, rules: GroupRules, model: nn.Module, members: Collection[nn.Parameter], groups: list[dict[str, Any]]
+    ) -> None:  # fmt: skip
+        """members: all that this optimizer is for, frozen ones included; groups: to be divided.
+
+        Raises ConfigError: a pattern fits nothing that is trained, or the depth of layers is not clear.
+        """
+        self._rules = rules
+        owners = entries_of(rules, model, {param for group in groups for param in group["params"]})
+        undecayed = without_decay(model) if rules.no_decay == "auto" else set()
+        above: dict[nn.Parameter, int] = {}
+        self._told = ""
+        if rules.layer_decay is not None:
+            above, layers = layers_above(model, members, f"{rules.key}.layer_decay={rules.layer_decay:g}")
+            lowest = rules.layer_decay ** max(above.values())
+            self._told = f"{rules.key}.layer_decay={rules.layer_decay:g}: {layers}; lr x {lowest:.3g} to 1"
+        self.groups: list[dict[str, Any]] = []
+        self._parts: list[Part] = []
+        for group in groups:
+            divided: dict[Part, list[nn.Parameter]] = {}
+            for param in group["params"]:
+                entry = owners.get(param, -1)
+                own = rules.options(entry) if entry >= 0 else {}
+                part = Part(
+                    entry,
+                    0 if "lr" in own else above.get(param, 0),
+                    "weight_decay" not in own and param in undecayed,
+                )
+                divided.setdefault(part, []).append(param)
+            self._parts += sorted(divided)
+            self.groups += [group | {"params": divided[part]} for part in sorted(divided)]
+
+    def settle(
+        self, optimizer: Optimizer, factory: Callable[..., Optimizer], keywords: dict[str, Any]
+    ) -> list[str]:
+        """Give the groups of the new optimizer their options; a line on each rule. Raises ConfigError, PluginError.
+
+        keywords: what it was built with.
+        """
+        key, kind = self._rules.key, type(optimizer).__name__
+        if len(optimizer.param_groups) != len(self._parts):
+            raise PluginError(f"{key}: {kind} makes other parameter groups of those that it is given")
+        for option, name in (("no_decay", "weight_decay"), ("layer_decay", "lr")):
+            if getattr(self._rules, option) not in (None, "none") and name not in optimizer.defaults:
+                raise ConfigError(f"{key}.{option}: {kind} has no {name}; leave it out")
+        for group, part in zip(optimizer.param_groups, self._parts, strict=True):
+            if part.entry >= 0:
+                group.update(self._checked_options(part.entry, group["params"][0], factory, keywords))
+            if part.undecayed:
+                group["weight_decay"] = 0.0
+            if part.above and self._rules.layer_decay is not None:
+                group["lr"] = group["lr"] * self._rules.layer_decay**part.above
+        return [*filter(None, [self._told]), f"{key}: {kind}: {summary(optimizer.param_groups)}"]
+
+    def _checked_options(
+        self, entry: int, param: nn.Parameter, factory: Callable[..., Optimizer], keywords: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The options of an entry as the optimizer keeps them, which looks at them when it is built with them."""
+        options, place = self._rules.options(entry), f"{self._rules.key}.groups[{entry}]"
+        probe = nn.Parameter(torch.zeros(1, dtype=param.dtype, device=param.device))
+        try:
+            built = factory([probe], **(keywords | options))
+        except (RuntimeError, *OF_ARGUMENTS) as error:
+            raise PluginError(f"{place}: {named(error)}") from error
+        kind = type(built).__name__
+        for name in options:
+            if name not in built.defaults:
+                known = ", ".join(built.defaults)
+                raise ConfigError(
+                    f"{place}.{name}: {kind} has one for all parameters; a group may have {known}"
+                )
+        return {name: built.defaults[name] for name in options}
+
+
+def entries_of(
+    rules: GroupRules, model: nn.Module, trained: Collection[nn.Parameter]
+) -> dict[nn.Parameter, int]:
+    """The first entry of `groups` that names each parameter. Raises ConfigError with a line for each that does nothing.
+
+    A parameter that is used twice is named by either of its names.
+    """
+    named_params = dict(model.named_parameters(remove_duplicate=False))
+    owners: dict[nn.Parameter, int] = {}
+    faults = []
+    for number, group in enumerate(rules.groups):
+        key = f"{rules.key}.groups[{number}].params"
+        try:
+            names = matching(named_params, group["params"], key)
+        except ValueError as error:
+            faults.append(str(error))
+            continue
+        params = {named_params[name] for name in names} & set(trained)
+        if not params:
+            faults.append(
+                f"{key}={group['params']}: {names[0]} and whatever else it fits is not trained by this optimizer (it "
+                "is frozen, or another's); leave the group out"
+            )
+        elif all(param in owners for param in params):
+            before = owners[next(iter(params))]
+            faults.append(
+                f"{key}={group['params']}: an earlier group has each of its parameters ({rules.key}.groups[{before}]), "
+                "and the first that fits holds; put the narrower pattern first"
+            )
+        for param in params:
+            owners.setdefault(param, number)
+    if faults:
+        raise ConfigError(*faults)
+    return owners
+
+
+def without_decay(model: nn.Module) -> set[nn.Parameter]:
+    """Vectors and scalars (norms, biases, scales), all of embeddings and layer norms, biases of any shape, and what the
+    method `no_weight_decay` of a module names (timm)."""
+    found = {param for param in model.parameters() if param.ndim <= 1}
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        whole = isinstance(module, UNDECAYED)
+        found |= {param for name, param in own.items() if whole or name.endswith("bias")}
+        if callable(listed := getattr(module, "no_weight_decay", None)):
+            below = dict(module.named_parameters())
+            found |= {below[name] for name in listed() if name in below}
+    return found
+
+
+def summary(groups: Sequence[Mapping[str, Any]]) -> str:
+    """`52 tensors decay, 98 do not, 2 groups`."""
+    total = sum(len(group["params"]) for group in groups)
+    decayed = sum(len(group["params"]) for group in groups if group.get("weight_decay"))
+    does = f"{counted(decayed, 'tensor')} {'decays' if decayed == 1 else 'decay'}"
+    return f"{does}, {total - decayed} {'does' if total - decayed == 1 else 'do'} not, {counted(len(groups), 'group')}"
+
+
+def peaks_of_groups(keywords: dict[str, Any], optimizer: Optimizer) -> dict[str, list[float]]:
+    """A rate of the schedule for each group, in proportion to the groups' own; nothing where they have the same."""
+    rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+    if len(set(rates)) < 2 or not rates[0]:
+        return {}
+    given = {name: keywords[name] for name in PEAKS if isinstance(keywords.get(name), int | float)}
+    return {name: [rate * (value / rates[0]) for rate in rates] for name, value in given.items()}
