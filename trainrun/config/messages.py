@@ -1,9 +1,8 @@
-"""What is wrong with an override, or with groups of parameters: one line with the key as typed, and the way out."""
+"""What is wrong with an override: one line that names it as typed, with the way out."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -16,8 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainrun.config.aliases import ANSWERS
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.schema import RunConfig, open_nodes, settings
-from trainrun.config.validate import closest, fault_of_value, nearest, shown
-from trainrun.limits import fits
+from trainrun.config.validate import closest, nearest
 
 KINDS = {
     "Integer": "a whole number",
@@ -26,15 +24,6 @@ KINDS = {
     "bool": "true or false",
 }
 _FILE_FAULT = re.compile(r"In '(.+?)': \w+ raised while composing config:\n(.*)\n\s*full_key: (\S+)")
-OF_ALL = (
-    "fused",
-    "foreach",
-    "differentiable",
-    "capturable",
-    "no_decay",
-    "layer_decay",
-    "groups",
-)  # in no group
 MAX_NAMES = 12  # that are listed where none is near
 
 
@@ -199,25 +188,3 @@ def top_names(folders: list[Path]) -> list[str]:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str]:
-    """One line for each fault of `groups` of an optimizer: entries of patterns (`params`) and options."""
-    key, example = f"{place}.groups", "{params: 'head.*', lr: 1e-2}"
-    if not isinstance(groups, list):
-        yield f"{key}={groups}: must be a list of groups, as [{example}]"
-        return
-    for number, group in enumerate(groups):
-        entry = f"{key}[{number}]"
-        named = group.get("params") if isinstance(group, dict) else None
-        patterns = [named] if isinstance(named, str) else named
-        if not patterns or not fits(patterns, list[str]):
-            yield f"{entry}={group}: must name parameters and what holds for them, as {example}"
-            continue
-        if len(group) == 1:
-            yield f"{entry}={group}: says nothing of its parameters; add an option, as {example}"
-        for name, value in group.items():
-            if name in OF_ALL:
-                yield f"{entry}.{name}={shown(value)}: holds for all parameters; use {place}.{name}={shown(value)}"
-            elif name in kinds and (fault := fault_of_value(value, kinds[name])):
-                yield f"{entry}.{name}={fault}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -51,6 +51,15 @@ PACKAGE = Path(__file__).resolve().parents[1]
 KNOWN = {**vars(limits), **vars(names), "Sequence": Sequence}  # what a signature may name to be checked here
 PYTHON = {kind.__name__: kind for kind in (int, float, bool, str, list, tuple)}
 GROUPS = ("optimizer", "scheduler", "task", "model", "data.train", "data.val", "data.test")
+OF_ALL = (
+    "fused",
+    "foreach",
+    "differentiable",
+    "capturable",
+    "no_decay",
+    "layer_decay",
+    "groups",
+)  # in no group
 SHARED: dict[str, dict[str, Any]] = {  # what the runner itself reads, whatever the target
     "optimizer": {
         "lr": NotNegative,
@@ -211,11 +220,31 @@ def argument_faults(config: RunConfig) -> dict[str, str]:
                     key = _source_of(config, group, name) if place == group else f"{place}.{name}"
                     faults.setdefault(key, f"{key}={fault}")
             if group == "optimizer" and inner.get("groups") is not None:
-                from trainrun.config.messages import group_faults
-
                 lines = group_faults(place, inner["groups"], kinds)
                 faults |= {line.partition("=")[0]: line for line in lines}
     return faults
+
+
+def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str]:
+    """One line for each fault of `groups` of an optimizer: entries of patterns (`params`) and options."""
+    key, example = f"{place}.groups", "{params: 'head.*', lr: 1e-2}"
+    if not isinstance(groups, list):
+        yield f"{key}={groups}: must be a list of groups, as [{example}]"
+        return
+    for number, group in enumerate(groups):
+        entry = f"{key}[{number}]"
+        named = group.get("params") if isinstance(group, dict) else None
+        patterns = [named] if isinstance(named, str) else named
+        if not patterns or not fits(patterns, list[str]):
+            yield f"{entry}={group}: must name parameters and what holds for them, as {example}"
+            continue
+        if len(group) == 1:
+            yield f"{entry}={group}: says nothing of its parameters; add an option, as {example}"
+        for name, value in group.items():
+            if name in OF_ALL:
+                yield f"{entry}.{name}={shown(value)}: holds for all parameters; use {place}.{name}={shown(value)}"
+            elif name in kinds and (fault := fault_of_value(value, kinds[name])):
+                yield f"{entry}.{name}={fault}"
 
 
 @cache

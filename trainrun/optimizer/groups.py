@@ -48,7 +48,7 @@ class GroupRules:
         return {name: value for name, value in self.groups[number].items() if name != "params"}
 
 
-class Part(NamedTuple):
+class SharedOptions(NamedTuple):
     """What the parameters of a group have in common; sorted, the first group is that of the usual options.
 
     entry: of `groups`, -1 for none. above: the layers above theirs, for the rate. undecayed: by their kind.
@@ -79,13 +79,13 @@ class Division:
             lowest = rules.layer_decay ** max(above.values())
             self._told = f"{rules.key}.layer_decay={rules.layer_decay:g}: {layers}; lr x {lowest:.3g} to 1"
         self.groups: list[dict[str, Any]] = []
-        self._parts: list[Part] = []
+        self._parts: list[SharedOptions] = []
         for group in groups:
-            divided: dict[Part, list[nn.Parameter]] = {}
+            divided: dict[SharedOptions, list[nn.Parameter]] = {}
             for param in group["params"]:
                 entry = owners.get(param, -1)
                 own = rules.options(entry) if entry >= 0 else {}
-                part = Part(
+                part = SharedOptions(
                     entry,
                     0 if "lr" in own else above.get(param, 0),
                     "weight_decay" not in own and param in undecayed,

@@ -13,7 +13,7 @@ from trainrun.errors import ConfigError
 SHOWN = 3
 
 
-class Row(NamedTuple):
+class LayerRow(NamedTuple):
     """Layers one after the other. parent: the prefix of what holds them; layers: by prefix."""
 
     parent: str
@@ -64,10 +64,10 @@ def layers_above(
     return {param: top - depth for param, depth in depths.items()}, ", ".join(told)
 
 
-def rows_of(module: nn.Module, prefix: str = "", parent: str = "") -> Iterator[Row]:
+def rows_of(module: nn.Module, prefix: str = "", parent: str = "") -> Iterator[LayerRow]:
     """Every row of layers, in order; none inside of a repeated block, whose own parts are no depth (experts, heads)."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        row = Row(parent, dict(layers_of(module, prefix)))
+        row = LayerRow(parent, dict(layers_of(module, prefix)))
         yield row
         if is_repeated([row]):
             return
@@ -85,7 +85,7 @@ def layers_of(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modul
             yield inner, child
 
 
-def chosen_rows(rows: list[Row], key: str) -> list[Row]:
+def chosen_rows(rows: list[LayerRow], key: str) -> list[LayerRow]:
     """The longest row, with those beside it that go on with it."""
     beside = [[other for other in rows if other.parent == row.parent] for row in rows]
     alike = [
@@ -114,11 +114,11 @@ def chosen_rows(rows: list[Row], key: str) -> list[Row]:
     return best
 
 
-def is_inside(rows: list[Row], places: tuple[str, ...]) -> bool:
+def is_inside(rows: list[LayerRow], places: tuple[str, ...]) -> bool:
     return f"{rows[0].parent}.".startswith(places)
 
 
-def is_repeated(rows: list[Row]) -> bool:
+def is_repeated(rows: list[LayerRow]) -> bool:
     """Whether some class of blocks occurs several times in them."""
     return (
         max(
@@ -131,7 +131,7 @@ def is_repeated(rows: list[Row]) -> bool:
     )
 
 
-def numbered(rows: list[Row]) -> dict[str, int]:
+def numbered(rows: list[LayerRow]) -> dict[str, int]:
     """The depth of each layer by prefix, from 1 on; one with vectors alone has that of the layer before it."""
     found: dict[str, int] = {}
     depth = 0
