@@ -78,3 +78,30 @@ def test_what_does_not_fit_is_said() -> None:
         LanguageModeling().step(Table(4), (TOKENS % 4, TARGET))
     with pytest.raises(PluginError, match=r"output has shape \(8, 7\)"):
         LanguageModeling().step(nn.Sequential(Table(), nn.Flatten(0, 1)), (TOKENS, TARGET))
+
+
+def test_labels_of_transformers_are_shifted_where_it_is_said() -> None:
+    labels = TOKENS.clone()
+    labels[0, :1] = -100  # a prompt
+    batch = {"input_ids": TOKENS, "labels": labels}
+    plain = {"input_ids": TOKENS}
+    task = LanguageModeling(shift_labels=True)
+    assert task.step(Table(), batch).loss_sum == LanguageModeling().step(Table(), plain).loss_sum
+    assert task.count(batch) == LanguageModeling().count(plain)
+    labels[0, :3] = -100
+    assert task.pair(batch)[1].tolist()[0] == [-100, -100, *TOKENS[0, 3:].tolist(), -100]
+    padded = batch | {
+        "attention_mask": torch.ones_like(TOKENS).index_fill(1, torch.tensor([TOKENS.shape[1] - 1]), 0)
+    }
+    assert (task.pair(padded)[1][:, -2:] == -100).all()
+
+
+@pytest.mark.parametrize("ignored", [0, 2])
+def test_a_copy_as_target_is_refused(ignored: int) -> None:
+    labels = TOKENS.clone()
+    labels[:, :ignored] = -100
+    with pytest.raises(DataError, match=r"task\.shift_labels=true"):
+        LanguageModeling().step(Table(), {"input_ids": TOKENS, "labels": labels})
+    assert LanguageModeling(shift_labels=False).step(Table(), (TOKENS, labels)).loss_sum > 0
+    same = torch.ones_like(TOKENS)
+    assert LanguageModeling().step(Table(), (same, same)).loss_sum > 0  # the next token is the same one

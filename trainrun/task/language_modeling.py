@@ -27,14 +27,19 @@ class LanguageModeling:
     """Logits (B, T, V) against targets (B, T); an item is a target token, so means are per token.
 
     A batch without targets is shifted here: the target of a token is the one after it, in the same
-    segment, and none at padding. bytes_per_token: what `bpb` (bits per byte) divides by; 1 for bytes, None gives none.
-    loss_chunks: pieces in which the logits are made and forgotten (see `chunked_loss`); `auto` is 1 while
+    segment, and none at padding. shift_labels: the targets of a batch are for the tokens at their own place, as
+    transformers has `labels`, and are shifted too; false: they are the next tokens already; None: so, but targets that
+    are the tokens themselves are refused. bytes_per_token: what `bpb` (bits per byte) divides by; 1 for bytes, None
+    gives none. loss_chunks: pieces in which the logits are made and forgotten (see `chunked_loss`); `auto` is 1 while
     they are small, or where the model cannot. ConfigError: values out of range.
     """
 
     unit = "tokens"  # useful ones: none at padding counts
 
-    def __init__(self, bytes_per_token: Positive | None = None, loss_chunks: Count | Auto = "auto") -> None:
+    def __init__(
+        self, bytes_per_token: Positive | None = None, loss_chunks: Count | Auto = "auto",
+        shift_labels: bool | None = None,
+    ) -> None:  # fmt: skip
         if bytes_per_token is not None and not bytes_per_token > 0:
             raise ConfigError(f"task.bytes_per_token={bytes_per_token}: must be above 0")
         if loss_chunks != "auto" and (
@@ -42,7 +47,7 @@ class LanguageModeling:
         ):
             raise ConfigError(f"task.loss_chunks={loss_chunks}: must be auto, or a whole number, 1 or more")
         self.nats_to_bits = None if bytes_per_token is None else 1 / (math.log(2) * bytes_per_token)
-        self.loss_chunks = loss_chunks
+        self.loss_chunks, self.shift_labels = loss_chunks, shift_labels
         self.checked = False
 
     def check_model(self, model: nn.Module) -> None:
@@ -56,15 +61,20 @@ class LanguageModeling:
 
     def count(self, batch: Any) -> int:
         """Target tokens that are not ignored; of a batch on a GPU it waits for that, so `sizes` is asked before."""
-        return int((tokens_and_target(batch)[1] != IGNORED).sum())
+        return int((self.pair(batch)[1] != IGNORED).sum())
 
     def sizes(self, batch: Any) -> Tensor:
-        return (tokens_and_target(batch)[1] != IGNORED).sum(1)
+        return (self.pair(batch)[1] != IGNORED).sum(1)
+
+    def pair(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return tokens_and_target(batch, bool(self.shift_labels))
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError, DataError: outputs and targets do not fit each other, at the first batch."""
-        tokens, target = tokens_and_target(batch)
+        tokens, target = self.pair(batch)
         layer = None if self.loss_chunks == 1 else last_layer(model)
+        if not self.checked and self.shift_labels is None:
+            check_shifted(tokens, target)
         if layer is not None:
             chunks = num_chunks(
                 self.loss_chunks, tokens.numel(), layer.out_features, memory_of(tokens.device)
@@ -79,7 +89,7 @@ class LanguageModeling:
         return StepOutput(loss, {**self.bits(loss), "acc": lambda: num_right(logits, target)})
 
     def chunked(self, model: nn.Module, batch: Any, layer: nn.Linear, chunks: int) -> StepOutput:
-        tokens, target = tokens_and_target(batch)
+        tokens, target = self.pair(batch)
         states = run_model(model, tokens, batch, return_states=True)
         if not self.checked:
             check_states(states, target, layer)
@@ -95,22 +105,23 @@ class LanguageModeling:
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, T), its `confidence`, and `target`."""
-        tokens, target = tokens_and_target(batch)
+        tokens, target = self.pair(batch)
         confidence, prediction = output_tensor(run_model(model, tokens, batch)).softmax(-1).max(-1)
         return {"prediction": prediction, "confidence": confidence, "target": target}
 
 
-def tokens_and_target(batch: Any) -> tuple[Tensor, Tensor]:
-    """Take both from a pair or dict; without a target, it is the tokens moved by one."""
+def tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, Tensor]:
+    """Take both from a pair or dict; without a target, it is the tokens moved by one. shift_labels: targets too."""
     tokens, target = inputs_and_maybe_target(batch)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
         raise DataError(
             "data: task=language_modeling reads tokens of shape (B, T); use data=text, or another task"
         )
-    if target is not None:
+    if target is not None and not shift_labels:
         return tokens, target.long()
     marks = batch if isinstance(batch, Mapping) else {}
-    return tokens, next_tokens(tokens, marks.get("segment_ids", marks.get("attention_mask")))
+    segments = marks.get("segment_ids", marks.get("attention_mask"))
+    return tokens, next_tokens(tokens if target is None else target, segments)
 
 
 def next_tokens(tokens: Tensor, segments: Tensor | None) -> Tensor:
@@ -144,6 +155,19 @@ def check(logits: Tensor, target: Tensor) -> None:
             f"({target.shape[0]}, {target.shape[1]}, number of tokens)"
         )
     check_range(target, logits.shape[2])
+
+
+def check_shifted(tokens: Tensor, target: Tensor) -> None:
+    """DataError: the targets are the tokens themselves, so that a model would learn to copy."""
+    if target.shape != tokens.shape:
+        return
+    real = target != IGNORED
+    copies = bool(real.any()) and torch.equal(target[real], tokens[real].long())
+    if copies and not torch.equal(tokens[:, 1:], tokens[:, :-1]):
+        raise DataError(
+            "data: the targets of task=language_modeling are the tokens themselves, not the next ones; for labels as "
+            "transformers has them write task.shift_labels=true (or false, if copies are to be learnt)"
+        )
 
 
 def check_states(states: Any, target: Tensor, layer: nn.Linear) -> None:
