@@ -43,9 +43,11 @@ class StepOutput:
         of more than one number are what the task's `summarize` makes metrics of.
     count: the number of items, of a task that has no method `count`: an int, or a 0-d tensor, for which the
         host waits once at the end of a step.
+    rows: what a metric needs of every item at once (the scores of an AUROC): tensors (N, ...), which an evaluation
+        keeps. `summarize` gets them among the sums, joined over batches and ranks. Training looks at none.
     """
 
-    __slots__ = ("count", "loss_sum", "sums")
+    __slots__ = ("count", "loss_sum", "rows", "sums")
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class StepOutput:
         *,
         loss_mean: Tensor | None = None,
         count: int | Tensor | None = None,
+        rows: Mapping[str, Tensor] = {},
     ) -> None:
         if loss_sum is None or loss_mean is not None:
             if loss_sum is not None or loss_mean is None or count is None:
@@ -62,7 +65,7 @@ class StepOutput:
                     "that the mean is over"
                 )
             loss_sum = loss_mean * count
-        self.loss_sum, self.sums, self.count = loss_sum, sums, count
+        self.loss_sum, self.sums, self.count, self.rows = loss_sum, sums, count, rows
 
 
 class Task(Protocol):
@@ -120,7 +123,7 @@ class Summarizes(Protocol):
 
     def summarize(self, sums: dict[str, Any], count: float) -> Mapping[str, float | Tensor]:
         """Metrics by name. sums: as the steps gave them (and `loss`), added up in float64 on the host; a pair stays a
-        pair. count: of all items."""
+        pair; in an evaluation also the rows, joined on the host. count: of all items."""
 
 
 @runtime_checkable

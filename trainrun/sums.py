@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,8 +71,21 @@ def over_ranks(
     return found, totals[first:]
 
 
-def metrics_of(sums: Mapping[str, Tensor], count: float, task: Any) -> dict[str, float]:
-    """Numbers divided by their count, and what the task's `summarize` makes of all sums.
+def rows_over_ranks(
+    parallel: Parallel, rows: Mapping[str, list[Tensor]], names: list[str]
+) -> dict[str, Tensor]:
+    """Rows of the batches of all ranks, those of rank 0 first. names: the same on every rank; one may lack the rows."""
+    found = {}
+    for name in names:
+        parts = parallel.gather(torch.cat(rows[name]) if name in rows else None)
+        found[name] = torch.cat([part for part in parts if part is not None])
+    return found
+
+
+def metrics_of(
+    sums: Mapping[str, Tensor], count: float, task: Any, rows: Mapping[str, Tensor] = MappingProxyType({})
+) -> dict[str, float]:
+    """Numbers divided by their count, and what the task's `summarize` makes of all sums and rows.
 
     PluginError: several numbers, and no `summarize`; or it gives something else than numbers by name.
     """
@@ -90,7 +104,7 @@ def metrics_of(sums: Mapping[str, Tensor], count: float, task: Any) -> dict[str,
             )
         return found
     pairs = {name: (sums[name], sums[OWN + name]) if OWN + name in sums else sums[name] for name in names}
-    return found | _numbers(task.summarize(pairs, count), task)
+    return found | _numbers(task.summarize({**pairs, **rows}, count), task)
 
 
 def _numbers(values: Any, task: Any) -> dict[str, float]:

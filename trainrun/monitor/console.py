@@ -80,7 +80,7 @@ class Console:
         self._due = self._live is None and time.monotonic() - self._last_line >= QUIET_SECONDS
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        shown = {name: value for name, value in row.items() if "/" in name and not name.endswith("/seconds")}
+        shown = {name: value for name, value in row.items() if _is_shown(name)}
         self._latest |= shown
         if any(name.startswith("test/") for name in shown):
             self._say_newest()
@@ -171,3 +171,8 @@ def _plain_streams(stdout: Any, stderr: Any) -> Callable[[], None]:
                 setattr(sys, name, stream.rich_proxied_file)
 
     return restore
+
+
+def _is_shown(name: str) -> bool:
+    """A metric; those of single classes (`val/f1/3`) are for the file and the trackers."""
+    return "/" in name and not (name.endswith("/seconds") or name.rpartition("/")[2].isdecimal())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from trainrun.task.batches import (
 )
 from trainrun.task.losses import Loss, is_summed, no_sum, with_reduction
 
+if TYPE_CHECKING:
+    from trainrun.task.metrics import ClassMetrics
+
 TORCH_IGNORES = -100  # what torch's own losses ignore unless told
 
 
@@ -33,6 +36,7 @@ class Classification:
     class_dim: where the classes lie in the model's output; they are moved to dimension 1.
     ignore_index: a target that counts nothing, only in targets (B, T, ...): a target (B,) must not
         hold it, so that counting a batch touches no tensor. null: none is ignored.
+    metrics: names of `trainrun.task.metrics`, for evaluations; per_class: also those of each class.
 
     Soft targets, probabilities (B, C) of a floating-point type, give the same loss as their classes one by
     one, weighted; accuracy is against the likeliest class.
@@ -46,6 +50,8 @@ class Classification:
         label_smoothing: Fraction = 0.0,
         class_dim: int = 1,
         ignore_index: int | None = TORCH_IGNORES,
+        metrics: str | list[str] | None = None,
+        per_class: bool = False,
     ) -> None:
         if not 0 <= label_smoothing <= 1:
             raise ConfigError(f"task.label_smoothing={label_smoothing}: must be between 0 and 1")
@@ -67,6 +73,14 @@ class Classification:
         self.ignore_index = ignore_index
         self.checked = False
         self.checked_soft = False
+        self.metrics: ClassMetrics | None = None
+        if metrics:
+            from trainrun.task.metrics import OF_CLASSES, ClassMetrics, chosen
+
+            self.metrics = ClassMetrics(chosen(metrics, OF_CLASSES, "classification"), per_class)
+            self.summarize = self.metrics.summarize
+        elif per_class:
+            raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
 
     def count(self, batch: Any) -> int:
         """Targets (B,): their number. Other targets: those not ignored, for which a GPU is waited for."""
@@ -95,7 +109,19 @@ class Classification:
             self._check(logits, target)
         if target.dtype is not torch.int64:
             target = target.long()
-        return StepOutput(self._loss_sum(logits, target), {"acc": lambda: self._num_right(logits, target)})
+        loss = self._loss_sum(logits, target)
+        sums, rows = self._measured(logits, target)
+        return StepOutput(loss, {"acc": lambda: self._num_right(logits, target), **sums}, rows=rows)
+
+    def _measured(self, logits: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What the metrics of an evaluation are made of. logits: (B, C, ...); target: (B, ...)."""
+        if self.metrics is None or torch.is_grad_enabled():
+            return {}, {}
+        logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
+        real = (target >= 0) & (target < logits.shape[1])
+        if self.ignore_index is not None:
+            real &= target != self.ignore_index
+        return self.metrics.measure(logits[real], target[real])
 
     def _soft_step(self, logits: Tensor, target: Tensor) -> StepOutput:
         if not self.checked_soft:  # of the first such batch only: it waits for the device
@@ -105,12 +131,16 @@ class Classification:
                     f"task.ignore_index={self.ignore_index}: soft targets have nothing to ignore; set "
                     f"task.ignore_index={TORCH_IGNORES}"
                 )
+            if self.metrics is not None:
+                self.metrics.check(logits.shape[1])
             if isinstance(self.loss, nn.Module):
                 self.loss.to(logits)
             self.checked_soft = True
         target = target.to(logits.dtype)
+        loss = self._loss_sum(logits, target)
+        sums, rows = self._measured(logits, target.argmax(1))
         return StepOutput(
-            self._loss_sum(logits, target), {"acc": lambda: (logits.argmax(1) == target.argmax(1)).sum()}
+            loss, {"acc": lambda: (logits.argmax(1) == target.argmax(1)).sum(), **sums}, rows=rows
         )
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -155,6 +185,8 @@ class Classification:
         real = target[target != self.ignore_index] if ignores else target
         if real.numel():
             check_range(int(real.min()), int(real.max()), logits.shape[1])
+        if self.metrics is not None:
+            self.metrics.check(logits.shape[1])
         if isinstance(self.loss, nn.Module):
             self.loss.to(logits)  # class weights follow the model's device and number type
         self.checked = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 
+if TYPE_CHECKING:
+    from trainrun.task.metrics import LabelMetrics
+
 
 class MultiLabel:
     """Binary cross-entropy of logits (B, C) against 0 or 1 (B, C), averaged over the labels of a sample.
@@ -20,17 +23,30 @@ class MultiLabel:
     between 0 and 1 may stand for a label; `f1` and `acc` take it for one from 0.5 on.
 
     pos_weight: what a label that is there weighs, one number or one for each label, as in torch's own loss.
-    ConfigError: it is not above 0.
+    metrics: names of `trainrun.task.metrics`, for evaluations; per_class: also those of each label.
+    ConfigError: a weight is not above 0, or a metric is not known.
     """
 
     monitor = "f1"
 
-    def __init__(self, pos_weight: float | list[float] | None = None) -> None:
+    def __init__(
+        self,
+        pos_weight: float | list[float] | None = None,
+        metrics: str | list[str] | None = None,
+        per_class: bool = False,
+    ) -> None:
         weights = torch.tensor([1.0] if pos_weight is None else pos_weight).reshape(-1)
         if not bool((weights > 0).all()):
             raise ConfigError(f"task.pos_weight={pos_weight}: must be above 0")
         self.weights = None if pos_weight is None else weights
         self.checked = False
+        self.metrics: LabelMetrics | None = None
+        if metrics:
+            from trainrun.task.metrics import OF_LABELS, LabelMetrics, chosen
+
+            self.metrics = LabelMetrics(chosen(metrics, OF_LABELS, "multilabel"), per_class)
+        elif per_class:
+            raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
 
     def count(self, batch: Any) -> int:
         return inputs_and_target(batch)[1].shape[0]
@@ -51,14 +67,23 @@ class MultiLabel:
             """True positives, labels found, labels there."""
             return torch.stack([(found & labels).sum(), found.sum(), labels.sum()])
 
-        num_labels = logits.shape[1]
+        sums, rows = self._measured(logits, labels)
         return StepOutput(
-            loss / num_labels, {"acc": lambda: ((found == labels).sum(), labels.numel()), "right": right}
+            loss / logits.shape[1],
+            {"acc": lambda: ((found == labels).sum(), labels.numel()), "right": right, **sums},
+            rows=rows,
         )
 
-    def summarize(self, sums: dict[str, Any], count: float) -> dict[str, Tensor]:
+    def _measured(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What the metrics of an evaluation are made of."""
+        if self.metrics is None or torch.is_grad_enabled():
+            return {}, {}
+        return self.metrics.measure(logits, labels)
+
+    def summarize(self, sums: dict[str, Any], count: float) -> dict[str, Any]:
         both, found, there = sums["right"]
-        return {"f1": 2 * both / (found + there)}
+        more = {} if self.metrics is None else self.metrics.summarize(sums, count)
+        return {"f1": 2 * both / (found + there)} | more
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, C): the probability of each label; and `target` where the data has one."""

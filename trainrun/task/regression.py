@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import StepOutput
+from trainrun.interfaces import StepOutput, Sums
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 from trainrun.task.losses import is_summed, no_sum, with_reduction
+
+if TYPE_CHECKING:
+    from trainrun.task.metrics import NumberMetrics
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"mse": mse_loss, "mae": l1_loss, "huber": huber_loss}
 
 
 class Regression:
-    """Squared, absolute or Huber error, and the mean absolute error `mae`.
+    """Squared, absolute or Huber error, and the mean absolute error `mae`; `metrics` of `trainrun.task.metrics`.
 
     The loss of a sample is the mean over its own numbers, of a padded sequence (`target_weight` in the
     batch) over its real positions; the forms of a batch are in
@@ -30,7 +34,7 @@ class Regression:
         a loss with the attribute `reduction = "sum"`, and then as it is.
     """
 
-    def __init__(self, loss: Any = "mse") -> None:
+    def __init__(self, loss: Any = "mse", metrics: str | list[str] | None = None) -> None:
         if isinstance(loss, str):
             if loss not in LOSSES:
                 known = ", ".join(LOSSES)
@@ -42,6 +46,12 @@ class Regression:
             self.loss = self.elementwise = with_reduction(loss, "none")
             self.sums_elements = False
         self.checked = False
+        self.metrics: NumberMetrics | None = None
+        if metrics:
+            from trainrun.task.metrics import OF_NUMBERS, NumberMetrics, chosen
+
+            self.metrics = NumberMetrics(chosen(metrics, OF_NUMBERS, "regression"))
+            self.summarize = self.metrics.summarize
 
     def count(self, batch: Any) -> int:
         return inputs_and_target(batch)[1].shape[0]
@@ -60,9 +70,10 @@ class Regression:
             return self._sequence_step(output, target, batch["target_weight"])
         # what one number weighs in the mean of its sample
         share = 1.0 if target.ndim == 1 else target.shape[0] / max(target.numel(), 1)
-        return StepOutput(
-            self._loss_sum(output, target, share), {"mae": lambda: (output - target).abs().sum() * share}
-        )
+        sums: Sums = {"mae": lambda: (output - target).abs().sum() * share}
+        if self.metrics is not None and not torch.is_grad_enabled():
+            sums = {**sums, **self.metrics.measure(output, target)}
+        return StepOutput(self._loss_sum(output, target, share), sums)
 
     def _sequence_step(self, output: Tensor, target: Tensor, weight: Tensor) -> StepOutput:
         """Targets (B, T, ...). weight: (B, T), what a position weighs in its sample, 0 at padding."""
@@ -75,7 +86,11 @@ class Regression:
                 "give one number per position, and no sum, because padding must not count"
             )
         mae = (output - target).abs()
-        return StepOutput(mean_by_sample(each, weight), {"mae": lambda: mean_by_sample(mae, weight)})
+        sums: Sums = {"mae": lambda: mean_by_sample(mae, weight)}
+        if self.metrics is not None and not torch.is_grad_enabled():
+            squares = mean_by_sample((output - target).square(), weight)
+            sums = {**sums, **self.metrics.measure(output, target, squares)}
+        return StepOutput(mean_by_sample(each, weight), sums)
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction`, and `target` where the data has one."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainrun.interfaces import MicroBatch
 from trainrun.seeding import kept_random_state
-from trainrun.sums import add_sums, flat_sums, metrics_of, over_ranks
+from trainrun.sums import add_sums, flat_sums, metrics_of, over_ranks, rows_over_ranks
 from trainrun.timing.phases import LOGGING
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
@@ -42,6 +42,7 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
     batches = run.splits()[split]
     model, task = run.averaged, run.task
     sums: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = {}
     items, started, training, stopped = 0, perf_counter(), model.training, False
     model.eval()
     try:
@@ -51,25 +52,32 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
                 if stopped := run.triggers.interrupted():
                     break
                 run.task_calls.evaluation_sees(model, batch.data)
-                for found, late in run.retry.in_pieces(batch, lambda piece: sums_of(run, model, piece)):
+                for found, kept, late in run.retry.in_pieces(batch, lambda piece: sums_of(run, model, piece)):
                     add_sums(sums, found, task)
+                    for name, values in kept.items():
+                        rows.setdefault(name, []).append(values)
                     items = items + late
                 items = items + batch.counted_by(task)
             else:
                 run.task_calls.evaluation_ends(model)
     finally:
         model.train(training)
-    answers = run.parallel.gather(({name: total.shape for name, total in sums.items()}, stopped))
-    if any(stopped for _, stopped in answers):
+    shapes = {name: total.shape for name, total in sums.items()}
+    answers = run.parallel.gather((shapes, list(rows), stopped))
+    if any(stopped for _, _, stopped in answers):
         return {}
     sums = {name: sums.get(name, torch.zeros(shape)) for name, shape in answers[0][0].items()}
     totals, (count,) = over_ranks(run.parallel, sums, [float(items)])  # waits for the device
-    metrics = {f"{split}/{name}": value for name, value in metrics_of(totals, count, task).items()}
+    joined = rows_over_ranks(run.parallel, rows, answers[0][1])
+    metrics = {f"{split}/{name}": value for name, value in metrics_of(totals, count, task, joined).items()}
     return metrics | {f"{split}/seconds": perf_counter() - started}
 
 
-def sums_of(run: Components, model: nn.Module, batch: MicroBatch) -> tuple[dict[str, Tensor], Any]:
-    """The sums of one batch of a validation, and its items as far as only its output says them."""
+def sums_of(
+    run: Components, model: nn.Module, batch: MicroBatch
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """The sums of one batch of a validation, its rows on the host, and the items that only its output says."""
     with run.precision.autocast():
         out = run.task.step(model, batch.data)
-    return flat_sums({"loss": out.loss_sum, **out.sums}, run.task), run.counting.late(out)
+    rows = {name: values.detach().cpu() for name, values in getattr(out, "rows", {}).items()}
+    return flat_sums({"loss": out.loss_sum, **out.sums}, run.task), rows, run.counting.late(out)

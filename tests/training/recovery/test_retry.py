@@ -421,4 +421,4 @@ def test_nothing_but_sums_stays_of_the_parts_of_a_validation() -> None:
     found = retry.in_pieces(
         MicroBatch(torch.rand(8, FEATURES)), lambda piece: sums_of(given, run.model, piece)
     )
-    assert [sorted(sums) for sums, _ in found] == [["largest", "loss"]] * 4
+    assert [(sorted(sums), rows) for sums, rows, _ in found] == [(["largest", "loss"], {})] * 4

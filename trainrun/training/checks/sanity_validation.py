@@ -10,8 +10,9 @@ from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes
 from trainrun.seeding import kept_random_state
-from trainrun.sums import flat_sums, metrics_of
+from trainrun.sums import metrics_of
 from trainrun.training.components import Components
+from trainrun.training.evaluate import sums_of
 
 
 def check_monitors(run: Components) -> None:
@@ -53,12 +54,10 @@ def _metrics(run: Components) -> list[str]:
             batch = next(batches, None)
             if batch is None:
                 return []
-            with run.precision.autocast():
-                out = run.task.step(model, batch.data)
+            sums, rows, _ = sums_of(run, model, batch)
     finally:
         model.train(training)
         with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
             batches.close()  # type: ignore[attr-defined]
-    sums = flat_sums({"loss": out.loss_sum, **out.sums}, run.task)
-    known = metrics_of({name: total.cpu() for name, total in sums.items()}, 1.0, run.task)
+    known = metrics_of({name: total.cpu() for name, total in sums.items()}, 1.0, run.task, rows)
     return sorted(f"{split}/{name}" for split in run.validation for name in known)

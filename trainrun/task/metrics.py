@@ -1,0 +1,236 @@
+"""Metrics by name (`task.metrics`), each made once from all items of an evaluation.
+
+what: what a metric needs is added up over batches and ranks (`StepOutput.sums`), so it is exact however an
+    evaluation is cut. AUROC and average precision need every score at once: those are kept (`StepOutput.rows`).
+when: evaluations; training steps compute none of it.
+when not: AUROC of millions of items with many classes: 8 bytes x items x classes on the host of every rank.
+source: the definitions of scikit-learn; a macro mean is over the classes that occur in targets or predictions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from trainrun.errors import ConfigError
+
+OF_CLASSES = ("f1", "precision", "recall", "balanced_accuracy", "iou", "auroc", "average_precision", "top5")
+OF_LABELS = (
+    "f1", "f1_macro", "precision", "precision_macro", "recall", "recall_macro", "exact_match", "auroc",
+    "average_precision",
+)  # fmt: skip
+OF_NUMBERS = ("mae", "mse", "rmse", "r2")
+MICRO = ("precision", "recall")
+RANKED = ("auroc", "average_precision")
+PER_CLASS, ERRORS, SCORES, LABELS = "per_class", "errors", "scores", "labels"  # among sums and rows
+CONSTANT = 1e-13  # variance of a target below this share of its mean square is rounding
+
+Measured = tuple[dict[str, Tensor], dict[str, Tensor]]  # sums and rows
+
+
+def chosen(names: str | Sequence[str] | None, known: Sequence[str], task: str) -> tuple[str, ...]:
+    """The names as a tuple; topK for any K where top5 is known. Raises ConfigError for one that is not known."""
+    wanted = [names] if isinstance(names, str) else list(names or ())
+    for name in wanted:
+        is_top = "top5" in known and isinstance(name, str) and re.fullmatch(r"top[1-9]\d*", name)
+        if name not in known and not is_top:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            guess = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"task.metrics={shown(wanted)}: no metric {name} of task={task}; there are {', '.join(known)}"
+                f"{' (or another number)' if 'top5' in known else ''}.{guess}"
+            )
+    return tuple(wanted)
+
+
+def shown(names: Iterable[object]) -> str:
+    return f"[{','.join(map(str, names))}]"
+
+
+class ClassMetrics:
+    """Metrics of one class an item. names: checked. per_class: also those of each class, as `f1/3`."""
+
+    def __init__(self, names: tuple[str, ...], per_class: bool) -> None:
+        self._names, self._per_class = names, per_class
+
+    def check(self, num_classes: int) -> None:
+        """Raises ConfigError for a topK that is always right."""
+        for name in self._names:
+            if name.startswith("top") and int(name[3:]) >= num_classes:
+                raise ConfigError(
+                    f"task.metrics={shown(self._names)}: {name} of {num_classes} classes is always right; "
+                    "choose a smaller number"
+                )
+
+    def measure(self, logits: Tensor, target: Tensor) -> Measured:
+        """logits: (N, C); target: (N,) classes."""
+        classes, sums, rows = logits.shape[1], {}, {}
+        for name in self._names:
+            if name.startswith("top"):
+                sums[name] = num_in_top(logits, target, int(name[3:]))
+        if set(self._names) & {"f1", "precision", "recall", "balanced_accuracy", "iou"}:
+            found = logits.argmax(1)
+            right = target[found == target]
+            counts = [torch.bincount(which, minlength=classes) for which in (right, found, target)]
+            sums[PER_CLASS] = torch.stack(counts)
+        if set(self._names) & set(RANKED):
+            wide = logits.cpu().double()
+            # of two classes one number, which no softmax rounds
+            rows = {
+                SCORES: wide[:, 1:] - wide[:, :1] if classes == 2 else wide.softmax(1),
+                LABELS: target.cpu(),
+            }
+        return sums, rows
+
+    def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
+        """Empty for the sums of a training step."""
+        each: dict[str, Tensor] = {}
+        if PER_CLASS in sums:
+            each = ratios(sums[PER_CLASS])
+        if SCORES in sums:
+            scores, labels = sums[SCORES], sums[LABELS]
+            if scores.shape[1] == 1:
+                scores = torch.cat([-scores, scores], 1)
+            hot = labels[:, None] == torch.arange(scores.shape[1])
+            each |= ranked(scores, hot, self._names)
+        each = {name: each[name] for name in self._names if name in each}
+        return means(each) | (by_class(each) if self._per_class else {})
+
+
+class LabelMetrics:
+    """Metrics of labels that are each there or not. names: checked. per_class: also those of each label."""
+
+    def __init__(self, names: tuple[str, ...], per_class: bool) -> None:
+        self._names, self._per_class = names, per_class
+
+    def measure(self, logits: Tensor, labels: Tensor) -> Measured:
+        """logits: (B, C); labels: (B, C) bool."""
+        found, sums, rows = logits > 0, {}, {}
+        if "exact_match" in self._names:
+            sums["exact_match"] = (found == labels).all(1).sum()
+        sums[PER_CLASS] = torch.stack([(found & labels).sum(0), found.sum(0), labels.sum(0)])
+        if set(self._names) & set(RANKED):
+            rows = {SCORES: logits.cpu().double(), LABELS: labels.cpu()}
+        return sums, rows
+
+    def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
+        """Empty for the sums of a training step."""
+        if PER_CLASS not in sums:
+            return {}
+        micro = ratios(sums[PER_CLASS].sum(1, keepdim=True))
+        found: dict[str, float] = {name: float(micro[name]) for name in MICRO if name in self._names}
+        parts = ratios(sums[PER_CLASS])
+        each = {name: parts[name.removesuffix("_macro")] for name in self._names if name.endswith("_macro")}
+        if SCORES in sums:
+            each |= ranked(sums[SCORES], sums[LABELS], self._names)
+        found |= means(each)
+        if self._per_class:
+            each |= {name: parts[name] for name in ("f1", "precision", "recall") if name in self._names}
+            found |= by_class({name.removesuffix("_macro"): values for name, values in each.items()})
+        return found
+
+
+class NumberMetrics:
+    """Metrics of real numbers. names: checked."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def measure(self, output: Tensor, target: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
+        """Both (B, ...). squares: 0-d, the sum over samples of mean squared errors, for sequences with padding.
+
+        Raises ConfigError for r2 of such sequences.
+        """
+        if not {"mse", "rmse", "r2"} & set(self._names):
+            return {}
+        if squares is not None:
+            if "r2" in self._names:
+                raise ConfigError(
+                    f"task.metrics={shown(self._names)}: r2 is not defined for sequences of several lengths; use rmse"
+                )
+            return {ERRORS: torch.nn.functional.pad(squares.reshape(1, 1), (0, 0, 0, 2))}
+        found, wanted = (item.cpu().double().reshape(len(item), -1) for item in (output, target))
+        errors = (found - wanted).square()
+        return {ERRORS: torch.stack([errors.sum(0), wanted.sum(0), wanted.square().sum(0)])}
+
+    def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
+        """Empty for the sums of a training step. r2: the mean over the outputs of a sample."""
+        if ERRORS not in sums:
+            return {}
+        errors, total, squares = sums[ERRORS]
+        mse = float(errors.mean()) / count if count else math.nan
+        found = {"mse": mse, "rmse": math.sqrt(mse), "r2": math.nan}
+        if count:
+            spread = squares - total.square() / count
+            varies = spread > CONSTANT * squares
+            explained = 1 - errors / torch.where(varies, spread, 1.0)
+            found["r2"] = float(torch.where(varies, explained, (errors == 0).double()).mean())
+        return {name: found[name] for name in self._names if name in found}
+
+
+def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
+    """How many targets are among the `size` largest; of equal logits the first class counts as larger."""
+    own = logits.gather(1, target[:, None])
+    after = torch.arange(logits.shape[1], device=logits.device) > target[:, None]
+    below = (logits < own) | ((logits == own) & after)  # not for NaN, which is never right
+    return (below.sum(1) >= logits.shape[1] - size).sum()
+
+
+def ratios(counts: Tensor) -> dict[str, Tensor]:
+    """By name one number a class, NaN where a class does not occur. counts: (3, C): right, found, there."""
+    right, found, there = counts.double()
+    occurs = found + there > 0
+
+    def share(part: Tensor, whole: Tensor, where: Tensor) -> Tensor:
+        return torch.where(where, part / whole.clamp(min=1), math.nan)
+
+    return {
+        "f1": share(2 * right, found + there, occurs),
+        "precision": share(right, found, occurs),
+        "recall": share(right, there, occurs),
+        "balanced_accuracy": share(right, there, there > 0),
+        "iou": share(right, found + there - right, occurs),
+    }
+
+
+def ranked(scores: Tensor, hot: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """AUROC and average precision of each class. scores: (N, C) float64; hot: (N, C) bool."""
+    pairs = [ranking(scores[:, i], hot[:, i]) for i in range(scores.shape[1])]
+    columns = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
+    found = {name: columns[:, i] for i, name in enumerate(RANKED) if name in names}
+    return {name: values * math.nan if scores.isnan().any() else values for name, values in found.items()}
+
+
+def ranking(scores: Tensor, positive: Tensor) -> tuple[float, float]:
+    """AUROC and average precision of one class; equal scores count half, or are one threshold. NaN if undefined.
+
+    source: Mann and Whitney, 1947; scikit-learn's `average_precision_score`.
+    """
+    order = scores.argsort(descending=True)
+    ends = torch.unique_consecutive(scores[order], return_counts=True)[1].cumsum(0) - 1
+    hits = positive[order].double().cumsum(0)[ends]  # at each threshold
+    misses = (ends + 1) - hits
+    if not len(hits) or not hits[-1]:
+        return math.nan, math.nan
+    new_hits = hits.diff(prepend=hits.new_zeros(1))
+    precision = float((new_hits * hits / (ends + 1)).sum() / hits[-1])
+    if not misses[-1]:
+        return math.nan, precision
+    new_misses = misses.diff(prepend=misses.new_zeros(1))
+    area = (new_misses * (hits - new_hits / 2)).sum() / (hits[-1] * misses[-1])
+    return float(area), precision
+
+
+def means(each: dict[str, Tensor]) -> dict[str, float]:
+    """Over the classes that have a value."""
+    return {name: float(values.nanmean()) for name, values in each.items()}
+
+
+def by_class(each: dict[str, Tensor]) -> dict[str, float]:
+    found = {name: values for name, values in each.items() if name != "balanced_accuracy"}
+    return {f"{name}/{i}": value for name, values in found.items() for i, value in enumerate(values.tolist())}
