@@ -37,6 +37,7 @@ def kept_backends() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = DETERMINISM.fill_uninitialized_memory
     benchmark, flush = torch.backends.cudnn.benchmark, flushes_denormal()
+    anomaly = torch.is_anomaly_enabled()
     restore_rounding = kept_rounding()
     try:
         with kept_host_memory(), warnings.catch_warnings():
@@ -47,6 +48,7 @@ def kept_backends() -> Iterator[None]:
         DETERMINISM.fill_uninitialized_memory = fills
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
+        torch.autograd.set_detect_anomaly(anomaly)
         if flush != flushes_denormal():
             torch.set_flush_denormal(flush)
         restore_rounding()
@@ -113,6 +115,8 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     ):  # or torch writes NaN into all new memory, a kernel each, which no result depends on
         DETERMINISM.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = trainer.benchmark
+    if trainer.detect_anomaly:
+        torch.autograd.set_detect_anomaly(True)
     set_flush_denormal(trainer.flush_denormal)
     notes = [set_matmul(config.precision.matmul, parallel.device)]
     if parallel.device.type == "cuda":

@@ -110,7 +110,7 @@ def dispatch(words: list[str]) -> int:
         module = MODULES.get(words[0], f"cli.{words[0]}_command")
         command: Callable[[list[str]], int] = importlib.import_module(f"trainrun.{module}").main
         return command(words[1:])
-    if words and re.fullmatch(r"[a-z][\w-]*", words[0]):
+    if words and re.fullmatch(r"[a-z][\w-]*", words[0]) and not "".join(words[1:2]).startswith("="):
         raise ConfigError(no_command(words[0]))
     if "--help" in words or "-h" in words:
         from trainrun.config.argv import conf_dir, split_command_line, user_conf_dirs

@@ -6,54 +6,110 @@ The other names of a setting stand beside its field in `config/schema.py`; here 
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trainrun.config.schema import SAME, RunConfig, settings
 from trainrun.output import say
 
-KEYS = {  # of groups, of arguments in open nodes, and of the runner itself
+KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and what only other trainers say
     **dict.fromkeys(("lr", "learning_rate", "optimizer.learning_rate"), "optimizer.lr"),
-    "weight_decay": "optimizer.weight_decay",
+    **dict.fromkeys(("weight_decay", "wd"), "optimizer.weight_decay"),
     "layer_decay": "optimizer.layer_decay",
+    **dict.fromkeys(("adam_epsilon", "opt_eps"), "optimizer.eps"),
+    "opt_betas": "optimizer.betas",
+    "momentum": "optimizer.momentum",
     **dict.fromkeys(("strategy", "trainer.strategy"), "parallel"),
-    "trainer.precision": "precision",
-    "lr_scheduler_type": "scheduler",
-    "optim": "optimizer",
+    **dict.fromkeys(("trainer.precision", "mixed_precision"), "precision"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "sched"), "scheduler"),
+    **dict.fromkeys(("optim", "opt"), "optimizer"),
     "output_dir": "hydra.run.dir",
     **dict.fromkeys(("trainer.compile.enabled", "compile.enabled"), "trainer.compile"),
+    **{f"warmup_{unit}": f"scheduler.warmup_{unit}" for unit in ("steps", "ratio", "epochs")},
+    **dict.fromkeys(("num_epochs", "n_epochs", "nb_epochs"), "trainer.max_epochs"),
+    "steps_per_epoch": "trainer.limit_train_batches",
+    "validation_steps": "trainer.limit_val_batches",
+    "validation_freq": "trainer.check_val_every_n_epoch",
+    **dict.fromkeys(("clipnorm", "global_clipnorm"), "trainer.gradient_clip_val"),
+    "clip_mode": "trainer.gradient_clip_algorithm",
+    "grad_checkpointing": "trainer.gradient_checkpointing",
+    **dict.fromkeys(("use_ema", "model_ema"), "trainer.ema"),
+    **dict.fromkeys(("ema_decay", "ema_momentum", "model_ema_decay"), "trainer.ema.decay"),
+    "patience": "trainer.early_stopping.patience",
+    **dict.fromkeys(("validation_batch_size", "test_batch_size"), "data.val_batch_size"),
+    "train_batch_size": "data.batch_size",
+    "workers": "data.num_workers",
+    "dataset": "data",
+    **dict.fromkeys(("data_dir", "data_path"), "data.path"),
+    "dataloader_drop_last": "data.drop_last",
+    "shuffle": "data.shuffle",
+    "pin_mem": "data.pin_memory",
+    "num_classes": "data.num_classes",
+    "eval_metric": "checkpoint.monitor",
+    "checkpoint_hist": "checkpoint.keep_last",
+    "recovery_interval": "checkpoint.every_n_train_steps",
+    "initial_checkpoint": "init_from",
+    "log_interval": "monitor.log_every_n_steps",
+    **dict.fromkeys(("gpus", "num_gpus", "nproc"), "parallel.devices"),
+    "sync_bn": "parallel.sync_batchnorm",
+    **dict.fromkeys(("smoothing", "label_smoothing", "label_smoothing_factor"), "task.label_smoothing"),
+    **dict.fromkeys(("dropout", "drop"), "model.dropout"),
+    **dict.fromkeys(("random_seed", "random_state"), "seed"),
 }
+ONE_BATCH = (  # of all that a run does, so that a mistake late in it is seen at once
+    "trainer.max_epochs=1", "trainer.limit_train_batches={0}", "trainer.limit_val_batches={0}",
+    "trainer.limit_test_batches={0}", "checkpoint.enabled=false", "monitor.log_every_n_steps=1",
+    "monitor.plots=false",
+)  # fmt: skip
+NUMBER = "NUMBER"  # any other value that is one; `{0}` stands for it
+Cases = dict[str, tuple[str, ...]]
+BY_NAMES: tuple[tuple[str, Cases], ...] = (
+    ("fp16 amp", {"true": ("precision=16-mixed",)}),
+    ("bf16", {"true": ("precision=bf16-mixed",)}),
+    ("amp_dtype", {"float16": ("precision=16-mixed",), "bfloat16": ("precision=bf16-mixed",)}),
+    ("tf32", {"true": ("precision.matmul=high",), "false": ("precision.matmul=highest",)}),
+    ("use_cpu no_cuda", {"true": ("parallel.accelerator=cpu",)}),
+    ("fast_dev_run dry_run", {"true": tuple(word.format(1) for word in ONE_BATCH), NUMBER: ONE_BATCH}),
+    ("overfit_batches", {NUMBER: ("trainer.limit_train_batches={0}", "data.shuffle=false")}),
+    ("jit_compile torchcompile", {"true": ("trainer.compile.scope=model",)}),
+    ("run_eagerly", {"true": ("trainer.compile.scope=off",)}),
+    ("clipvalue", {NUMBER: ("trainer.gradient_clip_val={0}", "trainer.gradient_clip_algorithm=value")}),
+    ("disable_tqdm", {"true": ("monitor.progress_bar=false",), "false": ("monitor.progress_bar=true",)}),
+    ("verbose", {"0": ("monitor.progress_bar=false", "monitor.verbose=false"), "1": ("monitor.progress_bar=true",),
+                 "2": ("monitor.progress_bar=false",)}),
+    ("greater_is_better", {"true": ("checkpoint.mode=max",), "false": ("checkpoint.mode=min",)}),
+    ("group_by_length", {"true": ("data.padding=bucket",)}),
+    ("auto_find_batch_size", {"true": ("trainer.out_of_memory=split",)}),
+    ("eval_strategy evaluation_strategy", {"epoch": ("trainer.val_check_interval=1.0",), "no": ("data.val=null",)}),
+    ("save_strategy", {"no": ("checkpoint.enabled=false",)}),
+    ("report_to logger", {"tensorboard": ("monitor=tensorboard",), "none": ("monitor=default",)}),
+)  # fmt: skip
+CASES = {name: cases for names, cases in BY_NAMES for name in names.split()}  # -> value -> what it is read as
 OPTIONS = {
     "precision": {
         **dict.fromkeys(("32", "fp32", "float32", "no"), "32-true"),
-        **dict.fromkeys(("16", "fp16", "float16", "amp_fp16"), "16-mixed"),
-        **dict.fromkeys(("bf16", "bfloat16", "amp_bf16"), "bf16-mixed"),
+        **dict.fromkeys(("16", "fp16", "float16", "amp_fp16", "mixed_float16"), "16-mixed"),
+        **dict.fromkeys(("bf16", "bfloat16", "amp_bf16", "mixed_bfloat16"), "bf16-mixed"),
         **dict.fromkeys(("64", "fp64", "float64", "double"), "64-true"),
     },
     "parallel": {"none": "single", "null": "single", "ddp_spawn": "ddp", "processes": "ddp"},
-    "scheduler": {"none": "constant", "null": "constant", "off": "constant"},
+    "scheduler": {
+        **dict.fromkeys(("none", "null", "off", "constant_with_warmup"), "constant"),
+        **dict.fromkeys(("cosine_with_restarts", "cosineannealingwarmrestarts"), "cosine_restarts"),
+        **dict.fromkeys(("reduce_lr_on_plateau", "reducelronplateau"), "plateau"),
+        **dict.fromkeys(("poly", "polynomial_decay"), "polynomial"),
+        **{"cosineannealinglr": "cosine", "onecyclelr": "onecycle", "warmup_stable_decay": "wsd"},
+    },
+    "optimizer": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
     "preset": {"null": "none"},
     "monitor": {"null": "none"},
-}
-ANSWERS = {  # names of other frameworks that have no single setting here, and the way to the same
-    "fp16": "use precision=16-mixed",
-    "bf16": "use precision=bf16-mixed",
-    "tf32": "use precision.matmul=high",
-    "use_cpu": "use parallel.accelerator=cpu",
-    "no_cuda": "use parallel.accelerator=cpu",
-    "warmup_steps": "use scheduler.warmup_steps",
-    "warmup_ratio": "use scheduler.warmup_ratio",
-    "report_to": "use monitor.mine._target_=my_file.MyClass, or monitor=tensorboard",
-    "logger": "use monitor.mine._target_=my_file.MyClass, or monitor=tensorboard",
-    "callbacks": "use hook.mine._target_=my_file.MyClass, or monitor.mine for what only listens",
-    "load_best_model_at_end": "the best checkpoint is kept beside the last; see trainrun help checkpoints",
-    "eval_strategy": "use trainer.val_check_interval, in steps (100) or epochs (1.0)",
-    "num_nodes": "start it with torchrun or Slurm; see trainrun help parallel",
-    "fast_dev_run": "use preset=debug",
-}
+}  # fmt: skip
 OLD_FORMATS, READERS = "trainrun.data.formats", "trainrun.data.readers"
 MOVED = {
     "trainrun.data.digits": f"{READERS}.builtin.digits",
@@ -74,6 +130,13 @@ MOVED = {
 
 
 @cache
+def answers() -> dict[str, str]:
+    """What to write in place of a name of another trainer that has no single setting here."""
+    found = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8"))
+    return {name: answer for names, answer in found.items() for name in names.split()}
+
+
+@cache
 def aliases(schema: type = RunConfig) -> dict[str, str]:
     """Every other name of a setting or section, and the key it stands for."""
     return KEYS | {name: key for key, found in settings(schema).items() for name in found.aliases}
@@ -81,13 +144,28 @@ def aliases(schema: type = RunConfig) -> dict[str, str]:
 
 def key_of_today(key: str, is_group: Callable[[str], bool], schema: type = RunConfig) -> str:
     """The key that another name stands for; a section's other name stands for its settings too."""
-    known = aliases(schema)
+    known, key = aliases(schema), bare_name(key)
     if key in known:
         return known[key]
     if key.startswith("monitor.listeners."):
         return key.replace(".listeners", "", 1)
     head, dot, tail = key.partition(".")
     return known[head] + dot + tail if head in known and dot and not is_group(head) else key
+
+
+def bare_name(key: str) -> str:
+    """A name as other trainers say it, where it stands below `trainer` too; any other key as it is."""
+    name = key.removeprefix("trainer.")
+    return name if key not in settings() and name in (CASES.keys() | KEYS.keys()) else key
+
+
+def stands_for(word: str) -> list[str]:
+    """The settings that a word of another trainer is read as; the word itself if it is none of `CASES`."""
+    key, equals, value = word.partition("=")
+    cases = CASES.get(bare_name(key), {}) if equals else {}
+    is_number = re.fullmatch(r"\d*\.?\d+(e-?\d+)?", value) is not None and float(value) > 0
+    found = cases.get(value.lower()) or (cases.get(NUMBER) if is_number else None)
+    return [part.format(value) for part in found] if found else [word]
 
 
 def value_of_today(key: str, value: str, schema: type = RunConfig) -> str:
@@ -125,8 +203,8 @@ def _move(saved: dict[str, Any], old: str, key: str, path: Path) -> None:
         node = node.get(part) if isinstance(node, dict) else None
     if not isinstance(node, dict) or name not in node:
         return
-    value = str(node.pop(name)) if settings()[key].words else node.pop(name)
-    meant = value_of_today(key, value) if isinstance(value, str) else value
+    value = node.pop(name)
+    meant = settings()[key].words.get(str(value).lower(), value)
     target = saved
     *sections, last = key.split(".")
     for part in sections:

@@ -10,25 +10,36 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainrun.config.aliases import OPTIONS, aliases, key_of_today, value_of_today
+from trainrun.config.aliases import (
+    CASES,
+    NUMBER,
+    OPTIONS,
+    aliases,
+    answers,
+    key_of_today,
+    stands_for,
+    value_of_today,
+)
 from trainrun.config.schema import is_tracker, settings
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
-from trainrun.limits import NODE, NODES
+from trainrun.limits import NODE, NODES, choices_of
 
 FLAGS = (
     "--help", "-h", "--version", "--multirun", "-m", "--resolve", "--run", "-r", "--info", "--hydra-help",
 )  # fmt: skip
 FLAGS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--shell-completion")
+SHORT_FLAGS = {"-b": "--batch_size", "-j": "--num_workers"}  # of timm and of torch's own examples
 CFG_QUESTIONS = ("job", "hydra", "all")
 WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
 RENAME = "init.rename"
 DATA_SETS = ("data.train", "data.val", "data.test")
+NAME = re.compile(r"[A-Za-z_][\w.]*")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
 CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
 
@@ -71,9 +82,14 @@ class CommandLine:
 def split_command_line(argv: list[str]) -> CommandLine:
     """Flags, overrides, and what is meant for the runner itself, wherever they stand."""
     words, rest = CommandLine(), list(argv)
-    faults: list[str] = []
+    faults = spaced_out(argv)
+    if faults:
+        raise ConfigError(*faults)
     while rest:
         word = rest.pop(0)
+        setting, shown = _setting_of_flag(word, rest)
+        if setting:
+            words.typed[setting], word = shown, setting
         if not word.startswith("-"):
             key, _, value = word.partition("=")
             if key in OWN_KEYS:
@@ -99,12 +115,82 @@ def split_command_line(argv: list[str]) -> CommandLine:
     return words
 
 
+def spaced_out(argv: list[str]) -> list[str]:
+    """One line for each `lr = 3`, which a shell makes several words of."""
+    faults = []
+    for before, word, after in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
+        if word[:1] == "=" and NAME.fullmatch(before):
+            typed = (before, word, after) if word == "=" else (before, word)
+        elif word[-1:] == "=" and NAME.fullmatch(word[:-1]) and after and not re.search(r"=|^-", after):
+            typed = (word, after)
+        else:
+            continue
+        faults.append(f"{' '.join(typed).strip()}: no spaces around the =; write {''.join(typed)}")
+    return faults
+
+
+def _setting_of_flag(word: str, rest: list[str]) -> tuple[str, str]:
+    """`--batch-size 64` as the setting `batch_size=64`, and as it was typed; its value is taken from `rest`.
+
+    Empty for what is no setting, or has no value.
+    """
+    flag, equals, value = word.partition("=")
+    flag = SHORT_FLAGS.get(flag, flag)
+    name = flag.removeprefix("--").replace("-", "_")
+    if not flag.startswith("--") or flag in FLAGS + FLAGS_WITH_VALUE:
+        return "", ""
+    if name.startswith("no_") and not equals and not _is_known(name) and _switch_words(name[3:]):
+        return f"{name[3:]}=false", word
+    if not _is_known(name):
+        return "", ""
+    if equals:
+        return f"{name}={value}", word
+    follows = rest[0] if rest and not re.search(r"=|^--?[A-Za-z]", rest[0]) else ""
+    switch = _switch_words(name)
+    if switch and follows.lower() not in switch and not (NUMBER in switch and _PLAIN.match(follows)):
+        return f"{name}=true", word
+    if not follows:
+        return (f"{name}=true", word) if name in answers() else ("", "")
+    rest.pop(0)
+    return f"{name}={follows}", f"{word} {follows}"
+
+
+def _is_known(name: str) -> bool:
+    """Whether it is a setting, a group, or a name of another trainer; all names with dots are meant as settings."""
+    if (
+        "." in name
+        or name in settings()
+        or name in aliases()
+        or name in CASES
+        or name in groups([conf_dir()])
+    ):
+        return True
+    return name in answers() or any(key.endswith(f".{name}") for key in settings())
+
+
+def _switch_words(name: str) -> set[str]:
+    """The values of what is switched on by its name alone; empty where a value must follow."""
+    cases, found = CASES.get(name, {}), settings().get(key_of_today(name, lambda _: False))
+    if found is not None and found.short:
+        found = settings()[f"{found.key}.{found.short}"]
+    words = {"true", "false", *cases}
+    if found is None:
+        return words if "true" in cases else set()
+    return (
+        words | {*found.words, *choices_of(found.kind)}
+        if found.kind is bool or "true" in found.words
+        else set()
+    )
+
+
 def _flag_fault(word: str, flag: str, value: str) -> str:
     """What is wrong with a word that begins with a dash; empty if nothing is."""
     if flag not in FLAGS + FLAGS_WITH_VALUE:
         bare = word.lstrip("-")
         is_setting = "=" in word or "." in bare or bare in aliases()
         near = nearest(flag, FLAGS + FLAGS_WITH_VALUE)
+        if _is_known(name := bare.replace("-", "_")) and word.startswith("--"):
+            return f"{word}: needs a value after it, or write {name}=VALUE"
         if is_setting:
             near = f" A setting is written without dashes: {bare}{'' if '=' in word else '=VALUE'}."
         return f"{word}: no such flag.{near} See trainrun --help"
@@ -122,7 +208,7 @@ def translate(
     out: list[str] = []
     typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
     may_vary = not {"--multirun", "-m"}.isdisjoint(words.flags)
-    for word in words.overrides:
+    for word, shown, noted in _without_cases(words):
         bare = word.lstrip("+~")
         sign = word[: len(word) - len(bare)]
         typed_key, equals, value = bare.partition("=")
@@ -136,13 +222,13 @@ def translate(
         elif _takes_a_target(key) and DOTTED.fullmatch(value):
             meant = [f"+{key}._target_={value}"]
         elif key in OWN_KEYS:
-            words.twice += _said_twice(f"{key}={value}", word, typed)
+            words.twice += _said_twice(f"{key}={value}", shown, typed)
             words.own[key] = value
-            words.typed[f"{key}={value}"] = word
+            words.typed[f"{key}={value}"] = shown
             continue
         elif is_path(key) and equals:
             meant = [f"{sign}{key}={as_path(value, may_vary)}"]
-            if key == typed_key:  # no other word is meant
+            if key == typed_key and shown == word:  # no other word is meant
                 words.typed[meant[0].lstrip("+")] = word
                 words.twice += _said_twice(f"{key}={value}", word, typed)
                 out += meant
@@ -150,14 +236,32 @@ def translate(
         else:
             value = with_bare_keys(value) if key == RENAME else value_of_today(key, value)
             meant = [sign + key + equals + value]
-        if meant[-1].replace('"', "") != word:
-            words.notes.append(f"{word} is read as {meant[-1]}")
+        if meant[-1].replace('"', "") != shown and not noted:
+            words.notes.append(f"{shown} is read as {meant[-1]}")
         for part in meant:
-            if part != word:
-                words.typed[part.lstrip("+")] = word
-            words.twice += _said_twice(part, word, typed)
+            if part != shown:
+                words.typed[part.lstrip("+")] = shown
+            words.twice += _said_twice(part, shown, typed)
         out += meant
-    words.overrides = _with_custom_groups(out, is_group)
+    words.overrides = _with_custom_groups(_with_ranks(words, out), is_group)
+
+
+def _with_ranks(words: CommandLine, overrides: list[str]) -> list[str]:
+    """Several devices mean a rank on each, unless `parallel` is chosen."""
+    several = [word for word in overrides if re.fullmatch(r"\+*parallel\.devices=0*([2-9]|[1-9]\d+)", word)]
+    if not several or any(re.match(r"\+*parallel(\.mode)?=", word) for word in overrides):
+        return overrides
+    words.notes.append(f"{several[-1]} is read as {several[-1]} parallel.mode=ddp")
+    return [*overrides, "parallel.mode=ddp"]
+
+
+def _without_cases(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
+    """Each setting with the word that was typed, and whether a note has said so."""
+    for word in words.overrides:
+        shown, meant = words.typed.get(word, word), stands_for(word)
+        if meant != [word]:
+            words.notes.append(f"{shown} is read as {' '.join(meant)}")
+        yield from ((part, shown, meant != [word]) for part in meant)
 
 
 def _takes_a_target(key: str) -> bool:

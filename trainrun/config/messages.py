@@ -12,7 +12,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.aliases import ANSWERS
+from trainrun.config.aliases import CASES, answers
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.schema import RunConfig, open_nodes, settings
 from trainrun.config.validate import closest, nearest
@@ -154,8 +154,10 @@ def unknown_key(key: str, word: str, above: str, names: list[str]) -> str:
     elsewhere = [
         name for name, found in settings().items() if not found.section and name.endswith(f".{last}")
     ]
-    if last in ANSWERS:
-        return f"{word}: {kind}; {ANSWERS[last]}"
+    if last in answers():
+        return f"{word}: {kind}; {answers()[last]}"
+    if last in CASES:
+        return f"{word}: must be {' or '.join(f'{last}={case}' for case in CASES[last])}, or be left out"
     if not below and 0 < len(elsewhere) <= 2:
         return f"{word}: {kind}. Did you mean {' or '.join(elsewhere)}?"
     known = sections if below and not head else names

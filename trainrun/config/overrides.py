@@ -347,5 +347,8 @@ def hydra_question(words: CommandLine, folders: list[Path]) -> int:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
     from trainrun.masking import masked_lines
 
-    say(masked_lines(answer.getvalue()), end="")
+    shown = answer.getvalue().replace(
+        "\n  listeners: {}\n", "\n"
+    )  # where trackers lie inside; they are typed above it
+    say(masked_lines(shown), end="")
     return EXIT_DONE

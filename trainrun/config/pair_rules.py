@@ -44,6 +44,12 @@ def _general(config: RunConfig) -> Rules:
          f"parallel.devices={config.parallel.devices}: parallel=single is one device; use parallel=ddp"),
         (trainer.deterministic and trainer.benchmark,
          "trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out"),
+        (trainer.detect_anomaly and precision.mode == "16-mixed",
+         "trainer.detect_anomaly=true: float16 overflows on purpose while its loss scale is found; use "
+         "precision=bf16-mixed or 32-true to look for a NaN"),
+        (trainer.detect_anomaly and (trainer.compile.scope != "off" or trainer.cuda_graphs),
+         "trainer.detect_anomaly=true: sees single operations, which a compiled model or a CUDA graph has no more; "
+         "use trainer.compile.scope=off and trainer.cuda_graphs=false"),
         (config.monitor.sync_debug and config.parallel.accelerator in ("cpu", "mps"),
          f"monitor.sync_debug=true: does not go with parallel.accelerator={config.parallel.accelerator}: looks for "
          "what makes the host wait for a CUDA device; use monitor.sync_debug=false"),

@@ -177,14 +177,23 @@ class CompileConfig:
     dynamic: bool | None = setting(None, "one graph for all shapes; null: torch decides")
 
 
+NO_LIMIT = {"-1": "null"}
+
+
 @dataclass(frozen=True)
 class TrainerConfig:
     """The loop. A step is one optimizer update, everywhere."""
 
     max_epochs: int | None = setting(
-        20, "limit; null: none", at_least=0, aliases=("epochs", "max_epochs", "num_train_epochs")
+        20,
+        "limit; null: none",
+        at_least=0,
+        aliases=("epochs", "max_epochs", "num_train_epochs"),
+        words=NO_LIMIT,
     )
-    max_steps: int | None = setting(None, "limit in optimizer updates", at_least=0, aliases=("max_steps",))
+    max_steps: int | None = setting(
+        None, "limit in optimizer updates", at_least=0, aliases=("max_steps",), words=NO_LIMIT
+    )
     max_time: Any = setting(
         None, "limit: seconds, 90s, 10min, 2h, 1d or DD:HH:MM:SS", parse=parse_seconds, aliases=("max_time",)
     )
@@ -245,6 +254,9 @@ class TrainerConfig:
     )  # fmt: skip
     deterministic: bool = setting(
         False, "refuse kernels whose sums have no fixed order", aliases=("deterministic", "full_determinism")
+    )
+    detect_anomaly: bool = setting(
+        False, "end at the operation whose backward pass makes a NaN, and show where it was called; slow"
     )
     benchmark: bool = setting(False, "cuDNN picks kernels by timing (GPU)")
     num_threads: Any = setting("auto", "threads of one operation on a CPU", kind=Count | Auto)
@@ -312,7 +324,7 @@ class ParallelConfig:
     )
     devices: Any = setting(
         "auto", "ranks on this machine; auto: every GPU, or two on a CPU", kind=Count | Auto,
-        aliases=("devices", "trainer.devices", "nproc_per_node"),
+        aliases=("devices", "trainer.devices", "nproc_per_node"), words={"-1": "auto"},
     )  # fmt: skip
     sync_batchnorm: bool = setting(False, "statistics over all ranks", aliases=("sync_batchnorm",))
     find_unused_parameters: bool = setting(

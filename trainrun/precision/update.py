@@ -203,7 +203,8 @@ class Update:
         if self._stopped:
             return (
                 "a gradient was not finite (trainer.nan_policy=stop); the weights are those before it. Lower "
-                "optimizer.lr, set trainer.gradient_clip_val, or skip such steps with trainer.nan_policy=skip"
+                "optimizer.lr, set trainer.gradient_clip_val, or skip such steps with trainer.nan_policy=skip; "
+                "trainer.detect_anomaly=true names the operation"
             )
         if self._scaler is not None and self._skipped_in_a_row > MAX_OVERFLOWS_IN_A_ROW:
             return (

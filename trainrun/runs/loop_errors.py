@@ -16,6 +16,7 @@ WHOLE_INPUTS = re.compile(
     r"got (Byte|Char|Short|Int|Long) and |Input type \((unsigned char|torch.*ByteTensor)\)"
 )
 # of torch's embeddings
+OF_ANOMALY = re.compile(r"Function '\w+' returned nan values")
 ASSERTED = "device-side assert"  # of a kernel; the device is lost to the process with it
 FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scalar types: Long, Int; but got")
 
@@ -42,6 +43,11 @@ def explained(run: Components, state: TrainState, error: Exception) -> TrainrunE
             f"at step {state.step + 1} or just before: an index was out of range on the GPU, as a label or a "
             "token that the model has no class or row for; the same command with parallel.accelerator=cpu "
             "names its value, and with CUDA_LAUNCH_BLOCKING=1 in the environment the error has the right line"
+        )
+    if OF_ANOMALY.search(str(error)):
+        return TrainingError(
+            f"step {state.step + 1}: {str(error).rstrip('.')} (trainer.detect_anomaly=true); torch's warning above "
+            "shows where the forward pass called it"
         )
     if OF_LOSS.search(str(error)):  # whose first shape was right
         return PluginError(
