@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Normal, kl_divergence
 
 from trainrun.errors import ConfigError, DataError, PluginError
+from trainrun.interfaces import StepInfo
 from trainrun.task.vae import Vae
 
 
@@ -76,3 +79,73 @@ def test_what_does_not_fit_is_said() -> None:
         Vae(beta=-1)
     with pytest.raises(ConfigError, match=r"task\.likelihood=poisson: must be one of gaussian, bernoulli"):
         Vae(likelihood="poisson")
+
+
+def test_beta_follows_its_schedule() -> None:
+    linear = Vae(2.0, beta_schedule="linear", beta_steps=4)
+    assert [linear.beta_at(step) for step in range(6)] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0]
+    cyclical = Vae(1.0, beta_schedule="cyclical", beta_steps=16, beta_cycles=2)
+    rise = [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
+    assert [cyclical.beta_at(step) for step in range(18)] == [*rise, *rise, 1.0, 1.0]
+    odd = Vae(1.0, beta_schedule="cyclical", beta_steps=10, beta_cycles=3, beta_ratio=1.0)
+    values = [odd.beta_at(step) for step in range(10)]
+    assert [step for step in range(1, 10) if values[step] < values[step - 1]] == [4, 7]
+    assert Vae(3.0).beta_at(0) == 3.0
+
+
+def test_training_weighs_with_the_schedule_and_validation_with_beta() -> None:
+    task = Vae(4.0, beta_schedule="linear", beta_steps=8)
+    rebuilt, mean, log_var, x = some(4, 3), some(4, 5), some(4, 6)[:, :5], some(4, 3).sin()
+    model, step = Fixed(rebuilt, mean, log_var), task.step
+    whole, without = (Vae(beta).step(model, x).loss_sum for beta in (4.0, 0.0))
+
+    def info(step: int, training: bool) -> StepInfo:
+        return StepInfo(step, 0, False, training, torch.Generator())
+
+    torch.testing.assert_close(step(model, x, info(0, True)).loss_sum, without)
+    torch.testing.assert_close(step(model, x, info(4, True)).loss_sum, (whole + without) / 2)
+    torch.testing.assert_close(step(model, x, info(0, False)).loss_sum, whole)
+    assert step(model, x, info(4, True)).sums["beta"] == 2.0 * 4
+    torch.testing.assert_close(task.predict(model, x)["loss"].sum(), whole)
+
+
+def test_free_bits_are_those_of_each_sample_and_dimension_in_training_alone() -> None:
+    rebuilt, mean, x = some(4, 3), some(4, 5).requires_grad_(), some(4, 3)
+    log_var = torch.zeros_like(mean)
+    model, task = Fixed(rebuilt, mean, log_var), Vae(2.0, free_bits=0.3)
+    kl = 0.5 * mean.square()
+    out = task.step(model, x)
+    wanted = 0.5 * (rebuilt - x).square().sum() + 2.0 * torch.where(kl < 0.3, 0.3, kl).sum()
+    torch.testing.assert_close(out.loss_sum, wanted)
+    torch.testing.assert_close(out.sums["kl"], kl.sum().detach())
+    (gradient,) = torch.autograd.grad(out.loss_sum, mean)
+    torch.testing.assert_close(gradient, torch.where(kl < 0.3, 0.0, 2.0 * mean).detach())
+    with torch.no_grad():
+        torch.testing.assert_close(task.step(model, x).loss_sum, Vae(2.0).step(model, x).loss_sum)
+
+
+def test_pictures_show_each_sample_beside_its_reconstruction() -> None:
+    x, rebuilt = some(2, 1, 3, 4).sigmoid(), some(2, 1, 3, 4)
+    code = some(2, 5)
+    found = Vae(likelihood="bernoulli").pictures(Fixed(rebuilt, code, code), x)["original-reconstruction"]
+    torch.testing.assert_close(found.double(), torch.cat([x, rebuilt.sigmoid()], 3), atol=1e-6, rtol=0)
+    assert Vae().pictures(Fixed(some(2, 3), code, code), some(2, 3)) == {}
+    scaled = Vae().pictures(Fixed(rebuilt, code, code), x)["original-reconstruction"]
+    assert (scaled[..., :4].min(), scaled[..., :4].max()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"beta_schedule": "cosine", "beta_steps": 4}, "must be one of constant, linear, cyclical"),
+        ({"beta_schedule": "linear"}, r"needs task\.beta_steps"),
+        ({"beta_steps": 4}, r"add task\.beta_schedule=linear"),
+        ({"beta_schedule": "linear", "beta_steps": 0}, r"task\.beta_steps=0: must be 1 or more"),
+        ({"beta_schedule": "cyclical", "beta_steps": 3}, r"at most task\.beta_steps=3"),
+        ({"beta_schedule": "cyclical", "beta_steps": 9, "beta_ratio": 0}, r"task\.beta_ratio=0"),
+        ({"free_bits": -1}, r"task\.free_bits=-1: must be 0 or more"),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Vae(**arguments)

@@ -1,0 +1,50 @@
+"""An annealed VAE in whole runs: beta is a function of the step, however it is cut, and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_memory_options import losses, train, weights
+from test_parameter_groups import QUIET
+
+import trainrun as package
+
+WORDS = (
+    "model=vae", "task=vae", "task.beta=2", "task.beta_schedule=cyclical", "task.beta_steps=12", "task.beta_cycles=2",
+    "task.free_bits=0.01", "model.hidden=[16]", "model.latent_dim=4", "data.batch_size=48", *QUIET,
+)  # fmt: skip
+
+
+def betas(folder: str) -> list[float]:
+    return [row["train/beta"] for row in package.load_run(folder).metrics if "train/beta" in row]
+
+
+def test_a_resume_in_the_middle_of_a_cycle_changes_no_bit(workdir: Path) -> None:
+    whole = train("whole", 14, *WORDS)
+    train("part", 5, *WORDS)
+    rest = train("rest", 14, *WORDS, "ckpt_path=part")
+    assert losses(rest) == [row for row in losses(whole) if row[0] > 5]
+    assert all(torch.equal(value, weights(rest)[name]) for name, value in weights(whole).items())
+    rise = [0, 2 / 3, 4 / 3, 2, 2, 2]
+    assert betas(whole) == pytest.approx([*rise, *rise, 2, 2])
+
+
+def test_micro_batches_change_neither_beta_nor_the_weights(workdir: Path) -> None:
+    words = (*WORDS, "precision=64")
+    one = train("one", 6, *words)
+    cut = train("cut", 6, *words, "data.batch_size=16", "trainer.accumulate_grad_batches=3")
+    assert betas(one) == pytest.approx(betas(cut), abs=1e-12)
+    for name, value in weights(one).items():
+        torch.testing.assert_close(value, weights(cut)[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.process
+def test_two_ranks_are_one(workdir: Path) -> None:
+    words = (*WORDS, "precision=64")
+    one = train("one", 6, *words)
+    two = train("two", 6, *words, "data.batch_size=24", "parallel=ddp")
+    assert betas(one) == pytest.approx(betas(two), abs=1e-12)
+    for name, value in weights(one).items():
+        torch.testing.assert_close(value, weights(two)[name], rtol=1e-9, atol=1e-12)
