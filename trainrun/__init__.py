@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["Run", "TrainrunError", "load_model", "load_run", "train"]
 
 
-def load_model(run_dir: str | Path, which: str = "best", trust: bool = False) -> nn.Module:
-    """The trained network of a run folder, in evaluation mode, on the CPU. trust: run the code that it names."""
+def load_model(
+    run_dir: str | Path, which: str = "best", trust: bool = False, model: nn.Module | None = None
+) -> nn.Module:
+    """The trained network of a run folder, in evaluation mode, on the CPU. trust: run the code that it names.
+
+    model: the like of that which the run was given, of a run of objects (`trainrun.train(model=...)`).
+    """
     from trainrun.runs.api import load_run
 
-    return load_run(run_dir, trust).load_model(which)
+    return load_run(run_dir, trust).load_model(which, model)
 
 
 def __getattr__(name: str) -> Any:

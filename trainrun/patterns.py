@@ -9,12 +9,13 @@ from fnmatch import fnmatchcase
 SHOWN = 8
 
 
-def matching(names: Iterable[str], patterns: str | Sequence[str], key: str) -> list[str]:
-    """The names that fit a pattern, in their order. Raises ValueError for a pattern that fits none of them."""
+def matching(names: Iterable[str], patterns: str | int | Sequence[str | int], key: str) -> list[str]:
+    """The names that fit a pattern, in their order; a number is a name too. Raises ValueError if one fits none."""
     known = list(names)
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    given = [patterns] if isinstance(patterns, str | int) else patterns
+    texts = [str(pattern) for pattern in given]
     faults = []
-    for pattern in patterns:
+    for pattern in texts:
         if not any(fnmatchcase(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
             guess = f"; did you mean {near[0]}?" if near else "."
@@ -22,4 +23,4 @@ def matching(names: Iterable[str], patterns: str | Sequence[str], key: str) -> l
             faults.append(f"{key}={pattern}: fits no name in the model{guess} There are: {shown or 'none'}")
     if faults:
         raise ValueError("; ".join(faults))
-    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in known if any(fnmatchcase(name, pattern) for pattern in texts)]

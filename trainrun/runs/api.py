@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +15,7 @@ from trainrun.config.compose import compose_run, load_config
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.metrics_rows import read_rows
+from trainrun.output import say
 from trainrun.runs.run import LaunchSpec, begun, open_run, start
 from trainrun.runs.run_folder import RunDir, read_json
 from trainrun.seeding import kept_random_state
@@ -22,10 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder, read when asked. trust: it may name code that is not known to be the user's own."""
+    """One run folder, read when asked.
+
+    trust: it may name code that is not known to be the user's own. objects: what it was given from Python.
+    """
 
     folder: Path
     trust: bool = False
+    objects: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def files(self) -> RunDir:
@@ -46,15 +54,17 @@ class Run:
         """All rows of `metrics.jsonl`; `kind` says of what."""
         return read_rows(self.files.metrics)
 
-    def load_model(self, which: str = "best") -> nn.Module:
+    def load_model(self, which: str = "best", model: nn.Module | None = None) -> nn.Module:
         """The trained network in evaluation mode, on the CPU. which: best, last, or a checkpoint's name.
 
         It takes inputs as a batch of the run had them: pictures scaled (0 to 1 of `data=image_folder`), and
-        normalised where `data.augment.normalize` was.
+        normalised where `data.augment.normalize` was. model: the like of that which the run was given from Python, if
+        this is another process; it is left as it is.
         """
         from trainrun.runs.restore_config import load_model
 
-        return load_model(self.files, which, self.trust)
+        with holding(dict(self.objects) | ({} if model is None else {"model": model})):
+            return load_model(self.files, which, self.trust)
 
 
 def load_run(run_dir: str | Path, trust: bool = False) -> Run:
@@ -65,9 +75,20 @@ def load_run(run_dir: str | Path, trust: bool = False) -> Run:
     return Run(open_run(run_dir, "run_dir").root, trust)
 
 
-def train(*words: str) -> Run:
+def train(
+    *words: str,
+    model: nn.Module | None = None,
+    data: Any = None,
+    val: Any = None,
+    test: Any = None,
+    task: Any = None,
+) -> Run:
     """Trains as the command `trainrun` with the same words does, and returns the run.
 
+    model: a network, which has the last weights afterwards. data, val, test: data sets, or tensors or arrays of equal
+        length, as `(x, y)`; without `val` nothing is validated. task: an object as `trainrun help tasks` has it.
+        They stay in this process. A run of them goes on if it is given the like again, with the same `output_dir=`
+        or with `ckpt_path=`.
     Raises TrainrunError; a run that was stopped by a signal is returned, with `status["state"]`
     "stopped".
     """
@@ -77,11 +98,138 @@ def train(*words: str) -> Run:
                 f"trainrun.train({word!r}): takes key=value words, as train('data=digits', 'seed=1')"
             )
     began = time.perf_counter()
-    composition = compose_run(list(words))
+    named = {"model": model, "data": data, "val": val, "test": test, "task": task}
+    objects = {name: found for name, found in named.items() if found is not None}
+    all_words = [*words_of(objects, list(words)), *words]
+    composition = compose_run(all_words)
+    if objects and composition.config.parallel.mode != "single":
+        raise ConfigError(
+            f"trainrun.train({next(iter(objects))}=...): an object is in this process alone, ranks are processes of "
+            "their own; name its class in a file, as model=my_net.Net, or use parallel=single"
+        )
     paths = [path for path in sys.path if path]
     # a notebook's own random numbers go on as if nothing had been trained
-    with begun(composition, list(words)) as (run, config, again), kept_random_state():
+    with (
+        holding(objects) as used,
+        begun(composition, all_words) as (run, config, again),
+        kept_random_state(),
+    ):
         code = start(run, config, LaunchSpec(again, paths, began))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
-    return Run(run.root)
+    trained = Run(run.root, objects=objects)
+    if model is not None:  # a run that was finished already builds none
+        take_weights(model, used["model"] if "model" in used else trained.load_model("last"))
+    return trained
+
+
+GIVEN: dict[
+    str, tuple[Any, dict[str, Any]]
+] = {}  # what the call that trains now was given; where it notes copies
+PLACES = {"model": "model", "data": "data.train", "val": "data.val", "test": "data.test", "task": "task"}
+
+
+@contextmanager
+def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Inside, a config finds these objects. Gives what the run works with: copies of some."""
+    if GIVEN and objects:
+        raise ConfigError("trainrun.train: a run of objects is trained in this process already")
+    used: dict[str, Any] = {}
+    GIVEN.update({name: (found, used) for name, found in objects.items()})
+    try:
+        yield used
+    finally:
+        for name in objects:
+            del GIVEN[name]
+
+
+def given(name: str, about: str) -> Any:
+    """The object of that name. Raises ConfigError where it is not there any more, or is another.
+
+    A network is copied, so that what a run does to its layers is not left on the caller's; a task is copied without
+    what it holds.
+    """
+    if name not in GIVEN:
+        raise ConfigError(
+            f"{PLACES[name]}: this run was given it from Python ({about}); give the like again, as "
+            f"trainrun.train(..., {name}=...)"
+            + (" or load_model(run_dir, model=...)" if name == "model" else "")
+        )
+    found, used = GIVEN[name]
+    if about_of(found) != about:
+        raise ConfigError(f"{PLACES[name]}: this run was given {about}, and now {about_of(found)}")
+    if name == "model":
+        found = copy.deepcopy(found)
+    elif name == "task":
+        found = copy.copy(found)
+    used[name] = found
+    return found
+
+
+def words_of(objects: Mapping[str, Any], words: list[str]) -> list[str]:
+    """The settings that stand for the objects. Raises ConfigError for what cannot be used, or is said twice."""
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    if not objects:
+        return []
+    said = {word.lstrip("+~").partition("=")[0] for word in words}
+    out = []
+    for name, found in objects.items():
+        group = PLACES[name].partition(".")[0]
+        if twice := said & {group, PLACES[name], f"{PLACES[name]}._target_"}:
+            raise ConfigError(
+                f"trainrun.train({name}=...): {twice.pop()}= says it too; leave one of them out"
+            )
+        if name == "model" and not isinstance(found, nn.Module):
+            raise ConfigError(f"trainrun.train(model=...): a {type(found).__name__} is no torch.nn.Module")
+        if isinstance(found, DataLoader):
+            raise ConfigError(
+                f"trainrun.train({name}=...): give the loader's data set, as {name}=loader.dataset, and "
+                f"'data.batch_size={found.batch_size}'; the order, the workers and the resume are the run's own"
+            )
+        if name in ("val", "test") and "data" not in objects:
+            raise ConfigError(f"trainrun.train({name}=...): give data=... too")
+        node = {"_target_": f"{__name__}.given", "name": name, "about": quoted(about_of(found))}
+        out += [f"+{PLACES[name]}.{key}={value}" for key, value in node.items()]
+    if "data" in objects:
+        out.insert(0, "data=custom")
+    if "task" in objects:
+        out.insert(0, "task=custom")
+    if "model" in objects:
+        out.insert(0, "model=custom")
+        out += [] if "run_name" in said else [f"run_name={type(objects['model']).__name__}"]
+    return out
+
+
+def quoted(text: str) -> str:
+    return '"' + text.replace("\\", "").replace('"', "'").replace("$", "") + '"'
+
+
+def about_of(found: Any) -> str:
+    """What an object is, in a line: its class, and the shapes of its tensors."""
+    kind = f"{type(found).__module__}.{type(found).__qualname__}"
+    if hasattr(found, "shape") and hasattr(found, "dtype"):
+        return f"{tuple(found.shape)} {found.dtype}"
+    if isinstance(found, Mapping):
+        return ", ".join(f"{name} {about_of(part)}" for name, part in found.items())
+    if isinstance(found, tuple | list):
+        return ", ".join(map(about_of, found[:8])) + (", ..." if len(found) > 8 else "")
+    if callable(getattr(found, "named_parameters", None)):
+        return f"{kind}, {sum(p.numel() for p in found.parameters()):,} parameters"
+    tensors = getattr(found, "tensors", None)
+    if isinstance(tensors, tuple):
+        return f"{kind}, {about_of(tensors)}"
+    return f"{kind}, {len(found):,} samples" if callable(getattr(found, "__len__", None)) else kind
+
+
+def take_weights(model: nn.Module, trained: nn.Module) -> None:
+    """Give the caller's network the weights of the copy that was trained; a note where it has other names."""
+    state, own = trained.state_dict(), model.state_dict()
+    if {name: value.shape for name, value in state.items()} == {name: v.shape for name, v in own.items()}:
+        model.load_state_dict(state)
+    else:
+        say(
+            "note: the run has changed the names of the network's parameters; it is as it was, and "
+            "run.load_model() gives the trained one"
+        )

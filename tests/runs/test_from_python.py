@@ -1,0 +1,206 @@
+"""`trainrun.train` with objects: the run that names give, weights that come back, a resume, and refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_parameter_groups import QUIET
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import trainrun
+from trainrun.cli.main import main
+from trainrun.interfaces import StepOutput
+from trainrun.runs import api
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Points(Dataset[Pair]):
+    def __init__(self, count: int) -> None:
+        self.x, self.y = points(count)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Pair:
+        return self.x[index], self.y[index]
+
+
+class Doubled:
+    """A task of this test that keeps what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def count(self, batch: Any) -> int:
+        return len(batch[1])
+
+    def step(self, model: nn.Module, batch: Any, info: Any = None) -> StepOutput:
+        self.seen.append(info.step)
+        return StepOutput(2 * nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"))
+
+
+def points(count: int) -> Pair:
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
+    return x, (x[:, 0] > 0).long()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    pairs = zip(left.state_dict().items(), right.state_dict().items(), strict=True)
+    return all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
+
+
+def fit(*words: str, **objects: Any) -> trainrun.Run:
+    return trainrun.train("trainer.max_epochs=2", "seed=1", *QUIET, *words, **objects)
+
+
+FILE = """
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+def points(count):
+    x = torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
+    return x, (x[:, 0] > 0).long()
+"""
+
+
+def test_objects_train_as_what_is_named_and_the_network_has_the_weights(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("named_parts.py").write_text(FILE)
+    model = net()
+    mine = fit(model=model, data=points(200), val=points(60), test=points(40))
+    named = fit(
+        "model=named_parts.net", "data=custom", "data.train._target_=named_parts.points", "+data.train.count=200",
+        "+data.val._target_=named_parts.points", "+data.val.count=60",
+        "+data.test._target_=named_parts.points", "+data.test.count=40",
+    )  # fmt: skip
+    sys.modules.pop("named_parts")
+    assert mine.status["value"] == named.status["value"] > 0.6
+    assert same(model, named.load_model("last"))
+    assert same(model, mine.load_model("last"))
+    assert not same(model, net())
+    assert model.training
+    assert api.GIVEN == {}
+
+
+def test_a_data_set_with_workers_and_a_second_run_of_the_same_network(workdir: Path) -> None:
+    model = net()
+    first = fit("data.num_workers=0", model=model, data=Points(200), val=TensorDataset(*points(60)))
+    again = fit("data.num_workers=0", model=model, data=Points(200), val=TensorDataset(*points(60)))
+    assert first.status["value"] <= again.status["value"] + 0.05
+    assert same(model, again.load_model("last"))
+
+
+def test_a_task_is_the_callers_own_and_is_left_as_it_was(workdir: Path) -> None:
+    task = Doubled()
+    for _ in range(2):
+        fit("checkpoint.monitor=val/loss", task=task, model=net(), data=points(64), val=points(64))
+    assert task.seen
+    assert "step" not in vars(task)
+
+
+def test_a_run_goes_on_with_the_like_and_says_what_is_another(workdir: Path) -> None:
+    whole, part, rest = net(), net(), net()
+    fit(model=whole, data=points(200))
+    fit("trainer.max_steps=5", "output_dir=part", model=part, data=points(200))
+    assert not same(whole, part)
+    fit("ckpt_path=part", model=rest, data=points(200))
+    assert same(whole, rest)
+    with pytest.raises(trainrun.TrainrunError, match="300 samples|has 300 now"):
+        fit("ckpt_path=part", model=net(), data=points(300))
+    with pytest.raises(trainrun.TrainrunError, match="does not fit this model"):
+        fit("ckpt_path=part", model=nn.Linear(8, 2), data=points(200))
+    found = net()
+    fit("trainer.max_steps=5", "output_dir=part", model=found, data=points(200))  # finished already
+    assert same(found, part)
+
+
+def test_another_process_gives_the_network_again(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    run = fit("output_dir=run", model=model, data=points(200), val=points(60))
+    with pytest.raises(trainrun.TrainrunError, match=r"given it from Python .*load_model\(run_dir, model="):
+        trainrun.load_model("run")
+    with pytest.raises(trainrun.TrainrunError, match="was given torch.nn.modules.container.Sequential, 210"):
+        trainrun.load_model("run", model=nn.Linear(8, 2))
+    fresh = net()
+    assert same(trainrun.load_model("run", "last", model=fresh), model)
+    assert same(fresh, net())
+    assert main(["evaluate", "run"]) != 0
+    assert "this run was given it from Python" in capsys.readouterr().err
+    assert run.folder == Path("run").absolute()
+
+
+def test_a_network_whose_names_change_is_left_as_it_was(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = net()
+    words = (
+        "transform.lora._target_=trainrun.transform.lora.lora",
+        "transform.lora.target=3",
+        "transform.lora.rank=2",
+    )
+    run = fit(*words, model=model, data=points(64))
+    assert same(model, net())
+    assert "run.load_model() gives the trained one" in capsys.readouterr().out
+    assert run.load_model("last")(torch.zeros(1, 8)).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "objects", "answer"),
+    [
+        ((), {"model": 3}, "a int is no torch.nn.Module"),
+        ((), {"data": DataLoader(TensorDataset(*points(8)), batch_size=4)}, "data=loader.dataset, and 'data.batch_"),
+        ((), {"val": points(8)}, "give data=... too"),
+        (("model=mlp",), {"model": net()}, "model= says it too"),
+        (("data.train._target_=a.b",), {"data": points(8)}, "data.train._target_= says it too"),
+        (("parallel=ddp",), {"model": net(), "data": points(8)}, "ranks are processes of their own"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(
+    workdir: Path, words: tuple[str, ...], objects: dict[str, Any], answer: str
+) -> None:
+    with pytest.raises(trainrun.TrainrunError) as error:
+        fit(*words, **objects)
+    assert answer in str(error.value)
+    assert api.GIVEN == {}
+
+
+@pytest.mark.process
+def test_a_script_with_classes_of_its_own_uses_workers(workdir: Path) -> None:
+    Path("script.py").write_text(
+        FILE
+        + """
+class Points(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.x, self.y = points(count)
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+if __name__ == "__main__":
+    import trainrun
+    words = "trainer.max_epochs=1", "data.num_workers=2", "monitor.plots=false"
+    run = trainrun.train(*words, model=net(), data=Points(64))
+    print(run.status["state"])
+"""
+    )
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "done"
