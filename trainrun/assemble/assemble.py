@@ -312,11 +312,17 @@ def build_on_bad(
 
 
 def build_task(config: RunConfig, facts: DataFacts) -> Any:
-    """One that takes `bytes_per_token`, and is given none, gets it from the data, where they say it."""
+    """One that takes `bytes_per_token`, and is given none, gets it from the data, where they say it; and the weights of
+    `task.class_weights=balanced`.
+    """
     node = dict(config.task)
     takes = "bytes_per_token" in node or node.get("_target_") == LANGUAGE_MODELING
     if takes and node.get("bytes_per_token") is None:
         node["bytes_per_token"] = facts.bytes_per_token
+    if node.get("class_weights") == "balanced":
+        from trainrun.task.classification import balanced
+
+        node["class_weights"] = balanced(facts.class_counts)
     task = build(node, "task")
     if not callable(getattr(task, "step", None)):
         raise PluginError(

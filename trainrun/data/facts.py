@@ -67,7 +67,8 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     """What can be learnt without reading all of it: in-memory data, or its attributes and first sample.
 
     The input is the first element of a sample, as the transform gives it. An IterableDataset is not read:
-    a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`).
+    a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`),
+    and `targets`, a label of each sample.
     """
     given = getattr(source, "class_names", None) or getattr(source, "classes", None) or ()
     names = tuple(str(name) for name in given)
@@ -75,11 +76,14 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     num_classes = getattr(source, "num_classes", None) or len(names) or None
     if columns is not None:
         num_classes = num_classes or _classes_in(columns)
+    counts = _class_counts(
+        columns.target() if columns is not None else getattr(source, "targets", None), num_classes
+    )
     if columns is not None and transform is None:
-        return DataFacts(tuple(columns.values[0].shape[1:]), num_classes, names)
+        return DataFacts(tuple(columns.values[0].shape[1:]), num_classes, names, class_counts=counts)
     streamed = isinstance(source, IterableDataset)
     shape = None if streamed else _first_shape(source if columns is None else columns, key, transform)
-    return DataFacts(shape, num_classes, names)
+    return DataFacts(shape, num_classes, names, class_counts=counts)
 
 
 def facts_of_all(sources: Mapping[str, Any], transform: Callable[..., Any] | None) -> DataFacts:
@@ -104,6 +108,20 @@ def _classes_in(columns: Columns) -> int | None:
         return None
     largest = int(target.max())
     return largest + 1 if largest >= 0 else None
+
+
+def _class_counts(target: Any, num_classes: int | None) -> tuple[int, ...]:
+    """How many samples each class has; empty if the targets are no list of labels."""
+    if target is None or not num_classes or num_classes > PLAUSIBLE_CLASSES:
+        return ()
+    try:
+        labels = np.asarray(target)
+    except (TypeError, ValueError):
+        return ()
+    if labels.ndim != 1 or not len(labels) or labels.dtype.kind not in "iu" or labels.min() < 0:
+        return ()
+    counts = np.bincount(labels, minlength=num_classes)
+    return tuple(counts.tolist()) if len(counts) == num_classes else ()
 
 
 def _first_shape(source: Any, key: str, transform: Callable[..., Any] | None) -> tuple[int, ...] | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
-from trainrun.limits import Fraction
+from trainrun.limits import Fraction, NotNegative
 from trainrun.task.batches import (
     form_of,
     inputs_and_maybe_target,
@@ -36,6 +37,9 @@ class Classification:
     class_dim: where the classes lie in the model's output; they are moved to dimension 1.
     ignore_index: a target that counts nothing, only in targets (B, T, ...): a target (B,) must not
         hold it, so that counting a batch touches no tensor. null: none is ignored.
+    class_weights: what the loss of an item weighs by its class, as of torch's own loss; the sum is divided by the
+        number of items, so that micro-batches and ranks do not change it. balanced: N / (C x items of the class), of
+        the training labels (scikit-learn's), which the runner counts where they are in memory.
     metrics: names of `trainrun.task.metrics`, for evaluations; per_class: also those of each class.
 
     Soft targets, probabilities (B, C) of a floating-point type, give the same loss as their classes one by
@@ -50,6 +54,7 @@ class Classification:
         label_smoothing: Fraction = 0.0,
         class_dim: int = 1,
         ignore_index: int | None = TORCH_IGNORES,
+        class_weights: Literal["balanced"] | list[NotNegative] | None = None,
         metrics: str | list[str] | None = None,
         per_class: bool = False,
     ) -> None:
@@ -67,7 +72,15 @@ class Classification:
                 f"task.ignore_index={ignore_index}: but task.loss ignores {ignored_by_loss}; "
                 f"set task.ignore_index={ignored_by_loss}"
             )
-        own = partial(cross_entropy, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing)
+        own: Any = partial(
+            cross_entropy, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing
+        )
+        if class_weights is not None:
+            weights = checked_weights(class_weights, loss)
+            own = nn.CrossEntropyLoss(
+                weights, reduction="sum", ignore_index=ignored, label_smoothing=label_smoothing
+            )
+        self.weighted = 0 if class_weights is None else len(class_weights)
         self.loss: Loss = own if loss is None else with_reduction(loss, "sum")
         self.class_dim = class_dim
         self.ignore_index = ignore_index
@@ -133,6 +146,7 @@ class Classification:
                 )
             if self.metrics is not None:
                 self.metrics.check(logits.shape[1])
+            self._check_weights(logits)
             if isinstance(self.loss, nn.Module):
                 self.loss.to(logits)
             self.checked_soft = True
@@ -187,9 +201,41 @@ class Classification:
             check_range(int(real.min()), int(real.max()), logits.shape[1])
         if self.metrics is not None:
             self.metrics.check(logits.shape[1])
+        self._check_weights(logits)
         if isinstance(self.loss, nn.Module):
             self.loss.to(logits)  # class weights follow the model's device and number type
         self.checked = True
+
+    def _check_weights(self, logits: Tensor) -> None:
+        if self.weighted and self.weighted != logits.shape[1]:
+            raise ConfigError(
+                f"task.class_weights: {self.weighted} numbers, but the model gives {logits.shape[1]} classes"
+            )
+
+
+def checked_weights(weights: Any, loss: Any) -> Tensor:
+    """One number a class. Raises ConfigError."""
+    if loss is not None:
+        raise ConfigError("task.class_weights: has no effect on task.loss; give the loss its weights there")
+    if isinstance(weights, str) or not weights or not sum(weights) > 0 or min(weights) < 0:
+        raise ConfigError(
+            f"task.class_weights={weights}: must be numbers, 0 or more and not all 0, one for each class"
+        )
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def balanced(counts: Sequence[int]) -> list[float]:
+    """N / (C x items of the class), for `task.class_weights`. Raises ConfigError."""
+    key = "task.class_weights=balanced"
+    if not counts:
+        raise ConfigError(
+            f"{key}: the training data has no labels of classes in memory to count; give one number a class"
+        )
+    if absent := [str(number) for number, count in enumerate(counts) if not count]:
+        raise ConfigError(
+            f"{key}: no training sample has class {', '.join(absent[:8])}; give one number a class"
+        )
+    return [sum(counts) / (len(counts) * count) for count in counts]
 
 
 def check_target_type(target: Tensor) -> None:

@@ -1,0 +1,98 @@
+"""Weights of classes: as torch's own loss has them, balanced as scikit-learn has it, and refused in a line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
+from torch import Tensor, nn
+
+from trainrun.data.facts import facts_of
+from trainrun.errors import ConfigError
+from trainrun.task.classification import Classification, balanced
+
+
+class Same(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def some(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_loss_is_torchs_with_weights(dtype: torch.dtype) -> None:
+    logits, target = some(6, 3).to(dtype), torch.tensor([0, 1, 2, 2, 1, 0])
+    found = Classification(class_weights=[0.5, 2.0, 0.0], label_smoothing=0.1).step(Same(), (logits, target))
+    logits = logits.to(found.loss_sum.dtype)
+    weight = torch.tensor([0.5, 2.0, 0.0], dtype=logits.dtype)
+    wanted = nn.functional.cross_entropy(logits, target, weight, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(found.loss_sum, wanted)
+
+
+def test_places_that_are_ignored_and_soft_targets_are_weighted_too() -> None:
+    task = Classification(class_weights=[1.0, 3.0])
+    logits, target = some(2, 2, 5), torch.tensor([[0, 1, -100, 1, 0], [1, -100, -100, 0, 1]])
+    weight = torch.tensor([1.0, 3.0])
+    wanted = nn.functional.cross_entropy(logits, target, weight, reduction="sum")
+    torch.testing.assert_close(task.step(Same(), (logits, target)).loss_sum, wanted)
+    assert task.count((logits, target)) == 7
+    soft, probabilities = some(4, 2), some(4, 2).softmax(1)
+    wanted = nn.functional.cross_entropy(soft, probabilities, weight, reduction="sum")
+    torch.testing.assert_close(task.step(Same(), (soft, probabilities)).loss_sum, wanted)
+
+
+def test_a_batch_is_its_items() -> None:
+    task = Classification(class_weights=[1.0, 3.0, 0.2])
+    logits, target = some(6, 3), torch.tensor([0, 1, 2, 2, 1, 0])
+    whole = task.step(Same(), (logits, target)).loss_sum
+    parts = [task.step(Same(), (logits[i : i + 1], target[i : i + 1])).loss_sum for i in range(6)]
+    torch.testing.assert_close(whole, torch.stack(parts).sum())
+
+
+@pytest.mark.parametrize("as_array", [True, False])
+def test_balanced_is_scikit_learns(as_array: bool) -> None:
+    labels = np.array([0, 0, 0, 1, 2, 2, 2, 2, 2, 1])
+    target: Any = labels if as_array else torch.tensor(labels)
+    counts = facts_of((some(10, 2), target)).class_counts
+    assert counts == (3, 2, 5)
+    wanted = compute_class_weight("balanced", classes=np.arange(3), y=labels)
+    assert balanced(counts) == pytest.approx(list(wanted))
+
+
+def test_a_data_set_that_lists_its_targets_is_counted() -> None:
+    class Folder(torch.utils.data.Dataset[tuple[Tensor, int]]):
+        targets, classes = [0, 1, 1, 1], ["a", "b"]
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return some(2), self.targets[index]
+
+    assert facts_of(Folder()).class_counts == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "target", [some(4), torch.tensor([[0, 1], [1, 0]]).repeat(2, 1), torch.tensor([0, -100, 1, 1])]
+)
+def test_what_is_no_list_of_classes_is_not_counted(target: Tensor) -> None:
+    assert facts_of((some(4, 2), target)).class_counts == ()
+
+
+def test_a_mistake_is_said() -> None:
+    with pytest.raises(ConfigError, match="no labels of classes in memory"):
+        balanced(())
+    with pytest.raises(ConfigError, match="no training sample has class 1"):
+        balanced((3, 0, 2))
+    for wrong in ([], [0.0, 0.0], [-1.0, 2.0]):
+        with pytest.raises(ConfigError, match="one for each class"):
+            Classification(class_weights=wrong)
+    with pytest.raises(ConfigError, match=r"has no effect on task\.loss"):
+        Classification(loss=nn.CrossEntropyLoss(), class_weights=[1.0, 2.0])
+    with pytest.raises(ConfigError, match="2 numbers, but the model gives 3 classes"):
+        Classification(class_weights=[1.0, 2.0]).step(Same(), (some(2, 3), torch.tensor([0, 1])))
