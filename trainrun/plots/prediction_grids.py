@@ -27,7 +27,12 @@ MOST_NUMBERED = 20  # classes with a count in every cell
 MOST_NAMED = 40  # names next to an axis
 LONGEST_NAME = 14
 GRID = 5
-COLUMN, TILE, HEAD = 150, 132, 40  # dots: a column, the longer side of a sample, the title
+COLUMN, TILE, HEAD, LABEL = (
+    150,
+    132,
+    40,
+    33,
+)  # dots: a column, the longer side of a sample, the title, a label
 LABEL_SIZES = ((14, 9.0), (20, 7.5))  # for labels of up to so many letters
 WRONG, RIGHT = "#C00000", "#333333"
 
@@ -114,7 +119,9 @@ def _grid(title: str, pictures: Any, labels: Sequence[str] = (), bad: Sequence[b
     """
     columns = max(1, min(GRID, math.ceil(math.sqrt(len(pictures)))))
     rows = -(-len(pictures) // columns)
-    row = round(1.22 * COLUMN) if labels else COLUMN
+    side = pictures.shape[2:]
+    tile = max(1, TILE * side[0] // max(side)) + COLUMN - TILE  # with the space below it
+    row = tile + (LABEL if labels else 0)
     width, height = max(columns, 2) * COLUMN, HEAD + rows * row
     dots = np.full((height, width, 3), 255, dtype=np.uint8)
     figure = canvas.new_figure(width / canvas.DPI, height / canvas.DPI)
@@ -126,7 +133,7 @@ def _grid(title: str, pictures: Any, labels: Sequence[str] = (), bad: Sequence[b
     size = next((size for letters, size in LABEL_SIZES if longest <= letters), 6.0)
     for i, picture in enumerate(pictures):
         wrong = bool(bad) and bad[i]
-        middle, top = (i % columns) * COLUMN + COLUMN // 2, HEAD + (i // columns) * row + row - COLUMN
+        middle, top = (i % columns) * COLUMN + COLUMN // 2, HEAD + (i // columns + 1) * row - tile
         _place_tile(dots, _tile(picture), middle, top, wrong)
         if labels:
             ax.text(
