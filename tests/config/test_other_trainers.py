@@ -17,6 +17,9 @@ READ = {  # words -> what they set
         "optimizer.lr": 0.1, "trainer.max_epochs": 3, "data.batch_size": 64,
     },
     "-b 8 -j 2": {"data.batch_size": 8, "data.num_workers": 2},
+    "--num_train_epochs 3.0 --patience=2.00 early_stopping=true trainer.limit_train_batches=1.0": {
+        "trainer.max_epochs": 3, "trainer.early_stopping.patience": 2, "trainer.limit_train_batches": 1.0,
+    },
     "--devices 2": {"parallel.devices": 2, "parallel.mode": "ddp"},
     "parallel.devices=2": {"parallel.devices": 2, "parallel.mode": "ddp"},
     "trainer.devices=1": {"parallel.devices": 1, "parallel.mode": "single"},

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from trainrun.config.schema import SAME, RunConfig, settings
+from trainrun.limits import fits
 from trainrun.output import say
 
 KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and what only other trainers say
@@ -169,8 +170,11 @@ def stands_for(word: str) -> list[str]:
 
 
 def value_of_today(key: str, value: str, schema: type = RunConfig) -> str:
-    """The value of a setting that another word stands for; any other value as it is."""
+    """The value that another word, or `3.0` where a whole number is wanted, stands for; any other value as it is."""
     found = settings(schema).get(key)
+    if found is not None and re.fullmatch(r"\d+\.0+", value) and not fits(float(value), found.kind):
+        whole = value.partition(".")[0]
+        return whole if fits(int(whole), found.kind) else value
     return found.words.get(value.lower(), value) if found is not None else value
 
 
