@@ -43,6 +43,7 @@ READ = {  # words -> what they set
     "--no-shuffle": {"data.shuffle": False},
     "jit_compile=true": {"trainer.compile.scope": "model"},
     "--torchcompile": {"trainer.compile.scope": "model"},
+    "global_clipnorm=1 --checkpoint-hist 4": {"trainer.gradient_clip_val": 1.0, "checkpoint.save_top_k": 4},
     "clipvalue=0.5": {"trainer.gradient_clip_val": 0.5, "trainer.gradient_clip_algorithm": "value"},
     "--clip-grad 1 --clip-mode value": {
         "trainer.gradient_clip_val": 1.0, "trainer.gradient_clip_algorithm": "value",

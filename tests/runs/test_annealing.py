@@ -31,20 +31,17 @@ def test_a_resume_in_the_middle_of_a_cycle_changes_no_bit(workdir: Path) -> None
     assert betas(whole) == pytest.approx([*rise, *rise, 2, 2])
 
 
-def test_micro_batches_change_neither_beta_nor_the_weights(workdir: Path) -> None:
-    words = (*WORDS, "precision=64")
-    one = train("one", 6, *words)
-    cut = train("cut", 6, *words, "data.batch_size=16", "trainer.accumulate_grad_batches=3")
-    assert betas(one) == pytest.approx(betas(cut), abs=1e-12)
+@pytest.mark.parametrize(
+    "cut",
+    [
+        ("data.batch_size=16", "trainer.accumulate_grad_batches=3"),
+        pytest.param(("data.batch_size=24", "parallel=ddp"), marks=pytest.mark.process),
+    ],
+    ids=["micro-batches", "ranks"],
+)
+def test_a_step_in_parts_changes_neither_beta_nor_the_weights(workdir: Path, cut: tuple[str, ...]) -> None:
+    one = train("one", 6, *WORDS, "precision=64")
+    parts = train("parts", 6, *WORDS, "precision=64", *cut)
+    assert betas(one) == pytest.approx(betas(parts), abs=1e-12)
     for name, value in weights(one).items():
-        torch.testing.assert_close(value, weights(cut)[name], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.process
-def test_two_ranks_are_one(workdir: Path) -> None:
-    words = (*WORDS, "precision=64")
-    one = train("one", 6, *words)
-    two = train("two", 6, *words, "data.batch_size=24", "parallel=ddp")
-    assert betas(one) == pytest.approx(betas(two), abs=1e-12)
-    for name, value in weights(one).items():
-        torch.testing.assert_close(value, weights(two)[name], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(value, weights(parts)[name], rtol=1e-9, atol=1e-12)

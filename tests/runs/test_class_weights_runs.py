@@ -46,7 +46,9 @@ def test_two_ranks_are_one(workdir: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "bf16-true"])
 def test_every_precision_trains(workdir: Path, mode: str) -> None:
-    train("run", 4, "task.class_weights=balanced", f"precision={mode}", *QUIET)
+    found = losses(train("run", 4, "task.class_weights=balanced", f"precision={mode}", *QUIET))
+    assert len(found) > 4
+    assert all(0 < loss < 5 for _, loss in found)
 
 
 @pytest.mark.parametrize(

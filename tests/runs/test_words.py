@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +40,9 @@ def test_overfit_batches_are_the_same_in_every_epoch(workdir: Path, monkeypatch:
 
     step = Classification.step
 
-    def noted(self: Classification, model: torch.nn.Module, batch: object) -> object:
+    def noted(self: Classification, model: torch.nn.Module, batch: Any) -> Any:
         if torch.is_grad_enabled():
-            seen.append(batch[1].clone())  # type: ignore[index]
+            seen.append(batch[1].clone())
         return step(self, model, batch)
 
     monkeypatch.setattr(Classification, "step", noted)

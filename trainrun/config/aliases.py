@@ -37,7 +37,7 @@ KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and wha
     "steps_per_epoch": "trainer.limit_train_batches",
     "validation_steps": "trainer.limit_val_batches",
     "validation_freq": "trainer.check_val_every_n_epoch",
-    **dict.fromkeys(("clipnorm", "global_clipnorm"), "trainer.gradient_clip_val"),
+    "global_clipnorm": "trainer.gradient_clip_val",  # `clipnorm` is of each tensor: not the same
     "clip_mode": "trainer.gradient_clip_algorithm",
     "grad_checkpointing": "trainer.gradient_checkpointing",
     **dict.fromkeys(("use_ema", "model_ema"), "trainer.ema"),
@@ -53,7 +53,7 @@ KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and wha
     "pin_mem": "data.pin_memory",
     "num_classes": "data.num_classes",
     "eval_metric": "checkpoint.monitor",
-    "checkpoint_hist": "checkpoint.keep_last",
+    "checkpoint_hist": "checkpoint.save_top_k",  # the best ones, by timm
     "recovery_interval": "checkpoint.every_n_train_steps",
     "initial_checkpoint": "init_from",
     "log_interval": "monitor.log_every_n_steps",

@@ -347,8 +347,7 @@ def hydra_question(words: CommandLine, folders: list[Path]) -> int:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
     from trainrun.masking import masked_lines
 
-    shown = answer.getvalue().replace(
-        "\n  listeners: {}\n", "\n"
-    )  # where trackers lie inside; they are typed above it
+    # trackers lie inside `listeners`, and are typed above it
+    shown = answer.getvalue().replace("\n  listeners: {}\n", "\n")
     say(masked_lines(shown), end="")
     return EXIT_DONE

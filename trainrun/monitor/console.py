@@ -175,4 +175,5 @@ def _plain_streams(stdout: Any, stderr: Any) -> Callable[[], None]:
 
 def _is_shown(name: str) -> bool:
     """A metric; those of single classes (`val/f1/3`) are for the file and the trackers."""
-    return "/" in name and not (name.endswith("/seconds") or name.rpartition("/")[2].isdecimal())
+    above, _, last = name.rpartition("/")
+    return bool(above) and last != "seconds" and not ("/" in above and last.isdecimal())

@@ -27,12 +27,8 @@ MOST_NUMBERED = 20  # classes with a count in every cell
 MOST_NAMED = 40  # names next to an axis
 LONGEST_NAME = 14
 GRID = 5
-COLUMN, TILE, HEAD, LABEL = (
-    150,
-    132,
-    40,
-    33,
-)  # dots: a column, the longer side of a sample, the title, a label
+COLUMN, TILE = 150, 132  # dots: a column, the longer side of a sample
+HEAD, LABEL = 40, 33  # dots: the title, a label
 LABEL_SIZES = ((14, 9.0), (20, 7.5))  # for labels of up to so many letters
 WRONG, RIGHT = "#C00000", "#333333"
 

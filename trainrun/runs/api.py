@@ -123,9 +123,8 @@ def train(
     return trained
 
 
-GIVEN: dict[
-    str, tuple[Any, dict[str, Any]]
-] = {}  # what the call that trains now was given; where it notes copies
+# What the call that trains now was given, and where it notes the copies.
+GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {}
 PLACES = {"model": "model", "data": "data.train", "val": "data.val", "test": "data.test", "task": "task"}
 
 
@@ -192,14 +191,9 @@ def words_of(objects: Mapping[str, Any], words: list[str]) -> list[str]:
             raise ConfigError(f"trainrun.train({name}=...): give data=... too")
         node = {"_target_": f"{__name__}.given", "name": name, "about": quoted(about_of(found))}
         out += [f"+{PLACES[name]}.{key}={value}" for key, value in node.items()]
-    if "data" in objects:
-        out.insert(0, "data=custom")
-    if "task" in objects:
-        out.insert(0, "task=custom")
-    if "model" in objects:
-        out.insert(0, "model=custom")
-        out += [] if "run_name" in said else [f"run_name={type(objects['model']).__name__}"]
-    return out
+    if "model" in objects and "run_name" not in said:
+        out.append(f"run_name={type(objects['model']).__name__}")
+    return [*(f"{group}=custom" for group in ("model", "task", "data") if group in objects), *out]
 
 
 def quoted(text: str) -> str:

@@ -15,9 +15,9 @@ OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 
 WHOLE_INPUTS = re.compile(
     r"got (Byte|Char|Short|Int|Long) and |Input type \((unsigned char|torch.*ByteTensor)\)"
 )
-# of torch's embeddings
 OF_ANOMALY = re.compile(r"Function '\w+' returned nan values")
 ASSERTED = "device-side assert"  # of a kernel; the device is lost to the process with it
+# of torch's embeddings
 FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scalar types: Long, Int; but got")
 
 

@@ -72,14 +72,14 @@ class Classification:
                 f"task.ignore_index={ignore_index}: but task.loss ignores {ignored_by_loss}; "
                 f"set task.ignore_index={ignored_by_loss}"
             )
-        own: Any = partial(
-            cross_entropy, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing
-        )
-        if class_weights is not None:
-            weights = checked_weights(class_weights, loss)
-            own = nn.CrossEntropyLoss(
-                weights, reduction="sum", ignore_index=ignored, label_smoothing=label_smoothing
-            )
+        how: dict[str, Any] = {
+            "ignore_index": ignored,
+            "reduction": "sum",
+            "label_smoothing": label_smoothing,
+        }
+        own: Any = partial(cross_entropy, **how)
+        if class_weights is not None:  # a module, which moves its weights to the device
+            own = nn.CrossEntropyLoss(checked_weights(class_weights, loss), **how)
         self.weighted = 0 if class_weights is None else len(class_weights)
         self.loss: Loss = own if loss is None else with_reduction(loss, "sum")
         self.class_dim = class_dim
