@@ -428,6 +428,9 @@ class Hook(Protocol):
     def on_epoch_start(self, run: Any, state: Any) -> None:
         """Before the first step of an epoch."""
 
+    def on_step_end(self, run: Any, state: Any) -> None:
+        """After every step; `state.step` counts it already."""
+
     def on_epoch_end(self, run: Any, state: Any) -> None:
         """After the last step of an epoch, before its validation and checkpoint."""
 

@@ -139,7 +139,7 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
         numpy.savez(workdir / "labels.npz", **arrays)
         return ["data=arrays", "data.path=labels.npz", "model.num_classes=3"]
     if option == "vae":
-        return ["task=vae" if group == "model" else "model=vae", "model.hidden=[16]"]
+        return ["task=vae", "model=vae", "model.hidden=[16]"]
     if option in ("gpt", "lstm", "language_modeling"):
         text = ["data=text", "data.train.max_bytes=100000", "data.train.block_size=32"]
         own = {"gpt": ["task=language_modeling"], "lstm": ["task=language_modeling"]}

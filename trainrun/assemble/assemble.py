@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -110,6 +110,7 @@ class RunContext:
     on_position: Callable[[int], None] | None = None
     on_log: Callable[[int], None] | None = None
     before_commit: Callable[[], None] | None = None
+    write: Callable[[Mapping[str, Any]], None] | None = None
     init_from: str | None = None  # weights to begin with, where nothing is taken from a checkpoint
     phases: PhaseTimer = field(default_factory=PhaseTimer)
     chosen: Chosen = field(default_factory=dict)
@@ -280,7 +281,7 @@ def build_monitors(
     return MetricLogger(
         site.parallel, site.monitors, lambda: schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
         rhythm.log_every is not None, site.on_position, site.on_log, unit_of(task), Tidy() if between else None, tally,
-        site.phases, task, why_nan if validation else None,
+        site.phases, task, why_nan if validation else None, site.write,
     )  # fmt: skip
 
 

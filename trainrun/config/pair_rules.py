@@ -10,6 +10,7 @@ from trainrun.instantiate import TARGET, is_node, named_nodes
 from trainrun.limits import is_finite
 
 VAE, VAE_TASK = "trainrun.model.vae.Vae", "trainrun.task.vae.Vae"
+VAE_HEALTH = "trainrun.hook.vae_health.VaeHealth"
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
 CLASSIFICATION = "trainrun.task.classification.Classification"
 Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
@@ -88,6 +89,10 @@ def _parts(config: RunConfig) -> Rules:
          "scheduler.interval=epoch: a loop of your own ends its epochs itself; use scheduler.interval=step"),
         (name == VAE and kind.startswith("trainrun.task.") and kind != VAE_TASK,
          "model=vae: gives a reconstruction, not classes; its task is task=vae"),
+        *((kind.startswith("trainrun.task.") and kind != VAE_TASK and _target(node) == VAE_HEALTH,
+           f"hook.{key}: monitor=vae watches the code of a VAE, and task={kind.split('.')[2]} has none; use model=vae "
+           "task=vae, or leave it out")
+          for key, node in config.hook.items()),
         (classes_last and kind == CLASSIFICATION and class_dim in (0, 1),
          f"model={of_tokens}: reads tokens and gives classes for each of them, in the last dimension, where "
          f"task.class_dim={class_dim} does not look; for text: data=text task=language_modeling; for a class of every "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,7 @@ class MetricLogger:
     tidy: called at the end of each log point (False) and of each validation (True), on every rank.
     phases: where the wait for a GPU is booked. task: what makes metrics of its sums.
     why_nan: finds the likely cause of a validation loss that is not finite, which is said once.
+    write: takes a row of another kind, on rank 0.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class MetricLogger:
         steps_per_epoch: int | None, accumulate: int, logs: bool, on_position: Callable[[int], None] | None,
         on_log: Callable[[int], None] | None, unit: str, tidy: Callable[[bool], None] | None,
         tokens: CountsTokens, phases: PhaseTimer, task: Any, why_nan: Callable[[], str] | None,
+        write: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:  # fmt: skip
         self._parallel, self._monitors, self._learning_rates = parallel, monitors, learning_rates
         self._steps_per_epoch, self._accumulate, self._logs = steps_per_epoch, accumulate, logs
         self._on_position, self._on_log, self._tidy = on_position, on_log, tidy
-        self._task, self._why_nan, self.speed_name = task, why_nan, f"{unit}_per_second"
+        self._task, self._why_nan, self._write, self.speed_name = task, why_nan, write, f"{unit}_per_second"
         # On a CPU nothing is waited for: adding up the losses is logging.
         self._book = phases.on if parallel.device.type != "cpu" else nullcontext
         self._tokens = tokens if unit != "tokens" else None
@@ -142,6 +144,11 @@ class MetricLogger:
             yield
         finally:
             self._elsewhere += perf_counter() - started
+
+    def write_row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """A row of a kind of its own: numbers, texts, lists and mappings."""
+        if self._write is not None:
+            self._write({"kind": kind, "step": step, "time": time(), **values})
 
     def note(self, text: str) -> None:
         for monitor in self._monitors:

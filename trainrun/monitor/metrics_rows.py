@@ -128,6 +128,10 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_number, value.values()))
 
 
+def _are_listed(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
+
+
 def _is_square(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(row, list) and len(row) == len(value) and all(map(_is_count, row)) for row in value
@@ -140,6 +144,7 @@ EVERYWHERE: dict[str, Kind] = {
 }  # fmt: skip
 OF_NUMBERS = ("train", "eval", "test", "hardware")  # rows whose other values are all numbers
 OF_LEDGER: dict[str, Kind] = dict.fromkeys(("seconds", "vitals", "device"), _are_numbers)
+OF_LATENTS: dict[str, Kind] = dict.fromkeys(("kl_of_dimensions", "activity"), _are_listed)
 OF_FACTS: dict[str, Kind] = {"name": _is_text, "choices": _are_texts, "steps_per_epoch": _is_number}
 OF_SUMMARY: dict[str, Kind] = {
     "monitor": _is_text, "value": _is_number, "best_step": _is_number, "step": _is_count, "epoch": _is_number,
@@ -148,6 +153,7 @@ OF_SUMMARY: dict[str, Kind] = {
 }  # fmt: skip
 NEEDED = {
     **dict.fromkeys((*OF_NUMBERS, "start"), ("step",)), "ledger": ("step", "seconds"), "confusion": ("step", "matrix"),
+    "vae": ("step", *OF_LATENTS, "kl", "beta", "active_units"),
 }  # fmt: skip
 
 
@@ -159,6 +165,8 @@ def wrong_field(row: Mapping[str, Any]) -> str:
     known = EVERYWHERE | (OF_LEDGER if kind == "ledger" else {})
     if kind in OF_NUMBERS:
         known = dict.fromkeys(row, _is_number) | known
+    if kind == "vae":
+        known = dict.fromkeys(row, _is_number) | known | OF_LATENTS
     lacking = [name for name in NEEDED.get(kind, ()) if name not in row]
     wrong = lacking or _wrong(row, known)
     if not wrong:  # None stands for a value that is not known

@@ -66,8 +66,8 @@ def scalars_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     kind = row["kind"]
     if kind == "ledger":
         yield from ((f"phases/{name}", value) for name, value in row["seconds"].items())
-    elif kind in ("train", "eval", "test", "hardware"):
-        prefix = "hardware/" if kind == "hardware" else ""
+    elif kind in ("train", "eval", "test", "hardware", "vae"):
+        prefix = f"{kind}/" if kind in ("hardware", "vae") else ""
         for name, value in row.items():
             if name not in PLACES and isinstance(value, int | float):
                 yield prefix + name, value

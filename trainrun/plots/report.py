@@ -11,7 +11,18 @@ from trainrun.plots import page
 from trainrun.plots.history import History, flat, read_environment, read_history
 from trainrun.runs.run_folder import RunDir, write_text
 
-ORDER = ("loss", "metrics", "confusion", "predictions", "lr", "throughput", "time", "memory")
+ORDER = (
+    "loss",
+    "metrics",
+    "latents",
+    "active_units",
+    "confusion",
+    "predictions",
+    "lr",
+    "throughput",
+    "time",
+    "memory",
+)
 MOST_NOTES = 200
 
 

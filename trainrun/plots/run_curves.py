@@ -11,6 +11,7 @@ from trainrun.formatting import SPEEDS, quantity
 from trainrun.formatting import figure as readable
 from trainrun.plots import canvas
 from trainrun.plots.history import History, read_config, read_history
+from trainrun.plots.latent_pictures import activity_picture, latents_picture
 from trainrun.plots.prediction_grids import confusion_picture, predictions_picture, task_pictures
 from trainrun.plots.series import (
     Floats,
@@ -49,6 +50,8 @@ def draw_run(run: RunDir, window_size: int | None = None) -> list[Path]:
         "throughput.png": throughput_picture(history, window),
         "memory.png": memory_picture(history),
         "time.png": ledger_picture(history, _title("Time", history)),
+        "latents.png": latents_picture(history, _title("Code", history)),
+        "active_units.png": activity_picture(history, _title("Active units", history)),
         "confusion.png": confusion_picture(history),
         "predictions.png": predictions_picture(run),
     } | task_pictures(run)

@@ -22,7 +22,7 @@ COLORS = {
     "start-up": "#BBBBBB", "data": "#D55E00", "copy": "#F4A582", "forward": "#0072B2", "backward": "#56B4E9",
     "check": "#004466", "clip": "#7FB2D0", "optimizer": "#009E73", "device": "#A6D96A", "ranks": "#8C6BB1",
     "validation": "#E69F00", "checkpoint": "#CC79A7", "logging": "#F0E442", "plots": "#DDDD99",
-    "compile": "#884400", "measuring": "#C2A5CF", "runner": "#555555", "other": "#000000",
+    "compile": "#884400", "measuring": "#C2A5CF", "runner": "#555555", "other": "#000000", "hooks": "#CC6677",
 }  # fmt: skip
 
 

@@ -183,7 +183,7 @@ def site_of(
 
     return replace(
         site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
-        before_commit=before_commit,
+        before_commit=before_commit, write=listeners.bus.write,
     )  # fmt: skip
 
 

@@ -21,12 +21,13 @@ BetaSchedule = Literal["constant", "linear", "cyclical"]
 
 class BoundTerms(NamedTuple):
     """The parts of the bound, in nats, before anything is summed: reconstruction (B,); kl, mean and log_var of the code
-    (B, latent_dim)."""
+    (B, latent_dim). num_values: the numbers of one sample."""
 
     reconstruction: Tensor
     kl: Tensor
     mean: Tensor
     log_var: Tensor
+    num_values: int
 
 
 class Vae:
@@ -141,7 +142,7 @@ class Vae:
         else:
             each = 0.5 * (rebuilt - inputs).square()
         divergence = 0.5 * (mean.square() + log_var.exp() - log_var - 1)
-        return BoundTerms(each.flatten(1).sum(1), divergence, mean, log_var)
+        return BoundTerms(each.flatten(1).sum(1), divergence, mean, log_var, each[0].numel())
 
 
 def check_schedule(schedule: str, steps: int | None, cycles: int, ratio: float) -> None:

@@ -25,14 +25,15 @@ COMPILE: Final = 14
 MEASURING: Final = 15
 RUNNER: Final = 16
 OTHER: Final = 17
+HOOKS: Final = 18
 
 # data: the training waits for its next batch. copy: the host hands it to a GPU. check: whether gradients are
 # finite. device: the host waits at a log point until a GPU has done what it was given. ranks: waiting for other
 # ranks. measuring: FLOPs and throughput limits, after the training. runner: the loop's own work. other: what nothing
-# here says, and all of a `loop` of the user's own that books nothing.
+# here says, and all of a `loop` of the user's own that books nothing. hooks: all calls of `hook.NAME`.
 ACCOUNTS: Final = (
     "start-up", "data", "copy", "forward", "backward", "check", "clip", "optimizer", "device", "ranks",
-    "validation", "checkpoint", "logging", "plots", "compile", "measuring", "runner", "other",
+    "validation", "checkpoint", "logging", "plots", "compile", "measuring", "runner", "other", "hooks",
 )  # fmt: skip
 # Of the loop between validations and checkpoints: what a step takes.
 LOOP: Final = (

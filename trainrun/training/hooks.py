@@ -1,4 +1,4 @@
-"""Hooks (`hook.NAME`): code of the user's, or of ours, that acts on the run at epochs, validations and checkpoints."""
+"""Hooks (`hook.NAME`): code of the user's, or of ours, that acts on the run, from steps to checkpoints."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 from trainrun.errors import CheckpointError, PluginError
 from trainrun.interfaces import KeepsState
+from trainrun.timing.phases import HOOKS
 from trainrun.training.checks.user_state import check_halves
 
-METHODS = ("on_start", "on_epoch_start", "on_epoch_end", "on_validation_end", "on_checkpoint", "on_end")
+METHODS = (
+    "on_start", "on_epoch_start", "on_step_end", "on_epoch_end", "on_validation_end", "on_checkpoint", "on_end",
+)  # fmt: skip
 
 
 class Hooks:
@@ -36,8 +39,10 @@ class Hooks:
 
     def after_step(self, run: Any, state: Any) -> None:
         """An epoch ends ahead of the validation and the checkpoint that are due there."""
-        if self._hooks and state.batches == 0:
-            self._call("on_epoch_end", run, state)
+        if self._hooks:
+            self._call("on_step_end", run, state)
+            if state.batches == 0:
+                self._call("on_epoch_end", run, state)
 
     def on_validation_end(self, run: Any, state: Any, metrics: Mapping[str, float]) -> None:
         self._call("on_validation_end", run, state, metrics)
@@ -50,12 +55,15 @@ class Hooks:
         self._call("on_end", run, state)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        for method in self._calls[name]:
-            method(*arguments)
+        if calls := self._calls[name]:
+            with arguments[0].phases.on(HOOKS):
+                for method in calls:
+                    method(*arguments)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the hooks that have one, by key."""
-        return {key: hook.state_dict() for key, hook in self._hooks.items() if isinstance(hook, KeepsState)}
+        """The states of the hooks that have one, by key; an empty one is none."""
+        states = {key: hook.state_dict() for key, hook in self._hooks.items() if isinstance(hook, KeepsState)}
+        return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, place: str, states: Mapping[str, Any]) -> None:
         """Tensors come on the CPU. A hook without a stored state begins as new. Raises CheckpointError."""
