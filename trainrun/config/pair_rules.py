@@ -90,7 +90,7 @@ def _parts(config: RunConfig) -> Rules:
         (name == VAE and kind.startswith("trainrun.task.") and kind != VAE_TASK,
          "model=vae: gives a reconstruction, not classes; its task is task=vae"),
         *((kind.startswith("trainrun.task.") and kind != VAE_TASK and _target(node) == VAE_HEALTH,
-           f"hook.{key}: monitor=vae watches the code of a VAE, and task={kind.split('.')[2]} has none; use model=vae "
+           f"hook.{key}: monitor=vae watches the code of a VAE, and task={kind.split('.')[-2]} has none; use model=vae "
            "task=vae, or leave it out")
           for key, node in config.hook.items()),
         (classes_last and kind == CLASSIFICATION and class_dim in (0, 1),

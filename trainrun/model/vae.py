@@ -80,6 +80,8 @@ class Vae(nn.Module):
         if noise is None and self.training:
             noise = torch.randn_like(mean)
         drawn = mean if noise is None else mean + (0.5 * log_var).exp() * noise
+        if x.dtype in HALF_TYPES:  # then the weights are too
+            drawn = drawn.to(x.dtype)
         return VaeOutput(self.decoder(drawn), mean, log_var)
 
 

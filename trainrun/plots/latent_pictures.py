@@ -46,9 +46,7 @@ def latents_picture(history: History, title: str) -> Figure | None:
     for color, (name, label) in zip(canvas.CYCLE, lines.items(), strict=False):
         canvas.draw_line(axes[1], series_of(rows, name), color, label)
     if ceiling := rows[-1].get("ceiling"):
-        axes[1].axhline(
-            ceiling, color=canvas.QUIET, linewidth=1, linestyle=":", label="ceiling of the estimate"
-        )
+        axes[1].axhline(ceiling, color=canvas.QUIET, linewidth=1, linestyle=":", label="its ceiling")
     axes[1].set_ylabel("nats")
     canvas.start_at_zero(axes[1])
     canvas.draw_line(axes[2], series_of(rows, "beta"), canvas.VAL, "beta")

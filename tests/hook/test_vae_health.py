@@ -1,0 +1,178 @@
+"""The watch over a VAE in whole runs: it finds a collapse, leaves a healthy run alone, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_memory_options import losses, train, weights
+from test_parameter_groups import QUIET
+
+import trainrun as package
+from trainrun.errors import ConfigError, TrainingError, TrainrunError
+
+pytestmark = pytest.mark.train
+
+SMALL = ("model=vae", "task=vae", "model.hidden=[64]", "model.latent_dim=8", "model.body=mlp", *QUIET)
+WATCHED = (*SMALL, "monitor=vae")
+COLLAPSING = (*WATCHED, "task.likelihood=bernoulli", "task.beta=100")
+OFTEN = (*WATCHED, "hook.vae.update_every_n_steps=5", "hook.vae.window_size=2")
+
+
+def rows_of(folder: str, kind: str) -> list[dict[str, Any]]:
+    rows = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == kind]
+
+
+def alarms(folder: str) -> list[tuple[int, str]]:
+    notes = rows_of(folder, "note")
+    return [(row["step"], row["text"]) for row in notes if row["text"].startswith("posterior collapse")]
+
+
+def test_a_collapse_is_told_once_within_200_steps(workdir: Path) -> None:
+    run = train("run", 300, *COLLAPSING)
+    ((step, text),) = alarms(run)
+    assert 100 <= step < 200
+    assert "0 of 8 dimensions active" in text
+    assert "try task.beta=1" in text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_annealed_run_raises_no_alarm(workdir: Path, seed: int) -> None:
+    words = (
+        "task.beta=0.1",
+        "task.beta_schedule=linear",
+        "task.beta_steps=200",
+        "hook.vae.on_collapse=raise",
+    )
+    run = train("run", 450, *WATCHED, *words, f"seed={seed}")
+    last = rows_of(run, "vae")[-1]
+    assert last["active_units"] >= 4
+    assert last["mutual_information"] > 1
+    assert not alarms(run)
+
+
+def test_the_watch_changes_no_bit_of_the_run(workdir: Path) -> None:
+    more = (
+        "task.likelihood=bernoulli",
+        "task.beta=100",
+        "trainer.ema.enabled=true",
+        "trainer.val_check_interval=7",
+    )
+    on, off = train("on", 20, *OFTEN, *more), train("off", 20, *SMALL, *more)
+    assert [row["step"] for row in rows_of(on, "vae")] == [5, 10, 15, 20]
+    assert rows_of(off, "vae") == []
+    assert alarms(on)
+    assert losses(on) == losses(off)
+    assert all(torch.equal(value, weights(off)[name]) for name, value in weights(on).items())
+
+
+def test_a_run_that_goes_on_has_the_boost_and_the_memory_of_the_watch(workdir: Path) -> None:
+    words = (*OFTEN, "task.likelihood=bernoulli", "task.beta=100", "hook.vae.on_collapse=boost_free_bits")
+    whole = train("whole", 40, *words)
+    raised = [row["free_bits"] for row in rows_of(whole, "vae")]
+    assert raised[0] == 0
+    assert raised[2] == 0.1
+    for stop in (17, 20):  # within a window, and at a look
+        train(f"part{stop}", stop, *words)
+        rest = train(f"rest{stop}", 40, *words, f"ckpt_path=part{stop}")
+        assert losses(rest) == [row for row in losses(whole) if row[0] > stop]
+        assert all(torch.equal(value, weights(rest)[name]) for name, value in weights(whole).items())
+        assert alarms(rest) == [alarm for alarm in alarms(whole) if alarm[0] > stop]
+    assert losses(whole) != losses(train("warned", 40, *words, "hook.vae.on_collapse=warn"))
+
+
+def test_a_healthy_run_goes_on_without_the_watch(workdir: Path) -> None:
+    train("part", 12, *WATCHED)
+    assert rows_of(train("rest", 14, *SMALL, "ckpt_path=part"), "vae") == []
+
+
+@pytest.mark.process
+def test_two_ranks_say_of_all_samples_what_one_says(workdir: Path) -> None:
+    words = (*OFTEN, "hook.vae.num_samples=100000", "precision=64")
+    one = rows_of(train("one", 10, *words, "data.batch_size=32"), "vae")
+    two = rows_of(train("two", 10, *words, "data.batch_size=16", "parallel=ddp"), "vae")
+    assert [row["step"] for row in two] == [5, 10]
+    for left, right in zip(one, two, strict=True):
+        for name in ("kl", "reconstruction", "activity", "kl_of_dimensions"):
+            assert right[name] == pytest.approx(left[name], rel=1e-6)
+
+
+@pytest.mark.process
+def test_two_ranks_are_boosted_alike_and_end_together(workdir: Path) -> None:
+    words = (*OFTEN, "task.likelihood=bernoulli", "task.beta=100", "parallel=ddp")
+    run = train("run", 15, *words, "hook.vae.on_collapse=boost_free_bits")
+    assert rows_of(run, "vae")[-1]["free_bits"] == 0.1
+    with pytest.raises(TrainrunError, match="posterior collapse"):
+        train("other", 15, *words, "hook.vae.on_collapse=raise")
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_half_precision(workdir: Path, mode: str) -> None:
+    row = rows_of(train("run", 10, *OFTEN, f"precision={mode}"), "vae")[-1]
+    assert row["gain"] > -1
+    assert 0 <= row["mutual_information"] <= row["ceiling"]
+
+
+def test_a_collapse_can_end_the_run(workdir: Path) -> None:
+    with pytest.raises(TrainingError, match=r"posterior collapse: .* \(hook\.vae\.on_collapse=raise\)"):
+        train("run", 300, *COLLAPSING, "hook.vae.on_collapse=raise", "hook.vae.fast=true")
+
+
+def test_fast_and_quiet(workdir: Path) -> None:
+    run = train("run", 90, *OFTEN, "hook.vae.fast=true", "hook.vae.verbose=false")
+    assert {"mutual_information", "gain"}.isdisjoint(rows_of(run, "vae")[-1])
+    assert rows_of(run, "note") == []
+
+
+def test_its_time_is_in_the_account_and_its_pictures_in_the_folder(workdir: Path) -> None:
+    run = train("run", 30, *OFTEN, "monitor.plots=true")
+    seconds = rows_of(run, "ledger")[-1]["seconds"]["hooks"]
+    told = sum(row["seconds"] for row in rows_of(run, "vae"))
+    assert told <= seconds + 1e-3
+    assert seconds < 2 * told + 0.05
+    for name in ("latents", "active_units"):
+        assert (Path(run) / "plots" / f"{name}.png").stat().st_size > 5000
+    assert not list(Path(train("plain", 3, *SMALL, "monitor.plots=true")).glob("plots/latents.png"))
+
+
+def test_a_network_that_draws_its_own_noise_has_no_gain(workdir: Path) -> None:
+    (workdir / "own.py").write_text(
+        "import torch\nfrom trainrun.model.vae import Vae\n\n\nclass Own(Vae):\n"
+        "    def forward(self, x):\n        return super().forward(x)\n"
+    )
+    run = train("run", 10, *OFTEN[5:], "task=vae", "model=own.Own", "model.in_shape=[1,8,8]", "hook.vae.verbose=true",
+                "data.augment.noise=null")  # fmt: skip
+    assert "gain" not in rows_of(run, "vae")[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("monitor=vae",), r"hook\.vae: monitor=vae watches the code of a VAE, and task=classification has none"),
+        ((*WATCHED, "data.val=null"), r"monitor=vae: looks at samples of the validation data"),
+        ((*WATCHED, "hook.vae.update_every_n_steps=0"), r"hook\.vae\.update_every_n_steps=0: must be a whole number, 1 or more"),
+        ((*WATCHED, "hook.vae.num_samples=1"), r"hook\.vae\.num_samples=1: must be a whole number, 2 or more"),
+        ((*WATCHED, "hook.vae.on_collapse=stop"), r"hook\.vae\.on_collapse=stop: .*boost_free_bits"),
+        ((*WATCHED, "trainer.compile.scope=step"), r"does not go with hook\.vae"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_watched_is_refused_in_one_line(
+    workdir: Path, words: tuple[str, ...], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        package.train(*words, "trainer.max_steps=2", *QUIET)
+
+
+def test_a_task_of_ones_own_without_a_bound_is_refused(workdir: Path) -> None:
+    (workdir / "mine.py").write_text(
+        "class Mine:\n    def count(self, batch):\n        return len(batch[0])\n\n"
+        "    def step(self, model, batch):\n        raise NotImplementedError\n"
+    )
+    with pytest.raises(ConfigError, match=r"monitor=vae: watches the code of a VAE, and Mine lacks beta"):
+        package.train(
+            "task=mine.Mine", "monitor=vae", "trainer.max_steps=2", "trainer.check_task=false", *QUIET
+        )
