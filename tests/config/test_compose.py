@@ -30,7 +30,7 @@ def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
         target = "data.train._target_" if group == "data" else f"{group}._target_"
         words.append(f"{target}=my_module.Mine")
     if option == "vae":  # a network and a task that only go together
-        words = ["model=vae", "task=vae"]
+        words = ["model=vae", "task=vae", *words]
     if (group, option) in (("model", "gpt"), ("model", "lstm")):
         words.append("task=language_modeling")
     composition = compose_run(words)

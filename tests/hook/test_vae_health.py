@@ -154,7 +154,7 @@ def test_a_network_that_draws_its_own_noise_has_no_gain(workdir: Path) -> None:
     [
         (("monitor=vae",), r"hook\.vae: monitor=vae watches the code of a VAE, and task=classification has none"),
         ((*WATCHED, "data.val=null"), r"monitor=vae: looks at samples of the validation data"),
-        ((*WATCHED, "hook.vae.update_every_n_steps=0"), r"hook\.vae\.update_every_n_steps=0: must be a whole number, 1 or more"),
+        ((*WATCHED, "hook.vae.update_every_n_steps=0"), r"update_every_n_steps=0: must be a whole number, 1 or more"),
         ((*WATCHED, "hook.vae.num_samples=1"), r"hook\.vae\.num_samples=1: must be a whole number, 2 or more"),
         ((*WATCHED, "hook.vae.on_collapse=stop"), r"hook\.vae\.on_collapse=stop: .*boost_free_bits"),
         ((*WATCHED, "trainer.compile.scope=step"), r"does not go with hook\.vae"),
