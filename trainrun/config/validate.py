@@ -203,8 +203,7 @@ def _beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, An
 
 
 def argument_faults(config: RunConfig) -> dict[str, str]:
-    """By key one line for each wrong argument of the optimizer, the schedule, the task, the network, the data and
-    the hooks."""
+    """By key one line for each wrong argument of the optimizer, the schedule, the task, the network, data and hooks."""
     faults: dict[str, str] = {}
     sets = (f"data.{split.replace('/', '.')}" for split in validation_nodes(config.data))
     for group in (*GROUPS, "hook", *sets):
