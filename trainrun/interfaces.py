@@ -233,12 +233,13 @@ class Agreed(NamedTuple):
     """What the ranks agreed on for one step.
 
     items: the mean over ranks of the items of the step.
-    stop, save: the largest request of any rank.
+    stop, save: the largest request of any rank. validate: whether one asks for a validation, by its clock.
     """
 
     items: float
     stop: int
     save: int
+    validate: bool = False
 
 
 NOT_AGREED = Agreed(-1.0, 0, 0)  # of a step that asked nobody

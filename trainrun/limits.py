@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,20 @@ class Limits:
         return [(compare, text, limit) for compare, text, limit in limits if limit is not None]
 
 
+@dataclass(frozen=True)
+class Lasts:
+    """A text that is a duration: so many of some units, as `2epoch`."""
+
+    units: tuple[str, ...] = ("step", "epoch", "sample", "token")
+
+    def __str__(self) -> str:
+        return f"as {', '.join(f'2{unit}' for unit in self.units)}"
+
+    def allow(self, value: str) -> bool:
+        found = re.fullmatch(rf"(\d+\.?\d*(?:e\+?\d+)?)\s*({'|'.join(self.units)})s?", value.strip())
+        return found is not None and 0 < float(found[1]) < math.inf
+
+
 Number = Annotated[float, Limits()]  # a bare float may be nan
 Count = Annotated[int, Limits(at_least=1)]
 NotNegativeInt = Annotated[int, Limits(at_least=0)]
@@ -51,6 +66,7 @@ Fraction = Annotated[float, Limits(at_least=0, at_most=1)]
 BelowOne = Annotated[float, Limits(at_least=0, below=1)]
 Steps = Annotated[float, Limits(at_least=1)]  # also as 1e3
 Rates = NotNegative | list[NotNegative]  # an optimizer may have several groups of parameters
+Lasting = Annotated[str, Lasts()]
 Auto = Literal["auto"]
 NODE, NODES, NAMED, ANY = "node", "nodes", "named", "any"  # a `_target_`; several by name; either; anything
 
@@ -72,7 +88,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin in (Union, UnionType):
         return any(fits(value, part) for part in inner)
     if origin is Annotated:
-        limits = [limit for limit in inner[1:] if isinstance(limit, Limits)]
+        limits = [limit for limit in inner[1:] if isinstance(limit, Limits | Lasts)]
         return fits(value, inner[0]) and all(limit.allow(value) for limit in limits)
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in inner)

@@ -5,7 +5,7 @@ from torch import nn
 
 from trainrun.assemble.optimizer_and_schedule import build_optimizer_of, build_schedule_of, describe_update
 from trainrun.config.compose import compose_run
-from trainrun.training.triggers import Intervals
+from trainrun.training.triggers import Intervals, Lengths
 
 pytestmark = pytest.mark.train
 
@@ -25,5 +25,5 @@ def test_the_line_says_what_was_built(words, line):
     config = compose_run(words).config
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     optimizer = build_optimizer_of(config, model, 1, [])
-    rhythm = Intervals(20, 1, None, 1.0, 1, 50, 200)
+    rhythm = Intervals(Lengths(20), None, 1, 50, 200)
     assert describe_update(config, build_schedule_of(config, optimizer, rhythm)) == line

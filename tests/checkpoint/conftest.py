@@ -15,6 +15,7 @@ from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.checkpoint.policy import KeepOptions
 from trainrun.training.state import TrainState
+from trainrun.training.triggers import Every, Lengths
 
 
 class OneRank:
@@ -109,10 +110,12 @@ class Run:
             "save_top_k": 1,
             "save_last": True,
             "keep_last": 2,
-            "every_n_train_steps": None,
+            "periodic": lambda state: False,
             "interval_seconds": None,
             "async_save": False,
         }
+        if number := options.pop("every_n_train_steps", None):
+            options["periodic"] = Every(number, "step", Lengths(None)).passed
         self.parallel = parallel or OneRank()
         self.folder, self.notes, self.now = folder, [], 0.0
         self.free_bytes = 2**40

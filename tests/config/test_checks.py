@@ -7,28 +7,38 @@ from typing import Any
 import pytest
 
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.config.units import Interval, parse_interval, parse_seconds
+from trainrun.config.units import (
+    Duration,
+    parse_distance,
+    parse_interval,
+    parse_saving,
+    parse_seconds,
+    parse_whole,
+)
 from trainrun.config.validate import check, nearest
 
 
 @pytest.mark.parametrize(
     ("value", "meant"),
     [
-        (1, Interval(steps=1)),
-        (1.0, Interval(epochs=1.0)),
-        (0.25, Interval(epochs=0.25)),
-        ("250step", Interval(steps=250)),
-        ("250 steps", Interval(steps=250)),
-        ("0.25epoch", Interval(epochs=0.25)),
-        ("2epochs", Interval(epochs=2.0)),
+        (1, Duration(1, "step")),
+        (1.0, Duration(1, "epoch")),
+        (0.25, Duration(0.25, "epoch")),
+        ("250step", Duration(250, "step")),
+        ("250 steps", Duration(250, "step")),
+        ("0.25epoch", Duration(0.25, "epoch")),
+        ("2epochs", Duration(2, "epoch")),
+        ("1.5e3samples", Duration(1500, "sample")),
+        ("1e9token", Duration(1e9, "token")),
+        ("10 min", Duration(600, "second")),
     ],
 )
-def test_intervals_have_a_unit(value: Any, meant: Interval) -> None:
+def test_intervals_have_a_unit(value: Any, meant: Duration) -> None:
     assert parse_interval(value) == meant
 
 
 @pytest.mark.parametrize(
-    "value", [0, 0.0, -1, 1.5, "1.5epoch", "0.5step", "0step", "", "often", True, None, [1]]
+    "value", [0, 0.0, -1, 1.5, "1.5epoch", "0.5step", "0step", "1e-3sample", "", "often", True, None, [1]]
 )
 def test_intervals_that_mean_nothing_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="must be a whole number of steps"):
@@ -50,6 +60,17 @@ def test_durations(value: Any, seconds: float | None) -> None:
 def test_durations_that_mean_nothing_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="must be seconds"):
         parse_seconds(value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "value"),
+    [(parse_distance, "10min"), (parse_saving, "10min"), (parse_whole, "3"), (parse_whole, 3), (parse_whole, "1.5step"),
+     (parse_seconds, "10step")],
+)  # fmt: skip
+def test_a_unit_that_makes_no_sense_is_refused(parse: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        parse(value)
+    assert parse_saving(None) is parse_whole(None) is None
 
 
 def test_nearest_is_silent_where_nothing_is_near() -> None:

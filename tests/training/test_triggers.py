@@ -9,7 +9,7 @@ import pytest
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.runtime.signals import StopFlag
 from trainrun.training.state import TrainState
-from trainrun.training.triggers import Intervals, MetricTracker, RunLimits, Triggers
+from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits, Triggers
 
 
 class Heard:
@@ -30,7 +30,7 @@ def triggers(
     limits: RunLimits = RunLimits(None, None, None),
     per_epoch: int | None = 10,
     accumulate: int = 1,
-    val: tuple[int | None, float | None] = (None, 1.0),
+    val: tuple[float, str] | None = (1.0, "epoch"),
     every: int = 1,
     log_every: int | None = 4,
     total: int | None = None,
@@ -39,7 +39,9 @@ def triggers(
     failure: str = "",
 ) -> tuple[Triggers, Heard, StopFlag]:
     heard, flag = Heard(), StopFlag()
-    rhythm = Intervals(per_epoch, accumulate, val[0], val[1], every, log_every, total)
+    lengths = Lengths(per_epoch, accumulate, 8 * accumulate, 76, world_size=2)
+    span = None if val is None else Every(*val, lengths)
+    rhythm = Intervals(lengths, span, every, log_every, total, validates=val is not None)
     built = Triggers(
         limits, rhythm, watch, best, heard.on_validation, flag, lambda wait: failure, lambda: 0, end
     )
@@ -64,26 +66,27 @@ def due_steps(built: Triggers, micro_per_epoch: int, accumulate: int, steps: int
 @pytest.mark.parametrize(
     ("val", "every", "steps"),
     [
-        ((None, 1.0), 1, [10, 20, 30]),
-        ((None, 0.5), 1, [5, 10, 15, 20, 25, 30]),
-        ((None, 0.25), 1, [3, 5, 8, 10, 13, 15, 18, 20, 23, 25, 28, 30]),
-        ((None, 0.4), 1, [4, 8, 14, 18, 24, 28]),
-        ((7, None), 1, [7, 14, 21, 28]),
-        ((None, 2.0), 1, [20]),
-        ((None, 1.0), 3, [30]),
-        ((None, 0.5), 2, [15, 20]),
-        ((None, None), 1, []),
+        ((1.0, "epoch"), 1, [10, 20, 30]),
+        ((0.5, "epoch"), 1, [5, 10, 15, 20, 25, 30]),
+        ((0.25, "epoch"), 1, [3, 5, 8, 10, 13, 15, 18, 20, 23, 25, 28, 30]),
+        ((0.4, "epoch"), 1, [4, 8, 14, 18, 24, 28]),
+        ((7, "step"), 1, [7, 14, 21, 28]),
+        ((2.0, "epoch"), 1, [20]),
+        ((1.0, "epoch"), 3, [30]),
+        ((100, "sample"), 1, [13, 26]),  # of 76 in an epoch, 8 a step, 4 in its last
+        ((0.5, "epoch"), 2, [15, 20]),
+        (None, 1, []),
     ],
 )
 def test_validation_by_fraction_steps_and_epochs(
-    val: tuple[int, float], every: int, steps: list[int]
+    val: tuple[float, str] | None, every: int, steps: list[int]
 ) -> None:
     built, _, _ = triggers(val=val, every=every)
     assert due_steps(built, 10, 1, 30) == steps
 
 
 def test_fractions_count_steps_not_micro_batches() -> None:
-    built, _, _ = triggers(per_epoch=4, accumulate=3, val=(None, 0.5))
+    built, _, _ = triggers(per_epoch=4, accumulate=3, val=(0.5, "epoch"))
     assert due_steps(built, 10, 3, 8) == [2, 4, 6, 8]  # windows of 3, 3, 3, 1 micro-batches
 
 
@@ -153,7 +156,7 @@ def test_a_failure_ends_the_run_before_anything_is_saved() -> None:
 
 def test_a_failure_that_lies_on_the_device_is_looked_for_at_validation_and_log_points() -> None:
     """Where the host has waited for the device anyway: a log of rows that are not finite would be no news."""
-    built, _, _ = triggers(val=(6, None), log_every=4)
+    built, _, _ = triggers(val=(6, "step"), log_every=4)
     waited = []
     built._failure = lambda wait: str(waited.append(wait) or "")
     for step in range(1, 9):

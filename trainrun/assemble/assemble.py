@@ -35,11 +35,14 @@ from trainrun.assemble.optimizer_and_schedule import (
 from trainrun.assemble.run_plan import (
     best_watch,
     build_fingerprint,
+    build_limits,
     build_rhythm,
     build_watch,
     default_monitor,
     keep_options,
+    lengths_of,
     with_accumulation,
+    with_warmup_in_steps,
 )
 from trainrun.assemble.start_choices import Chosen, choose_numbers
 from trainrun.assemble.step_function import (
@@ -51,9 +54,9 @@ from trainrun.assemble.step_function import (
     seen_step,
 )
 from trainrun.checkpoint.manager import CheckpointManager
+from trainrun.checkpoint.policy import KeepOptions
 from trainrun.config.saved_values import public
 from trainrun.config.schema import SAME, RunConfig, plain, validation_nodes
-from trainrun.config.units import parse_seconds
 from trainrun.data.facts import facts_of_all
 from trainrun.data.stream_options import Copying, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
@@ -84,7 +87,7 @@ from trainrun.training.hooks import Hooks
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.state import TrainState
 from trainrun.training.task_calls import Place, TaskCalls
-from trainrun.training.triggers import Intervals, RunLimits, Triggers
+from trainrun.training.triggers import Intervals, Triggers
 
 if TYPE_CHECKING:
     from trainrun.timing.cuda_events import DeviceTimes
@@ -162,7 +165,9 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     validation = streams
     check_numbers(config, sources)
     check_classes(config, facts, sources)
-    rhythm = build_rhythm(config, train, bool(validation))
+    lengths = lengths_of(config, train, sources["train"], task, parallel.world_size)
+    rhythm = build_rhythm(config, lengths, task, bool(validation), parallel.rank)
+    config = with_warmup_in_steps(config, lengths, task)
     warmup_steps(config, rhythm)
     model = build_model(config, facts, parallel.materialize)
     if site.init_from is not None:
@@ -195,14 +200,15 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     if len(validation) > 1:
         names = ", ".join(validation)
         notes.append(f"validation: {names}; best and early stopping look at {default_metric} by default")
-    checkpoints = build_checkpoints(config, site, default_metric, monitors.note)
+    keep = keep_options(config, default_metric, lengths, task)
+    checkpoints = build_checkpoints(config, site, keep, monitors.note)
     trainer = config.trainer
     retry = OomRetry(
         trainer.out_of_memory, model, task, parallel, monitors.note, mends=trainer.nan_policy == "skip"
     )
     triggers = Triggers(
-        RunLimits(trainer.max_steps, trainer.max_epochs, parse_seconds(trainer.max_time)),
-        rhythm, build_watch(config, default_metric), best_watch(config, default_metric), schedule.on_validation,
+        build_limits(config, lengths, task), rhythm,
+        build_watch(config, default_metric), best_watch(config, default_metric), schedule.on_validation,
         site.stop, precision.failure, checkpoints.time_request,
         build_on_bad(config, site, precision, retry, monitors.note),
     )  # fmt: skip
@@ -286,10 +292,10 @@ def build_monitors(
 
 
 def build_checkpoints(
-    config: RunConfig, site: RunContext, default_metric: str | None, note: Callable[[str], None]
+    config: RunConfig, site: RunContext, keep: KeepOptions, note: Callable[[str], None]
 ) -> CheckpointManager:
     return CheckpointManager(
-        site.run.checkpoints, site.run_id, keep_options(config, default_metric), site.parallel,
+        site.run.checkpoints, site.run_id, keep, site.parallel,
         build_fingerprint(config, site.parallel), note, lambda: host_memory().free,
         before_commit=site.before_commit,
     )  # fmt: skip

@@ -18,11 +18,20 @@ import torch
 
 from trainrun.checkpoint.policy import KeepOptions
 from trainrun.config.schema import RunConfig
-from trainrun.config.units import Interval, parse_interval, parse_seconds
+from trainrun.config.units import (
+    EPOCH,
+    Duration,
+    parse_distance,
+    parse_duration,
+    parse_interval,
+    parse_saving,
+    parse_seconds,
+    parse_whole,
+)
 from trainrun.errors import ConfigError
 from trainrun.formatting import counted
 from trainrun.interfaces import Batches, Parallel
-from trainrun.training.triggers import Intervals, MetricTracker
+from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits
 
 DATA = "data.train.path"  # in a fingerprint
 MOST_FILES = 1000
@@ -43,24 +52,108 @@ def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
     )
 
 
-def build_rhythm(config: RunConfig, train: Batches, has_val: bool) -> Intervals:
+def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_size: int) -> Lengths:
+    """What durations of this run are counted in. source: of the training data."""
+    data, accumulate = config.data, config.trainer.accumulate_grad_batches
+    uneven = data.padding in ("pack", "token_budget") or train.num_samples is None
+    each = None  # tokens of a sample
+    if getattr(task, "unit", "") == "tokens" and not uneven and data.max_sequence_length is None:
+        total, sizes = getattr(source, "num_tokens", None), getattr(source, "lengths", None)  # of `data=text`
+        if total and sizes is not None and sizes.min() == sizes.max():
+            each = total // len(sizes)
+    return Lengths(
+        None if train.num_batches is None else math.ceil(train.num_batches / accumulate),
+        accumulate,
+        None if uneven else data.batch_size * accumulate * world_size,
+        None if uneven else train.num_samples,
+        each,
+        world_size,
+    )
+
+
+def every(key: str, found: Duration, lengths: Lengths, task: Any) -> Every:
+    """The distance that a setting names. Raises ConfigError where this data or task cannot count so."""
+    wrong = ""
+    if found.unit == "token" and getattr(task, "unit", "") != "tokens":
+        wrong = f"{type(task).__name__} counts samples, not tokens; give samples, as 1e6sample"
+    elif found.unit == "sample" and lengths.samples_per_epoch is None:
+        wrong = "the number of samples in a batch of this data is not known in advance; give steps"
+    elif found.unit == "epoch" and lengths.steps_per_epoch is None and not found.amount.is_integer():
+        wrong = "the length of this data is not known; give steps"
+    if wrong:
+        raise ConfigError(f"{key}: {wrong}")
+    return Every(found.amount, found.unit, lengths)
+
+
+def in_steps(key: str, found: Duration, lengths: Lengths, task: Any) -> int:
+    """The distance in whole steps from the beginning of the run, rounded up. Raises ConfigError."""
+    each, amount = every(key, found, lengths, task), found.amount
+    if each.unit == "step":
+        return int(amount)
+    if each.unit == "token":
+        if lengths.tokens_per_sample is None:
+            raise ConfigError(f"{key}: the tokens of a step of this data differ; give steps")
+        amount = math.ceil(amount / lengths.tokens_per_sample)
+    if lengths.steps_per_epoch is None:
+        raise ConfigError(f"{key}: the length of an epoch of this data is not known; give steps")
+    if each.unit == "epoch":
+        return math.ceil(amount * lengths.steps_per_epoch - 1e-9)
+    epochs, rest = divmod(amount, lengths.samples_per_epoch or 1)
+    return int(epochs) * lengths.steps_per_epoch + math.ceil(rest / (lengths.samples_per_step or 1))
+
+
+def build_rhythm(config: RunConfig, lengths: Lengths, task: Any, has_val: bool, rank: int = 0) -> Intervals:
     trainer, monitor = config.trainer, config.monitor
-    accumulate = trainer.accumulate_grad_batches
-    per_epoch = None if train.num_batches is None else math.ceil(train.num_batches / accumulate)
+    per_epoch = lengths.steps_per_epoch
     totals = [trainer.max_steps]
     if trainer.max_epochs is not None and per_epoch is not None:
         totals.append(trainer.max_epochs * per_epoch)
+    whole = parse_whole(trainer.max_duration)
+    uneven = whole is not None and whole.unit == "token" and lengths.tokens_per_sample is None
+    if whole is not None and whole.unit != "second" and not uneven and per_epoch is not None:
+        totals.append(in_steps(f"trainer.max_duration={trainer.max_duration}", whole, lengths, task))
     known = [total for total in totals if total is not None]
-    interval = parse_interval(trainer.val_check_interval) if has_val else Interval()
-    if per_epoch is None and interval.epochs is not None and interval.epochs < 1:
-        raise ConfigError(
-            f"trainer.val_check_interval={trainer.val_check_interval}: the length of this data is not known; give steps"
-        )
+    key, interval = f"trainer.val_check_interval={trainer.val_check_interval}", None
+    if has_val:
+        interval = parse_interval(trainer.val_check_interval)
+    by_time = interval is not None and interval.unit == "second"
+    log = parse_distance(monitor.log_every_n_steps)
+    log_key = f"monitor.log_every_n_steps={monitor.log_every_n_steps}"
     listening = monitor.metrics_file or monitor.progress_bar or monitor.verbose or bool(monitor.listeners)
     return Intervals(
-        per_epoch, accumulate, interval.steps, interval.epochs, trainer.check_val_every_n_epoch,
-        monitor.log_every_n_steps if listening else None, min(known) if known else None,
+        lengths, every(key, interval, lengths, task) if interval and not by_time else None,
+        trainer.check_val_every_n_epoch, in_steps(log_key, log, lengths, task) if listening else None,
+        min(known) if known and not uneven else None,
+        interval.amount if interval and by_time and rank == 0 else None, has_val,
     )  # fmt: skip
+
+
+def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunConfig:
+    """A warmup that was given as a duration."""
+    warmup = (config.scheduler or {}).get("warmup_steps")
+    if not isinstance(warmup, str):
+        return config
+    key = f"scheduler.warmup_steps={warmup}"
+    try:
+        steps = in_steps(key, parse_duration(warmup, "step", "epoch", "sample", "token"), lengths, task)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return dataclasses.replace(config, scheduler=config.scheduler | {"warmup_steps": steps})
+
+
+def build_limits(config: RunConfig, lengths: Lengths, task: Any) -> RunLimits:
+    trainer = config.trainer
+    whole, said = parse_whole(trainer.max_duration), f"trainer.max_duration={trainer.max_duration}"
+    seconds = parse_seconds(trainer.max_time)
+    if whole is not None and whole.unit == "second":
+        seconds, whole = min(seconds or math.inf, whole.amount), None
+    return RunLimits(
+        trainer.max_steps,
+        trainer.max_epochs,
+        seconds,
+        every(said, whole, lengths, task) if whole else None,
+        said,
+    )
 
 
 def default_monitor(task: Any, splits: Sequence[str]) -> str | None:
@@ -78,15 +171,20 @@ def direction(metric: str, mode: str) -> str:
     return "min" if any(word in metric.rpartition("/")[2].lower() for word in small) else "max"
 
 
-def keep_options(config: RunConfig, default: str | None) -> KeepOptions:
+def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task: Any) -> KeepOptions:
     keep = config.checkpoint
+    key = f"checkpoint.every_n_train_steps={keep.every_n_train_steps}"
+    found = [parse_saving(keep.every_n_train_steps)]
+    if keep.every_n_epochs is not None:
+        found.append(Duration(keep.every_n_epochs, EPOCH))
+    distances = [every(key, one, lengths, task) for one in found if one]
     metric = keep.monitor or default
     if keep.monitor is not None and default is None:
         raise ConfigError(f"checkpoint.monitor={keep.monitor}: there is no validation data (data.val)")
     return KeepOptions(
         keep.enabled, metric, direction(metric or "val/loss", keep.mode), keep.save_top_k if metric else 0,
-        keep.save_last, keep.keep_last, keep.every_n_train_steps, parse_seconds(keep.train_time_interval),
-        keep.async_save,
+        keep.save_last, keep.keep_last, lambda state: any(one.passed(state) for one in distances),
+        parse_seconds(keep.train_time_interval), keep.async_save,
     )  # fmt: skip
 
 

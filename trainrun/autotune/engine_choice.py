@@ -294,13 +294,8 @@ def clock_of_all(run: Components, clock: Clock) -> Clock:
 
 def total_batches(run: Components) -> float:
     """Micro-batches of the whole run; infinite if nothing but time or a signal ends it."""
-    trainer, per_epoch = run.config.trainer, run.train.num_batches
-    limits = [math.inf]
-    if trainer.max_steps is not None:
-        limits.append(trainer.max_steps * trainer.accumulate_grad_batches)
-    if trainer.max_epochs is not None and per_epoch is not None:
-        limits.append(trainer.max_epochs * per_epoch)
-    return min(limits)
+    total = run.triggers.rhythm.total_steps
+    return math.inf if total is None else total * run.triggers.rhythm.accumulate
 
 
 def expected_seconds(run: Components, alone: Alone) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainrun.config.schema import RunConfig
-from trainrun.config.units import parse_seconds
+from trainrun.config.units import SECOND, parse_seconds, parse_whole
 from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.rng_in_dataset import own_generator
@@ -122,8 +122,9 @@ def fastest(
 
 def run_seconds(config: RunConfig, seconds: float) -> float:
     """How long the run may take. seconds: by the number of its steps."""
-    longest = parse_seconds(config.trainer.max_time)
-    return min(seconds, math.inf if longest is None else longest)
+    whole = parse_whole(config.trainer.max_duration)
+    by_duration = whole.amount if whole is not None and whole.unit == SECOND else math.inf
+    return min(seconds, parse_seconds(config.trainer.max_time) or math.inf, by_duration)
 
 
 def obstacle(config: RunConfig, model: nn.Module, train: Batches, parallel: Parallel) -> str:

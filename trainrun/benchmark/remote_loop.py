@@ -91,9 +91,11 @@ def info_of(run: Components) -> RunInfo:
     auto = train if isinstance(train, AutoStream) else None
     own_threads = config.data.engine == "threads" and config.data.num_threads not in ("auto", 1)
     intervals = run.triggers.rhythm
-    val_every = None if intervals.val_steps is None else float(intervals.val_steps)
-    if val_every is None and intervals.val_epochs is not None and intervals.steps_per_epoch is not None:
-        epochs = max(intervals.val_epochs, intervals.every_n_epoch if intervals.val_epochs >= 1 else 0)
+    val, val_every = intervals.val, None
+    if val is not None and val.unit == "step":
+        val_every = val.amount
+    elif val is not None and val.unit == "epoch" and intervals.steps_per_epoch is not None:
+        epochs = max(val.amount, intervals.every_n_epoch if val.amount >= 1 else 0)
         val_every = intervals.steps_per_epoch * epochs
     on_gpu = device.type == "cuda"
     return RunInfo(

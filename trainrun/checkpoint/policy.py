@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainrun.checkpoint.manifest import Metric
@@ -14,7 +15,8 @@ from trainrun.training.state import SAVE_NOW, TrainState
 class KeepOptions:
     """monitor: the full name of the metric (`val/acc`), None if there is none; mode: `min` or `max`.
 
-    async_save: while a checkpoint is written, the training goes on.
+    periodic: whether a state is one of those that are saved at distances. async_save: while a checkpoint is written, the
+    training goes on.
     """
 
     enabled: bool
@@ -23,7 +25,7 @@ class KeepOptions:
     save_top_k: int
     save_last: bool
     keep_last: int
-    every_n_train_steps: int | None
+    periodic: Callable[[TrainState], bool]
     interval_seconds: float | None
     async_save: bool
 
@@ -81,7 +83,7 @@ def kind_of(options: KeepOptions, ranking: Ranking, state: TrainState) -> str | 
         return "stopped"
     if state.stop_reason and options.save_last:
         return "final"
-    if options.every_n_train_steps and state.step > 0 and state.step % options.every_n_train_steps == 0:
+    if options.periodic(state):
         return "periodic"
     if state.save_request == SAVE_NOW and options.save_last:
         return "last"

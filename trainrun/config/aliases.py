@@ -172,6 +172,9 @@ def stands_for(word: str) -> list[str]:
 def value_of_today(key: str, value: str, schema: type = RunConfig) -> str:
     """The value that another word, or `3.0` where a whole number is wanted, stands for; any other value as it is."""
     found = settings(schema).get(key)
+    with_unit = re.fullmatch(r"(\d+(?:e\d+)?)\s*(step|epoch)s?", value)
+    if found is not None and with_unit and with_unit[2] in key and fits(int(float(with_unit[1])), found.kind):
+        return str(int(float(with_unit[1])))  # `trainer.max_steps=500step`
     if found is not None and re.fullmatch(r"\d+\.0+", value) and not fits(float(value), found.kind):
         whole = value.partition(".")[0]
         return whole if fits(int(whole), found.kind) else value

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from trainrun.config.schema import SAME, RunConfig
+from trainrun.config.units import EPOCH, Duration, parse_interval
 from trainrun.instantiate import TARGET, is_node, named_nodes
 from trainrun.limits import is_finite
 
@@ -28,13 +30,16 @@ def pair_faults(config: RunConfig) -> Iterator[str]:
 def _general(config: RunConfig) -> Rules:
     trainer, data, checkpoint, precision = config.trainer, config.data, config.checkpoint, config.precision
     saved, init = "save_last" if checkpoint.enabled else "enabled", config.init
-    steps = isinstance(trainer.val_check_interval, int)
+    interval = Duration(1, EPOCH)
+    with suppress(ValueError):  # told already
+        interval = parse_interval(trainer.val_check_interval)
+    no_limit = trainer.max_epochs is trainer.max_steps is trainer.max_time is trainer.max_duration is None
     return (
-        (trainer.max_epochs is None and trainer.max_steps is None and trainer.max_time is None,
+        (no_limit,
          "trainer.max_epochs=null: give a limit: trainer.max_epochs, max_steps or max_time"),
-        (steps and trainer.check_val_every_n_epoch != 1,
+        (interval.unit != EPOCH and trainer.check_val_every_n_epoch != 1,
          f"trainer.check_val_every_n_epoch={trainer.check_val_every_n_epoch}: does not go with "
-         f"trainer.val_check_interval={trainer.val_check_interval} steps; leave one of them out"),
+         f"trainer.val_check_interval={trainer.val_check_interval}; leave one of them out"),
         (data.global_batch_size is not None and trainer.accumulate_grad_batches != 1,
          f"data.global_batch_size={data.global_batch_size}: sets the accumulation itself; "
          "leave out trainer.accumulate_grad_batches"),

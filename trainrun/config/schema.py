@@ -14,7 +14,16 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from trainrun.config.units import parse_cache, parse_interval, parse_limit, parse_names, parse_seconds
+from trainrun.config.units import (
+    parse_cache,
+    parse_distance,
+    parse_interval,
+    parse_limit,
+    parse_names,
+    parse_saving,
+    parse_seconds,
+    parse_whole,
+)
 from trainrun.limits import (
     ANY,
     Auto,
@@ -197,6 +206,10 @@ class TrainerConfig:
     max_time: Any = setting(
         None, "limit: seconds, 90s, 10min, 2h, 1d or DD:HH:MM:SS", parse=parse_seconds, aliases=("max_time",)
     )
+    max_duration: Any = setting(
+        None, "limit in any unit: 2epoch, 500step, 10min, 1e6sample, 1e9token", parse=parse_whole,
+        aliases=("max_duration",),
+    )  # fmt: skip
     stop_grace_seconds: float = setting(
         120.0, "from a signal until the process ends, saved or not", at_least=0
     )
@@ -213,7 +226,10 @@ class TrainerConfig:
     )
     gradient_clip_algorithm: str = choice("norm", "value", help="by the total norm, or each value")
     val_check_interval: Any = setting(
-        1.0, "steps (100) or a part of an epoch (0.25, 1.0)", parse=parse_interval, aliases=("eval_steps",)
+        1.0,
+        "steps (100), a part of an epoch (0.25, 1.0), or 2epoch, 10min, 1e6sample, 1e9token",
+        parse=parse_interval,
+        aliases=("eval_steps",),
     )
     check_val_every_n_epoch: int = setting(1, "epochs between validations", at_least=1)
     limit_train_batches: Any = setting(
@@ -281,8 +297,12 @@ class CheckpointConfig:
     save_top_k: int = setting(1, "how many of the best are kept", at_least=0, aliases=("save_top_k",))
     save_last: bool = setting(True, "save at the end and by time")
     keep_last: int = setting(2, "how many of the newest are kept", at_least=1, aliases=("save_total_limit",))
-    every_n_train_steps: int | None = setting(
-        None, "save at these steps too", at_least=1, aliases=("save_steps", "every_n_train_steps")
+    every_n_train_steps: Any = setting(
+        None, "save at these steps too; also as 1e6sample, 1e9token", parse=parse_saving,
+        aliases=("save_steps", "every_n_train_steps"),
+    )  # fmt: skip
+    every_n_epochs: int | None = setting(
+        None, "save at the end of these epochs too", at_least=1, aliases=("every_n_epochs",)
     )
     train_time_interval: Any = setting(
         60, "seconds, 10min, 2h between saves; null: none by time", parse=parse_seconds
@@ -360,8 +380,8 @@ class InitConfig:
 class MonitorConfig:
     """What is logged, how often, and where it is shown."""
 
-    log_every_n_steps: int = setting(
-        50, "steps between log points", at_least=1,
+    log_every_n_steps: Any = setting(
+        50, "steps between log points; also as 0.5epoch, 1e6sample", parse=parse_distance,
         aliases=("log_every_n_steps", "trainer.log_every_n_steps", "logging_steps"),
     )  # fmt: skip
     plot_every_n_steps: int | None = setting(

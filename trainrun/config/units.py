@@ -1,4 +1,4 @@
-"""Values with a form of their own: intervals, durations, limits of batches, what `data.cache` keeps, maps of names."""
+"""Values with a form of their own: durations, limits of batches, what `data.cache` keeps, maps of names."""
 
 from __future__ import annotations
 
@@ -9,37 +9,74 @@ from typing import Any
 
 from trainrun.limits import is_finite
 
-_INTERVAL = re.compile(r"(\d+(?:\.\d*)?)\s*(step|epoch)s?\Z")
-_DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|sec|second|m|min|minute|h|hour|d|day)s?\Z")
+_DURATION = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)\s*([a-z]+?)s?\Z")
+_CLOCK = {
+    **dict.fromkeys(("s", "sec", "second"), 1),
+    **dict.fromkeys(("m", "min", "minute"), 60),
+    **dict.fromkeys(("h", "hour"), 3600),
+    **dict.fromkeys(("d", "day"), 86400),
+}
+STEP, EPOCH, SECOND, SAMPLE, TOKEN = "step", "epoch", "second", "sample", "token"
+UNITS = {STEP: "500step", EPOCH: "2epoch", SECOND: "10min", SAMPLE: "1e6sample", TOKEN: "1e9token"}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*(?:([kmgt])(b|ib)?|b)\Z", re.IGNORECASE)
 _CACHES = "none, memory, pool:<size> (pool:500MB, pool:2GiB) or disk:<folder> (disk:/scratch/cache)"
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True)
-class Interval:
-    """So many steps, or so many (parts of) epochs; exactly one of the two is set."""
+class Duration:
+    """So many of a unit of `UNITS`; parts of epochs and seconds may be fractions."""
 
-    steps: int | None = None
-    epochs: float | None = None
+    amount: float
+    unit: str
 
 
-def parse_interval(value: Any) -> Interval:
-    """100 or `100step`: steps. 0.25, 1.0, `0.25epoch`, `2epoch`: epochs. Raises ValueError."""
+def parse_duration(value: Any, *units: str) -> Duration:
+    """A text as `2epoch` or `1e9token`, of one of some units (default: all). Raises ValueError."""
+    units = units or tuple(UNITS)
+    match = _DURATION.match(value.strip().lower()) if isinstance(value, str) else None
+    if match is not None:
+        amount, unit = float(match[1]), match[2]
+        if unit in _CLOCK:
+            amount, unit = amount * _CLOCK[unit], SECOND
+        whole = amount.is_integer() or unit in (EPOCH, SECOND)
+        if unit in units and whole and 0 < amount < 2**53:
+            return Duration(amount, unit)
+    raise ValueError(f"must be a duration, as {' or '.join(UNITS[unit] for unit in units)}")
+
+
+def parse_interval(value: Any, *units: str) -> Duration:
+    """100: steps. 0.25, 1.0: a part of an epoch. Else a duration, of at most one epoch or of whole ones."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return Interval(steps=value)
+        return Duration(value, STEP)
     if isinstance(value, float) and 0 < value <= 1:
-        return Interval(epochs=value)
-    match = _INTERVAL.match(value.strip()) if isinstance(value, str) else None
-    if match and float(match[1]) > 0:
-        amount = float(match[1])
-        if match[2] == "step" and amount.is_integer():
-            return Interval(steps=int(amount))
-        if match[2] == "epoch" and (amount <= 1 or amount.is_integer()):
-            return Interval(epochs=amount)
-    raise ValueError(
-        "must be a whole number of steps (100), a fraction of an epoch (0.25, 1.0), or `100step`, `0.25epoch`, `2epoch`"
-    )
+        return Duration(value, EPOCH)
+    try:
+        found = parse_duration(value, *units)
+    except ValueError as error:
+        found, rest = None, str(error).removeprefix("must be ")
+    else:
+        rest = "a part of an epoch or whole ones, as 0.25epoch or 2epoch"
+    if found is None or (found.unit == EPOCH and found.amount > 1 and not found.amount.is_integer()):
+        raise ValueError(f"must be a whole number of steps (100), a part of an epoch (0.25, 1.0), or {rest}")
+    return found
+
+
+def parse_distance(value: Any) -> Duration:
+    """The same, but none by time."""
+    return parse_interval(value, STEP, EPOCH, SAMPLE, TOKEN)
+
+
+def parse_saving(value: Any) -> Duration | None:
+    """The same; null is None. By time there is another setting."""
+    try:
+        return None if value is None else parse_distance(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; by time: checkpoint.train_time_interval=10min") from error
+
+
+def parse_whole(value: Any) -> Duration | None:
+    """A duration of any unit; null is None."""
+    return None if value is None else parse_duration(value)
 
 
 def parse_seconds(value: Any) -> float | None:
@@ -51,17 +88,11 @@ def parse_seconds(value: Any) -> float | None:
     if isinstance(value, str):
         parts = value.split(":")
         if 1 < len(parts) <= 4 and all(part.isdigit() for part in parts):
-            seconds = float(
-                sum(
-                    int(part) * scale
-                    for part, scale in zip(reversed(parts), (1, 60, 3600, 86400), strict=False)
-                )
-            )
-        else:
-            match = _DURATION.match(value.strip())
-            seconds = float(match[1]) * _SECONDS[match[2][0]] if match else 0
-        if seconds > 0:
-            return seconds
+            scales = zip(reversed(parts), (1, 60, 3600, 86400), strict=False)
+            if seconds := float(sum(int(part) * scale for part, scale in scales)):
+                return seconds
+        elif (match := _DURATION.match(value.strip())) and match[2] in _CLOCK and float(match[1]) > 0:
+            return float(match[1]) * _CLOCK[match[2]]
     raise ValueError("must be seconds, `90s`, `10min`, `2h`, `1d` or DD:HH:MM:SS")
 
 

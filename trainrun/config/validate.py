@@ -26,6 +26,7 @@ from trainrun.limits import (
     BelowOne,
     Count,
     Fraction,
+    Lasting,
     Limits,
     NotNegative,
     NotNegativeInt,
@@ -70,7 +71,8 @@ SHARED: dict[str, dict[str, Any]] = {  # what the runner itself reads, whatever 
         "layer_decay": Annotated[float, Limits(above=0, at_most=1)] | None,
     },
     "scheduler": {
-        **dict.fromkeys(("warmup_steps", "warmup_ratio", "warmup_epochs"), NotNegative | None),
+        **dict.fromkeys(("warmup_ratio", "warmup_epochs"), NotNegative | None),
+        "warmup_steps": NotNegative | Lasting | None,
         "interval": Literal["step", "epoch"],
         "lr_scaling": Literal["none", "linear", "sqrt"],
         "base_batch_size": Count,

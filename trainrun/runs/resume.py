@@ -235,7 +235,7 @@ def finished(run: RunDir, config: RunConfig) -> str:
     if status.get("state") != "done":
         return ""
     before = load_config(run.config, [])
-    limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps")}
+    limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps", "max_duration")}
     same = replace(before, trainer=replace(before.trainer, **limits)) == config
     reached = [
         limit is not None and status.get(name, 0) >= limit

@@ -87,7 +87,11 @@ class Components:
 
     def agree(self, items: int) -> Agreed:
         """One exchange between the ranks: the mean of their items in this step, and what they ask for."""
-        return self.parallel.agree(items, self.triggers.stop_request(), self.triggers.save_request())
+        ours = self.triggers
+        found = self.parallel.agree(
+            items, 2 * ours.stop_request() + ours.validation_request(), ours.save_request()
+        )
+        return found._replace(stop=found.stop // 2, validate=found.stop % 2 == 1)
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> GradReport:
         """Unscale, check, clip, update, and clear the gradients; then the schedule and the average take a step.
@@ -160,7 +164,13 @@ class Components:
     def stream(self) -> dict[str, Any]:
         """What a position in the data means: samples in a micro-batch of all ranks, and in an epoch."""
         samples = self.config.data.batch_size * self.parallel.world_size
-        return {"samples_per_batch": samples, "num_samples": self.train.num_samples, "order": ORDER}
+        ranks = self.parallel.world_size
+        return {
+            "samples_per_batch": samples,
+            "num_samples": self.train.num_samples,
+            "order": ORDER,
+            "ranks": ranks,
+        }
 
     def load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
         """Copy a saved tree into the components, random states last. own: None if the ranks changed.
@@ -189,6 +199,9 @@ class Components:
         if kept_step and not isinstance(self.own_step, KeepsState):
             raise CheckpointError(f"checkpoint {place}: holds the state of a step; name the step of before")
         shared["train"]["batches"] = self._position(place, shared)
+        per_rank = shared["stream"].get("ranks", self.parallel.world_size) / self.parallel.world_size
+        for name in ("items", "step_items"):  # a mean over ranks
+            shared["train"][name] = shared["train"].get(name, 0.0) * per_rank
         self.model.load_state_dict(shared["model"])
         self.ema.load_state_dict(shared["ema"])
         self._load_optimizers(place, shared["optimizer"])

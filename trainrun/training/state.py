@@ -17,7 +17,7 @@ SAVE_NOW = 1  # the time between two saves is over
 SAVE_BUSY = 2  # its part of the save under way is not done
 SAVE_FAILED = 3
 
-_OF_THIS_SESSION = ("stop_request", "save_request", "stop_reason", "bad")
+_OF_THIS_SESSION = ("stop_request", "save_request", "validate_request", "stop_reason", "bad")
 
 
 class BadStep(NamedTuple):
@@ -34,7 +34,7 @@ class TrainState:
     """All that changes besides the tensors: saved with every checkpoint, so that a resume is exact.
 
     step: optimizer updates tried; epoch: finished epochs; batches: micro-batches done in this epoch.
-    items: what the loss was averaged over so far, on an average rank.
+    items: what the loss was averaged over so far, on an average rank; step_items: in the last step.
     watched_metric, bad_validations, early_stop: the memory of early stopping.
     seconds: training time of all sessions of the run.
     rollbacks: how often the run went back to a checkpoint. bad: the step just made, if its update was left out.
@@ -45,6 +45,7 @@ class TrainState:
     epoch: int = 0
     batches: int = 0
     items: float = 0.0
+    step_items: float = 0.0
     seconds: float = 0.0
     validated_step: int = -1
     saved_step: int = -1
@@ -60,6 +61,7 @@ class TrainState:
     stop_reason: str = ""
     stop_request: int = 0
     save_request: int = 0
+    validate_request: bool = False
     losses: list[Tensor] = field(default_factory=list)
     logged_items: int = 0
     last_metrics: dict[str, float] = field(default_factory=dict)
@@ -76,7 +78,9 @@ class TrainState:
         self.batches += len(window)
         if window[-1].last:
             self.epoch, self.batches = self.epoch + 1, 0
-        self.items += report.agreed.items
+        self.step_items = report.agreed.items
+        self.items += self.step_items
+        self.validate_request = report.agreed.validate
         self.stop_request, self.save_request = report.agreed.stop, report.agreed.save
         self.losses += report.losses
         self.logged_items += report.items

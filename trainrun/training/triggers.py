@@ -17,31 +17,106 @@ STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the l
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """How long steps and epochs are; None if the data cannot say.
+
+    accumulate: micro-batches in a full window. samples_per_step, samples_per_epoch: over all ranks, where full batches
+    hold the same number. tokens_per_sample: where all samples have as many.
+    """
+
+    steps_per_epoch: int | None
+    accumulate: int = 1
+    samples_per_step: int | None = None
+    samples_per_epoch: int | None = None
+    tokens_per_sample: int | None = None
+    world_size: int = 1
+
+    def last_step(self, state: TrainState) -> tuple[int, int]:
+        """The epoch of the step just made, and its number there, both counted from 0."""
+        if state.batches:
+            return state.epoch, math.ceil(state.batches / self.accumulate) - 1
+        return state.epoch - 1, (self.steps_per_epoch or 1) - 1
+
+    def done(self, state: TrainState, unit: str) -> tuple[float, float]:
+        """Steps, epochs, samples or tokens before the step just made, and after it."""
+        if unit == "step":
+            return state.step - 1, state.step
+        if unit == "token":
+            before = round((state.items - state.step_items) * self.world_size)
+            return before, round(state.items * self.world_size)
+        epoch, number = self.last_step(state)
+        if unit == "epoch":
+            size = self.steps_per_epoch or 1
+            return epoch + number / size, epoch + (number + 1) / size
+        size, step = self.samples_per_epoch or 1, self.samples_per_step or 1
+        return epoch * size + number * step, epoch * size + min((number + 1) * step, size)
+
+
+@dataclass(frozen=True)
+class Every:
+    """A distance that is passed again and again; of epochs, a part of one or whole ones."""
+
+    amount: float
+    unit: str
+    lengths: Lengths
+
+    def passed(self, state: TrainState) -> bool:
+        """Whether the step just made ends one."""
+        if state.step == 0:
+            return False
+        if self.unit == "epoch" and self.amount >= 1:
+            return state.batches == 0 and state.epoch % int(self.amount) == 0
+        before, after = self.lengths.done(state, self.unit)
+        if self.unit == "epoch":  # from the beginning of each epoch
+            epoch, _ = self.lengths.last_step(state)
+            before, after = before - epoch + 1e-9, after - epoch + 1e-9
+        return after // self.amount > before // self.amount
+
+    def over(self, state: TrainState) -> bool:
+        """Whether the run is so long already."""
+        if self.unit == "epoch" and (self.lengths.steps_per_epoch is None or state.step == 0):
+            return state.epoch >= self.amount
+        return state.step > 0 and self.lengths.done(state, self.unit)[1] + 1e-9 >= self.amount
+
+
+@dataclass(frozen=True)
 class RunLimits:
-    """What ends a run; None is no limit. The first that is reached wins and is reported."""
+    """What ends a run; None is no limit. The first that is reached wins and is reported.
+
+    duration: once over all, by `trainer.max_duration`, which is `said` as typed.
+    """
 
     max_steps: int | None
     max_epochs: int | None
     max_seconds: float | None
+    duration: Every | None = None
+    said: str = ""
 
 
 @dataclass(frozen=True)
 class Intervals:
     """Distances between validations and between log points.
 
-    steps_per_epoch: None if the data cannot say; accumulate: micro-batches in a full window.
-    val_steps, val_epochs: one of the two is set, or none without validation data.
+    val: None without validation data, or by time. val_seconds: between validations by the clock of this rank.
     log_every: None if nobody listens. total_steps: None if the data cannot say; then, and where there are fewer
     than two times log_every, steps 1, 2, 4, 8... up to log_every are log points as well, or nothing would be seen.
     """
 
-    steps_per_epoch: int | None
-    accumulate: int
-    val_steps: int | None
-    val_epochs: float | None
+    lengths: Lengths
+    val: Every | None
     every_n_epoch: int
     log_every: int | None
     total_steps: int | None
+    val_seconds: float | None = None
+    validates: bool = True
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return self.lengths.steps_per_epoch
+
+    @property
+    def accumulate(self) -> int:
+        return self.lengths.accumulate
 
 
 @dataclass(frozen=True)
@@ -97,6 +172,7 @@ class Triggers:
         self._started = time.monotonic()
         self._deadline = math.inf
         self._seconds_before = 0.0
+        self._validations = 0.0  # by time, of all sessions
 
     def start(self, state: TrainState) -> None:
         """Start the clock of this session; the time of earlier sessions counts.
@@ -109,6 +185,7 @@ class Triggers:
         self._started, self._seconds_before = time.monotonic(), state.seconds
         if self._limits.max_seconds is not None:
             self._deadline = self._started + self._limits.max_seconds - state.seconds
+        self._validations = self._by_time()
 
     def after_step(self, state: TrainState) -> Due:
         """What is due now; `state.stop_reason` says why the run ends here. Also asked ahead of the first step.
@@ -127,6 +204,8 @@ class Triggers:
             state.stop_reason = f"trainer.max_steps={limits.max_steps} reached"
         elif limits.max_epochs is not None and state.epoch >= limits.max_epochs:
             state.stop_reason = f"trainer.max_epochs={limits.max_epochs} reached"
+        elif limits.duration is not None and limits.duration.over(state):
+            state.stop_reason = f"{limits.said} reached"
         elif state.stop_request == STOP_TIME:
             state.stop_reason = f"trainer.max_time={limits.max_seconds:g} seconds reached"
         elif state.early_stop:
@@ -145,6 +224,15 @@ class Triggers:
         if self._stop.request:
             return self._stop.request + 1
         return STOP_TIME if time.monotonic() >= self._deadline else 0
+
+    def validation_request(self) -> bool:
+        """Whether the clock of this rank asks for a validation."""
+        return self._by_time() > self._validations
+
+    def _by_time(self) -> float:
+        """How many validations by time there were to be until now."""
+        every = self.rhythm.val_seconds
+        return 0.0 if every is None else (self._seconds_before + time.monotonic() - self._started) // every
 
     def interrupted(self) -> bool:
         """Whether a signal asked this rank to stop; a validation ends for it, for the end of the time it does not.
@@ -166,35 +254,23 @@ class Triggers:
         """At its distance, and once more where the run ends by itself; never for a signal."""
         if state.step == state.validated_step or state.stop_request >= STOP_INTERRUPT:
             return False
-        return self._scheduled(state) or (bool(state.stop_reason) and self._has_validation())
-
-    def _has_validation(self) -> bool:
-        return self.rhythm.val_steps is not None or self.rhythm.val_epochs is not None
+        return self._scheduled(state) or (bool(state.stop_reason) and self.rhythm.validates)
 
     def _scheduled(self, state: TrainState) -> bool:
-        rhythm = self.rhythm
-        if state.step == 0:
+        val, every = self.rhythm.val, self.rhythm.every_n_epoch
+        if state.validate_request:
+            return True
+        if val is None or not val.passed(state):
             return False
-        if rhythm.val_steps is not None:
-            return state.step % rhythm.val_steps == 0
-        if rhythm.val_epochs is None:
-            return False
-        at_end = state.batches == 0
-        epoch = state.epoch if at_end else state.epoch + 1  # counted from 1
-        every = max(rhythm.every_n_epoch, int(rhythm.val_epochs))
-        if epoch % every:
-            return False
-        if rhythm.val_epochs >= 1 or rhythm.steps_per_epoch is None:
-            return at_end
-        done = rhythm.steps_per_epoch if at_end else math.ceil(state.batches / rhythm.accumulate)
-        distance = rhythm.steps_per_epoch * rhythm.val_epochs
-        return math.floor(done / distance + 1e-9) > math.floor((done - 1) / distance + 1e-9)
+        epoch = state.epoch if state.batches == 0 else state.epoch + 1  # counted from 1
+        return val.unit != "epoch" or epoch % every == 0
 
     def note_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
         """Whether it was scheduled: only those update early stopping, a plateau schedule and hooks, so that a run
         that was ended and resumed uses the same ones as a run that never stopped."""
         scheduled = self._scheduled(state)
         state.validated_step, state.last_metrics = state.step, dict(metrics)
+        self._validations = self._by_time()
         if self.best.metric is not None:
             value = _metric(metrics, self.best.metric, "checkpoint.monitor")
             if self.best.better(value, state.best_metric):

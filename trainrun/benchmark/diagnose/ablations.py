@@ -155,7 +155,8 @@ def useful_ablations(config: RunConfig, info: RunInfo, steps: int) -> list[str]:
     keep, cores = config.checkpoint, os.cpu_count() or 1
     counts = sorted({1, max(1, cores // 2), min(cores, 2 * info.num_threads)} - {info.num_threads})
     plain_step = not config.trainer.optimizer_in_backward and config.trainer.compile.scope != "step"
-    often = keep.enabled and keep.every_n_train_steps and keep.every_n_train_steps <= 2 * steps
+    every = keep.every_n_train_steps
+    often = keep.enabled and isinstance(every, int) and every <= 2 * steps
     return [
         CACHED,
         *[SAVING] * bool(often),

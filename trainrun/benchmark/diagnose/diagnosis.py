@@ -273,7 +273,7 @@ class Examination:
         if saving is not None:
             yield "checkpoint", max(loop_seconds / saving.value - loop_seconds, 0.0)
         elif keep.enabled:
-            rate = 1 / keep.every_n_train_steps if keep.every_n_train_steps else 0.0
+            rate = 1 / keep.every_n_train_steps if isinstance(keep.every_n_train_steps, int) else 0.0
             interval = parse_seconds(keep.train_time_interval)
             rate += loop_seconds / interval if keep.save_last and interval else 0.0
             if rate:
@@ -283,7 +283,7 @@ class Examination:
     def _logging_cost(self, loop_seconds: float) -> dict[str, float]:
         """Seconds a step, from as many steps as hold a log point, if turns need not hold one."""
         every = self._config.monitor.log_every_n_steps
-        if not self._steps < every <= LOG_SECONDS / loop_seconds:
+        if not isinstance(every, int) or not self._steps < every <= LOG_SECONDS / loop_seconds:
             return {}
         turns = [self._base.train(every, 0, most_seconds=END_SECONDS) for _ in range(2)]
         if min(turn.steps for turn in turns) < every:  # shapes that were compiled meanwhile

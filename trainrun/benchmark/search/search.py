@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
+from trainrun.autotune.timed_step import run_seconds
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.run_overrides import config_of, key_of, own_choices, replaced
 from trainrun.benchmark.search.acceptance import EXACT, GATES, NUMERIC, SHOWN, Acceptance, accept, loosest
@@ -43,7 +44,6 @@ from trainrun.benchmark.search.options import (
 )
 from trainrun.benchmark.worker_messages import Load, Turn
 from trainrun.config.schema import RunConfig
-from trainrun.config.units import parse_seconds
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.formatting import counted
 from trainrun.timing.paired import Comparison, Ratio, Rules, compare, grouped_ratio
@@ -177,8 +177,7 @@ class Search:
         self.overrides = replaced(self.overrides, own_choices(config, info))
         self._known = [config_of(self.overrides)]
         seconds = math.inf if info.total_steps is None else info.total_steps * step
-        max_time = parse_seconds(config.trainer.max_time)
-        seconds = min(seconds, math.inf if max_time is None else max_time)
+        seconds = run_seconds(config, seconds)
         self.facts = SearchFacts(self._known[0], info, self._cores, step, load.seconds / batches, seconds)
 
     def search(self, options: Sequence[SearchOption]) -> Results:
