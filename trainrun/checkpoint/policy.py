@@ -15,7 +15,7 @@ from trainrun.training.state import SAVE_NOW, TrainState
 class KeepOptions:
     """monitor: the full name of the metric (`val/acc`), None if there is none; mode: `min` or `max`.
 
-    periodic: whether a state is one of those that are saved at distances. async_save: while a checkpoint is written, the
+    periodic: whether a state is saved by its distance. async_save: while a checkpoint is written, the
     training goes on.
     """
 
