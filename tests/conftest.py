@@ -14,7 +14,8 @@ import pytest
 TESTS = Path(__file__).parent
 # Importable by name, in a config too, as a user's own code is.
 sys.path += [
-    str(TESTS / room) for room in (".", "runs", "step", "benchmark", "autotune", "convert", "data/cache")
+    str(TESTS / room)
+    for room in (".", "runs", "step", "task", "benchmark", "autotune", "convert", "data/cache")
 ]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product on a GPU

@@ -30,6 +30,11 @@ TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)
 CALLED = ("transform", "collate_fn", "loss")  # settings whose object is called with samples, or with outputs
 HERE = "trainrun.here."
+EXTRAS = {
+    "torchmetrics": "metrics",
+    "transformers": "transformers",
+    "timm": "timm",
+}  # what brings these packages
 KEPT = ("trainrun", "torch")  # which the program itself is made of
 REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "posix", "posixpath", "pty",
            "runpy", "shutil", "subprocess", "sys")  # fmt: skip
@@ -100,7 +105,8 @@ def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[
         except (Exception, SystemExit) as error:
             if not is_absent(error, prefix + path):
                 raise PluginError(f"{fault} importing {path} failed: {place(error)}") from error
-    guess = nearest(names[0], top_modules(names[0]))
+    extra = EXTRAS.get(names[0])
+    guess = f"; pip install 'trainrun[{extra}]'" if extra else nearest(names[0], top_modules(names[0]))
     raise PluginError(
         f"{fault} no module {names[0]} (looked in {Path.cwd()}, PYTHONPATH and what is installed){guess}"
     )

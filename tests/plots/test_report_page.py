@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,24 @@ def test_the_report_holds_everything_and_needs_nothing(make_run: Any, tmp_path: 
         "2.8.0", "optimizer.lr=<0.001>", "window_size: 5", "saved <b>best</b> & last", "6.05k", "3.5 s", "train/loss",
     ):  # fmt: skip
         assert expected in page.text
+
+
+def test_metrics_of_single_classes_are_a_table(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    summary = {"metrics": {"val/f1": 0.7, "val/f1/0": 0.61, "val/f1/1": 0.79, "val/night/iou/1": 0.5}}
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"kind": "end", "step": 100, "time": 2.0, "summary": summary}) + "\n")
+        file.write(json.dumps({"kind": "test", "step": 100, "time": 3.0, "test/f1/0": 0.25}) + "\n")
+    draw_report(run)
+    html = "".join(run.report.read_text(encoding="utf-8").splitlines())
+    assert "<th>val/f1</th><td>0.7</td>" in html
+    assert "val/f1/0" not in html
+    for split, rows in {
+        "val": "<th>class</th><th>f1</th></tr><tr><td>cat</td><td>0.61</td></tr><tr><td>$dog_</td><td>0.79</td>",
+        "val/night": "<th>class</th><th>iou</th></tr><tr><td>$dog_</td><td>0.5</td>",
+        "test": "<th>class</th><th>f1</th></tr><tr><td>cat</td><td>0.25</td>",
+    }.items():
+        assert f"<h2>Classes: {split}</h2><table><tr>{rows}" in html
 
 
 def test_texts_of_a_run_cannot_become_code(make_run: Any, tmp_path: Path) -> None:

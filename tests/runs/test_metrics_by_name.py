@@ -14,7 +14,9 @@ from test_parameter_groups import QUIET
 import trainrun as package
 from trainrun.cli.main import main
 
-NAMES = ("task.metrics=[f1,auroc,top3,balanced_accuracy]", "task.per_class=true", *QUIET)
+KAPPA = "{_target_: torchmetrics.CohenKappa, task: multiclass, num_classes: 10}"
+RANKED = "{tm_auroc: {_target_: torchmetrics.AUROC, task: multiclass, num_classes: 10}}"
+NAMES = (f"task.metrics=[f1,auroc,top3,balanced_accuracy,{KAPPA},{RANKED}]", "task.per_class=true", *QUIET)
 
 
 def evaluations(run: package.RunResult) -> list[dict[str, float]]:
@@ -43,6 +45,8 @@ def test_an_evaluation_equals_scikit_learn_on_the_predictions(workdir: Path) -> 
     assert found["val/balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(wanted, said))
     assert found["val/acc"] < found["val/top3"] < 1
     assert 0.9 < found["val/auroc"] < 1
+    assert found["val/tm_auroc"] == pytest.approx(found["val/auroc"], rel=1e-6)
+    assert found["val/cohen_kappa"] == pytest.approx(sk.cohen_kappa_score(wanted, said))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,16 @@ def test_a_validation_line_leaves_out_the_single_classes(
         (("task.metrics=[rmse]",), "no metric rmse of task=classification"),
         (("task.metrics=[top10]",), "always right"),
         (("task.per_class=true",), "needs the names of metrics"),
+        ((f"task.metrics=[{KAPPA}]", "checkpoint.monitor=val/kappa"), "there are val/acc, val/cohen_kappa"),
+        (("task.metrics=[{_target_: torchmetrics.Kappa}]",), "task.metrics[0]._target_=torchmetrics.Kappa"),
+        (
+            (
+                "task.metrics.k._target_=torchmetrics.ROC",
+                "task.metrics.k.task=multiclass",
+                "task.metrics.k.num_classes=10",
+            ),
+            "task.metrics.k: gives a tuple (a curve, a matrix)",
+        ),
         (("task.metrics=[f1]", "checkpoint.monitor=val/auroc"), "val/auroc"),
     ],
 )

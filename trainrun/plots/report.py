@@ -46,6 +46,7 @@ def draw_report(run: RunDir) -> Path:
             [page.pairs("Result", result_rows(history)), page.pairs("Set-up", setup_rows(history.facts))]
         ),
         page.listing("Choices", [str(choice) for choice in history.facts.get("choices", [])]),
+        *class_tables(history),
         page.pictures(pictures_in_order(run)),
         page.listing("Notes", dropped + notes[-MOST_NOTES:]),
         page.pairs(
@@ -73,9 +74,8 @@ def result_rows(history: History) -> list[tuple[str, str]]:
         for name, value in (steps[-1] if steps else {}).items()
         if name.startswith("train/")
     ]
-    rows += [(name, figure(value)) for name, value in (summary.get("metrics") or {}).items()]
-    tests = history.of("test")
-    rows += [(name, figure(tests[-1][name])) for name in (tests[-1] if tests else {}) if _is_result(name)]
+    found = results(history)
+    rows += [(name, figure(value)) for name, value in found.items() if _of_class(name) is None]
     shown = {"step": figure, "epoch": figure, "seconds": duration} | dict.fromkeys(SPEEDS, quantity)
     for name, show in shown.items():
         if isinstance(summary.get(name), (int, float)):
@@ -83,6 +83,44 @@ def result_rows(history: History) -> list[tuple[str, str]]:
     if summary.get("skipped_steps"):
         rows.append(("skipped steps", figure(summary["skipped_steps"])))
     return list(dict(rows).items())
+
+
+def results(history: History) -> dict[str, Any]:
+    """The newest metrics of every split."""
+    tests = history.of("test")
+    found = {name: tests[-1][name] for name in (tests[-1] if tests else {}) if _is_result(name)}
+    return {**(history.summary.get("metrics") or {}), **found}
+
+
+def class_tables(history: History) -> list[str]:
+    """Metrics of single classes (`val/f1/3`): a table for each split, with a row a class and a column a metric."""
+    found: dict[str, dict[str, dict[int, Any]]] = {}
+    for name, value in results(history).items():
+        if (place := _of_class(name)) is not None:
+            split, _, metric = place[0].rpartition("/")
+            found.setdefault(split, {}).setdefault(metric, {})[place[1]] = value
+    confusion = history.of("confusion")
+    names = dict(enumerate(confusion[-1].get("class_names", []) if confusion else []))
+    return [
+        page.heading(f"Classes: {split}")
+        + page.table(
+            ["class", *columns],
+            (
+                [
+                    str(names.get(i, i)),
+                    *(figure(column[i]) if i in column else "" for column in columns.values()),
+                ]
+                for i in sorted({i for column in columns.values() for i in column})
+            ),
+        )
+        for split, columns in found.items()
+    ]
+
+
+def _of_class(name: str) -> tuple[str, int] | None:
+    """`val/f1/3` -> `val/f1`, 3."""
+    metric, _, number = name.rpartition("/")
+    return (metric, int(number)) if number.isdecimal() and "/" in metric else None
 
 
 def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:

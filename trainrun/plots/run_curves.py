@@ -185,8 +185,11 @@ def _splits(history: History, name: str) -> dict[str, Series]:
 
 
 def _is_metric(column: str) -> bool:
+    """Those of single classes (`val/f1/3`) are a table of the report."""
     split, _, name = column.partition("/")
-    return split in ("train", "val", "test") and name not in ("", "loss", "seconds")
+    above, _, last = name.rpartition("/")
+    single = bool(above) and last.isdecimal()
+    return split in ("train", "val", "test") and name not in ("", "loss") and last != "seconds" and not single
 
 
 def _draw_splits(ax: Axes, curves: dict[str, Series], window: int) -> None:

@@ -40,7 +40,8 @@ class Classification:
     class_weights: what the loss of an item weighs by its class, as of torch's own loss; the sum is divided by the
         number of items, so that micro-batches and ranks do not change it. balanced: N / (C x items of the class), of
         the training labels (scikit-learn's), which the runner counts where they are in memory.
-    metrics: names of `trainrun.task.metrics`, for evaluations; per_class: also those of each class.
+    metrics: names of `trainrun.task.metrics`, or objects (`trainrun.task.torch_metrics`), for evaluations; per_class:
+        the names also of each class.
 
     Soft targets, probabilities (B, C) of a floating-point type, give the same loss as their classes one by
     one, weighted; accuracy is against the likeliest class.
@@ -55,7 +56,7 @@ class Classification:
         class_dim: int = 1,
         ignore_index: int | None = TORCH_IGNORES,
         class_weights: Literal["balanced"] | list[NotNegative] | None = None,
-        metrics: str | list[str] | None = None,
+        metrics: str | list[Any] | dict[str, Any] | None = None,
         per_class: bool = False,
     ) -> None:
         if not 0 <= label_smoothing <= 1:
@@ -90,7 +91,8 @@ class Classification:
         if metrics:
             from trainrun.task.metrics import OF_CLASSES, ClassMetrics, chosen
 
-            self.metrics = ClassMetrics(chosen(metrics, OF_CLASSES, "classification"), per_class)
+            given = "probabilities (N, C) and classes (N,)"
+            self.metrics = ClassMetrics(*chosen(metrics, OF_CLASSES, "classification", given), per_class)
             self.summarize = self.metrics.summarize
         elif per_class:
             raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
@@ -130,11 +132,15 @@ class Classification:
         """What the metrics of an evaluation are made of. logits: (B, C, ...); target: (B, ...)."""
         if self.metrics is None or torch.is_grad_enabled():
             return {}, {}
+        return self.metrics.measure(*self._real(logits, target))
+
+    def _real(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """(N, C) and (N,): the items that are not ignored."""
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
         real = (target >= 0) & (target < logits.shape[1])
         if self.ignore_index is not None:
             real &= target != self.ignore_index
-        return self.metrics.measure(logits[real], target[real])
+        return logits[real], target[real].long()
 
     def _soft_step(self, logits: Tensor, target: Tensor) -> StepOutput:
         if not self.checked_soft:  # of the first such batch only: it waits for the device
@@ -145,7 +151,7 @@ class Classification:
                     f"task.ignore_index={TORCH_IGNORES}"
                 )
             if self.metrics is not None:
-                self.metrics.check(logits.shape[1])
+                self.metrics.check(*self._real(logits, target.argmax(1)))
             self._check_weights(logits)
             if isinstance(self.loss, nn.Module):
                 self.loss.to(logits)
@@ -200,7 +206,7 @@ class Classification:
         if real.numel():
             check_range(int(real.min()), int(real.max()), logits.shape[1])
         if self.metrics is not None:
-            self.metrics.check(logits.shape[1])
+            self.metrics.check(*self._real(logits, target))
         self._check_weights(logits)
         if isinstance(self.loss, nn.Module):
             self.loss.to(logits)  # class weights follow the model's device and number type

@@ -13,11 +13,15 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trainrun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainrun.task.torch_metrics import TorchMetrics
 
 OF_CLASSES = ("f1", "precision", "recall", "balanced_accuracy", "iou", "auroc", "average_precision", "top5")
 OF_LABELS = (
@@ -33,19 +37,30 @@ CONSTANT = 1e-13  # variance of a target below this share of its mean square is 
 Measured = tuple[dict[str, Tensor], dict[str, Tensor]]  # sums and rows
 
 
-def chosen(names: str | Sequence[str] | None, known: Sequence[str], task: str) -> tuple[str, ...]:
-    """The names as a tuple; topK for any K where top5 is known. Raises ConfigError for one that is not known."""
-    wanted = [names] if isinstance(names, str) else list(names or ())
-    for name in wanted:
+def chosen(
+    metrics: Any, known: Sequence[str], task: str, given: str
+) -> tuple[tuple[str, ...], TorchMetrics | None]:
+    """The names as a tuple, topK for any K where top5 is known; and those with a `_target_`, which get what is `given`.
+
+    Raises ConfigError for a name that is not known.
+    """
+    names, own = [metrics] if isinstance(metrics, str) else metrics, None
+    if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
+        from trainrun.task.torch_metrics import TorchMetrics, told_apart
+
+        names, objects = told_apart(metrics)
+        own = TorchMetrics(objects, f"{given}, as task={task} gives them")
+    for name in names:
         is_top = "top5" in known and isinstance(name, str) and re.fullmatch(r"top[1-9]\d*", name)
         if name not in known and not is_top:
             near = difflib.get_close_matches(str(name), known, n=1)
             guess = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"task.metrics={shown(wanted)}: no metric {name} of task={task}; there are {', '.join(known)}"
-                f"{' (or another number)' if 'top5' in known else ''}.{guess}"
+                f"task.metrics={shown(names)}: no metric {name} of task={task}; there are {', '.join(known)}"
+                f"{' (or another number)' if 'top5' in known else ''}, or any class of torchmetrics by "
+                f"_target_.{guess}"
             )
-    return tuple(wanted)
+    return tuple(names), own
 
 
 def shown(names: Iterable[object]) -> str:
@@ -53,13 +68,16 @@ def shown(names: Iterable[object]) -> str:
 
 
 class ClassMetrics:
-    """Metrics of one class an item. names: checked. per_class: also those of each class, as `f1/3`."""
+    """Metrics of one class an item. names: checked; own: the others. per_class: also those of each class, as `f1/3`."""
 
-    def __init__(self, names: tuple[str, ...], per_class: bool) -> None:
-        self._names, self._per_class = names, per_class
+    def __init__(self, names: tuple[str, ...], own: TorchMetrics | None, per_class: bool) -> None:
+        self._names, self._own, self._per_class = names, own, per_class
 
-    def check(self, num_classes: int) -> None:
-        """Raises ConfigError for a topK that is always right."""
+    def check(self, logits: Tensor, target: Tensor) -> None:
+        """Raises ConfigError for a topK that is always right, or another metric that cannot read these."""
+        num_classes = logits.shape[1]
+        if self._own is not None:
+            self._own.check(logits.detach().double().softmax(1), target)
         for name in self._names:
             if name.startswith("top") and int(name[3:]) >= num_classes:
                 raise ConfigError(
@@ -85,10 +103,14 @@ class ClassMetrics:
                 SCORES: wide[:, 1:] - wide[:, :1] if classes == 2 else wide.softmax(1),
                 LABELS: target.cpu(),
             }
+        if self._own is not None:
+            more_sums, more_rows = self._own.measure(logits.double().softmax(1), target)
+            sums, rows = sums | more_sums, rows | more_rows
         return sums, rows
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
         """Empty for the sums of a training step."""
+        more = {} if self._own is None else self._own.summarize(sums)
         each: dict[str, Tensor] = {}
         if PER_CLASS in sums:
             each = ratios(sums[PER_CLASS])
@@ -99,14 +121,19 @@ class ClassMetrics:
             hot = labels[:, None] == torch.arange(scores.shape[1])
             each |= ranked(scores, hot, self._names)
         each = {name: each[name] for name in self._names if name in each}
-        return means(each) | (by_class(each) if self._per_class else {})
+        return means(each) | (by_class(each) if self._per_class else {}) | more
 
 
 class LabelMetrics:
-    """Metrics of labels that are each there or not. names: checked. per_class: also those of each label."""
+    """Metrics of labels that are each there or not. names: checked; own: the others. per_class: also of each label."""
 
-    def __init__(self, names: tuple[str, ...], per_class: bool) -> None:
-        self._names, self._per_class = names, per_class
+    def __init__(self, names: tuple[str, ...], own: TorchMetrics | None, per_class: bool) -> None:
+        self._names, self._own, self._per_class = names, own, per_class
+
+    def check(self, logits: Tensor, labels: Tensor) -> None:
+        """Raises ConfigError for a metric that cannot read these."""
+        if self._own is not None:
+            self._own.check(logits.detach().double().sigmoid(), labels.long())
 
     def measure(self, logits: Tensor, labels: Tensor) -> Measured:
         """logits: (B, C); labels: (B, C) bool."""
@@ -116,6 +143,9 @@ class LabelMetrics:
         sums[PER_CLASS] = torch.stack([(found & labels).sum(0), found.sum(0), labels.sum(0)])
         if set(self._names) & set(RANKED):
             rows = {SCORES: logits.cpu().double(), LABELS: labels.cpu()}
+        if self._own is not None:
+            more_sums, more_rows = self._own.measure(logits.double().sigmoid(), labels.long())
+            sums, rows = sums | more_sums, rows | more_rows
         return sums, rows
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
@@ -132,36 +162,44 @@ class LabelMetrics:
         if self._per_class:
             each |= {name: parts[name] for name in ("f1", "precision", "recall") if name in self._names}
             found |= by_class({name.removesuffix("_macro"): values for name, values in each.items()})
-        return found
+        return found if self._own is None else found | self._own.summarize(sums)
 
 
 class NumberMetrics:
-    """Metrics of real numbers. names: checked."""
+    """Metrics of real numbers. names: checked; own: the others."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names = names
+    def __init__(self, names: tuple[str, ...], own: TorchMetrics | None) -> None:
+        self._names, self._own = names, own
 
-    def measure(self, output: Tensor, target: Tensor, squares: Tensor | None = None) -> dict[str, Tensor]:
-        """Both (B, ...). squares: 0-d, the sum over samples of mean squared errors, for sequences with padding.
+    def check(self, output: Tensor, target: Tensor, padded: bool) -> None:
+        """Raises ConfigError for a metric that cannot read these. padded: sequences of several lengths."""
+        if padded and ("r2" in self._names or self._own is not None):
+            raise ConfigError(
+                f"task.metrics={shown(self._names)}: r2 and metrics with _target_ are not defined for sequences of "
+                "several lengths; use rmse"
+            )
+        if self._own is not None:
+            self._own.check(output.detach().double(), target.double())
 
-        Raises ConfigError for r2 of such sequences.
-        """
+    def measure(self, output: Tensor, target: Tensor, squares: Tensor | None = None) -> Measured:
+        """Both (B, ...). squares: 0-d, the sum over samples of mean squared errors, for sequences with padding."""
+        sums: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
+        if self._own is not None:
+            sums, rows = self._own.measure(output.double(), target.double())
         if not {"mse", "rmse", "r2"} & set(self._names):
-            return {}
+            return sums, rows
         if squares is not None:
-            if "r2" in self._names:
-                raise ConfigError(
-                    f"task.metrics={shown(self._names)}: r2 is not defined for sequences of several lengths; use rmse"
-                )
-            return {ERRORS: torch.nn.functional.pad(squares.reshape(1, 1), (0, 0, 0, 2))}
+            return {ERRORS: torch.nn.functional.pad(squares.reshape(1, 1), (0, 0, 0, 2))}, rows
         found, wanted = (item.cpu().double().reshape(len(item), -1) for item in (output, target))
         errors = (found - wanted).square()
-        return {ERRORS: torch.stack([errors.sum(0), wanted.sum(0), wanted.square().sum(0)])}
+        return sums | {ERRORS: torch.stack([errors.sum(0), wanted.sum(0), wanted.square().sum(0)])}, rows
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
         """Empty for the sums of a training step. r2: the mean over the outputs of a sample."""
+        more = {} if self._own is None else self._own.summarize(sums)
         if ERRORS not in sums:
-            return {}
+            return more
         errors, total, squares = sums[ERRORS]
         mse = float(errors.mean()) / count if count else math.nan
         found = {"mse": mse, "rmse": math.sqrt(mse), "r2": math.nan}
@@ -170,7 +208,7 @@ class NumberMetrics:
             varies = spread > CONSTANT * squares
             explained = 1 - errors / torch.where(varies, spread, 1.0)
             found["r2"] = float(torch.where(varies, explained, (errors == 0).double()).mean())
-        return {name: found[name] for name in self._names if name in found}
+        return {name: found[name] for name in self._names if name in found} | more
 
 
 def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:

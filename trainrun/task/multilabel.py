@@ -23,7 +23,8 @@ class MultiLabel:
     between 0 and 1 may stand for a label; `f1` and `acc` take it for one from 0.5 on.
 
     pos_weight: what a label that is there weighs, one number or one for each label, as in torch's own loss.
-    metrics: names of `trainrun.task.metrics`, for evaluations; per_class: also those of each label.
+    metrics: names of `trainrun.task.metrics`, or objects (`trainrun.task.torch_metrics`), for evaluations; per_class:
+        the names also of each label.
     ConfigError: a weight is not above 0, or a metric is not known.
     """
 
@@ -32,7 +33,7 @@ class MultiLabel:
     def __init__(
         self,
         pos_weight: float | list[float] | None = None,
-        metrics: str | list[str] | None = None,
+        metrics: str | list[Any] | dict[str, Any] | None = None,
         per_class: bool = False,
     ) -> None:
         weights = torch.tensor([1.0] if pos_weight is None else pos_weight).reshape(-1)
@@ -44,7 +45,8 @@ class MultiLabel:
         if metrics:
             from trainrun.task.metrics import OF_LABELS, LabelMetrics, chosen
 
-            self.metrics = LabelMetrics(chosen(metrics, OF_LABELS, "multilabel"), per_class)
+            given = "probabilities (B, C) and labels (B, C) of 0 and 1"
+            self.metrics = LabelMetrics(*chosen(metrics, OF_LABELS, "multilabel", given), per_class)
         elif per_class:
             raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
 
@@ -57,6 +59,8 @@ class MultiLabel:
         logits = output_tensor(run_model(model, inputs, batch))
         if not self.checked:
             check(logits, target, self.weights)
+            if self.metrics is not None:
+                self.metrics.check(logits, target >= 0.5)
             self.weights = None if self.weights is None else self.weights.to(logits)
             self.checked = True
         target = target.to(logits.dtype)

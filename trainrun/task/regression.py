@@ -34,7 +34,7 @@ class Regression:
         a loss with the attribute `reduction = "sum"`, and then as it is.
     """
 
-    def __init__(self, loss: Any = "mse", metrics: str | list[str] | None = None) -> None:
+    def __init__(self, loss: Any = "mse", metrics: str | list[Any] | dict[str, Any] | None = None) -> None:
         if isinstance(loss, str):
             if loss not in LOSSES:
                 known = ", ".join(LOSSES)
@@ -50,7 +50,7 @@ class Regression:
         if metrics:
             from trainrun.task.metrics import OF_NUMBERS, NumberMetrics, chosen
 
-            self.metrics = NumberMetrics(chosen(metrics, OF_NUMBERS, "regression"))
+            self.metrics = NumberMetrics(*chosen(metrics, OF_NUMBERS, "regression", "outputs and targets"))
             self.summarize = self.metrics.summarize
 
     def count(self, batch: Any) -> int:
@@ -64,6 +64,9 @@ class Regression:
             raise shapes_differ(output, target)
         if not self.checked:
             self._check(output, target)
+            if self.metrics is not None:
+                padded = isinstance(batch, Mapping) and "target_weight" in batch
+                self.metrics.check(output, target, padded)
         if target.dtype is not output.dtype:
             target = target.to(output.dtype)
         if isinstance(batch, Mapping) and "target_weight" in batch:
@@ -71,9 +74,11 @@ class Regression:
         # what one number weighs in the mean of its sample
         share = 1.0 if target.ndim == 1 else target.shape[0] / max(target.numel(), 1)
         sums: Sums = {"mae": lambda: (output - target).abs().sum() * share}
+        rows: dict[str, Tensor] = {}
         if self.metrics is not None and not torch.is_grad_enabled():
-            sums = {**sums, **self.metrics.measure(output, target)}
-        return StepOutput(self._loss_sum(output, target, share), sums)
+            more, rows = self.metrics.measure(output, target)
+            sums = {**sums, **more}
+        return StepOutput(self._loss_sum(output, target, share), sums, rows=rows)
 
     def _sequence_step(self, output: Tensor, target: Tensor, weight: Tensor) -> StepOutput:
         """Targets (B, T, ...). weight: (B, T), what a position weighs in its sample, 0 at padding."""
@@ -89,7 +94,7 @@ class Regression:
         sums: Sums = {"mae": lambda: mean_by_sample(mae, weight)}
         if self.metrics is not None and not torch.is_grad_enabled():
             squares = mean_by_sample((output - target).square(), weight)
-            sums = {**sums, **self.metrics.measure(output, target, squares)}
+            sums = {**sums, **self.metrics.measure(output, target, squares)[0]}
         return StepOutput(mean_by_sample(each, weight), sums)
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:

@@ -1,0 +1,103 @@
+"""Metrics of torchmetrics in tasks: as one update with all items, however an evaluation is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainrun.errors import ConfigError, PluginError
+from trainrun.task.classification import Classification
+from trainrun.task.multilabel import MultiLabel
+from trainrun.task.regression import Regression
+
+tm = pytest.importorskip("torchmetrics")
+from test_metrics import evaluated, of_classes  # noqa: E402
+
+
+def many(classes: int) -> dict[str, Any]:
+    return {
+        "kappa": tm.CohenKappa(task="multiclass", num_classes=classes),
+        "auroc": tm.AUROC(task="multiclass", num_classes=classes),
+        "each": tm.classification.MulticlassF1Score(classes, average="none"),
+        "calibration": tm.CalibrationError(task="multiclass", num_classes=classes),
+        "mcc": tm.MatthewsCorrCoef(task="multiclass", num_classes=classes),
+        "sum": tm.classification.MulticlassHingeLoss(classes) + 1.0,
+    }
+
+
+@pytest.mark.parametrize("cuts", [(), (13, 14, 50), tuple(range(1, 60))], ids=len)
+def test_metrics_of_classes_are_those_of_one_update(cuts: tuple[int, ...]) -> None:
+    logits, target = of_classes(3)
+    found = evaluated(Classification(metrics=["f1", many(4)]), logits, target, *cuts)
+    for name, metric in many(4).items():
+        value = metric(logits.double().softmax(1), target)
+        wanted = {f"{name}/{i}": one for i, one in enumerate(value)} if value.ndim else {name: value}
+        assert {key: found[key] for key in wanted} == pytest.approx({k: float(v) for k, v in wanted.items()})
+    assert not {name for name in found if "states" in name or "all" in name}
+    assert "f1" in found
+
+
+def test_two_classes_labels_and_numbers() -> None:
+    logits, target = of_classes(1, classes=2)
+    found = evaluated(Classification(metrics=tm.classification.BinaryAUROC()), logits, target, 20)
+    assert found["auroc"] == pytest.approx(float(tm.AUROC(task="binary")(logits.softmax(1)[:, 1], target)))
+    labels = torch.rand(40, 3, generator=torch.Generator().manual_seed(0)) > 0.5
+    scores = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
+    ranking = tm.classification.MultilabelRankingLoss(3)
+    found = evaluated(MultiLabel(metrics=["exact_match", ranking]), scores, labels, 7)
+    assert found["ranking_loss"] == pytest.approx(float(ranking(scores.sigmoid(), labels.long())))
+    own = {"pearson": tm.PearsonCorrCoef(), "mape": tm.MeanAbsolutePercentageError()}
+    found = evaluated(Regression(metrics=["rmse", own]), scores[:, 0], scores[:, 1] + 3, 7, 9)
+    for name, metric in own.items():
+        metric.reset()
+        assert found[name] == pytest.approx(float(metric(scores[:, 0].double(), (scores[:, 1] + 3).double())))
+
+
+def test_an_ignored_item_is_none() -> None:
+    logits, target = of_classes(2)
+    image, target = logits.T.reshape(1, 4, 6, 10), target.reshape(1, 6, 10).clone()
+    target[0, 0, :5] = -100
+    found = evaluated(
+        Classification(metrics={"kappa": tm.CohenKappa(task="multiclass", num_classes=4)}), image, target
+    )
+    metric = tm.CohenKappa(task="multiclass", num_classes=4)
+    assert found["kappa"] == pytest.approx(float(metric(logits[5:], target.flatten()[5:])))
+
+
+class Curve:
+    """A metric that gives no number."""
+
+    def reset(self) -> None: ...
+
+    def update(self, scores: torch.Tensor, target: torch.Tensor) -> None: ...
+
+    def compute(self) -> Any:
+        return torch.zeros(3), torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"kappa": "f1"}, "task.metrics.kappa: must be a metric with update"),
+        ({"acc": Curve()}, "task.metrics.acc: is no free name"),
+        ({"a/b": Curve()}, "task.metrics.a/b: is no free name"),
+        (["f1", {"f1": Curve()}], "two are named f1"),
+        (["f2", Curve()], "no metric f2"),
+        ([Curve()], "task.metrics.curve: gives a tuple"),
+        (
+            [tm.classification.MulticlassAccuracy(7)],
+            "task.metrics.accuracy: MulticlassAccuracy does not take",
+        ),
+        (
+            [tm.MeanSquaredError()],
+            "task.metrics.mean_squared_error: MeanSquaredError does not take probabilities",
+        ),
+    ],
+)
+def test_a_mistake_is_named(metrics: Any, said: str) -> None:
+    logits, target = of_classes(0)
+    with pytest.raises((ConfigError, PluginError), match=said):
+        Classification(metrics=metrics).step(nn.Identity(), (logits, target))

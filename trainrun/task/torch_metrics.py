@@ -1,0 +1,184 @@
+"""Metrics of `torchmetrics`, or classes like its own, by `_target_` in `task.metrics`.
+
+what: where the states of a metric are sums, those of each batch are added up in float64 (`StepOutput.sums`); any other
+    metric sees all items at once, which the evaluation keeps (`StepOutput.rows`). Both are exact however it is cut.
+when: what `trainrun.task.metrics` does not have. Probabilities are given, never logits, which torchmetrics would
+    recognise by their range, batch by batch.
+when not: millions of items with a metric that is no sum: 8 bytes a score on the host of every rank.
+source: torchmetrics 1.9 (https://lightning.ai/docs/torchmetrics); tested against one update with all items
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.errors import ConfigError, PluginError
+
+STATES, SCORES, TARGETS = "states of ", "all scores", "all targets"  # among sums and rows
+TAKEN = ("loss", "acc", "seconds")
+
+
+def told_apart(metrics: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Names of metrics, and objects by name: `[f1, {kappa: OBJECT}, OBJECT]`, or one of these. Raises ConfigError."""
+    names: list[Any] = []
+    objects: dict[str, Any] = {}
+    for item in metrics if isinstance(metrics, list | tuple) else [metrics]:
+        if not isinstance(item, Mapping) and not is_metric(item):
+            names.append(item)
+            continue
+        for name, metric in item.items() if isinstance(item, Mapping) else [(name_of(item), item)]:
+            if not is_metric(metric):
+                raise ConfigError(
+                    f"task.metrics.{name}: must be a metric with update, compute and reset, as "
+                    f"task.metrics.{name}._target_=torchmetrics.classification.MulticlassCohenKappa"
+                )
+            if name in objects or name in TAKEN or not re.fullmatch(r"\w+", name):
+                raise ConfigError(f"task.metrics.{name}: is no free name; give another")
+            objects[name] = metric
+    if twice := [name for name in names if name in objects]:
+        raise ConfigError(
+            f"task.metrics: two are named {twice[0]}; name one, as task.metrics='[{{mine: {{_target_: ...}}}}]'"
+        )
+    return names, objects
+
+
+def is_metric(value: Any) -> bool:
+    return all(
+        callable(getattr(value, name, None)) for name in ("update", "compute", "reset")
+    ) and not isinstance(value, Mapping)
+
+
+def name_of(metric: Any) -> str:
+    """`MulticlassCohenKappa` -> `cohen_kappa`."""
+    name = re.sub(r"^(Binary|Multiclass|Multilabel)(?=[A-Z])", "", type(metric).__name__)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+class TorchMetrics:
+    """metrics: by name. given: what `update` gets, in words, for messages."""
+
+    def __init__(self, metrics: Mapping[str, Any], given: str) -> None:
+        self._metrics, self._given = metrics, given
+        self._summed = {name for name, metric in metrics.items() if adds_up(metric)}
+        for metric in metrics.values():
+            for part in metric.modules() if callable(getattr(metric, "modules", None)) else ():
+                part.distributed_available_fn = alone  # the runner adds up over ranks itself
+            if callable(getattr(metric, "set_dtype", None)):
+                metric.set_dtype(torch.float64)
+
+    def check(self, scores: Tensor, target: Tensor) -> None:
+        """Raises ConfigError for a metric that cannot read them, PluginError for one that makes no number of them."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of few items
+            for name, metric in self._metrics.items():
+                try:
+                    self._updated(metric, scores, target)
+                except Exception as error:  # of somebody else's code
+                    raise ConfigError(
+                        f"task.metrics.{name}: {type(metric).__name__} does not take {self._given}: {line(error)}; "
+                        "choose a metric for these"
+                    ) from error
+                with suppress(
+                    ArithmeticError, IndexError, RuntimeError, ValueError
+                ):  # too few for it, perhaps
+                    numbers(name, metric.compute())
+
+    def measure(self, scores: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Sums and rows of a batch."""
+        sums = {}
+        for name in sorted(self._summed):
+            self._updated(self._metrics[name], scores, target)
+            states = [value.double().flatten() for value in self._metrics[name].metric_state.values()]
+            sums[STATES + name] = torch.cat([*states, states[0].new_zeros(2)])  # one number would be a metric
+        if len(self._summed) == len(self._metrics):
+            return sums, {}
+        return sums, {SCORES: scores.cpu(), TARGETS: target.cpu()}
+
+    def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Empty for the sums of a training step."""
+        found: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            if STATES + name in sums:
+                set_states(metric, sums[STATES + name])
+            elif SCORES in sums:
+                self._updated(metric, sums[SCORES], sums[TARGETS])
+            else:
+                continue
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+                    found |= numbers(name, metric.compute())
+            except PluginError:
+                raise
+            except Exception as error:  # of somebody else's code
+                raise PluginError(
+                    f"task.metrics.{name}: {type(metric).__name__}.compute() failed: {line(error)}"
+                ) from error
+            metric.reset()
+        return found
+
+    @staticmethod
+    def _updated(metric: Any, scores: Tensor, target: Tensor) -> None:
+        """Alone with these items. A binary metric gets the probabilities of the second of two classes."""
+        if scores.ndim == 2 and scores.shape[1] == 2 and name_in_bases(metric, "Binary"):
+            scores = scores[:, 1]
+        metric.reset()
+        if callable(getattr(metric, "to", None)):
+            metric.to(scores.device)
+        with torch.autocast(scores.device.type, enabled=False):
+            metric.update(scores, target)
+
+
+def alone() -> bool:
+    return False
+
+
+def adds_up(metric: Any) -> bool:
+    """Whether all its states are tensors that ranks add up, by torchmetrics' own account."""
+    reductions = getattr(metric, "_reductions", None)
+    if not reductions or next(metric.children(), None) is not None:
+        return False
+    sums = all(getattr(one, "__name__", "") == "dim_zero_sum" for one in reductions.values())
+    return sums and all(isinstance(value, Tensor) for value in metric.metric_state.values())
+
+
+def set_states(metric: Any, flat: Tensor) -> None:
+    """Those that `measure` laid out one after the other, in their own shapes and types."""
+    metric.reset()
+    first = 0
+    for name, value in metric.metric_state.items():
+        part = flat[first : first + value.numel()].reshape(value.shape)
+        setattr(metric, name, part.to(value))
+        first += value.numel()
+
+
+def line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def name_in_bases(metric: Any, word: str) -> bool:
+    return any(kind.__name__.startswith(word) for kind in type(metric).__mro__)
+
+
+def numbers(name: str, value: Any) -> dict[str, float]:
+    """`kappa`, or `kappa/3` of several numbers, as of single classes. PluginError: something else."""
+    if isinstance(value, Mapping):
+        found = [numbers(f"{name}/{key}", item) for key, item in value.items()]
+        return {key: number for item in found for key, number in item.items()}
+    if isinstance(value, Tensor | float | int) and (tensor := torch.as_tensor(value)).ndim < 2:
+        return (
+            {f"{name}/{i}": float(one) for i, one in enumerate(tensor)}
+            if tensor.ndim
+            else {name: float(value)}
+        )
+    raise PluginError(
+        f"task.metrics.{name}: gives a {type(value).__name__} (a curve, a matrix), and a metric is a number, or one a "
+        "class; choose another"
+    )
