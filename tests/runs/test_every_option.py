@@ -140,6 +140,8 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
         return ["data=arrays", "data.path=labels.npz", "model.num_classes=3"]
     if option == "vae":
         return ["task=vae", "model=vae", "model.hidden=[16]"]
+    if option == "distillation":
+        return ["task.teacher=trainrun.model.mlp.Mlp", "task.teacher.in_shape=[1,8,8]"]
     if option in ("gpt", "lstm", "language_modeling"):
         text = ["data=text", "data.train.max_bytes=100000", "data.train.block_size=32"]
         own = {"gpt": ["task=language_modeling"], "lstm": ["task=language_modeling"]}

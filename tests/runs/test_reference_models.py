@@ -23,6 +23,7 @@ MODELS = {
     "mlp": [],
     "cnn": ["model.width=4"],
     "resnet": ["model.width=8"],
+    "mobilenet": ["model.width=4"],
     "vae": ["task=vae", "model.width=4", "model.hidden=[16]"],
     "gpt": [*TEXT, "model.layers=1", "model.width=32", "model.heads=2"],
     "lstm": [*TEXT, "model.width=16"],

@@ -195,6 +195,13 @@ def test_what_is_not(target: Any) -> None:
     assert [part.key for part in foreign_parts({"a": [{"b": {"_target_": target}}]})] == ["a.0.b._target_"]
 
 
+def test_a_teacher_that_is_code_is_not_and_one_that_is_a_run_is_asked_itself() -> None:
+    config = {"task": {"_target_": "trainrun.task.distillation.Distillation", "teacher": "my_net.teacher"}}
+    assert [part.key for part in foreign_parts(config)] == ["task.teacher"]
+    config["task"]["teacher"] = "runs/first"
+    assert list(foreign_parts(config)) == []
+
+
 def test_every_target_of_the_package_is_ours() -> None:
     import yaml
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from trainrun.assemble.data_pipeline import (
     check_alike,
     check_classes,
     check_numbers,
+    in_order,
     key_of,
     open_split,
 )
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from trainrun.training.recovery.nonfinite import BadSteps
 
 LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
+DISTILLATION = "trainrun.task.distillation.Distillation"
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,9 @@ class RunContext:
     before_commit: Callable[[], None] | None = None
     write: Callable[[Mapping[str, Any]], None] | None = None
     init_from: str | None = None  # weights to begin with, where nothing is taken from a checkpoint
+    load_run: Callable[[str], tuple[nn.Module, RunConfig]] | None = (
+        None  # the network of another run, to train with
+    )
     phases: PhaseTimer = field(default_factory=PhaseTimer)
     chosen: Chosen = field(default_factory=dict)
     measures: bool = False
@@ -184,6 +189,12 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     set_threads(config, model, device, notes)
     if isinstance(task, ChecksModel):
         task.check_model(model)
+    if site.load_run is not None and (config.task or {}).get("_target_") == DISTILLATION:
+        from trainrun.training.teaching import give_teacher
+
+        samples = sources["train"]
+        stream = partial(in_order, config, parallel, samples)
+        notes.append(give_teacher(task, config, model, samples, stream, parallel, site.load_run, rhythm))
     apply_built_in(config, model, device, notes)
     num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
     config = choose_numbers(

@@ -43,8 +43,10 @@ NAME = re.compile(r"[A-Za-z_][\w.]*")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)+")
 CUSTOM = "custom"  # the option of a group that holds nothing but what the user names
 
-# data.path, data.train.val_path, data.train.labels, ... ; init_from and ckpt_path
-_PATHS = re.compile(r"data\.(?:\w+\.)*(?:\w*path|cache_dir|tokenizer|labels|root|folder)|init_from|ckpt_path")
+# data.path, data.train.val_path, data.train.labels, ... ; init_from, ckpt_path and task.teacher
+_PATHS = re.compile(
+    r"data\.(?:\w+\.)*(?:\w*path|cache_dir|tokenizer|labels|root|folder)|init_from|ckpt_path|task\.teacher"
+)
 _BRACES = re.compile(r"\{[^{}]*\}")
 _PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
 

@@ -15,6 +15,7 @@ VAE, VAE_TASK = "trainrun.model.vae.Vae", "trainrun.task.vae.Vae"
 VAE_HEALTH = "trainrun.hook.vae_health.VaeHealth"
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
 CLASSIFICATION = "trainrun.task.classification.Classification"
+DISTILLATION = "trainrun.task.distillation.Distillation"
 Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
 
 
@@ -137,6 +138,8 @@ def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
         (config.step, "step", "a step of your own is not traced; use trainer.compile.scope=model"),
         (config.loop, "loop", "a loop of your own makes the steps itself; use trainer.compile.scope=model"),
         (config.hook, f"hook.{next(iter(config.hook), '')}", "it may change what a graph holds; use "
+         "trainer.compile.scope=model"),
+        (_target(config.task) == DISTILLATION, "task=distillation", "a teacher is asked outside of a graph; use "
          "trainer.compile.scope=model"),
         (options.dynamic, "trainer.compile.dynamic=true", "each shape of batch is a graph of its own; leave it out"),
         (options.mode == "reduce-overhead", "trainer.compile.mode=reduce-overhead", "CUDA graphs of inductor hold no "

@@ -10,6 +10,7 @@ from torch import nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.start_choices import chosen_before
+from trainrun.checkpoint.best import best_checkpoint
 from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
 from trainrun.checkpoint.weights import check_tensors, tensor_kinds, weights_of
 from trainrun.config.schema import RunConfig, with_values
@@ -17,6 +18,7 @@ from trainrun.interfaces import DataFacts
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.resume import trusted_config
+from trainrun.runs.run import open_run
 from trainrun.runs.run_folder import RunDir, read_identity
 from trainrun.runtime.signals import StopFlag
 from trainrun.training.components import Components
@@ -35,6 +37,13 @@ def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
     model = apply_transforms(config, model, device)
     load_weights(model, loaded)
     return model.eval()
+
+
+def load_teacher(folder: str) -> tuple[nn.Module, RunConfig]:
+    """The network of a run, by its best checkpoint, else its last; and what it was trained with."""
+    run_dir = open_run(folder, "task.teacher")
+    which = "last" if best_checkpoint(run_dir.checkpoints) is None else "best"
+    return load_model(run_dir, which), trusted_config(run_dir, [], False)
 
 
 def load_checkpoint(run_dir: RunDir, which: str) -> Loaded:

@@ -60,7 +60,8 @@ def foreign_parts(value: Any, key: str = "") -> Iterator[Foreign]:
         is_written = (
             value.startswith("disk:") if key == "data.cache" else key.endswith((".cache_dir", ".log_dir"))
         )
-        if is_written or "${oc.env:" in value:
+        names_code = key == "task.teacher" and os.sep not in value  # a target, not the folder of a run
+        if is_written or names_code or "${oc.env:" in value:
             yield Foreign(key, value, value)
     for name, item in items:
         yield from foreign_parts(item, f"{key}.{name}" if key else str(name))

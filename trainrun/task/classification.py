@@ -117,7 +117,10 @@ class Classification:
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """PluginError or DataError, at the first batch: outputs and targets do not fit each other."""
         inputs, target = inputs_and_target(batch)
-        logits = self._logits(model, inputs, batch)
+        return self.of_logits(self.logits(model, inputs, batch), target)
+
+    def of_logits(self, logits: Tensor, target: Tensor) -> StepOutput:
+        """logits: (B, C, ...), as `logits` gives them."""
         if target.is_floating_point():
             return self._soft_step(logits, target)
         if not self.checked:
@@ -166,12 +169,14 @@ class Classification:
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, ...), the softmax's `confidence` in it, and `target` where the data has one."""
         inputs, target = inputs_and_maybe_target(batch)
-        confidence, prediction = self._logits(model, inputs, batch).softmax(1).max(1)
+        confidence, prediction = self.logits(model, inputs, batch).softmax(1).max(1)
         columns = {"prediction": prediction, "confidence": confidence}
         return columns if target is None else columns | {"target": target}
 
-    def _logits(self, model: nn.Module, inputs: Any, batch: Any) -> Tensor:
-        logits = output_tensor(run_model(model, inputs, batch))
+    def logits(self, model: nn.Module, inputs: Any, batch: Any) -> Tensor:
+        return self.classes_second(output_tensor(run_model(model, inputs, batch)))
+
+    def classes_second(self, logits: Tensor) -> Tensor:
         if self.class_dim == 1:
             return logits
         if not -logits.ndim <= self.class_dim < logits.ndim:

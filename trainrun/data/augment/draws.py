@@ -56,6 +56,10 @@ class Draws:
         """Streams that are the same in all epochs."""
         return replace(self, epoch=EVERY_EPOCH)
 
+    def numbers(self) -> Tensor:
+        """Which samples they are, (B,) int64 on `device`."""
+        return self._moved(self.indices.cpu().numpy())
+
     def words(self, name: str, n: int = 1) -> Words:
         """(B, n), all 64 bits random."""
         stream = int.from_bytes(f"{self.stream}{name}".encode(), "big")

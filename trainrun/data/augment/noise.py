@@ -1,4 +1,4 @@
-"""Noise in addition to the inputs: what a model draws at random, as a function of seed, epoch and sample."""
+"""What comes to a batch besides inputs and targets: noise that a model draws with, and the numbers of the samples."""
 
 from __future__ import annotations
 
@@ -30,13 +30,24 @@ class LatentNoise:
         self.size = size
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        noise = draws.normal("noise", self.size)
-        if isinstance(batch, dict):
-            return batch | {"noise": noise}
-        if isinstance(batch, Tensor):
-            return {"input": batch, "noise": noise}
-        if isinstance(batch, tuple | list) and len(batch) in (1, 2):
-            return dict(zip(("input", "target"), batch, strict=False)) | {"noise": noise}
-        raise DataError(
-            f"needs inputs, (inputs, target) or a dict, and this batch is a {type(batch).__name__}"
-        )
+        return by_name(batch) | {"noise": draws.normal("noise", self.size)}
+
+
+class SampleNumbers:
+    """The batch becomes a dict with `index` (B,) int64: which samples of the data set it holds."""
+
+    random = False
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        return by_name(batch) | {"index": draws.numbers()}
+
+
+def by_name(batch: Any) -> dict[str, Any]:
+    """DataError: the batch has another form."""
+    if isinstance(batch, dict):
+        return batch
+    if isinstance(batch, Tensor):
+        return {"input": batch}
+    if isinstance(batch, tuple | list) and len(batch) in (1, 2):
+        return dict(zip(("input", "target"), batch, strict=False))
+    raise DataError(f"needs inputs, (inputs, target) or a dict, and this batch is a {type(batch).__name__}")

@@ -1,0 +1,138 @@
+"""The loss of a student, against its formula, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainrun.errors import ConfigError
+from trainrun.task.distillation import Distillation, Teacher, distance, outputs_of
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.layers = nn.Sequential(
+                nn.Linear(6, width), nn.ReLU(inplace=True), nn.Linear(width, 4), nn.Dropout()
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def some(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+X, Y = some(5, 6), torch.tensor([0, 3, 1, 1, 2])
+
+
+def student(**words: Any) -> tuple[Distillation, Net, Teacher]:
+    task, teacher = Distillation(**words), Teacher(Net(8, 1), None, list(words.get("hidden", {}).values()))
+    task.learn_from(teacher, None)
+    return task, Net(8, 2).eval(), teacher
+
+
+def test_the_loss_is_hintons_and_that_of_hidden_states() -> None:
+    task, model, teacher = student(
+        temperature=2.0, alpha=0.6, hidden={"layers.0": "layers.0"}, hidden_weight=3.0
+    )
+    out = task.step(model, (X, Y))
+    theirs, ours = teacher.network(X), model(X)
+    p, q = (theirs / 2).softmax(1), (ours / 2).softmax(1)
+    soft = 4 * (p * (p.log() - q.log())).sum()
+    near = (
+        (model.layers[0](X) - teacher.network.layers[0](X)).square().mean(1).sum()
+    )  # ahead of the ReLU in place
+    hard = cross_entropy(ours, Y, reduction="sum")
+    torch.testing.assert_close(out.loss_sum, 0.6 * soft + 0.4 * hard + 3 * near)
+    torch.testing.assert_close(out.sums["hidden"], near.detach())
+    out.loss_sum.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    assert not any(weight.requires_grad for weight in teacher.network.parameters())
+    assert task.count((X, Y)) == 5
+
+
+def test_an_evaluation_is_that_of_the_student_alone() -> None:
+    task, model, _ = student()
+    with torch.no_grad():
+        out = task.step(model, (X, Y))
+    torch.testing.assert_close(out.loss_sum, cross_entropy(model(X), Y, reduction="sum").detach())
+    Distillation().predict(model, (X, Y))  # and without a teacher
+
+
+def test_kept_answers_are_those_of_the_teacher_and_ignored_places_count_nothing() -> None:
+    task, model, teacher = student(hidden={"layers.2": "layers.2"})
+    asked = task.step(model, (X, Y)).loss_sum
+    order = torch.tensor([4, 0, 2, 1, 3])
+    answers = {
+        name: torch.empty_like(rows).index_copy_(0, order, rows) for name, rows in teacher((X, Y)).items()
+    }
+    task.learn_from(teacher, answers)
+    assert task.teacher is None
+    kept = task.step(model, {"input": X, "target": Y, "index": order}).loss_sum
+    torch.testing.assert_close(kept, asked, rtol=0, atol=0)
+    dense, logits = Distillation(alpha=1.0), some(2, 4, 3)
+    target = torch.tensor([[0, 1, -100], [-100, 2, 3]])
+    soft, _ = dense.terms(logits, {}, {"": some(2, 4, 3).flip(0)}, target)
+    for place in ((0, 2), (1, 0)):
+        logits[place[0], :, place[1]] += some(4)
+    torch.testing.assert_close(dense.terms(logits, {}, {"": some(2, 4, 3).flip(0)}, target)[0], soft)
+
+
+def test_a_batch_is_its_samples() -> None:
+    task, model, _ = student(hidden={"layers.2": "layers.2"})
+    parts = [task.step(model, (X[i : i + 1], Y[i : i + 1])).loss_sum for i in range(5)]
+    torch.testing.assert_close(torch.stack(parts).sum(), task.step(model, (X, Y)).loss_sum)
+
+
+def test_maps_of_other_channels_are_compared_by_where_they_are_active() -> None:
+    left, right = some(3, 2, 4, 4), some(3, 5, 4, 4)
+    maps = [(one.square().mean(1)).flatten(1) for one in (left, right)]
+    maps = [one / one.norm(dim=1, keepdim=True) for one in maps]
+    torch.testing.assert_close(distance(left, right, "k"), (maps[0] - maps[1]).square().sum(1))
+    with pytest.raises(
+        ConfigError, match=r"task.hidden={a: b}: the student's output is \(3, 2\), the teacher's"
+    ):
+        distance(some(3, 2), some(3, 5), "task.hidden={a: b}")
+
+
+def test_a_teacher_computes_in_its_own_precision_and_leaves_the_student_alone() -> None:
+    network = Net(8, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        full, half = Teacher(network, None, [])((X, Y))[""], Teacher(network, torch.bfloat16, [])((X, Y))[""]
+    torch.testing.assert_close(full, network.eval()(X), rtol=0, atol=0)
+    assert 0 < float((half - full).abs().max()) < 0.05
+    with outputs_of(network, ["layers.1"]) as seen:
+        network(X)
+    assert set(seen) == {"layers.1"}
+    assert not network.layers[1]._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [({"temperature": 0}, "temperature=0"), ({"alpha": 1.5}, r"alpha=1\.5: must be between 0 and 1"),
+     ({"hidden_weight": -1}, "hidden_weight=-1: must be 0 or more"),
+     ({"label_smoothing": 2}, "label_smoothing=2")],
+)  # fmt: skip
+def test_values_out_of_range_are_refused(words: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Distillation(**words)
+
+
+def test_a_run_goes_on_with_its_own_teacher_alone() -> None:
+    task, _, _ = student()
+    state = task.state_dict()
+    task.load_state_dict(state)
+    task.learn_from(Teacher(Net(8, 3), None, []), None)
+    with pytest.raises(
+        ConfigError, match=r"task\.teacher: its weights are not those that the run began with"
+    ):
+        task.load_state_dict(state)
+    Distillation().load_state_dict(state)  # to evaluate needs no teacher

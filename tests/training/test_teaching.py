@@ -1,0 +1,148 @@
+"""Whole runs of a student: its teacher's answers kept or asked again, resume, ranks, evaluation, refusals."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainrun as package
+from trainrun.cli.main import main
+from trainrun.errors import CheckpointError, ConfigError, TrainrunError
+
+pytestmark = pytest.mark.train
+
+QUIET = ("monitor.plots=false", "monitor.progress_bar=false", "monitor.hardware=false", "trainer.num_threads=1",
+         "monitor.log_every_n_steps=1")  # fmt: skip
+STUDENT = ("task=distillation", "task.teacher=teacher", "model.hidden=[16]", "data.batch_size=180", *QUIET)
+HIDDEN = "task.hidden={layers.1: layers.1}"
+
+
+@pytest.fixture
+def teacher(workdir: Path) -> str:
+    package.train("model.hidden=[16, 16]", "trainer.max_epochs=2", "output_dir=teacher", *QUIET)
+    (workdir / "mine.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n    def __init__(self, classes=10):\n"
+        "        super().__init__()\n"
+        "        self.flat, self.head = torch.nn.Flatten(), torch.nn.Linear(64, classes)\n\n"
+        "    def forward(self, x):\n        return self.head(self.flat(x))\n"
+    )
+    return "teacher"
+
+
+def train(folder: str, *words: str) -> Any:
+    return package.train(*STUDENT, *words, f"output_dir={folder}")
+
+
+def about(run: Any) -> str:
+    log = (run.folder / "run.log").read_text()
+    return next(line for line in log.splitlines() if "task.teacher:" in line)
+
+
+def losses(run: Any, least: int = 0) -> list[tuple[int, float]]:
+    return [
+        (row["step"], row["train/loss"])
+        for row in run.metrics
+        if row["kind"] == "train" and row["step"] > least
+    ]
+
+
+def weights(run: Any) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in run.load_model("last").parameters()])
+
+
+def test_answers_are_kept_where_nothing_is_random_and_a_resume_changes_no_bit(teacher: str) -> None:
+    for more in ((HIDDEN,), ("data.augment.noisy._target_=trainrun.data.augment.cutout.Cutout",)):
+        words = (*more, "trainer.accumulate_grad_batches=2")
+        whole = train("whole", *words, "trainer.max_steps=9")
+        train("part", *words, "trainer.max_steps=6")
+        rest = train("rest", *words, "trainer.max_steps=9", "ckpt_path=part")
+        assert losses(rest, 6) == losses(whole, 6)
+        assert torch.equal(weights(rest), weights(whole))
+        kept = "its answers to 1,438 samples are kept" in about(whole)
+        assert kept == (more == (HIDDEN,))
+        assert kept or "asked in every step: data.augment.noisy is random" in about(whole)
+        for folder in ("whole", "part", "rest"):
+            shutil.rmtree(folder)
+
+
+def test_a_kept_answer_is_one_that_was_asked(teacher: str) -> None:
+    words = ("precision=64", HIDDEN, "trainer.max_epochs=3")
+    kept, asked = train("kept", *words), train("asked", *words, "data.augment.index=null")
+    assert "was taken away" in about(asked)
+    torch.testing.assert_close(weights(kept), weights(asked), rtol=1e-5, atol=1e-6)  # the teacher is float32
+    fewer = train("fewer", "trainer.max_steps=3")
+    assert "few samples come twice" in about(fewer)
+
+
+@pytest.mark.process
+def test_two_ranks_and_micro_batches_equal_one_large_batch(teacher: str) -> None:
+    words = ("precision=64", HIDDEN, "trainer.max_steps=17", "optimizer=sgd")
+    one = weights(train("one", *words))
+    two = weights(train("two", *words, "parallel=ddp", "data.batch_size=90"))
+    parts = weights(train("parts", *words, "data.batch_size=60", "trainer.accumulate_grad_batches=3"))
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
+    torch.testing.assert_close(parts, one, rtol=0, atol=1e-12)
+
+
+def test_a_student_stands_alone_afterwards(teacher: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train("student", "trainer.max_epochs=2")
+    shutil.rmtree(teacher)
+    state = (
+        torch.load(next(run.folder.glob("checkpoints/*")), weights_only=True) if False else run.load_model()
+    )
+    assert sum(weight.numel() for weight in state.parameters()) == 64 * 16 + 16 + 16 * 10 + 10
+    assert main(["evaluate", "student"]) == main(["predict", "student"]) == 0
+    assert "val/acc" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"task\.teacher=teacher: "):
+        package.train(*STUDENT, "trainer.max_epochs=3", "output_dir=other")
+
+
+def test_another_teacher_does_not_go_on(teacher: str) -> None:
+    train("part", "trainer.max_steps=2")
+    shutil.rmtree(teacher)
+    package.train("model.hidden=[16, 16]", "trainer.max_epochs=1", "seed=5", "output_dir=teacher", *QUIET)
+    with pytest.raises(CheckpointError, match=r"its weights are not those that the run began with"):
+        train("rest", "trainer.max_steps=3", "ckpt_path=part")
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true"])
+def test_student_and_teacher_have_a_precision_of_their_own(teacher: str, mode: str) -> None:
+    run = train("half", f"precision={mode}", "task.teacher=mine.Net", "trainer.max_steps=20")
+    assert "Net, 650 parameters, float32" in about(run)
+    package.train(
+        "model.hidden=[16]", f"precision={mode}", "trainer.max_steps=3", "output_dir=halved", *QUIET
+    )
+    assert f"Mlp, 1,210 parameters, {mode}" in about(
+        train("full", "task.teacher=halved", "trainer.max_steps=3")
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("model.num_classes=12", r"task\.teacher: gives \(2, 10\) .* student \(2, 12\)"),
+        ("task.teacher=nothing/here", r"task\.teacher=nothing/here: "),
+        ("task.teacher=nothing", r"task\.teacher=nothing: no such folder of a run"),
+        ("task.teacher=mine.Absent", r"task\.teacher\._target_=mine\.Absent: mine has no Absent"),
+        ("task.teacher=null", r"task\.teacher: is null; it must be a run folder"),
+        ("task.teacher._target_=mine.Net task.teacher.classes=7", r"task\.teacher: gives \(2, 7\) .* student \(2, 10\)"),
+        ("task.hidden={layers.1: layers.77}", r"task\.hidden: the teacher has no layer layers\.77; near names: layers"),
+        ("task.hidden={head: layers.1}", r"task\.hidden: the student has no layer head"),
+        ("task.hidden={layers.1: layers.5}", r"task\.hidden={layers\.1: layers\.5}: the student's output is \(2, 16\)"),
+        ("trainer.compile.scope=step", r"does not go with task=distillation"),
+        ("data.augment.normalize={_target_: trainrun.data.augment.normalize.Normalize, mean: [0.5], std: [0.5]}",
+         r"was trained on inputs normalised by nothing"),
+    ],
+)  # fmt: skip
+def test_a_teacher_that_is_none_is_refused_in_one_line(teacher: str, words: str, text: str) -> None:
+    rest = [
+        word for word in STUDENT if not (word == "task.teacher=teacher" and words.startswith("task.teacher"))
+    ]
+    more = words.split() if words.startswith("task.teacher._target_") else [words]
+    with pytest.raises(TrainrunError, match=text) as caught:
+        package.train(*rest, *more, "trainer.max_steps=2", "output_dir=run")
+    assert "\n" not in str(caught.value)

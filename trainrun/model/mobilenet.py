@@ -1,0 +1,71 @@
+"""A light network for small pictures: inverted residual blocks of depthwise convolutions.
+
+Source: Sandler et al., 2018 (MobileNetV2, arXiv:1801.04381), with fewer and narrower blocks.
+When: few weights and few operations are wanted (a seventh and a fifth of those of `cnn`). When not: speed on a CPU at the same accuracy;
+depthwise convolutions use it badly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.limits import BelowOne, Count
+from trainrun.model.choices import Scheme
+from trainrun.model.cnn import checked_picture
+from trainrun.model.init import initialize
+from trainrun.model.layers import Residual, checked_count, dropout_layers
+
+BLOCKS = ((1, 2), (2, 1), (2, 1), (4, 2), (4, 1))  # channels of each in widths, and its stride
+
+
+class Mobilenet(nn.Module):
+    """Pictures (B, *in_shape) with in_shape (C, H, W) of 4 x 4 or more become logits (B, num_classes).
+
+    width: channels of the first convolution. expansion: how much wider the inside of a block is. 28 x 28 and 8: 17k
+    parameters.
+    """
+
+    def __init__(
+        self,
+        in_shape: Sequence[Count],
+        num_classes: Count,
+        width: Count = 8,
+        expansion: Count = 3,
+        dropout: BelowOne = 0.0,
+        init: Scheme = "he",
+    ) -> None:
+        channels, _, _ = shape = checked_picture(in_shape)
+        now, wider = checked_count("width", width), checked_count("expansion", expansion)
+        super().__init__()
+        self.in_shape = shape
+        layers: list[nn.Module] = [*conv(channels, now, 3), nn.ReLU6(inplace=True)]
+        for times, stride in BLOCKS:
+            layers.append(block(now, times * width, stride, wider))
+            now = times * width
+        self.layers = nn.Sequential(
+            *layers, *conv(now, 2 * now, 1), nn.ReLU6(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            *dropout_layers(dropout), nn.Linear(2 * now, checked_count("num_classes", num_classes)),
+        )  # fmt: skip
+        initialize(self, init)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # as in the Cnn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def conv(channels: int, then: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    layer = nn.Conv2d(channels, then, size, stride, size // 2, groups=groups, bias=False)
+    return [layer, nn.BatchNorm2d(then)]
+
+
+def block(channels: int, then: int, stride: int, expansion: int) -> nn.Module:
+    """Widen, convolve each channel alone, and narrow; added to what came in where the shape stays."""
+    wide = expansion * channels
+    branch = nn.Sequential(
+        *conv(channels, wide, 1), nn.ReLU6(inplace=True),
+        *conv(wide, wide, 3, stride, groups=wide), nn.ReLU6(inplace=True), *conv(wide, then, 1),
+    )  # fmt: skip
+    return Residual(branch) if stride == 1 and channels == then else branch

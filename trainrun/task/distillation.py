@@ -1,0 +1,225 @@
+"""Distillation: a student learns the answers of a trained teacher besides the targets.
+
+When: a light network shall be as good as a heavy one allows. When not: the student is as large as its teacher.
+How: the teacher's softened answers give each class its share, also of what is wrong (Hinton et al., 2015,
+arXiv:1503.02531); hidden states as well where they are named (Romero et al., 2015; Zagoruyko and Komodakis, 2017).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div, log_softmax, normalize
+
+from trainrun.errors import ConfigError, PluginError
+from trainrun.interfaces import StepOutput
+from trainrun.limits import Fraction, NotNegative, Positive
+from trainrun.task.batches import (
+    bare_model,
+    inputs_and_maybe_target,
+    inputs_and_target,
+    output_tensor,
+    run_model,
+)
+from trainrun.task.classification import TORCH_IGNORES, Classification
+
+LOGITS = ""  # among the teacher's answers, whose other names are those of layers
+Answers = Mapping[str, Tensor]
+
+
+class Teacher:
+    """A network that is only asked: in evaluation and inference mode, and in its own precision.
+
+    autocast: the type in which it computes products, None for that of its weights. layers: whose outputs are answers.
+    """
+
+    def __init__(self, network: nn.Module, autocast: torch.dtype | None, layers: Sequence[str]) -> None:
+        self.network, self._autocast = network.eval().requires_grad_(False), autocast
+        self.layers = tuple(layers)
+        for name in layers:
+            check_layer(network, name, "task.hidden: the teacher")
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Its answers, of which a backward may save what it likes."""
+        inputs = inputs_and_maybe_target(batch)[0]
+        mixed = self._autocast is not None
+        device = next((weight.device.type for weight in self.network.parameters()), "cpu")
+        with (
+            torch.inference_mode(),
+            torch.autocast(device, dtype=self._autocast, enabled=mixed),
+            outputs_of(self.network, self.layers) as seen,
+        ):
+            logits = output_tensor(run_model(self.network, inputs, batch))
+        return {name: output.clone() for name, output in {LOGITS: logits, **seen}.items()}
+
+    def mark(self) -> str:
+        """A hash of its weights."""
+        found = hashlib.sha256()
+        for name, value in self.network.state_dict().items():
+            found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return found.hexdigest()[:16]
+
+
+class Distillation:
+    """alpha x T^2 x KL(teacher || student), both softened by the temperature T, + (1 - alpha) x the loss of
+    `Classification`, whose arguments are the others.
+
+    teacher: what the runner makes a `Teacher` of. hidden: names of the student's layers, each with the teacher's whose
+        output it shall have: of one shape, their mean squared difference; pictures (B, C, H, W) of one size and
+        other channels are compared by where they are active, in the squared distance of their attention maps.
+    Validation, test and predictions ask the student alone: they can be compared with a run without a teacher, and need
+    none. ConfigError: values out of range.
+    """
+
+    def __init__(
+        self,
+        teacher: Any = None,
+        temperature: Positive = 3.0,
+        alpha: Fraction = 0.7,
+        hidden: dict[str, str] | None = None,
+        hidden_weight: NotNegative = 1.0,
+        loss: Any = None,
+        label_smoothing: Fraction = 0.0,
+        class_dim: int = 1,
+        ignore_index: int | None = TORCH_IGNORES,
+        class_weights: Literal["balanced"] | list[NotNegative] | None = None,
+        metrics: str | list[str] | None = None,
+        per_class: bool = False,
+    ) -> None:
+        for name, value, fits in (
+            ("temperature", temperature, temperature > 0),
+            ("alpha", alpha, 0 <= alpha <= 1),
+            ("hidden_weight", hidden_weight, hidden_weight >= 0),
+        ):
+            if not fits:
+                raise ConfigError(f"task.{name}={value}: must be {RANGES[name]}")
+        self.asked, self.temperature, self.alpha = teacher, temperature, alpha
+        self.hidden, self.hidden_weight = dict(hidden or {}), hidden_weight
+        self.hard = Classification(
+            loss, label_smoothing, class_dim, ignore_index, class_weights, metrics, per_class
+        )
+        self.monitor, self.count, self.sizes, self.predict = (
+            self.hard.monitor, self.hard.count, self.hard.sizes, self.hard.predict,
+        )  # fmt: skip
+        if metrics:
+            self.summarize = self.hard.summarize
+        self.teacher: Teacher | None = None
+        self.answers: Answers | None = None
+        self.mark = ""
+
+    def learn_from(self, teacher: Teacher, answers: Answers | None) -> None:
+        """answers: to all samples, by their numbers, where they are known already; the teacher is forgotten then."""
+        self.mark, self.answers = teacher.mark(), answers
+        self.teacher = None if answers else teacher
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """PluginError, ConfigError: student, teacher and targets do not fit, at the first batch."""
+        if not torch.is_grad_enabled():
+            return self.hard.step(model, batch)
+        inputs, target = inputs_and_target(batch)
+        answers = self.answers_to(batch)
+        with outputs_of(model, list(self.hidden)) as seen:
+            logits = self.hard.logits(model, inputs, batch)
+        out = self.hard.of_logits(logits, target)
+        soft, near = self.terms(logits, seen, answers, target)
+        loss = self.alpha * soft + (1 - self.alpha) * out.loss_sum + self.hidden_weight * near
+        parts = {"soft": soft.detach(), "hard": out.loss_sum.detach()}
+        parts |= {"hidden": near.detach()} if self.hidden else {}
+        return StepOutput(loss, {**out.sums, **parts})
+
+    def answers_to(self, batch: Any) -> Answers:
+        if self.answers and isinstance(batch, Mapping) and "index" in batch:
+            return {name: rows[batch["index"]] for name, rows in self.answers.items()}
+        if self.teacher is None:
+            raise PluginError("task.teacher: the samples of a batch have lost their numbers (index)")
+        return self.teacher(batch)
+
+    def terms(self, logits: Tensor, seen: Answers, answers: Answers, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The teacher's part, and that of hidden states, summed over the items that count."""
+        taught = self.hard.classes_second(answers[LOGITS])
+        if taught.shape != logits.shape:
+            raise ConfigError(
+                f"task.teacher: gives {tuple(taught.shape)} for a batch, and the student {tuple(logits.shape)}; they "
+                "must have the same classes"
+            )
+        soft = self.temperature**2 * kl_div(
+            log_softmax(logits / self.temperature, 1), log_softmax(taught / self.temperature, 1),
+            reduction="none", log_target=True,
+        ).sum(1)  # fmt: skip
+        items = torch.ones_like(soft)
+        if target.ndim > 1 and not target.is_floating_point() and self.hard.ignore_index is not None:
+            items = (target != self.hard.ignore_index).to(soft.dtype)
+        near = soft.new_zeros(())
+        for name, other in self.hidden.items():
+            each = distance(self._output(seen, name), answers[other], f"task.hidden={{{name}: {other}}}")
+            near = near + (each * items.reshape(len(each), -1).sum(1)).sum()
+        return (soft * items).sum(), near
+
+    def _output(self, seen: Answers, name: str) -> Tensor:
+        if name not in seen:
+            raise ConfigError(f"task.hidden: the student's layer {name} was not called in its forward")
+        return seen[name]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"teacher": self.mark} if self.mark else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """ConfigError: another teacher than before."""
+        if self.mark and state["teacher"] != self.mark:
+            raise ConfigError(
+                "task.teacher: its weights are not those that the run began with; bring them back, or begin a new run "
+                "with init_from=..."
+            )
+
+
+RANGES = {"temperature": "above 0", "alpha": "between 0 and 1", "hidden_weight": "0 or more"}
+
+
+@contextmanager
+def outputs_of(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """What layers give in a forward inside, by their names; of several tensors the first."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        seen[name] = first.clone()  # the next layer may write over it, as ReLU(inplace=True) does
+
+    handles = [
+        bare_model(model)
+        .get_submodule(name)
+        .register_forward_hook(lambda _layer, _inputs, output, name=name: keep(name, output))
+        for name in names
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_layer(model: nn.Module, name: str, whose: str) -> None:
+    names = [known for known, _ in model.named_modules() if known]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0) or names[:3]
+        raise ConfigError(f"{whose} has no layer {name}; near names: {', '.join(near)}")
+
+
+def distance(student: Tensor, teacher: Tensor, key: str) -> Tensor:
+    """(B,): how far the outputs of two layers are apart. ConfigError: they cannot be compared."""
+    student, teacher = student.float(), teacher.float()
+    if student.shape == teacher.shape:
+        return (student - teacher).square().flatten(1).mean(1)
+    if student.ndim == teacher.ndim == 4 and student.shape[2:] == teacher.shape[2:]:
+        maps = [normalize(one.square().mean(1).flatten(1), dim=1) for one in (student, teacher)]
+        return (maps[0] - maps[1]).square().sum(1)
+    raise ConfigError(
+        f"{key}: the student's output is {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}; choose layers "
+        "of one shape, or of pictures of one size"
+    )

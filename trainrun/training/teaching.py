@@ -1,0 +1,182 @@
+"""The teacher of `task=distillation`: found, compared with its student, and asked once a sample where that will do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from trainrun.config.schema import RunConfig
+from trainrun.data.augment.nodes import build_augmentations
+from trainrun.data.cache.probe import look_at
+from trainrun.data.split_batch import num_rows, rows_of
+from trainrun.data.tensor_dataset import columns_of
+from trainrun.errors import ConfigError, DataError
+from trainrun.formatting import counted
+from trainrun.instantiate import TARGET, build
+from trainrun.interfaces import Batches, Parallel
+from trainrun.precision.autocast import AUTOCAST_TYPES, cast_inputs
+from trainrun.runtime.free_memory import free_bytes
+from trainrun.seeding import kept_random_state
+from trainrun.task.batches import inputs_and_target
+from trainrun.task.distillation import LOGITS, Distillation, Teacher, check_layer, outputs_of
+
+if TYPE_CHECKING:
+    from trainrun.training.triggers import Intervals
+
+KEY, MOST_OF_FREE = "task.teacher", 1 / 8  # of the device's memory, for the answers
+NORMALIZE = "trainrun.data.augment.normalize.Normalize"
+LoadRun = Callable[[str], tuple[nn.Module, RunConfig]]
+
+
+def give_teacher(
+    task: Distillation, config: RunConfig, model: nn.Module, source: Any, in_order: Callable[[], Batches],
+    parallel: Parallel, load_run: LoadRun, rhythm: Intervals,
+) -> str:  # fmt: skip
+    """Give the task its teacher, or the teacher's answers to all samples. Returns a line on it.
+
+    in_order: all training samples once, with nothing random. Every rank asks for itself, so each has the answers that
+    one alone would have. Raises ConfigError.
+    """
+    if task.hidden and config.trainer.compile.scope != "off":
+        raise ConfigError(
+            "task.hidden: reads the outputs of layers, which a compiled model has no more; use "
+            "trainer.compile.scope=off"
+        )
+    for name in task.hidden:
+        check_layer(model, name, "task.hidden: the student")
+    answers, right, why = None, "", "an iterable data set"
+    with kept_random_state():
+        network, mode = found_network(task.asked, config, load_run)
+        weight = next((weight.dtype for weight in network.parameters()), torch.float32)
+        network.register_forward_pre_hook(partial(cast_inputs, weight), with_kwargs=True)
+        teacher = Teacher(
+            network.to(parallel.device), AUTOCAST_TYPES.get(mode), list(dict.fromkeys(task.hidden.values()))
+        )
+        if not isinstance(source, IterableDataset):
+            stream = in_order()
+            try:
+                compare(task, teacher, model, next(iter(stream.epoch(0))).data)
+                why = reason_to_ask_again(config, source, stream.num_samples, rhythm, parallel.world_size)
+                if not why:
+                    answers, right, why = all_answers(teacher, stream, parallel)
+            finally:
+                stream.close()
+    task.learn_from(teacher, answers)
+    weights = counted(sum(weight.numel() for weight in network.parameters()), "parameter")
+    about = f"{KEY}: {type(network).__name__}, {weights}, {mode}"
+    if answers is None:
+        return f"{about}; asked in every step: {why}"
+    size = sum(rows.nbytes for rows in answers.values()) / 1e6
+    return (
+        f"{about}; its answers to {counted(len(answers[LOGITS]), 'sample')} are kept ({size:.3g} MB){right}"
+    )
+
+
+def found_network(asked: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.Module, str]:
+    """The network, and the mode of its precision. asked: a folder, a target, or what a node was built to."""
+    if isinstance(asked, str):
+        if Path(asked).expanduser().is_dir() or os.sep in asked or not asked.replace(".", "_").isidentifier():
+            network, trained = load_run(asked)
+            check_normalized(trained, config)
+            return network, trained.precision.mode
+        if "." not in asked:
+            raise ConfigError(
+                f"{KEY}={asked}: no such folder of a run; a target is a path, as my_net.teacher"
+            )
+        asked = build({TARGET: asked}, KEY)
+    if not isinstance(asked, nn.Module):
+        what = "null" if asked is None else f"a {type(asked).__name__}"
+        raise ConfigError(
+            f"{KEY}: is {what}; it must be a run folder, as outputs/first, or what gives a torch.nn.Module with its "
+            "weights, as my_net.teacher"
+        )
+    weight = next((p.dtype for p in asked.parameters()), torch.float32)
+    return asked, str(weight).removeprefix("torch.")
+
+
+def check_normalized(trained: RunConfig, config: RunConfig) -> None:
+    """Both networks get one batch, so the teacher's must have been scaled alike."""
+    theirs, ours = (
+        [node for node in one.data.augment.values() if node and node.get(TARGET) == NORMALIZE]
+        for one in (trained, config)
+    )
+    if theirs != ours:
+        raise ConfigError(
+            f"{KEY}: was trained on inputs normalised by {theirs or 'nothing'}, and here by {ours or 'nothing'}; "
+            "give this run the data.augment.normalize of its teacher"
+        )
+
+
+def compare(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
+    """Ask both of two samples. Raises ConfigError where their answers cannot be compared."""
+    count = num_rows(batch)
+    few = rows_of(batch, 0, min(2, count), count)
+    inputs, target = inputs_and_target(few)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), outputs_of(model, list(task.hidden)) as seen:
+            task.terms(task.hard.logits(model, inputs, few), seen, teacher(few), target)
+    finally:
+        model.train(training)
+
+
+def reason_to_ask_again(
+    config: RunConfig, source: Any, num_samples: int | None, rhythm: Intervals, world_size: int
+) -> str:
+    """Why its answers cannot be kept, or need not be; "" if they can."""
+    for augmentation in build_augmentations(config.data.augment):
+        if augmentation.random:
+            return f"{augmentation.key} is random"
+    if config.data.transform:
+        return "data.transform may be random"
+    if not num_samples:
+        return "the number of samples is not known"
+    seen = config.data.batch_size * rhythm.accumulate * world_size * (rhythm.total_steps or num_samples)
+    if seen < 2 * num_samples:
+        return "few samples come twice"
+    if columns_of(source, "data.train") is not None:  # in memory
+        return ""
+    try:
+        look_at(source, "data.train")
+    except DataError as error:
+        return f"its samples may be random ({error})"
+    return ""
+
+
+def all_answers(
+    teacher: Teacher, stream: Batches, parallel: Parallel
+) -> tuple[Mapping[str, Tensor] | None, str, str]:
+    """The answers by the number of the sample, how many are right, and why there are none."""
+    tables: dict[str, Tensor] = {}
+    right = asked = 0
+    limit = MOST_OF_FREE * min(parallel.gather(free_bytes(parallel.device))) / parallel.local_world_size
+    for batch in stream.epoch(0):
+        if not isinstance(batch.data, dict) or "index" not in batch.data:
+            return None, "", "data.augment.index, which numbers the samples, was taken away"
+        found = teacher(batch.data)
+        shapes = {name: (stream.num_samples or 0, *rows.shape[1:]) for name, rows in found.items()}
+        if not tables:
+            size = sum(rows.element_size() * torch.Size(shapes[name]).numel() for name, rows in found.items())
+            if size > limit:
+                return (
+                    None,
+                    "",
+                    f"its answers take {size / 1e6:.3g} MB, an eighth of the free memory is {limit / 1e6:.3g}",
+                )
+            tables = {name: torch.full(shapes[name], torch.nan).to(rows) for name, rows in found.items()}
+        if any(table.shape != shapes[name] for name, table in tables.items()):
+            return None, "", "its answers differ in shape"
+        for name, rows in found.items():
+            tables[name][batch.data["index"]] = rows
+        target = inputs_and_target(batch.data)[1]
+        if target.ndim == 1 and not target.is_floating_point() and found[LOGITS].ndim == 2:
+            right, asked = right + int((found[LOGITS].argmax(1) == target).sum()), asked + len(target)
+    return tables, f", {100 * right / asked:.1f} % of them right" if asked else "", ""
