@@ -141,7 +141,11 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
     if option == "vae":
         return ["task=vae", "model=vae", "model.hidden=[16]"]
     if option == "distillation":
-        return ["task.teacher=trainrun.model.mlp.Mlp", "task.teacher.in_shape=[1,8,8]"]
+        return [
+            "task.teacher._target_=trainrun.model.mlp.Mlp",
+            "+task.teacher.in_shape=[1,8,8]",
+            "+task.teacher.num_classes=10",
+        ]
     if option in ("gpt", "lstm", "language_modeling"):
         text = ["data=text", "data.train.max_bytes=100000", "data.train.block_size=32"]
         own = {"gpt": ["task=language_modeling"], "lstm": ["task=language_modeling"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,7 +19,6 @@ from trainrun.assemble.data_pipeline import (
     check_alike,
     check_classes,
     check_numbers,
-    in_order,
     key_of,
     open_split,
 )
@@ -56,6 +55,7 @@ from trainrun.assemble.step_function import (
 )
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.checkpoint.policy import KeepOptions
+from trainrun.config.pair_rules import DISTILLATION
 from trainrun.config.saved_values import public
 from trainrun.config.schema import SAME, RunConfig, plain, validation_nodes
 from trainrun.data.facts import facts_of_all
@@ -96,7 +96,6 @@ if TYPE_CHECKING:
     from trainrun.training.recovery.nonfinite import BadSteps
 
 LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
-DISTILLATION = "trainrun.task.distillation.Distillation"
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class RunContext:
     """Where a run is built: its folder, its ranks, who may stop it, and who listens on rank 0.
 
     chosen: what the run began with, and after the build what was chosen for it. measures: whether by a clock.
-    is_new: nothing of the run has been trained before, so its task is checked.
+    is_new: nothing of the run has been trained before, so its task is checked. trains: false to evaluate alone.
     """
 
     run: RunDir
@@ -117,13 +116,11 @@ class RunContext:
     before_commit: Callable[[], None] | None = None
     write: Callable[[Mapping[str, Any]], None] | None = None
     init_from: str | None = None  # weights to begin with, where nothing is taken from a checkpoint
-    load_run: Callable[[str], tuple[nn.Module, RunConfig]] | None = (
-        None  # the network of another run, to train with
-    )
     phases: PhaseTimer = field(default_factory=PhaseTimer)
     chosen: Chosen = field(default_factory=dict)
     measures: bool = False
     is_new: bool = False
+    trains: bool = True
     device_times: DeviceTimes | None = None
 
 
@@ -189,12 +186,10 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     set_threads(config, model, device, notes)
     if isinstance(task, ChecksModel):
         task.check_model(model)
-    if site.load_run is not None and (config.task or {}).get("_target_") == DISTILLATION:
-        from trainrun.training.teaching import give_teacher
+    if site.trains and (config.task or {}).get("_target_") == DISTILLATION:
+        from trainrun.assemble.resumption import teach
 
-        samples = sources["train"]
-        stream = partial(in_order, config, parallel, samples)
-        notes.append(give_teacher(task, config, model, samples, stream, parallel, site.load_run, rhythm))
+        notes.append(teach(config, parallel, task, model, sources["train"], rhythm))
     apply_built_in(config, model, device, notes)
     num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
     config = choose_numbers(

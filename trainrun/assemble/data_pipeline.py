@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import SAME, RunConfig, validation_nodes
@@ -63,13 +62,6 @@ def open_split(
     batches, note = open_batches(source, options)
     notes += note.splitlines()
     return batches
-
-
-def in_order(config: RunConfig, parallel: Parallel, source: Any) -> Batches:
-    """All training samples once, on every rank, with nothing random."""
-    options = stream_options(config, parallel, "train", lambda text: None)
-    options = replace(options, training=False, may_grow=True, rank=0, world_size=1, gather=None, limit=1.0)
-    return open_batches(source, options)[0]
 
 
 def stream_options(

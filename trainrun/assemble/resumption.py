@@ -1,23 +1,37 @@
-"""The state of a checkpoint that a run begins with, and what is said about it."""
+"""What a run takes from another: the state of a checkpoint to go on from, and the network of a teacher."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from trainrun.assemble.data_pipeline import stream_options
+from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA
+from trainrun.checkpoint.best import best_checkpoint
+from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
+from trainrun.checkpoint.weights import check_tensors, tensor_kinds, weights_of
+from trainrun.config.compose import plain_config, with_overrides
 from trainrun.config.schema import RunConfig
-from trainrun.errors import CheckpointError
+from trainrun.data.pipeline import open_batches
+from trainrun.errors import CheckpointError, ConfigError
 from trainrun.formatting import counted
-from trainrun.runs.run_folder import RunDir, note_saved, says_saved
+from trainrun.interfaces import Batches, DataFacts, Parallel
+from trainrun.parallel.single import Single
+from trainrun.runs.run_folder import RunDir, note_saved, read_identity, says_saved
+from trainrun.runs.trusted_code import check_run
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
 
 if TYPE_CHECKING:
-    from trainrun.checkpoint.load import Loaded
+    from trainrun.training.triggers import Intervals
 
 TAIL_BYTES = 1 << 16
 
@@ -43,6 +57,56 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
     else:  # a new run has none of the other run's checkpoints, and no best of its own yet
         state.saved_step, state.best_step, state.best_metric = -1, -1, None
     return state
+
+
+def network_of(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
+    """The network of a run, in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
+    loaded = read_checkpoint(resolve(run_dir.checkpoints, which))
+    told = read_identity(run_dir).get("data", {})
+    facts = DataFacts(
+        shape=tuple(told["shape"]) if told.get("shape") else None, num_classes=told.get("num_classes")
+    )
+    device = torch.device("cpu")
+    model = build_model(config, facts, Single(device).materialize)
+    model = apply_transforms(config, model, device)
+    load_weights(model, loaded)
+    return model.eval()
+
+
+def load_weights(model: nn.Module, loaded: Loaded) -> None:
+    """The averaged weights where there are any, else the trained ones."""
+    weights, _ = weights_of(loaded)
+    check_tensors(loaded.folder.name, "this model", tensor_kinds(model.state_dict()), tensor_kinds(weights))
+    model.load_state_dict(weights)
+
+
+def teach(
+    config: RunConfig, parallel: Parallel, task: Any, model: nn.Module, source: Any, rhythm: Intervals
+) -> str:
+    """Give the task of a distillation its teacher; a line on it."""
+    from trainrun.step.teaching import give_teacher
+
+    def in_order() -> Batches:
+        """All training samples once, on every rank, with nothing random."""
+        options = stream_options(config, parallel, "train", lambda text: None)
+        options = replace(
+            options, training=False, may_grow=True, rank=0, world_size=1, gather=None, limit=1.0
+        )
+        return open_batches(source, options)[0]
+
+    return give_teacher(task, config, model, source, in_order, parallel, teacher_of_run, rhythm)
+
+
+def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
+    """The network of a run, by its best checkpoint, else its last; and what it was trained with."""
+    run_dir = RunDir(Path(folder).expanduser().absolute())
+    if not run_dir.config.is_file():
+        raise ConfigError(f"task.teacher={folder}: no run is there (no config.yaml)")
+    values = plain_config(run_dir.config)
+    check_run(run_dir, values, [], trust=False)
+    config = with_overrides(values, run_dir.config, [])
+    which = "last" if best_checkpoint(run_dir.checkpoints) is None else "best"
+    return network_of(run_dir, config, which), config
 
 
 def begin_anew(run_dir: RunDir, rank: int) -> None:
@@ -101,8 +165,6 @@ def last_step(metrics: Path) -> int:
 
 def checkpoint_at(ckpt_path: str) -> Path:
     """A checkpoint's folder, or the newest one of a run's folder. Raises CheckpointError."""
-    from trainrun.checkpoint.load import resolve
-
     path = Path(ckpt_path).expanduser().absolute()
     inside = RunDir(path).checkpoints
     try:

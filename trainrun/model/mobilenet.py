@@ -1,7 +1,7 @@
 """A light network for small pictures: inverted residual blocks of depthwise convolutions.
 
 Source: Sandler et al., 2018 (MobileNetV2, arXiv:1801.04381), with fewer and narrower blocks.
-When: few weights and few operations are wanted (a seventh and a fifth of those of `cnn`). When not: speed on a CPU at the same accuracy;
+When: few weights and few operations are wanted (a seventh and a fifth of those of `cnn`). When not: speed on a CPU;
 depthwise convolutions use it badly.
 """
 

@@ -170,7 +170,6 @@ def site_of(
         flag,
         [],
         init_from=init_from,
-        load_run=load_run,
         chosen=chosen_before(identity, training=True),
     )
     if listeners is None:
@@ -186,12 +185,6 @@ def site_of(
         site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
         before_commit=before_commit, write=listeners.bus.write,
     )  # fmt: skip
-
-
-def load_run(folder: str) -> tuple[torch.nn.Module, RunConfig]:
-    from trainrun.runs.restore_config import load_teacher
-
-    return load_teacher(folder)
 
 
 def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int) -> None:

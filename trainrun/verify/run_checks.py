@@ -16,7 +16,6 @@ from trainrun.config.schema import RunConfig, validation_nodes, with_values
 from trainrun.errors import ConfigError, TrainrunError
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.restore_config import load_teacher
 from trainrun.runs.run_folder import RunDir
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.user_traceback import line_of
@@ -133,9 +132,7 @@ def own_parts(config: RunConfig, folder: Path) -> Components:
 def built(config: RunConfig, folder: Path, device: torch.device) -> Components:
     assert config.seed is not None
     seed_everything(derive_seed(config.seed))
-    site = RunContext(
-        RunDir(folder / "parts"), "verify", Single(device), StopFlag(), [], load_run=load_teacher
-    )
+    site = RunContext(RunDir(folder / "parts"), "verify", Single(device), StopFlag(), [])
     return build_components(config, site)[0]
 
 

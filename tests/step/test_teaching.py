@@ -129,7 +129,7 @@ def test_student_and_teacher_have_a_precision_of_their_own(teacher: str, mode: s
         ("task.teacher=nothing", r"task\.teacher=nothing: no such folder of a run"),
         ("task.teacher=mine.Absent", r"task\.teacher\._target_=mine\.Absent: mine has no Absent"),
         ("task.teacher=null", r"task\.teacher: is null; it must be a run folder"),
-        ("task.teacher._target_=mine.Net task.teacher.classes=7", r"task\.teacher: gives \(2, 7\) .* student \(2, 10\)"),
+        ("task.teacher._target_=mine.Net task.teacher.classes=7", r"task\.teacher: gives \(2, 7\) .* \(2, 10\)"),
         ("task.hidden={layers.1: layers.77}", r"task\.hidden: the teacher has no layer layers\.77; near names: layers"),
         ("task.hidden={head: layers.1}", r"task\.hidden: the student has no layer head"),
         ("task.hidden={layers.1: layers.5}", r"task\.hidden={layers\.1: layers\.5}: the student's output is \(2, 16\)"),
