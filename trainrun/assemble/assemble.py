@@ -184,12 +184,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
             config, sum(p.numel() for p in model.parameters()), rhythm.total_steps, device, notes
         )
     set_threads(config, model, device, notes)
-    if isinstance(task, ChecksModel):
-        task.check_model(model)
-    if site.trains and (config.task or {}).get("_target_") == DISTILLATION:
-        from trainrun.assemble.resumption import teach
-
-        notes.append(teach(config, parallel, task, model, sources["train"], rhythm))
+    prepare_task(config, site, task, model, sources["train"], rhythm, notes)
     apply_built_in(config, model, device, notes)
     num_batches = math.inf if rhythm.total_steps is None else rhythm.total_steps * rhythm.accumulate
     config = choose_numbers(
@@ -235,6 +230,18 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         own_step=own_step,
     )  # fmt: skip
     return run, run_facts(run, site, rhythm, notes)
+
+
+def prepare_task(
+    config: RunConfig, site: RunContext, task: Any, model: nn.Module, source: Any, rhythm: Intervals, notes: list[str]
+) -> None:  # fmt: skip
+    """What a task does once its model is there: look at it, and find its teacher."""
+    if isinstance(task, ChecksModel):
+        task.check_model(model)
+    if site.trains and config.task.get("_target_") == DISTILLATION:
+        from trainrun.assemble.resumption import teach
+
+        notes.append(teach(config, site.parallel, task, model, source, rhythm))
 
 
 def open_streams(

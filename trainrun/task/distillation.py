@@ -90,7 +90,7 @@ class Distillation:
         class_dim: int = 1,
         ignore_index: int | None = TORCH_IGNORES,
         class_weights: Literal["balanced"] | list[NotNegative] | None = None,
-        metrics: str | list[str] | None = None,
+        metrics: str | list[Any] | dict[str, Any] | None = None,
         per_class: bool = False,
     ) -> None:
         for name, value, fits in (
