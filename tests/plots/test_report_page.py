@@ -100,9 +100,9 @@ def test_a_comparison_shows_only_what_differs(make_run: Any, tmp_path: Path) -> 
     assert [path.name for path in result.files] == names
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
     head, first, second = result.table.splitlines()
-    assert head.split() == ["run", "best", "step", "time", "speed", "optimizer.lr"]
-    assert first.split() == ["a", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "samples/s", "0.001"]
-    assert second.split() == ["b", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "samples/s", "0.01"]
+    assert head.split() == ["run", "best", "step", "time", "speed", "val/loss", "optimizer.lr"]
+    assert first.split() == ["a", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "samples/s", "2", "0.001"]
+    assert second.split() == ["b", "val/acc", "0.98", "100", "3.5", "s", "6.05k", "samples/s", "2", "0.01"]
     assert first.index("val/acc") == head.index("best")
     page = read(result.files[-1])
     assert page.tags.count("img") == 2
@@ -122,7 +122,7 @@ def test_a_run_without_config_or_metrics_can_be_compared(
     run, file = open_run
     file.close()
     result = compare([make_run(tmp_path / "a"), run], tmp_path)
-    assert result.table.splitlines()[2].split() == ["run", "-", "-", "-", "-"]
+    assert result.table.splitlines()[2].split() == ["run", "-", "-", "-", "-", "-"]
 
 
 def test_keys_differ_in_value_or_presence() -> None:

@@ -28,19 +28,24 @@ from trainrun.runs.run_folder import RunDir
 
 COMMANDS = {
     "resume": "go on with a run from its newest checkpoint",
+    "again": "a new run, with the settings of another",
     "evaluate": "loss and metrics of a saved run",
     "predict": "predictions of a saved run as CSV or Parquet",
     "diagnose": "measure what a training of these words waits for, and what it would gain without",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
     "autotune": "find the fastest way to the same training on this machine, and write it as a preset",
     "report": "draw the plots of a run again, or compare several",
+    "compare": "what differs between runs, and what came out",
     "import": "the weights of a foreign torch file as safetensors, without running anything of it",
     "convert": "data in another format: .npy, HDF5, Parquet, LMDB, TFRecord or tar shards",
     "help": "the manual, by topic",
 }
 
-MODULES = {"convert": "cli.convert_command", "help": "cli.manual_pages"}  # where the file has another name
-
+MODULES = {  # where the file, or the function, has another name
+    "help": "cli.manual_pages",
+    "again": "cli.resume_command:again",
+    "compare": "cli.report_command:compare",
+}
 
 OLD_COMMANDS = {"tune": ["autotune"], "ladder": ["autotune", "--table"]}
 
@@ -107,8 +112,10 @@ def dispatch(words: list[str]) -> int:
         words = [*now, *words[1:]]
     if words and words[0] in COMMANDS:
         add_import_paths([])
-        module = MODULES.get(words[0], f"cli.{words[0]}_command")
-        command: Callable[[list[str]], int] = importlib.import_module(f"trainrun.{module}").main
+        module, _, name = MODULES.get(words[0], f"cli.{words[0]}_command").partition(":")
+        command: Callable[[list[str]], int] = getattr(
+            importlib.import_module(f"trainrun.{module}"), name or "main"
+        )
         return command(words[1:])
     if words and re.fullmatch(r"[a-z][\w-]*", words[0]) and not "".join(words[1:2]).startswith("="):
         raise ConfigError(no_command(words[0]))

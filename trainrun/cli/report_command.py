@@ -1,10 +1,12 @@
-"""`trainrun report RUN_DIR...`: draws the plots of runs again; several are put side by side."""
+"""`trainrun report RUN_DIR...`: draws the plots of runs again. `trainrun compare`: several side by side."""
 
 from __future__ import annotations
 
 import difflib
 import os
+from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainrun.cli.run_arguments import Parser, add_trust
@@ -17,6 +19,24 @@ MOST_FOLDERS = 2000  # looked at when a run is not found
 NOT_SEARCHED = ("checkpoints", "plots", "node_modules", "__pycache__")
 
 
+def compare(argv: list[str]) -> int:
+    """Say what differs between runs; draw nothing of each alone."""
+    parser = Parser(
+        prog="trainrun compare", allow_abbrev=False,
+        description="Says in what runs differ: settings, environment, data, and what came out. Writes compare.html "
+        "with their curves side by side.",
+    )  # fmt: skip
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run")
+    add_out(parser)
+    words = parser.parse_args(argv)
+    runs = checked_runs(words)
+    if len(runs) < 2:
+        raise ConfigError(f"compare {words.run_dirs[0]}: give another run too; one alone: trainrun report")
+    with written():
+        draw_together(runs, words.out)
+    return EXIT_DONE
+
+
 def main(argv: list[str]) -> int:
     """Draw `plots/*.png` and `report.html` of each run, and for several `compare.html` too."""
     parser = Parser(
@@ -25,41 +45,55 @@ def main(argv: list[str]) -> int:
         "also put side by side: compare.html, compare_loss.png, compare_metrics.png.",
     )  # fmt: skip
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run")
+    add_out(parser)
+    words = parser.parse_args(argv)
+    runs = checked_runs(words)
+    if words.out is not None and len(runs) == 1:
+        raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
+    with written():
+        from trainrun.plots.report import draw_report
+        from trainrun.plots.run_curves import draw_run
+
+        for run in runs:
+            pictures = draw_run(run)
+            say(f"{draw_report(run)}  (pictures: {len(pictures)}, in {run.plots})")
+        if len(runs) > 1:
+            draw_together(runs, words.out)
+    return EXIT_DONE
+
+
+def add_out(parser: Parser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="where the comparison goes (default: beside the first run)"
     )
     add_trust(parser)
-    words = parser.parse_args(argv)
+
+
+def checked_runs(words: Namespace) -> list[RunDir]:
     runs = list(dict.fromkeys(find_run(word) for word in words.run_dirs))
     for run in runs:
         check_files(run.root, words.trust)
-    if words.out is not None and len(runs) == 1:
-        raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
+    return runs
 
+
+@contextmanager
+def written() -> Iterator[None]:
+    """What cannot be written is the user's to mend."""
     try:
-        draw_all(runs, words.out)
+        yield
     except BrokenPipeError:  # of who reads what is printed
         raise
     except OSError as error:
         raise ConfigError(f"{error.filename or 'report'}: cannot write there ({error.strerror})") from error
-    return EXIT_DONE
 
 
-def draw_all(runs: list[RunDir], out: Path | None) -> None:
-    """Each run, then several side by side."""
-    from trainrun.plots.report import draw_report
-    from trainrun.plots.run_curves import draw_run
+def draw_together(runs: list[RunDir], out: Path | None) -> None:
+    from trainrun.plots.compare import compare as compared
 
-    for run in runs:
-        pictures = draw_run(run)
-        say(f"{draw_report(run)}  (pictures: {len(pictures)}, in {run.plots})")
-    if len(runs) > 1:
-        from trainrun.plots.compare import compare
-
-        comparison = compare(runs, out or runs[0].root.parent)
-        say(f"\n{comparison.table}\n")
-        for path in comparison.files:
-            say(path)
+    comparison = compared(runs, out or runs[0].root.parent)
+    say(f"\n{comparison.table}\n\n{comparison.further}\n")
+    for path in comparison.files:
+        say(path)
 
 
 def find_run(folder: str) -> RunDir:

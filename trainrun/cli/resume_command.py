@@ -1,10 +1,17 @@
-"""`trainrun resume RUN_DIR [key=value ...]`: the same run, from its newest good checkpoint."""
+"""`trainrun resume RUN_DIR`: the same run, from its newest good checkpoint; `trainrun again RUN_DIR`: a new one."""
 
 from __future__ import annotations
 
-from trainrun.cli.main import add_import_paths, follows_others, told
+import contextlib
+import sys
+
+from trainrun.cli.main import add_import_paths, follows_others, others_dismissed, told
 from trainrun.cli.run_arguments import parse, run_parser
-from trainrun.runs.run import open_run, resume_run
+from trainrun.config.aliases import key_of_today
+from trainrun.config.compose import Composition
+from trainrun.config.schema import plain
+from trainrun.output import say
+from trainrun.runs.run import LaunchSpec, begun, open_run, resume_run, start
 
 
 def main(argv: list[str]) -> int:
@@ -19,3 +26,38 @@ def main(argv: list[str]) -> int:
         return follow_run()
     run = open_run(words.run_dir)
     return told(run.root, lambda: resume_run(run, words.overrides, add_import_paths([]), words.trust))
+
+
+def again(argv: list[str]) -> int:
+    """Return the exit code of the new run."""
+    parser = run_parser(
+        "again",
+        "Begins a new run, in a folder of its own, with the settings of another, its seed too: without other words it "
+        "computes the same once more. seed=null draws a new one.",
+    )
+    words = parse(parser, argv)
+    if follows_others():
+        from trainrun.runs.torchrun import follow_run
+
+        return follow_run()
+    from trainrun.runs.resume import differences, trusted_config, word
+    from trainrun.runs.trusted_code import check_found
+
+    earlier, folder = open_run(words.run_dir), "hydra.run.dir"
+    keys = {word: key_of_today(word.partition("=")[0], lambda _: False) for word in words.overrides}
+    places = [word.partition("=")[2] for word, key in keys.items() if key == folder]
+    own = {folder: places[-1]} if places else {}
+    overrides = [word for word, key in keys.items() if key != folder]
+    with contextlib.ExitStack() as held:
+        with others_dismissed():
+            before = trusted_config(earlier, [], words.trust)
+            config = trusted_config(earlier, overrides, words.trust) if overrides else before
+            check_found(earlier, plain(config))
+            changed = "".join(
+                f"; {key}={word(here)} (was {word(there)})"
+                for key, there, here in differences(before, config)
+            )
+            say(f"note: the settings of {earlier.root}{changed}", file=sys.stderr)
+            typed = ["again", str(earlier.root), *words.overrides]
+            run, config, goes_on = held.enter_context(begun(Composition(config, {}, overrides, own), typed))
+        return told(run.root, lambda: start(run, config, LaunchSpec(goes_on, add_import_paths([]))))

@@ -1,19 +1,23 @@
-"""Several runs side by side: their curves in one picture, their results and differing values in one table."""
+"""Several runs side by side: their curves in one picture, their results and what differs between them in tables."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainrun.checkpoint.manifest import read_manifest
+from trainrun.errors import CheckpointError, ConfigError
 from trainrun.formatting import duration, figure, quantity, speed_in
 from trainrun.plots import canvas, page
-from trainrun.plots.history import History, flat, read_config, read_history
+from trainrun.plots.history import History, flat, read_config, read_environment, read_history
 from trainrun.plots.report import plain
 from trainrun.plots.series import fitting_window, moving_average, names_in, series_of, wants_log_scale
-from trainrun.runs.run_folder import RunDir, write_text
+from trainrun.runs.run_folder import RunDir, read_identity, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,15 +27,17 @@ WINDOW = 20
 ONLY_TRAIN = " (train)"  # behind the name of a run without validation
 LINE_STYLES = ("-", "--", "-.", ":")
 MOST_WIDE = 160  # letters of a line of the table, for the terminal
+PACKAGES = "packages that others have not"
 UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the training
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """files: what was written. table: the same table as on the page, in plain text."""
+    """files: what was written. table: results and settings in plain text; further: what else differs."""
 
     files: tuple[Path, ...]
     table: str
+    further: str
 
 
 def compare(runs: list[RunDir], out: Path) -> RunComparison:
@@ -44,9 +50,62 @@ def compare(runs: list[RunDir], out: Path) -> RunComparison:
         drawings["compare_metrics.png"] = compare_picture("Metrics (faint: training)", histories, names)
     files = [canvas.save(drawing, out / name) for name, drawing in drawings.items() if drawing is not None]
     title = f"{len(runs)} runs side by side"
-    parts = [page.heading(title, level=1), page.table(head, rows), page.pictures(files)]
+    same = same_until(histories)
+    parts = [page.heading(title, level=1), page.table(head, rows), page.paragraph(same), page.pictures(files)]
+    texts = [same]
+    for name, facts in {"environment": environment_of, "data": data_of}.items():
+        found = differences({run: flat(facts(history)) for run, history in histories.items()})
+        parts += [page.heading(f"{name}: what differs"), page.table(*found)] if found[1] else []
+        texts.append(f"{name}:\n{text_table(*found)}" if found[1] else f"{name}: nothing differs")
     write_text(out / "compare.html", page.page(title, parts))
-    return RunComparison((*files, out / "compare.html"), text_table(head, rows))
+    table = text_table(head, rows)
+    return RunComparison((*files, out / "compare.html"), table, "\n\n".join(filter(None, texts)))
+
+
+def environment_of(history: History) -> dict[str, Any]:
+    """Versions, machine, device and the state of the code."""
+    found, run = read_environment(history.run), history.run
+    found = {name: value for name, value in found.items() if name not in ("command", "working_dir")}
+    with suppress(OSError):
+        found["changes.diff"] = hashlib.sha256(run.changes.read_bytes()).hexdigest()[:8]
+    return found | {name: history.facts.get(name) for name in ("device", "world_size")}
+
+
+def data_of(history: History) -> dict[str, Any]:
+    """Sizes, shapes, and a mark of the files."""
+    found = {name: history.facts.get(name) for name in ("num_train", "num_val")}
+    with suppress(ConfigError):
+        found |= read_identity(history.run).get("data", {})
+    with suppress(OSError, ValueError, CheckpointError):
+        newest = max(history.run.checkpoints.glob("step-*"), default=None)
+        found |= {"files": read_manifest(newest).fingerprint.get("data.train.path")} if newest else {}
+    return found
+
+
+def differences(facts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """A table of the facts that are not the same, a row each, with a column for each run."""
+    keys = differing_keys(list(facts.values()))
+    few = [
+        key for key in keys if not key.startswith("packages.") or all(key in one for one in facts.values())
+    ]
+    if others := set(keys) - set(few):
+        facts = {run: {**one, PACKAGES: len(others & one.keys())} for run, one in facts.items()}
+        few.append(PACKAGES)
+    return ["", *facts], [
+        [key, *(plain(found[key]) if key in found else "-" for found in facts.values())] for key in few
+    ]
+
+
+def same_until(histories: dict[str, History]) -> str:
+    """How far the training losses are those of the first run, to the last bit."""
+    losses = [{row["step"]: row.get("train/loss") for row in one.of("train")} for one in histories.values()]
+    both = sorted(set.intersection(*map(set, losses)))
+    if not both:
+        return ""
+    other = [step for step in both if len({one[step] for one in losses}) > 1]
+    if not other:
+        return f"train/loss: the same, bit for bit, at all {len(both)} steps that all have logged"
+    return f"train/loss: another from step {other[0]:,} on"
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:
@@ -60,7 +119,8 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
     """Result, time and speed of each run, and the config values in which they differ."""
     configs = [flat(read_config(history.run)) for history in histories.values()]
     keys = differing_keys(configs)
-    head = ["run", "best", "step", "time", "speed", *keys]
+    results = names_in(map(results_of, histories.values()))
+    head = ["run", "best", "step", "time", "speed", *results, *keys]
     rows = []
     for (name, history), config in zip(histories.items(), configs, strict=True):
         best, summary = history.best, history.summary
@@ -71,9 +131,16 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
             f"{best.step:,}" if best else "-",
             duration(seconds) if seconds is not None else "-",
             f"{quantity(speed[0])} {speed[1]}" if speed is not None else "-",
+            *(figure(results_of(history)[key]) if key in results_of(history) else "-" for key in results),
             *(plain(config[key]) if key in config else "-" for key in keys),
         ])  # fmt: skip
     return head, rows
+
+
+def results_of(history: History) -> dict[str, float]:
+    """The metrics of the end, and of the test."""
+    found = dict(history.summary.get("metrics") or {}) | (history.of("test") or [{}])[-1]
+    return {name: value for name, value in found.items() if "/" in name and not name.endswith("/seconds")}
 
 
 def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:

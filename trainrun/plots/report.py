@@ -24,6 +24,7 @@ ORDER = (
     "memory",
 )
 MOST_NOTES = 200
+SHOWN_PACKAGES = ("trainrun", "torch", "numpy")
 
 
 def draw_report(run: RunDir) -> Path:
@@ -39,6 +40,10 @@ def draw_report(run: RunDir) -> Path:
         if len(notes) > MOST_NOTES
         else []
     )
+    environment = read_environment(run)
+    installed = environment.pop("packages", {})
+    environment |= {f"packages.{one}": installed[one] for one in SHOWN_PACKAGES if one in installed}
+    packages = "\n".join(f"{one}=={version}" for one, version in installed.items())
     parts = [
         page.heading(name, level=1),
         page.paragraph(str(run.root)),
@@ -49,12 +54,12 @@ def draw_report(run: RunDir) -> Path:
         *class_tables(history),
         page.pictures(pictures_in_order(run)),
         page.listing("Notes", dropped + notes[-MOST_NOTES:]),
-        page.pairs(
-            "Environment", [(key, plain(value)) for key, value in flat(read_environment(run)).items() if key]
-        ),
+        page.pairs("Environment", [(key, plain(value)) for key, value in flat(environment).items() if key]),
+        page.folded("all packages", packages),
         page.heading("Config"),
         page.folded("overrides.txt", _text(run.overrides)),
         page.folded("config.yaml", _text(run.config)),
+        page.folded("changes.diff", _text(run.changes)),
     ]
     write_text(run.report, page.page(name, parts))
     return run.report

@@ -20,7 +20,7 @@ from trainrun.masking import masked_word
 from trainrun.output import say
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
-from trainrun.runs.environment import describe
+from trainrun.runs.environment import describe, uncommitted
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import (
     SEED,
@@ -91,7 +91,9 @@ def new_run(
         write_identity(run, identity)
         write_config(run, config)
         write_words(run, words)
-        write_json(run.environment, describe(Path.cwd()))
+        write_json(run.environment, found := describe(Path.cwd()))
+        if (found["git"] or {}).get("changed") and (diff := uncommitted(Path.cwd())):
+            write_text(run.changes, diff)
     except OSError as error:
         raise cannot_write(run.root, error) from error
     return run

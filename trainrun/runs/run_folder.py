@@ -19,7 +19,7 @@ MAX_JSON_BYTES = 4 * 2**20
 # They hold settings: for their owner alone.
 PRIVATE = (
     "config.yaml", ".config-before.yaml", "overrides.txt", ".secrets.json", "environment.json", "status.json",
-    "report.html", ".job.json",
+    "report.html", ".job.json", "changes.diff",
 )  # fmt: skip
 SAVED = "saved"  # in RUN.json, once a checkpoint was seen
 SEED_DRAWN = "seed_drawn"  # in RUN.json: whether nobody named one
@@ -53,6 +53,7 @@ class RunDir:
     secrets = _Inside(".secrets.json")  # values of settings that are named like a secret, by key
     overrides = _Inside("overrides.txt")  # the words of the command line, one a line
     environment = _Inside("environment.json")  # versions, device, git commit
+    changes = _Inside("changes.diff")  # what of the working directory is not in that commit
     identity = _Inside("RUN.json")  # the run's id, made once, and what was chosen for it
     identity_copy = _Inside(".RUN.json")  # the same again: a run goes on where one of the two is damaged
     lock = _Inside(".lock")  # open and locked by the processes that train here; stays when they end

@@ -1,0 +1,112 @@
+"""`trainrun again` and `trainrun compare`; what a run notes of its environment."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli.main import main
+from trainrun.runs import environment
+
+SHORT = (
+    "monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false", "trainer.num_threads=1",
+    "model.hidden=[8]", "trainer.max_steps=6", "monitor.log_every_n_steps=2", "trainer.val_check_interval=3",
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(workdir: Path) -> Path:
+    assert main([*SHORT, "seed=null", "output_dir=first"]) == 0
+    return workdir / "first"
+
+
+def test_again_is_the_same_training_in_another_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["again", "first", "output_dir=second"]) == 0
+    assert main(["again", "first", "lr=0.1", "output_dir=third", "data.batch_size=16"]) == 0
+    assert "; data.batch_size=16 (was 32); optimizer.lr=0.1 (was 0.001)" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert Path("second/config.yaml").read_text() == Path("first/config.yaml").read_text()
+    assert main(["compare", "first", "second"]) == 0
+    told = capsys.readouterr().out
+    assert "train/loss: the same, bit for bit, at all 3 steps that all have logged" in told
+    assert "environment: nothing differs\n\ndata: nothing differs" in told
+    assert main(["compare", "first", "third", "--out", "there"]) == 0
+    told = capsys.readouterr().out
+    assert "train/loss: another from step 2 on" in told
+    assert "optimizer.lr" in told
+    assert Path("there/compare.html").is_file()
+
+
+def test_without_a_folder_it_gets_one_and_a_finished_one_stays(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["again", "first", "trainer.max_steps=1"]) == 0
+    assert len(list(Path("outputs").glob("*/*/RUN.json"))) == 1
+    assert main(["again", "first", "output_dir=first"]) == 0  # the very same words: it is there, and done
+    assert "finished already" in capsys.readouterr().out
+    assert main(["again", "first", "output_dir=first", "lr=1"]) == 2
+    assert "holds a run already, which has optimizer.lr=0.001 (here 1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["again", "nothing"], "RUN_DIR=nothing: no run is there"),
+        (["again", "first", "trainer.max_step=3"], "Did you mean trainer.max_steps?"),
+        (["again", "first", "--quick"], "unrecognized arguments: --quick"),
+        (["compare", "first"], "compare first: give another run too"),
+        (["compare", "first", "fist"], "fist: no such folder"),
+    ],
+)
+def test_mistakes(run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_code_of_a_stranger_is_not_imported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("evil.py").write_text(
+        "from pathlib import Path\nPath('ran').touch()\nfrom torch.nn import Linear as Net\n"
+    )
+    config = Path("first/config.yaml").read_text()
+    Path("first/config.yaml").write_text(config.replace("trainrun.model.mlp.Mlp", "evil.Net"))
+    assert main(["again", "first"]) == 2
+    assert "names what is not known to be yours: model._target_=evil.Net" in capsys.readouterr().err
+    assert not Path("ran").exists()
+
+
+def git(*words: str) -> None:
+    own = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    subprocess.run(["git", *own, *words], check=True, capture_output=True)
+
+
+def test_what_is_not_committed_is_beside_the_environment(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git("init", "-q")
+    for name in ("net.py", ".env", "api_token.json"):
+        Path(name).write_text("old\n")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    assert main([*SHORT, "output_dir=clean"]) == 0
+    assert not Path("clean/changes.diff").exists()
+    for name in ("net.py", ".env", "api_token.json", "untracked.txt"):
+        Path(name).write_text("new\n")
+    assert main([*SHORT, "output_dir=run"]) == 0
+    changes = Path("run/changes.diff")
+    added = [line for line in changes.read_text().splitlines() if line.startswith("+")]
+    assert added == ["+++ b/net.py", "+new"]
+    assert stat.S_IMODE(changes.stat().st_mode) == 0o600
+    noted = json.loads(Path("run/environment.json").read_text())
+    assert noted["git"]["changed"]
+    assert {"torch", "hydra-core", "numpy"} <= noted["packages"].keys()
+    capsys.readouterr()
+    assert main(["compare", "clean", "run"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["git.changed", "false", "true"] in rows
+    monkeypatch.setattr(environment, "MOST_DIFF_BYTES", 20)
+    assert environment.uncommitted(workdir).endswith("\n[cut: more than 20 bytes]\n")
