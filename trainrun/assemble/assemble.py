@@ -91,6 +91,7 @@ from trainrun.training.task_calls import Place, TaskCalls
 from trainrun.training.triggers import Intervals, Triggers
 
 if TYPE_CHECKING:
+    from trainrun.data.order.drawn import Drawn
     from trainrun.timing.cuda_events import DeviceTimes
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.training.recovery.nonfinite import BadSteps
@@ -128,7 +129,11 @@ def check_targets(config: RunConfig) -> None:
     """Bind every open node to its target's signature; raise ConfigError with all faults together."""
     data = config.data
     transforms = {name: getattr(data, name) for name in ("transform", "val_transform", "test_transform")}
-    nodes: dict[str, Any] = {"data.train": data.train, "data.test": data.test, "model": config.model}
+    nodes: dict[str, Any] = {
+        **dict(_one_or_named("data.train", data.train)),
+        "data.test": data.test,
+        "model": config.model,
+    }
     nodes |= {key_of(split): node for split, node in validation_nodes(data).items()}
     nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
     nodes |= {f"data.{name}": node for name, node in transforms.items() if node != SAME}
@@ -158,11 +163,11 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     notes = set_backends(config, parallel)
     check_targets(config)
     config = with_accumulation(config, parallel.world_size)
-    sources = build_sources(config)
+    sources, drawn = build_sources(config, notes)
     facts = facts_of_all(sources, build_transform(config, "train"))
     check_alike(config, sources)
     task, tally = build_task(config, facts), TokenCounter()
-    streams = open_streams(config, site, sources, task, tally, notes)
+    streams = open_streams(config, site, sources, task, tally, notes, drawn)
     train, test = streams.pop("train"), streams.pop("test", None)
     validation = streams
     check_numbers(config, sources)
@@ -245,14 +250,15 @@ def prepare_task(
 
 
 def open_streams(
-    config: RunConfig, site: RunContext, sources: dict[str, Any], task: Any, tally: TokenCounter, notes: list[str]
+    config: RunConfig, site: RunContext, sources: dict[str, Any], task: Any, tally: TokenCounter, notes: list[str],
+    drawn: Drawn | None,
 ) -> dict[str, Batches]:  # fmt: skip
     """The batches of every split that has data."""
     report = report_to([monitor.on_note for monitor in site.monitors])
     copying = copying_of(site)
     sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
     streams = {
-        name: open_split(config, site.parallel, name, source, notes, report, tally, copying, sizes)
+        name: open_split(config, site.parallel, name, source, notes, report, tally, copying, sizes, drawn)
         for name, source in sources.items()
     }
     notes += filter(None, [applied(config)])

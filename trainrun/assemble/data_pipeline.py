@@ -16,28 +16,38 @@ from trainrun.data.facts import (
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import Copying, Report, Sizes, StreamOptions, TokenCounter
 from trainrun.errors import ConfigError
-from trainrun.instantiate import build
+from trainrun.instantiate import build, named_nodes
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.precision.autocast import data_float_dtype
 
 if TYPE_CHECKING:
     from trainrun.data.augment.augmented import NamedAugmentation
+    from trainrun.data.order.drawn import Drawn
 
 OUR_TASKS, ASK_FOR_CLASSES = "trainrun.task.", ("num_classes", "vocab_size")
 REGRESSION = "trainrun.task.regression.Regression"
 
 
-def build_sources(config: RunConfig) -> dict[str, Any]:
-    """The data sets by split. Where the targets of a table may be class numbers or real ones, the task says which."""
+def build_sources(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], Drawn | None]:
+    """The data sets by split, and how often training samples come. Where the targets of a table may be class numbers
+    or real ones, the task says which."""
     data, task = config.data, config.task or {}
-    nodes = {"train": data.train, **(validation_nodes(data) or {"val": None}), "test": data.test}
+    named = {f"train.{name}": node for name, node in named_nodes(data.train).items()} or {"train": data.train}
+    validation = (validation_nodes(data) or {"val": None}) if data.folds is None else {}
     real = {"target_dtype": "float32"} if task.get("_target_") == REGRESSION else {}
-    return {
+    sources = {
         name: build(node, key_of(name), **(real if node.get("target_dtype") == "auto" else {}))
         if node
         else None
-        for name, node in nodes.items()
+        for name, node in {**named, **validation, "test": data.test}.items()
     }
+    if "train" in named and data.folds is None and data.sampling == "none":
+        return sources, None
+    from trainrun.data.order.training_set import Asked, training_set
+
+    asked = Asked(data.sampling, data.weights, data.mix, data.folds, data.fold, data.stratified)
+    parts, drawn = training_set({name[6:]: sources.pop(name) for name in named}, asked, notes)
+    return {**parts, **sources}, drawn
 
 
 def key_of(split: str) -> str:
@@ -53,12 +63,13 @@ def kind_of(split: str) -> str:
 def open_split(
     config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
     tally: TokenCounter | None = None, copying: Copying | None = None, sizes: Sizes | None = None,
+    drawn: Drawn | None = None,
 ) -> Batches | None:  # fmt: skip
     """tally: counts the useful tokens of training batches. copying: surrounds their copies to a GPU. sizes: counts
-    items before a batch is copied there."""
+    items before a batch is copied there. drawn: how often training samples come."""
     if source is None:
         return None
-    options = stream_options(config, parallel, name, report, tally, copying, sizes)
+    options = stream_options(config, parallel, name, report, tally, copying, sizes, drawn)
     batches, note = open_batches(source, options)
     notes += note.splitlines()
     return batches
@@ -67,6 +78,7 @@ def open_split(
 def stream_options(
     config: RunConfig, parallel: Parallel, name: str, report: Report,
     tally: TokenCounter | None = None, copying: Copying | None = None, sizes: Sizes | None = None,
+    drawn: Drawn | None = None,
 ) -> StreamOptions:  # fmt: skip
     data, training = config.data, name == "train"
     assert config.seed is not None
@@ -107,6 +119,7 @@ def stream_options(
         tally=tally if training else None,
         copying=copying if training else None,
         sizes=sizes,
+        drawn=drawn if training else None,
         float_dtype=data_float_dtype(config.precision.mode),
     )
 

@@ -45,7 +45,7 @@ CUSTOM = "custom"  # the option of a group that holds nothing but what the user 
 
 # data.path, data.train.val_path, data.train.labels, ... ; init_from, ckpt_path and task.teacher
 _PATHS = re.compile(
-    r"data\.(?:\w+\.)*(?:\w*path|cache_dir|tokenizer|labels|root|folder)|init_from|ckpt_path|task\.teacher"
+    r"data\.(?:\w+\.)*(?:\w*path|cache_dir|tokenizer|labels|root|folder|weights)|init_from|ckpt_path|task\.teacher"
 )
 _BRACES = re.compile(r"\{[^{}]*\}")
 _PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
@@ -320,7 +320,8 @@ def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -
     for word in overrides:
         key = word.lstrip("+").partition("=")[0]
         group = key.partition(".")[0]
-        if key in (f"{group}._target_", "data.train._target_") and is_group(group) and group not in chosen:
+        own = key == f"{group}._target_" or re.fullmatch(r"data\.train\.(\w+\.)?_target_", key)
+        if own and is_group(group) and group not in chosen:
             added.append(f"{group}={CUSTOM}")
             chosen.add(group)
     return added + overrides

@@ -21,7 +21,7 @@ Rules = tuple[tuple[Any, str], ...]  # whether a line applies, and the line
 
 def pair_faults(config: RunConfig) -> Iterator[str]:
     """Every pair of settings that is refused, whatever the device is."""
-    for rules in (_general, _parts, _compilation, _memory, _in_backward):
+    for rules in (_general, _sampling, _parts, _compilation, _memory, _in_backward):
         yield from (line for applies, line in rules(config) if applies)
     if config.parallel.accelerator != "auto":
         yield from needs_gpu(config, config.parallel.accelerator)
@@ -74,6 +74,41 @@ def _general(config: RunConfig) -> Rules:
         (precision.master_weights and precision.mode != "bf16-true",
          f"precision.master_weights=true: keeps float32 copies of bfloat16 weights, and those of "
          f"precision={precision.mode} are none; use precision=bf16-true, or leave it out"),
+    )  # fmt: skip
+
+
+def _sampling(config: RunConfig) -> Rules:
+    """How often training samples come, and folds."""
+    data, names = config.data, named_nodes(config.data.train)
+    mix = f"data.mix={data.mix}".replace("'", "") if data.mix else ""
+    asked = mix or (f"data.sampling={data.sampling}" if data.sampling != "none" else "")
+    folds, words = f"data.folds={data.folds}", {"padding": data.padding, "truncate": data.truncate}
+    return (
+        (mix and data.sampling != "none",
+         f"data.sampling={data.sampling}: {mix} says how often samples come already; leave one of them out"),
+        (data.mix and set(data.mix) != set(names),
+         f"{mix}: must name the sets of data.train, which are "
+         f"{', '.join(names) or 'not named; name them, as data.train.a._target_=my_file.MyClass'}"),
+        (data.sampling == "weighted" and data.weights is None,
+         "data.sampling=weighted: needs data.weights: a column, a file or a list of one weight a sample"),
+        (data.weights is not None and data.sampling != "weighted",
+         "data.weights: has no effect without data.sampling=weighted"),
+        (asked and not data.shuffle, f"data.shuffle=false: {asked} has no order of its own; leave one of them out"),
+        (data.sampling == "balanced" and (config.task or {}).get("class_weights") == "balanced",
+         "data.sampling=balanced: task.class_weights=balanced makes up for the same once more; leave one of them out"),
+        *((asked and words[name] == value,
+           f"data.{name}={value}: puts samples together once and for all, which {asked} chooses in every epoch; "
+           f"use data.{name}={other}")
+          for name, value, other in (("padding", "pack", "bucket"), ("padding", "token_budget", "bucket"),
+                                     ("truncate", "split", "right"), ("truncate", "drop", "right"))),
+        (data.folds is None and data.fold is not None, f"data.fold={data.fold}: of how many? Say data.folds=5"),
+        (data.folds is None and data.stratified, "data.stratified=true: has no effect without data.folds"),
+        (data.folds is not None and data.fold is None,
+         f"{folds}: which of them validates? data.fold=0, or all as a sweep: trainrun --multirun {folds} "
+         f"'data.fold=range({data.folds})'"),
+        (data.folds is not None and data.fold is not None and data.fold >= data.folds,
+         f"data.fold={data.fold}: {folds} are numbered 0 to {(data.folds or 0) - 1}"),
+        (data.folds is not None and mix, f"{folds}: {mix} counts whole sets; leave one of them out"),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from trainrun.config.units import (
     parse_names,
     parse_saving,
     parse_seconds,
+    parse_shares,
     parse_whole,
 )
 from trainrun.limits import (
@@ -29,6 +30,7 @@ from trainrun.limits import (
     Auto,
     Count,
     Limits,
+    NotNegative,
     NotNegativeInt,
     Setting,
     choice,
@@ -50,7 +52,10 @@ class DataConfig:
 
     name: str = setting("custom", "name of the data, for the name of the run")
     path: str | None = setting(None, "file or folder of the data")
-    train: Any = node("_target_ and arguments of what gives the training samples", required=True)
+    train: Any = node(
+        "_target_ and arguments of what gives the training samples, or several sets by name, one after the other",
+        required=True, named=True,
+    )  # fmt: skip
     val: Any = node("the same for validation, or several sets by name; null: none", named=True)
     test: Any = node("the same for the test at the end; null: none")
     shape: list[int] | None = setting(
@@ -76,6 +81,20 @@ class DataConfig:
         aliases=("global_batch_size",),
     )
     shuffle: bool = setting(True, "a new order in every epoch")
+    sampling: str = choice(
+        "none", "balanced", "weighted",
+        help="how often a training sample comes: once an epoch, every class equally often, or by data.weights",
+    )  # fmt: skip
+    weights: Any = setting(
+        None, "with sampling=weighted: a list, a column or attribute of the data, or a file, of one weight a sample",
+        kind=str | list[NotNegative] | None,
+    )  # fmt: skip
+    mix: Any = setting(
+        None, "shares of an epoch of the sets of data.train by name, as {a: 0.7, b: 0.3}", parse=parse_shares
+    )
+    folds: int | None = setting(None, "divide data.train in so many parts for cross-validation", at_least=2)
+    fold: int | None = setting(None, "the part that validates, from 0; all as a sweep: range(5)", at_least=0)
+    stratified: bool = setting(False, "each class in proportion in every fold")
     drop_last: bool = setting(False, "leave out the last batch of an epoch where it is short")
     engine: str = choice(
         "auto", "resident", "workers", "threads", help="what reads the samples; auto measures"

@@ -142,3 +142,10 @@ def parse_names(value: Any) -> dict[str, str]:
     if isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair):
         return value
     raise ValueError("must be a map of beginnings of names, as {backbone.: encoder.}, or null")
+
+
+def parse_shares(value: Any) -> None:
+    """Check shares by name. Raises ValueError."""
+    numbers = list(value.values()) if isinstance(value, dict) else []
+    if value is not None and not (numbers and all(is_finite(one) and one > 0 for one in numbers)):
+        raise ValueError("must be numbers above 0 by the names of data.train, as {a: 0.7, b: 0.3}, or null")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
+from trainrun.data.map_style import parts_of, said
 from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.interfaces import DataFacts
@@ -70,15 +71,13 @@ def facts_of(source: Any, key: str = "data.train", transform: Callable[..., Any]
     a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`),
     and `targets`, a label of each sample.
     """
-    given = getattr(source, "class_names", None) or getattr(source, "classes", None) or ()
+    given = said(source, "class_names") or said(source, "classes") or ()
     names = tuple(str(name) for name in given)
     columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
-    num_classes = getattr(source, "num_classes", None) or len(names) or None
+    num_classes = said(source, "num_classes") or len(names) or None
     if columns is not None:
         num_classes = num_classes or _classes_in(columns)
-    counts = _class_counts(
-        columns.target() if columns is not None else getattr(source, "targets", None), num_classes
-    )
+    counts = _class_counts(columns.target() if columns is not None else said(source, "targets"), num_classes)
     if columns is not None and transform is None:
         return DataFacts(tuple(columns.values[0].shape[1:]), num_classes, names, class_counts=counts)
     streamed = isinstance(source, IterableDataset)
@@ -95,10 +94,10 @@ def facts_of_all(sources: Mapping[str, Any], transform: Callable[..., Any] | Non
 def bytes_per_token(sources: Iterable[Any]) -> float | None:
     """What all of them say in their attribute of that name, as the parts of one text do. None if one says nothing,
     or they differ: there is one figure for all."""
-    said: list[Any] = [getattr(source, "bytes_per_token", None) for source in sources if source is not None]
-    numbers = {float(one) if type(one) in (int, float) else math.nan for one in said}
-    found = numbers.pop() if len(numbers) == 1 else math.nan
-    return found if 0 < found < math.inf else None
+    found: list[Any] = [said(source, "bytes_per_token") for source in sources if source is not None]
+    numbers = {float(one) if type(one) in (int, float) else math.nan for one in found}
+    one = numbers.pop() if len(numbers) == 1 else math.nan
+    return one if 0 < one < math.inf else None
 
 
 def _classes_in(columns: Columns) -> int | None:
@@ -162,8 +161,11 @@ def labels_in(source: Any, key: str) -> Any:
     if columns is not None:
         target = columns.target()
     else:  # another's attribute of this name may be anything
+        ours = all(type(one).__module__.startswith("trainrun.data.") for one in parts_of(source))
         target = (
-            getattr(source, "labels", None) if type(source).__module__.startswith("trainrun.data.") else None
+            said(source, "targets" if isinstance(parts_of(source)[0], Columns) else "labels")
+            if ours
+            else None
         )
     return target if target is not None and is_integer(target) else None
 

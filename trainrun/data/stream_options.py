@@ -19,6 +19,7 @@ from trainrun.output import say
 
 if TYPE_CHECKING:
     from trainrun.data.augment.augmented import NamedAugmentation
+    from trainrun.data.order.drawn import Drawn
     from trainrun.data.scale import Scale
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ class StreamOptions:
     limit: a fraction of the micro-batches (float) or their number (int); in evaluation a fraction of the
         samples, or as many as so many batches of one rank hold.
     may_grow: batch_size is a suggestion, and small inputs in memory come in larger batches, for evaluation.
-    max_sequence_length and float_dtype: see `Preparation`.
+    max_sequence_length and float_dtype: see `Preparation`. drawn: as in `Plan`.
     """
 
     key: str
@@ -115,6 +116,7 @@ class StreamOptions:
     float_dtype: torch.dtype = torch.float32
     tally: TokenCounter | None = None
     sizes: Sizes | None = None
+    drawn: Drawn | None = None
 
     @property
     def pins(self) -> bool:
@@ -198,7 +200,7 @@ def new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan:
     training = options.training
     return Plan(num_samples, batch_size, options.seed, options.shuffle and training,
                 options.drop_last and training, training, options.limit, options.rank,
-                options.world_size)  # fmt: skip
+                options.world_size, options.drawn if training else None)  # fmt: skip
 
 
 def unused(options: StreamOptions, *names: str) -> str:

@@ -32,6 +32,7 @@ class Arrays:
 
     scale: where the first tensor is pictures as bytes, what makes the numbers of a batch of them.
     describe: names the place of a sample's target, as a line of a file; it can be pickled.
+    column: the numbers of another column of the table that they are from, by its name; None: it has none of that name.
     """
 
     tensors: tuple[Any, ...]
@@ -39,6 +40,7 @@ class Arrays:
     num_classes: int | None = None
     scale: Scale | None = None
     describe: Callable[[int], str] | None = None
+    column: Callable[[str], Any] | None = None
 
     def as_bytes(self) -> tuple[Arrays, Scale] | None:
         return None if self.scale is None else (replace(self, scale=None), self.scale)

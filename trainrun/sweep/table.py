@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import sys
+from statistics import fmean
 
 from trainrun.output import plain, say
 from trainrun.runs.run_folder import write_text
 from trainrun.sweep.jobs import Job, Sweep
 from trainrun.sweep.results import Result
+from trainrun.timing.paired import half_interval
+
+REPEATED = ("data.fold", "seed")  # of one way to train
 
 
 def conclude(sweep: Sweep) -> None:
@@ -17,6 +21,7 @@ def conclude(sweep: Sweep) -> None:
     jobs = ranked(list(sweep.jobs.values()))
     keys = sweep.swept_keys()
     header, rows = table_of(jobs, keys)
+    rows += mean_rows(jobs, keys)
     if sys.stdout.isatty():
         print_rich(header, rows)
     else:
@@ -83,6 +88,36 @@ def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str
         for job in jobs
     ]
     return header, rows
+
+
+def mean_rows(jobs: list[Job], keys: list[str]) -> list[list[str]]:
+    """A row for every mean over folds, or over seeds, with Student's 95 % interval; best first."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs if set(keys) & set(REPEATED) else []:
+        if job.result.state == "done" and job.result.value is not None:
+            groups.setdefault(job.label([key for key in keys if key not in REPEATED] or ["-"]), []).append(
+                job
+            )
+    if set(keys) <= set(REPEATED):
+        groups = {"": [job for found in groups.values() for job in found]}
+    rows = []
+    for label, found in groups.items():
+        values = [job.result.value or 0.0 for job in found]
+        middle = fmean(values)
+        if len(values) > 1:
+            within = f"{half_interval([value - middle for value in values]) / len(values):.2g}"
+            over = ", ".join(key for key in REPEATED if key in keys)
+            rows.append(
+                [
+                    "mean",
+                    f"of {len(values)}",
+                    f"{middle:.5g} ± {within}",
+                    "",
+                    f"{label} over {over}".strip(),
+                    "",
+                ]
+            )
+    return rows
 
 
 def print_plain(header: list[str], rows: list[list[str]]) -> None:

@@ -117,8 +117,8 @@ def _batches_of(config: RunConfig, engine: str) -> list[Any]:
 
 def _opened(config: RunConfig) -> Batches:
     config = replace(config, data=replace(config.data, val=None, test=None))
-    source = build_sources(config)["train"]
-    stream = open_split(config, Single(CPU), "train", source, [], lambda *_: None)
+    sources, drawn = build_sources(config, [])
+    stream = open_split(config, Single(CPU), "train", sources["train"], [], lambda *_: None, drawn=drawn)
     assert stream is not None
     return stream
 

@@ -11,6 +11,7 @@ import torch
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.batch import map_leaves
 from trainrun.errors import TrainrunError
+from trainrun.instantiate import named_nodes
 from trainrun.interfaces import counts_before
 from trainrun.seeding import random_state
 from trainrun.training.components import Components
@@ -89,7 +90,8 @@ def _outcome(
     def change(config: RunConfig) -> RunConfig:
         config = in_doubles(config, steps, batch_size, accumulate)
         if samples is not None:
-            config = with_values(config, {"data.train": first_samples(config.data.train, samples)})
+            source = next(iter(named_nodes(config.data.train).values()), config.data.train)
+            config = with_values(config, {"data.train": first_samples(source, samples)})
         if num_ranks > 1:
             config = with_values(config, {"parallel.mode": "ddp", "parallel.devices": num_ranks})
         return config

@@ -193,6 +193,7 @@ def in_doubles(config: RunConfig, steps: int, batch_size: int, accumulate: int) 
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},
         "data.batch_size": batch_size, "data.global_batch_size": None,
         "data.padding": "longest", "data.max_tokens": None, "data.augment": {}, "data.drop_last": False,
+        "data.sampling": "none", "data.weights": None, "data.mix": None, "data.folds": None, "data.fold": None,
         "trainer.accumulate_grad_batches": accumulate, "trainer.max_steps": steps, "trainer.max_epochs": None,
         "trainer.limit_train_batches": 1.0, "data.val": None, "checkpoint.monitor": None,
         "trainer.compile.scope": "off", "trainer.cuda_graphs": False, "trainer.channels_last": False,

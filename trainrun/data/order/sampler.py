@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from trainrun.errors import DataError
 from trainrun.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from trainrun.data.order.drawn import Drawn
 
 ROWS_AT_ONCE = 1024  # micro-batches whose index tensors exist at the same time
 POSITIONS_AT_ONCE = 2**16  # indices computed together: about 5 ms of a core
@@ -105,7 +108,8 @@ def limited(full: int, limit: float | int) -> int:
 class Plan:
     """The stream of one rank, without the data.
 
-    batch_size: per rank. limit: see `limited`; of the micro-batches, in evaluation of the samples.
+    batch_size: per rank. limit: see `limited`; of the micro-batches, in evaluation of the samples. drawn: how often
+    each sample comes in an epoch of training; None: once.
     training: an epoch has its own order, and a rank without a share of the last, short micro-batch gets
     a filler; in evaluation every epoch is epoch 0, and that rank gets nothing. What a limit leaves of an
     evaluation is the same random part of the data every time, whatever the ranks and the batches, in its own order.
@@ -120,6 +124,7 @@ class Plan:
     limit: float | int = 1.0
     rank: int = 0
     world_size: int = 1
+    drawn: Drawn | None = None
 
     @property
     def global_size(self) -> int:
@@ -150,7 +155,7 @@ class Plan:
         return self._shares(epoch, start, device)
 
     def _shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
-        order, whole = self._order(epoch), self.num_seen // self.global_size
+        order, whole = self.order(epoch), self.num_seen // self.global_size
         tail = self._tail(order, whole)
         left = whole - start + len(tail)
         mine = torch.arange(self.batch_size) + self.rank * self.batch_size
@@ -163,9 +168,14 @@ class Plan:
         for indices, real in tail:
             yield Share(indices.to(device), real, True)
 
-    def _order(self, epoch: int) -> Lookup:
-        if self.training or self.num_seen == self.num_samples:
-            return order_of(self.num_samples, self.seed, self.effective_epoch(epoch), self.shuffle)
+    def order(self, epoch: int) -> Lookup:
+        """From positions in an epoch to samples."""
+        drawn, count = self.drawn, self.num_samples
+        if self.training or self.num_seen == count:
+            slots = order_of(count, self.seed, self.effective_epoch(epoch), self.shuffle)
+            if drawn is None:
+                return slots
+            return lambda positions: drawn.samples(slots(positions), count, self.seed, epoch)
         part, _ = order_of(self.num_samples, self.seed, 0, True)(torch.arange(self.num_seen)).sort()
         return lambda positions: part[positions]
 

@@ -176,7 +176,7 @@ class BucketPlan(Derived):
     def batches(self, epoch: int) -> list[Tensor]:
         """All global micro-batches of an epoch."""
         base, size, number = self.base, self.global_size, self.effective_epoch(epoch)
-        order = epoch_order(base.num_samples, base.seed, number, base.shuffle)
+        order = base.order(number)(torch.arange(base.num_samples))
         whole, rest = divmod(base.num_samples, size)
         if base.drop_last:
             order, rest = order[: whole * size], 0
@@ -295,7 +295,8 @@ class Epoch(NamedTuple):
 def epoch_of(lengths: Array, base: Plan, width: int, multiple: int | None, max_tokens: int | None) -> Epoch:
     """lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width."""
     lengths = lengths[:: -(-len(lengths) // MOST_SAMPLES)]
-    one = replace(base, num_samples=len(lengths), rank=0, world_size=1, drop_last=False, limit=1.0)
+    one = replace(base, num_samples=len(lengths), rank=0, world_size=1, drop_last=False, limit=1.0,
+                  drawn=None)  # fmt: skip
     order = epoch_order(len(lengths), one.seed, 0, one.shuffle).numpy()
     shuffled = np.split(order, range(one.batch_size, len(order), one.batch_size))
     buckets = [batch.numpy() for batch in BucketPlan(one, torch.from_numpy(lengths)).batches(0)]

@@ -88,7 +88,16 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     tensors = (values,) if encoded is None else (values, encoded)
     chosen = tensors if rows is None else tuple(tensor[torch.from_numpy(rows)] for tensor in tensors)
     describe = partial(cells.places.name, goal[0], rows) if goal else None
-    return Arrays(chosen, coding.names, coding.num_classes, describe=describe)
+    column = partial(_column, files, dialect, rows)
+    return Arrays(chosen, coding.names, coding.num_classes, describe=describe, column=column)
+
+
+def _column(files: Sequence[Path], dialect: Dialect, rows: Any, name: str) -> np.ndarray[Any, Any] | None:
+    """A column of numbers that was not read yet."""
+    if name not in columns_in(files[0], dialect):
+        return None
+    numbers = read_cells(files, dialect, (name,), (), np.dtype(np.float64), None).numbers[:, 0]
+    return numbers if rows is None else numbers[rows]
 
 
 @dataclass(frozen=True)

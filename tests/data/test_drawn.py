@@ -1,0 +1,209 @@
+"""How often samples come: balanced classes, weights, mixtures and folds, in every engine, on ranks, from any place."""
+
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from trainrun.data.facts import facts_of
+from trainrun.data.order.drawn import balanced, mixed, weighted
+from trainrun.data.order.folds import fold_of
+from trainrun.data.order.joined import joined
+from trainrun.data.order.training_set import Asked, training_set
+from trainrun.data.pipeline import open_batches
+from trainrun.data.stream_options import StreamOptions
+from trainrun.data.tensor_dataset import Arrays
+from trainrun.errors import DataError
+
+LABELS = torch.tensor([0] * 60 + [1] * 25 + [2] * 3)
+N = len(LABELS)
+WEIGHTS = torch.arange(N) % 4 * 0.5
+ENGINES = {
+    "resident": {"engine": "resident"},
+    "workers=0": {"engine": "workers", "num_workers": 0},
+    "workers=1": {"engine": "workers", "num_workers": 1},
+    "workers=4": {"engine": "workers", "num_workers": 4},
+    "threads=2": {"engine": "threads", "num_threads": 2},
+}
+WAYS = {
+    "balanced": lambda: balanced((torch.arange(N), LABELS)),
+    "weighted": lambda: weighted(None, WEIGHTS.tolist(), N),
+    "mixed": lambda: mixed({"b": 3, "a": 1}, {"a": 60, "b": 28}),
+}
+
+
+class Said(Dataset):
+    """Labels it tells, and samples it reads one by one."""
+
+    targets, num_classes, class_names = LABELS.tolist(), 3, ("a", "b", "c")
+    scores = WEIGHTS
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), LABELS[index]
+
+
+def opened(drawn, source=None, **changes):
+    fields = {"key": "data.train", "training": True, "batch_size": 5, "seed": 1, "drawn": drawn}
+    source = (torch.arange(N), LABELS) if source is None else source
+    return open_batches(source, StreamOptions(**fields | changes))[0]
+
+
+def batches(stream, epoch=0, start=0):
+    found = [(batch.data[0].tolist(), batch.real) for batch in stream.epoch(epoch, start)]
+    stream.close()
+    return found
+
+
+def seen(drawn, epoch=0, **changes):
+    return [index for rows, _ in batches(opened(drawn, **changes), epoch) for index in rows]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_counts_of_classes_and_samples_are_exact_to_one(seed):
+    drawn, expected = balanced(Said()), N / 3
+    total = Counter()
+    for epoch in range(12):
+        order = seen(drawn, epoch, seed=seed)
+        assert len(order) == N
+        classes = Counter(LABELS[order].tolist())
+        assert all(abs(classes[c] - expected) < 1 for c in range(3))
+        counts = Counter(order)
+        for label, size in enumerate((60, 25, 3)):
+            members = [counts[i] for i in range(N) if LABELS[i] == label]
+            assert {int(expected / size), int(expected / size) + 1} >= set(members)
+        total.update(order)
+    assert max(abs(total[i] - 12 * expected / 60) for i in range(60)) < 2  # over epochs none is left behind
+
+
+@pytest.mark.parametrize(
+    ("drawn", "share"),
+    [
+        (WAYS["weighted"], WEIGHTS.double() / WEIGHTS.sum()),
+        (WAYS["mixed"], torch.tensor([0.25 / 60] * 60 + [0.75 / 28] * 28)),
+        (lambda: weighted(None, [1] * N, N), torch.full((N,), 1 / N)),
+    ],
+)
+def test_a_sample_comes_as_often_as_its_share_says(drawn, share):
+    counts = Counter(seen(drawn(), 3))
+    assert all(abs(counts[i] - N * float(share[i])) < 1 for i in range(N))
+
+
+def test_equal_weights_are_each_sample_once_and_no_epoch_is_another():
+    orders = [seen(weighted(None, [2.0] * N, N), epoch) for epoch in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(N))
+    assert orders[0] != orders[1] != seen(weighted(None, [2.0] * N, N), 1, seed=9)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("way", WAYS)
+def test_every_engine_rank_and_place_gives_the_same(way):
+    drawn = WAYS[way]()
+    whole = batches(opened(drawn, engine="resident"), 2)
+    for options in ENGINES.values():
+        assert batches(opened(drawn, **options), 2) == whole
+        assert batches(opened(drawn, **options), 2, 7) == whole[7:]
+    one = batches(opened(drawn, batch_size=6))
+    ranks = [batches(opened(drawn, batch_size=2, rank=r, world_size=3)) for r in range(3)]
+    joined_ranks = [[i for rows, real in row if real for i in rows] for row in zip(*ranks, strict=True)]
+    assert joined_ranks == [rows for rows, _ in one]
+
+
+def test_a_place_far_inside_is_found_without_what_is_before():
+    drawn = mixed({"a": 0.2, "b": 0.8}, {"a": 3_000_000, "b": 1_000_000})
+    places = torch.tensor([[0, 3_999_999], [1_234_567, 77]])
+    at_once = drawn.samples(torch.arange(4_000_000), 4_000_000, 5, 9)
+    assert torch.equal(drawn.samples(places, 4_000_000, 5, 9), at_once[places])
+    assert int((at_once < 3_000_000).sum()) == 800_000
+
+
+def test_buckets_hold_what_was_drawn():
+    rows = [{"input_ids": torch.full((1 + i % 7,), i)} for i in range(N)]
+    drawn = WAYS["mixed"]()
+    order = [int(i) for part in opened(drawn, rows, padding="bucket").epoch(1) for i in part.indices]
+    assert Counter(order) == Counter(seen(drawn, 1))
+
+
+def test_validation_is_never_resampled():
+    assert seen(WAYS["balanced"](), training=False) == list(range(N))
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_folds_are_parts_of_equal_size(stratified):
+    held = []
+    for fold in range(4):
+        train, val, told = fold_of((torch.arange(N), LABELS), 4, fold, stratified)
+        assert sorted([*train[0].tolist(), *val[0].tolist()]) == list(range(N))
+        assert len(val[0]) == 22
+        assert f"data.fold={fold} of 4" in told
+        if stratified:
+            counts = torch.bincount(val[1], minlength=3).tolist()
+            assert all(abs(count - size / 4) < 1 for count, size in zip(counts, (60, 25, 3), strict=True))
+        held += val[0].tolist()
+    assert sorted(held) == list(range(N))
+
+
+@pytest.mark.parametrize("source", [Said(), TensorDataset(torch.arange(N), LABELS),
+                                    Arrays((torch.arange(N), LABELS), ("a", "b", "c"), 3)])  # fmt: skip
+def test_a_fold_knows_its_classes_and_can_be_balanced(source):
+    parts, drawn = training_set({"": source}, Asked("balanced", folds=4, fold=1), [])
+    facts = facts_of(parts["train"])
+    assert (facts.num_classes, sum(facts.class_counts)) == (3, 66)
+    labels = [y for batch in opened(drawn, parts["train"]).epoch(0) for y in batch.data[1].tolist()]
+    assert set(Counter(labels).values()) == {22}
+
+
+def test_sets_by_name_are_one():
+    both = joined({"a": (torch.arange(4), LABELS[:4]), "b": (torch.arange(3), LABELS[:3])}, "data.train")
+    assert both[0].tolist() == [0, 1, 2, 3, 0, 1, 2]
+    other = joined({"a": Said(), "b": (torch.zeros(3, 1), LABELS[-3:])}, "data.train")
+    assert isinstance(other, ConcatDataset)
+    assert (len(other), facts_of(other).num_classes) == (N + 3, None)
+    more = joined({"a": Said(), "b": Subset(Said(), [0, 87])}, "data.train")
+    assert (facts_of(more).class_counts, facts_of(more).class_names) == ((61, 25, 4), ("a", "b", "c"))
+    unlike = Arrays((torch.arange(2), LABELS[:2]), ("x", "y"))
+    with pytest.raises(
+        DataError, match=r"data.train.b: its classes .x, y.* are not those of data.train.a .a, b, c"
+    ):
+        joined({"a": Said(), "b": unlike}, "data.train")
+
+
+@pytest.mark.parametrize("given", ["column", "scores", "w.npy", "w.txt", "list"])
+def test_weights_are_a_column_an_attribute_a_file_or_a_list(given, tmp_path):
+    np.save(tmp_path / "w.npy", WEIGHTS.numpy())
+    np.savetxt(tmp_path / "w.txt", WEIGHTS.numpy())
+    source = {"x": torch.arange(N), "column": WEIGHTS} if given == "column" else Said()
+    value = WEIGHTS.tolist() if given == "list" else str(tmp_path / given) if given[:2] == "w." else given
+    assert seen(weighted(source, value, N), 2) == seen(WAYS["weighted"](), 2)
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (partial(balanced, torch.arange(5)), "data.sampling=balanced: data.train has no labels in memory"),
+        (partial(balanced, (torch.zeros(2, 3), torch.zeros(2, 3).long())), "has no single class for each sample"),
+        (partial(balanced, (torch.zeros(2), torch.tensor([-1, 0]))), "has label -1, which is no class"),
+        (partial(weighted, Said(), [1.0, 2.0], N), r"data.weights=\[1.0, 2.0\]: holds 2 weights, and data.train 88"),
+        (partial(weighted, Said(), [0.0] * N, N), "all weights are 0"),
+        (partial(weighted, Said(), [1.0, float("nan")], 2), "sample 1 has weight nan; must be 0 or more"),
+        (partial(weighted, Said(), "nope.npy", N), "data.weights=nope.npy: data.train has no column or attribute"),
+        (partial(weighted, Said(), "class_names", N), "data.weights=class_names: must be one number a sample"),
+        (partial(fold_of, Said(), 100, 0, False), "data.folds=100: data.train has 88 samples; at most so many"),
+        (partial(fold_of, (torch.zeros(9),), 2, 0, True), "data.stratified=true: data.train has no class"),
+        (partial(training_set, {"": Streamed()}, Asked("balanced"), []), "data.sampling=balanced: data.train is an It"),
+        (partial(training_set, {"a": Streamed()}, Asked(), []), "data.train.a is an IterableDataset"),
+    ],
+)  # fmt: skip
+def test_refusals(make, words):
+    with pytest.raises(DataError, match=words):
+        make()

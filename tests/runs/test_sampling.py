@@ -1,0 +1,116 @@
+"""Balanced, weighted and mixed training data, and folds, as settings: resumes, refusals, the means of a sweep."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from trainrun import load_model
+from trainrun.cli.main import main
+from trainrun.config.compose import compose_run
+from trainrun.errors import ConfigError
+
+POINTS = """
+import torch
+
+def points(n=60, seed=0, weights=False):
+    draws = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(n, 4, generator=draws), (torch.arange(n) % 6 == 0).long()
+    return {"x": x, "y": y, "often": 1.0 + torch.arange(n) % 3} if weights else (x, y)
+"""
+TRAIN, NAMED = ["data.train._target_=sampled.points"], ["data.train.a._target_=sampled.points",
+                "data.train.b._target_=sampled.points", "data.train.b.n=20", "data.train.b.seed=3"]  # fmt: skip
+WAYS = {
+    "balanced": [*TRAIN, "data.sampling=balanced"],
+    "weighted": [*TRAIN, "data.sampling=weighted", "data.weights=often.npy"],
+    "mixed": [*NAMED, "data.mix={a: 1, b: 3}"],
+    "named": NAMED,
+    "fold": [*TRAIN, "data.folds=3", "data.fold=2", "data.stratified=true", "data.sampling=balanced"],
+}
+WORDS = [
+    "data=custom", "data.batch_size=4", "model=mlp", "model.hidden=[8]", "trainer.num_threads=1",
+    "trainer.accumulate_grad_batches=2", "monitor.plots=false", "monitor.hardware=false", "monitor.log_every_n_steps=1",
+    "data.val._target_=sampled.points", "data.val.seed=1", "data.val.n=12",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    import numpy as np
+
+    (tmp_path / "sampled.py").write_text(POINTS)
+    np.save(tmp_path / "often.npy", 1.0 + np.arange(60) % 3)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("sampled", None)
+
+
+def losses(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+@pytest.mark.train
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resume_in_the_middle_of_an_epoch_changes_nothing(way, folder):
+    words = [*WORDS, *WAYS[way]]
+    assert main([*words, "trainer.max_steps=13", "hydra.run.dir=whole"]) == 0
+    assert main([*words, "trainer.max_steps=10", "hydra.run.dir=parts"]) == 0
+    assert main(["resume", "parts", "trainer.max_steps=13", "data.engine=workers", "data.num_workers=0"]) == 0
+    assert losses(folder / "parts") == losses(folder / "whole")
+    one, other = (load_model(folder / name, "last").state_dict() for name in ("whole", "parts"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([*TRAIN, "data.sampling=balnced"], "data.sampling=balnced: must be one of none, balanced, weighted."),
+        ([*TRAIN, "data.sampling=weighted"], "data.sampling=weighted: needs data.weights"),
+        ([*TRAIN, "data.weights=w.npy"], "data.weights: has no effect without data.sampling=weighted"),
+        ([*TRAIN, "data.weights=[1,-1]", "data.sampling=weighted"], "data.weights=[1,-1]: must be a text, or a list"),
+        ([*TRAIN, "data.mix={a: 1}"], "data.mix={a: 1}: must name the sets of data.train, which are not named"),
+        ([*NAMED, "data.mix={a: 1}"], "data.mix={a: 1}: must name the sets of data.train, which are a, b"),
+        ([*NAMED, "data.mix={a: 1, b: 0}"], "data.mix={a: 1, b: 0}: must be numbers above 0"),
+        ([*NAMED, "data.mix={a: 1, b: 1}", "data.sampling=balanced"], "data.sampling=balanced: data.mix={a: 1, b: 1}"),
+        ([*NAMED, "data.mix={a: 1, b: 1}", "data.folds=2", "data.fold=0"], "data.folds=2: data.mix={a: 1"),
+        ([*TRAIN, "data.sampling=balanced", "data.shuffle=false"], "data.shuffle=false: data.sampling=balanced has no"),
+        ([*TRAIN, "data.sampling=balanced", "data.padding=pack"], "data.padding=pack: puts samples together once"),
+        ([*TRAIN, "data.sampling=balanced", "data.truncate=drop", "data.max_sequence_length=3"],
+         "data.truncate=drop: puts"),
+        ([*TRAIN, "data.sampling=balanced", "task.class_weights=balanced"], "makes up for the same once more"),
+        ([*TRAIN, "data.folds=3"], "data.folds=3: which of them validates? data.fold=0, or all as a sweep"),
+        ([*TRAIN, "data.fold=3"], "data.fold=3: of how many? Say data.folds=5"),
+        ([*TRAIN, "data.folds=3", "data.fold=3"], "data.fold=3: data.folds=3 are numbered 0 to 2"),
+        ([*TRAIN, "data.folds=1", "data.fold=0"], "data.folds=1: must be a whole number, 2 or more, or null"),
+        ([*TRAIN, "data.stratified=true"], "data.stratified=true: has no effect without data.folds"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused(words, line):
+    with pytest.raises(ConfigError) as caught:
+        compose_run([*WORDS, *words])
+    assert any(line in fault for fault in caught.value.faults), caught.value.faults
+
+
+@pytest.mark.train
+def test_a_column_of_a_table_weighs_its_rows(folder, capsys):
+    rows = "\n".join(f"{i % 7},{i % 2},{i % 4}" for i in range(80))
+    (folder / "t.csv").write_text(f"a,label,often\n{rows}\n")
+    words = ["data=csv", "data.path=t.csv", "data.train.inputs=[a]", "model=mlp", "trainer.max_steps=1",
+             "monitor.plots=false", "data.sampling=weighted", "data.weights=often"]  # fmt: skip
+    assert main(words) == 0
+    assert "data.sampling=weighted: in an epoch of 72 a sample comes up to 2" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_a_sweep_over_folds_ends_with_their_mean(folder, capsys):
+    words = [*WORDS, *TRAIN, "data.folds=2", "data.fold=range(2)", "trainer.max_steps=1", "hydra.sweep.dir=s"]
+    assert main(["--multirun", *words]) == 0
+    table = (folder / "s" / "sweep.csv").read_text().splitlines()
+    values = [float(line.split(",")[2]) for line in table[1:]]
+    mean = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mean"))
+    assert mean[:5] == ["mean", "of", "2", f"{sum(values) / 2:.5g}", "±"]
+    assert float(mean[5]) == pytest.approx(12.71 * abs(values[0] - values[1]) / 2, rel=0.06)
+    assert mean[6:] == ["over", "data.fold"]

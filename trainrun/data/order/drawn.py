@@ -1,0 +1,149 @@
+"""Epochs in which samples come more or less often than once: balanced classes, weights, mixtures of sources.
+
+what: an epoch keeps its length N, and a sample of weight w comes floor or ceil of N w / (sum of all weights) times:
+    N points at equal distances on the line of all weights, beginning at an offset that moves with the epoch by the
+    golden ratio, then in the shuffled order of the epoch. So counts are exact to one in every epoch, and over several
+    epochs no sample is far ahead of its like. Any position is found in O(log N); 8 bytes a weight are kept.
+when: rare classes, sources of unequal size. when not: the shares of the classes are what is to be learnt.
+source: systematic resampling (Carpenter, Clifford and Fearnhead, IEE Proc. Radar 146, 1999); the additive recurrence.
+gain: torch's WeightedRandomSampler draws independently: in an epoch it leaves out 37 % of samples of equal weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainrun.data.map_style import said
+from trainrun.data.tensor_dataset import columns_of
+from trainrun.errors import DataError
+from trainrun.seeding import derive_seed
+
+GOLDEN = 0.6180339887498949
+FINE = 2**20  # offsets are multiples of 1 / FINE, so that whole weights add up exactly
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Groups of samples, each with its share of an epoch; inside a group all samples have the same.
+
+    ends: (groups + 1,) float64, sums of the shares before each group. begins: (groups + 1,) int64, of the groups in
+    `members`, which are samples by number; None: in the data set itself. told: one line for the start.
+    """
+
+    ends: Array
+    begins: Array
+    members: Array | None
+    told: str
+
+    def samples(self, slots: Tensor, count: int, seed: int, epoch: int) -> Tensor:
+        """The samples at these places of an unshuffled epoch of `count`, both int64 and of one shape."""
+        offset = int((derive_seed(seed, 3) % FINE / FINE + epoch * GOLDEN) % 1 * FINE) / FINE
+        points = (slots.numpy() + offset) * (self.ends[-1] / count)
+        points = np.minimum(points, np.nextafter(self.ends[-1], 0))
+        groups = np.searchsorted(self.ends, points, side="right") - 1  # never one without a share
+        sizes = self.begins[groups + 1] - self.begins[groups]
+        within = (points - self.ends[groups]) / (self.ends[groups + 1] - self.ends[groups]) * sizes
+        places = self.begins[groups] + np.minimum(within.astype(np.int64), sizes - 1)
+        return torch.from_numpy(places if self.members is None else self.members[places])
+
+
+def of_groups(shares: Array, sizes: Array, members: Array | None, told: str) -> Drawn:
+    begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Drawn(np.concatenate([[0.0], np.cumsum(shares, dtype=np.float64)]), begins, members, told)
+
+
+def balanced(source: Any) -> Drawn:
+    """Every class of the training data equally often."""
+    labels, way = labels_of(source), "name weights instead: data.sampling=weighted data.weights=..."
+    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
+        why = "has no labels in memory" if labels is None else "has no single class for each sample"
+        own = (
+            "give your data set an attribute `targets`, a class for each sample, or "
+            if labels is None
+            else ""
+        )
+        raise DataError(f"data.sampling=balanced: data.train {why}; {own}{way}")
+    classes, counts = np.unique(labels, return_counts=True)
+    if classes[0] < 0:
+        raise DataError(
+            f"data.sampling=balanced: data.train has label {classes[0]}, which is no class; {way}"
+        )
+    told = (
+        f"data.sampling=balanced: {len(classes)} classes of {counts.min():,} to {counts.max():,} samples, about "
+        f"{len(labels) / len(classes):,.0f} of each in an epoch of {len(labels):,}"
+    )
+    return of_groups(np.ones(len(classes)), counts, np.argsort(labels, kind="stable"), told)
+
+
+def weighted(source: Any, given: Any, number: int) -> Drawn:
+    """As often as the weights say. given: as `data.weights`. number: of samples."""
+    weights, where = weights_of(source, given)
+    if weights.ndim != 1 or weights.dtype.kind not in "iufb":
+        raise DataError(
+            f"data.weights={where}: must be one number a sample; its shape is {list(weights.shape)}"
+        )
+    if len(weights) != number:
+        raise DataError(f"data.weights={where}: holds {len(weights):,} weights, and data.train {number:,} samples; "
+                        "give one a sample, in the order of the training part")  # fmt: skip
+    weights = weights.astype(np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        raise DataError(
+            f"data.weights={where}: sample {wrong[0]} has weight {weights[wrong[0]]:g}; must be 0 or more"
+        )
+    if not weights.any():
+        raise DataError(f"data.weights={where}: all weights are 0; one at least must be more")
+    told = (
+        f"data.sampling=weighted: in an epoch of {number:,} a sample comes up to "
+        f"{weights.max() / weights.mean():.3g} times on average; {int((weights == 0).sum()):,} never"
+    )
+    return of_groups(weights, np.ones(number), None, told)
+
+
+def mixed(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
+    """Named sources in these shares, which need not add up to 1. sizes: samples of each, in the order of the data."""
+    number, total = sum(sizes.values()), sum(shares.values())
+    parts = {name: share / total * number for name, share in shares.items()}
+    each = (f"{name} {part / number:.3g} ({part / sizes[name]:.3g} times)" for name, part in parts.items())
+    told = f"data.mix: in an epoch of {number:,}: {', '.join(each)}"
+    return of_groups(np.array([parts[n] / number for n in sizes]), np.array(list(sizes.values())), None, told)
+
+
+def labels_of(source: Any) -> Array | None:
+    """What a data set says of the class of each sample, without reading one."""
+    columns = columns_of(source, "data.train")
+    found = columns.target() if columns is not None else said(source, "targets")
+    if found is None and columns is None:
+        found = said(source, "labels")
+    return None if found is None else np.asarray(found)
+
+
+def weights_of(source: Any, given: Any) -> tuple[Array, str]:
+    """The weights, and how to call them: a list, a column or attribute of the data, or a file."""
+    if isinstance(given, list):
+        return np.asarray(given), f"[{', '.join(map(str, given[:3]))}{', ...' if len(given) > 3 else ''}]"
+    columns = columns_of(source, "data.train")
+    if columns is not None and given in columns.names:
+        return np.asarray(columns.values[columns.names.index(given)]), given
+    column = said(source, "column")
+    found = column(given) if callable(column) else said(source, given) if given.isidentifier() else None
+    if found is not None:
+        return np.asarray(found), given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise DataError(f"data.weights={given}: data.train has no column or attribute, and there is no file, of this "
+                        "name; name one, or a .npy file or a text file of one number a line")  # fmt: skip
+    try:
+        return np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(
+            path, ndmin=1
+        ), given
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.weights={given}: cannot be read as numbers: {error}") from error
