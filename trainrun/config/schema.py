@@ -59,27 +59,19 @@ class DataConfig:
     val: Any = node("the same for validation, or several sets by name; null: none", named=True)
     test: Any = node("the same for the test at the end; null: none")
     shape: list[int] | None = setting(
-        None,
-        "shape of one input, where the data cannot say",
-        kind=Annotated[list[Count], "as [1,28,28]"] | None,
-    )
+        None, "shape of one input, where the data cannot say", kind=Annotated[list[Count], "as [1,28,28]"] | None,
+    )  # fmt: skip
     num_classes: int | None = setting(None, "number of classes, where the data cannot say", at_least=2)
     batch_size: int = setting(
-        32,
-        "samples per device and micro-batch",
-        at_least=1,
-        aliases=("batch_size", "per_device_train_batch_size"),
-    )
+        32, "samples per device and micro-batch", at_least=1, aliases=("batch_size", "per_device_train_batch_size"),
+    )  # fmt: skip
     val_batch_size: int | None = setting(
         None, "null: at least twice data.batch_size", at_least=1,
         aliases=("val_batch_size", "per_device_eval_batch_size", "eval_batch_size"),
     )  # fmt: skip
     global_batch_size: int | None = setting(
-        None,
-        "samples of one step over all ranks; sets the accumulation",
-        at_least=1,
-        aliases=("global_batch_size",),
-    )
+        None, "samples of one step over all ranks; sets the accumulation", at_least=1, aliases=("global_batch_size",),
+    )  # fmt: skip
     shuffle: bool = setting(True, "a new order in every epoch")
     sampling: str = choice(
         "none", "balanced", "weighted",
@@ -100,17 +92,12 @@ class DataConfig:
         "auto", "resident", "workers", "threads", help="what reads the samples; auto measures"
     )
     num_workers: Any = setting(
-        "auto",
-        "processes that load",
-        kind=NotNegativeInt | Auto,
-        aliases=("num_workers", "dataloader_num_workers"),
-    )
+        "auto", "processes that load", kind=NotNegativeInt | Auto, aliases=("num_workers", "dataloader_num_workers"),
+    )  # fmt: skip
     num_threads: Any = setting("auto", "threads that load", kind=Count | Auto)
     cache: str = setting(
-        "none",
-        "what is kept once it was loaded: none, memory, pool:<size> or disk:<folder>",
-        parse=parse_cache,
-    )
+        "none", "what is kept once it was loaded: none, memory, pool:<size> or disk:<folder>", parse=parse_cache,
+    )  # fmt: skip
     transform: Any = node("_target_ of what every training sample goes through")
     val_transform: Any = node(
         "the same for validation and test samples; same: data.transform; null: they stay as they are",
@@ -213,12 +200,8 @@ class TrainerConfig:
     """The loop. A step is one optimizer update, everywhere."""
 
     max_epochs: int | None = setting(
-        20,
-        "limit; null: none",
-        at_least=0,
-        aliases=("epochs", "max_epochs", "num_train_epochs"),
-        words=NO_LIMIT,
-    )
+        20, "limit; null: none", at_least=0, aliases=("epochs", "max_epochs", "num_train_epochs"), words=NO_LIMIT,
+    )  # fmt: skip
     max_steps: int | None = setting(
         None, "limit in optimizer updates", at_least=0, aliases=("max_steps",), words=NO_LIMIT
     )
@@ -245,27 +228,20 @@ class TrainerConfig:
     )
     gradient_clip_algorithm: str = choice("norm", "value", help="by the total norm, or each value")
     val_check_interval: Any = setting(
-        1.0,
-        "steps (100), a part of an epoch (0.25, 1.0), or 2epoch, 10min, 1e6sample, 1e9token",
-        parse=parse_interval,
+        1.0, "steps (100), a part of an epoch (0.25, 1.0), or 2epoch, 10min, 1e6sample, 1e9token", parse=parse_interval,
         aliases=("eval_steps",),
-    )
+    )  # fmt: skip
     check_val_every_n_epoch: int = setting(1, "epochs between validations", at_least=1)
     limit_train_batches: Any = setting(
         1.0, "a fraction (0.1) or a number (10) of the batches of an epoch", parse=parse_limit
     )
     limit_val_batches: Any = setting(
-        1.0,
-        "a fraction of validation, or the samples of so many batches: always the same ones",
-        parse=parse_limit,
-    )
+        1.0, "a fraction of validation, or the samples of so many batches: always the same ones", parse=parse_limit,
+    )  # fmt: skip
     limit_test_batches: Any = setting(1.0, "the same for the test", parse=parse_limit)
     out_of_memory: str = choice(
-        "split",
-        "split-batchnorm",
-        "stop",
-        help="run the step again in smaller pieces (of BatchNorm too), or stop",
-    )
+        "split", "split-batchnorm", "stop", help="run the step again in smaller pieces (of BatchNorm too), or stop",
+    )  # fmt: skip
     nan_policy: str = choice("stop", "skip", "rollback", "ignore", help="at gradients that are not finite")
     max_rollbacks: int = setting(3, "with nan_policy=rollback: more of them end the run", at_least=1)
     compile: CompileConfig = section(CompileConfig, "scope", ("compile", "torch_compile"))
@@ -338,11 +314,8 @@ class PrecisionConfig:
 
     mode: str = choice(*PRECISIONS, help="number types; chosen by precision=")
     matmul: str = choice(
-        "highest",
-        "high",
-        "medium",
-        help="what float32 products may round to; high and medium: TF32 or bfloat16",
-    )
+        "highest", "high", "medium", help="what float32 products may round to; high and medium: TF32 or bfloat16",
+    )  # fmt: skip
     fp8: bool = setting(False, "linear layers in 8 bits (Hopper GPUs)")
     master_weights: bool = setting(False, "with bf16-true: float32 copies that the optimizer updates")
 
@@ -353,24 +326,17 @@ class ParallelConfig:
 
     mode: str = choice(*PARALLELS, help="chosen by parallel=")
     accelerator: str = choice(
-        "auto",
-        "cpu",
-        "cuda",
-        "mps",
-        help="the kind of device",
-        words={"gpu": "cuda"},
-        aliases=("accelerator", "trainer.accelerator"),
-    )
+        "auto", "cpu", "cuda", "mps", help="the kind of device", words={"gpu": "cuda"}, aliases=("accelerator",
+        "trainer.accelerator"),
+    )  # fmt: skip
     devices: Any = setting(
         "auto", "ranks on this machine; auto: every GPU, or two on a CPU", kind=Count | Auto,
         aliases=("devices", "trainer.devices", "nproc_per_node"), words={"-1": "auto"},
     )  # fmt: skip
     sync_batchnorm: bool = setting(False, "statistics over all ranks", aliases=("sync_batchnorm",))
     find_unused_parameters: bool = setting(
-        False,
-        "for models that do not use all parameters in every step",
-        aliases=("ddp_find_unused_parameters",),
-    )
+        False, "for models that do not use all parameters in every step", aliases=("ddp_find_unused_parameters",),
+    )  # fmt: skip
     static_graph: bool = setting(False, "the same parameters are used in every step")
     gradient_as_bucket_view: bool = setting(True, "gradients lie in what is exchanged: a copy less")
     bucket_cap_mb: float = setting(25.0, "MB that are exchanged at a time", above=0)
@@ -383,15 +349,12 @@ class InitConfig:
     """Which weights of `init_from` are taken, where its names or shapes are not those of the model."""
 
     skip: Any = setting(
-        None,
-        "tensors that stay as the model began, by patterns of the model's names, as head.*",
-        kind=str | list[str] | None,
-    )
+        None, "tensors that stay as the model began, by patterns of the model's names, as head.*", kind=str | list[str]
+        | None,
+    )  # fmt: skip
     rename: Any = setting(
-        None,
-        "what names begin with there and here, as {backbone.: encoder.}; *: every name",
-        parse=parse_names,
-    )
+        None, "what names begin with there and here, as {backbone.: encoder.}; *: every name", parse=parse_names,
+    )  # fmt: skip
     strict: bool = setting(True, "all other tensors must be there and fit; false: take those that do")
 
 

@@ -176,7 +176,9 @@ class BucketPlan(Derived):
     def batches(self, epoch: int) -> list[Tensor]:
         """All global micro-batches of an epoch."""
         base, size, number = self.base, self.global_size, self.effective_epoch(epoch)
-        order = base.order(number)(torch.arange(base.num_samples))
+        order = epoch_order(base.num_samples, base.seed, number, base.shuffle)
+        if base.drawn is not None:
+            order = base.drawn.samples(order, base.num_samples, base.seed, number)
         whole, rest = divmod(base.num_samples, size)
         if base.drop_last:
             order, rest = order[: whole * size], 0
