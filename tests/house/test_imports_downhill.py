@@ -18,12 +18,14 @@ PACKAGE = ROOT / "trainrun"
 # A name that ends with a slash is a room (a folder); a file of a room may have a floor of its own.
 # The files of one room may import each other.
 FLOORS = {
+    11: ["sampling/sample_command"],
     10: ["cli/", "runs/api"],
     9: ["benchmark/", "verify/", "convert/"],
     8: ["runs/", "sweep/"],
     7: ["summary/"],
     6: ["assemble/"],
-    5: ["training/", "autotune/", "step/", "timing/cuda_events"],
+    5: ["training/", "autotune/", "step/", "sampling/",
+        "timing/cuda_events"],
     4: ["training/components", "runs/status", "plots/"],
     3: ["training/triggers", "training/task_calls", "training/checks/task_watch", "training/checks/user_state",
         "training/recovery/", "training/without_trace", "config/"],

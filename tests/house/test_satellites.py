@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trainrun"
 
-SATELLITES = ("plots", "summary", "benchmark", "verify", "sweep", "convert", "autotune")  # where they are
+SATELLITES = ("plots", "summary", "benchmark", "verify", "sweep", "convert", "autotune", "sampling")
 COMMANDS = PACKAGE / "cli"  # each belongs to the satellite that it calls
 TOLD = (
     "trainrun.plots is not installed: no pictures are drawn",

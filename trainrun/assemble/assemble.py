@@ -162,7 +162,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     parallel, device = site.parallel, site.parallel.device
     notes = set_backends(config, parallel)
     check_targets(config)
-    config = with_accumulation(config, parallel.world_size)
+    config = with_text(with_accumulation(config, parallel.world_size), site, notes)
     sources, drawn = build_sources(config, notes)
     facts = facts_of_all(sources, build_transform(config, "train"))
     check_alike(config, sources)
@@ -225,7 +225,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     step, own_step = build_step(config, task, calls, device, compile_log)
     step = seen_step(config, step, device, site.device_times, monitors.note)
     step = checked_step(step, site.is_new and trainer.check_task, task)
-    hooks = Hooks({f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()})
+    hooks = build_hooks(config, site)
     run = Components(
         config=config, model=model, wrapped=wrapped, task=task, task_calls=calls,
         optimizer=optimizer, schedule=schedule, precision=precision, parallel=parallel, ema=ema, retry=retry,
@@ -282,6 +282,24 @@ def build_updates(
         config, model, guarded, lambda: build_optimizer_of(config, model, site.parallel.world_size, notes)
     )
     return optimizer, build_schedule_of(config, optimizer, rhythm), precision, {}
+
+
+def with_text(config: RunConfig, site: RunContext, notes: list[str]) -> RunConfig:
+    """The config with the tokenizer of this run, where one is trained for it."""
+    if "bpe:" not in str(config.data.train):
+        return config
+    from trainrun.sampling.run_tokenizer import with_tokenizer
+
+    return with_tokenizer(config, site.run, site.parallel, notes)
+
+
+def build_hooks(config: RunConfig, site: RunContext) -> Hooks:
+    hooks = {f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()}
+    if config.monitor.samples_every is not None:
+        from trainrun.sampling.epoch_samples import EpochSamples
+
+        hooks["monitor.samples_every"] = EpochSamples(config, site.run)
+    return Hooks(hooks)
 
 
 def copying_of(site: RunContext) -> Copying | None:

@@ -31,6 +31,7 @@ COMMANDS = {
     "again": "a new run, with the settings of another",
     "evaluate": "loss and metrics of a saved run",
     "predict": "predictions of a saved run as CSV or Parquet",
+    "sample": "what a trained language model writes after a prompt",
     "diagnose": "measure what a training of these words waits for, and what it would gain without",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
     "autotune": "find the fastest way to the same training on this machine, and write it as a preset",
@@ -45,7 +46,9 @@ MODULES = {  # where the file, or the function, has another name
     "help": "cli.manual_pages",
     "again": "cli.resume_command:again",
     "compare": "cli.report_command:compare",
+    "sample": "sampling.sample_command",
 }
+
 
 OLD_COMMANDS = {"tune": ["autotune"], "ladder": ["autotune", "--table"]}
 

@@ -52,6 +52,7 @@ KEYS = {  # of groups, of arguments in open nodes, of the runner itself, and wha
     "shuffle": "data.shuffle",
     "pin_mem": "data.pin_memory",
     "num_classes": "data.num_classes",
+    "data.tokenizer": "data.train.tokenizer",
     "eval_metric": "checkpoint.monitor",
     "checkpoint_hist": "checkpoint.save_top_k",  # the best ones, by timm
     "recovery_interval": "checkpoint.every_n_train_steps",

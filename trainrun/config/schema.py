@@ -20,11 +20,12 @@ from trainrun.config.units import (
     parse_interval,
     parse_limit,
     parse_names,
+    parse_rounds,
     parse_saving,
     parse_seconds,
     parse_shares,
     parse_whole,
-)
+)  # fmt: skip
 from trainrun.limits import (
     ANY,
     Auto,
@@ -371,6 +372,9 @@ class MonitorConfig:
     )
     window_size: int = setting(20, "log points that are averaged in plots", at_least=1)
     progress_bar: bool = setting(True, "on the terminal", aliases=("trainer.enable_progress_bar",))
+    samples_every: Any = setting(
+        None, "text of a language model in the report: 1epoch, 500step; null: none", parse=parse_rounds
+    )
     metrics_file: bool = setting(True, "metrics.jsonl in the run folder")
     hardware: bool = setting(True, "memory and load of the machine, in the metrics")
     sync_debug: bool = setting(False, "names the lines that make the host wait for a GPU")

@@ -79,6 +79,14 @@ def parse_whole(value: Any) -> Duration | None:
     return None if value is None else parse_duration(value)
 
 
+def parse_rounds(value: Any) -> Duration | None:
+    """Steps or whole epochs; null is None."""
+    found = None if value is None else parse_interval(value, STEP, EPOCH)
+    if found is not None and not float(found.amount).is_integer():
+        raise ValueError("must be whole epochs or steps, as 1epoch or 500step")
+    return found
+
+
 def parse_seconds(value: Any) -> float | None:
     """None, seconds, `90s`, `10min`, `2h`, `1d`, or DD:HH:MM:SS. Raises ValueError."""
     if value is None:

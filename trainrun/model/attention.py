@@ -30,7 +30,9 @@ LONG = 1024
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop: float,
                      kernel: str) -> Tensor:  # fmt: skip
     """(B, heads, T, head width) each, and so the result. mask: which key a query may see, (B, 1, T, T) bool,
-    causal itself; None lets every position see all before it."""
+    causal itself; None lets every position see all before it. With a cache there are more keys than queries."""
+    if key.shape[-2] != query.shape[-2]:
+        return scaled_dot_product_attention(query, key, value, mask, drop)
     if kernel == "auto":
         kernel = fastest_kernel(query.device.type, query.dtype, query.shape[-2])
     if kernel == "plain":

@@ -22,6 +22,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "124M": (12, 768, 12),
 }
 ROTARY_BASE = 10_000.0
+Cache = dict[Any, Any]  # keys and values so far, (B, heads, T, head width), of each layer
 
 
 class Attention(nn.Module):
@@ -33,15 +34,21 @@ class Attention(nn.Module):
         self.into = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, mask: Tensor | None, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None, turn: tuple[Tensor, Tensor] | None, cache: Cache | None = None
+    ) -> Tensor:
         batch, length, width = x.shape
         parts = self.into(x).view(batch, length, 3, self.heads, width // self.heads)
         pair, value = parts.permute(2, 0, 3, 1, 4).split((2, 1))
         if turn is not None:
             pair = turned(pair.contiguous(), *turn)  # it is read three times: gathering it first is faster
-        query, key = pair.unbind()
+        (query, key), value = pair.unbind(), value.squeeze(0)
+        if cache is not None:
+            if self in cache:
+                key, value = (torch.cat(both, 2) for both in zip(cache[self], (key, value), strict=True))
+            cache[self] = key, value
         drop = self.dropout if self.training else 0.0
-        seen = causal_attention(query, key, value.squeeze(0), mask, drop, self.kernel)
+        seen = causal_attention(query, key, value, mask, drop, self.kernel)
         return self.out(seen.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
@@ -58,8 +65,10 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * width, width, bias=False)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x), mask, turn))
+    def forward(
+        self, x: Tensor, mask: Tensor | None, turn: tuple[Tensor, Tensor] | None, cache: Cache | None = None
+    ) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), mask, turn, cache))
         return x + self.drop(self.narrow(self.act(self.widen(self.norm2(x)))))  # type: ignore[no-any-return]
 
 
@@ -116,33 +125,40 @@ class Gpt(nn.Module):
         segment_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         return_states: bool = False,
+        cache: Cache | None = None,
     ) -> Tensor:
         """segment_ids, position_ids: (B, T), of several sequences in a row; 0 is a segment of padding.
 
-        return_states: what `head` makes the logits of, (B, T, width).
+        return_states: what `head` makes the logits of, (B, T, width). cache: empty at first; with it, tokens go on from
+        those of the calls before, which are not computed again.
         """
         length = tokens.shape[1]
-        if length > self.context:
-            raise ValueError(f"a sequence of {length} tokens is longer than context={self.context}")
+        before = next(iter(cache.values()))[0].shape[2] if cache else 0
+        if before + length > self.context:
+            raise ValueError(f"a sequence of {before + length} tokens is longer than context={self.context}")
         x = self.tokens(tokens)
         turn: tuple[Tensor, Tensor] | None = None
         if self.positions is not None:
-            where = torch.arange(length, device=tokens.device) if position_ids is None else position_ids
+            where = position_ids
+            if where is None:
+                where = torch.arange(before, before + length, device=tokens.device)
             x = x + self.positions(where)
         else:
-            turn = self._turn(length, position_ids)
+            turn = self._turn(before, length, position_ids)
         mask = None if segment_ids is None else segments_before(segment_ids)
+        if before:
+            mask = torch.ones(length, before + length, dtype=torch.bool, device=tokens.device).tril(before)
         x = self.drop(x)
         for block in self.blocks:
-            x = block(x, mask, turn)
+            x = block(x, mask, turn, cache)
         x = self.norm(x)
         return x if return_states else self.head(x)  # type: ignore[no-any-return]
 
-    def _turn(self, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _turn(self, before: int, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Select the rows of `rotary_table` for these positions: (T, head width) or (B, 1, T, head width) each."""
         table: Any = self.turns
         if position_ids is None:
-            return table[0, :length], table[1, :length]
+            return table[0, before : before + length], table[1, before : before + length]
         return embedding(position_ids, table[0])[:, None], embedding(position_ids, table[1])[:, None]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -40,10 +42,19 @@ class Lstm(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(
-        self, tokens: Tensor, attention_mask: Tensor | None = None, return_states: bool = False
+        self,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        return_states: bool = False,
+        cache: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """attention_mask: (B, T) bool, False at padding. return_states: what `head` makes the logits of."""
-        states, _ = self.lstm(self.drop(self.tokens(tokens)))
+        """attention_mask: (B, T) bool, False at padding. return_states: what `head` makes the logits of.
+
+        cache: empty at first; with it, tokens go on from those of the calls before.
+        """
+        states, after = self.lstm(self.drop(self.tokens(tokens)), cache.get("state") if cache else None)
+        if cache is not None:
+            cache["state"] = after
         if self.outputs == "last":
             if attention_mask is None:
                 states = states[:, -1]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 1150px;
@@ -14,6 +15,7 @@ h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top
 table { border-collapse: collapse; }
 td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top;
        border-bottom: 1px solid #e4e4e4; } th { color: #555; font-weight: 600; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; }
 .beside { display: flex; flex-wrap: wrap; column-gap: 4em; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28em), 1fr)); gap: 1em;
        align-items: start; }
@@ -67,6 +69,18 @@ def listing(title: str, lines: Sequence[str]) -> str:
     if not lines:
         return ""
     return f"{heading(title)}\n<ul>\n" + "".join(f"<li>{escape(line)}</li>\n" for line in lines) + "</ul>"
+
+
+def written(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Samples of text, the newest first; nothing where there are none."""
+    if not rows:
+        return ""
+    body = "".join(
+        f'<tr><th>step {escape(str(row.get("step", "")))}</th><td class="text"><b>{escape(str(row.get("prompt", "")))}'
+        f"</b>{escape(str(row.get('text', '')))}</td></tr>\n"
+        for row in reversed(rows)
+    )
+    return f"{heading('Samples')}\n<table>\n{body}</table>"
 
 
 def folded(title: str, text: str) -> str:

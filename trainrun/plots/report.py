@@ -25,6 +25,7 @@ ORDER = (
 )
 MOST_NOTES = 200
 SHOWN_PACKAGES = ("trainrun", "torch", "numpy")
+MOST_SAMPLES = 40  # of text
 
 
 def draw_report(run: RunDir) -> Path:
@@ -53,6 +54,7 @@ def draw_report(run: RunDir) -> Path:
         page.listing("Choices", [str(choice) for choice in history.facts.get("choices", [])]),
         *class_tables(history),
         page.pictures(pictures_in_order(run)),
+        page.written(history.of("sample")[-MOST_SAMPLES:]),
         page.listing("Notes", dropped + notes[-MOST_NOTES:]),
         page.pairs("Environment", [(key, plain(value)) for key, value in flat(environment).items() if key]),
         page.folded("all packages", packages),

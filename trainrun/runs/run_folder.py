@@ -59,6 +59,9 @@ class RunDir:
     lock = _Inside(".lock")  # open and locked by the processes that train here; stays when they end
     job = _Inside(".job.json")  # what the ranks are told besides the config; there while a run is going on
     metrics = _Inside("metrics.jsonl")  # one JSON object a line, append only
+    tokenizer = _Inside(
+        "tokenizer.json"
+    )  # the one that was trained for this run (data.train.tokenizer=bpe:N)
     samples = _Inside("samples.safetensors")  # a few predictions with their inputs, for the grid of pictures
     pictures = _Inside("pictures.safetensors")  # what the task drew at the newest validation
     status = _Inside("status.json")  # running, done, stopped or failed, and why

@@ -12,7 +12,7 @@ Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`, which is a mean over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import Tensor
 from trainrun.data.readers.parts import Part
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.text.text_files import text_files
-from trainrun.data.readers.text.token_file import Text, TokenFile, token_file
+from trainrun.data.readers.text.token_file import Text, TokenFile, text_cache, token_file
+from trainrun.data.readers.text.trained_tokenizer import is_trained, trained_file
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count
@@ -125,7 +126,7 @@ def load(path: str | None, split: str, kind: str = "blocks", block_size: Count =
 
     path: a file, a pattern or a folder; plain or gzip. None: Python's own sources.
     block_size: tokens in a sample, for blocks. max_bytes: only so much of the text is read.
-    cache_dir: see `token_file`; None: ~/.cache/trainrun/text.
+    cache_dir: see `token_file`; None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
     """
     if kind not in KINDS:
         raise DataError(f"data.train.kind={kind}: must be one of {', '.join(KINDS)}")
@@ -136,16 +137,24 @@ def load(path: str | None, split: str, kind: str = "blocks", block_size: Count =
         raise DataError(f"data.train.val_fraction={val_fraction}: must be at least 0 and below 1")
     part = Part(split, path, val_path, test_path, val_fraction, 0)
     place, key = part.place
-    text = Text(text_files(place, key), kind, tokenizer, max_bytes)
+    held = None
+    if tokenizer is not None and is_trained(tokenizer):
+        held = 0.0 if val_path is not None else val_fraction
+        tokenizer = trained_file(
+            tokenizer, text_files(path, "data.path"), kind, max_bytes, held, text_cache(cache_dir)
+        )
+    text = Text(text_files(place, key), kind, tokenizer, max_bytes, None if part.own else held)
     tokens = token_file(text, cache_dir)
+    middle = tokens.num_training
     if kind == "blocks":
-        begin, end = _cut(tokens.num_tokens, part)
+        begin, end = _cut(tokens.num_tokens, part, middle)
         begins = begin + block_size * np.arange(max(end - begin - 1, 0) // block_size, dtype=np.int64)
         ends = begins + block_size + 1
     else:
         begins, ends = np.append(0, tokens.sample_ends[:-1])[: len(tokens.sample_ends)], tokens.sample_ends
         long = ends - begins >= 2
-        begin, end = _cut(int(long.sum()), part)
+        middle = None if middle is None else int(np.searchsorted(ends[long], middle, side="right"))
+        begin, end = _cut(int(long.sum()), part, middle)
         begins, ends = begins[long][begin:end], ends[long][begin:end]
     if len(begins) == 0:
         source = "Python's sources" if place is None else f"{key}={place}"
@@ -159,9 +168,18 @@ def load(path: str | None, split: str, kind: str = "blocks", block_size: Count =
     return TextSamples(tokens, text, begins, ends)
 
 
-def _cut(number: int, part: Part) -> tuple[int, int]:
-    """Begin and end of the part among `number` tokens or samples in their order."""
+def tokenizer_file(node: Mapping[str, Any]) -> str:
+    """The tokenizer of a `data.train` node that has it trained; made where it is not kept yet."""
+    held = 0.0 if node.get("val_path") is not None else node.get("val_fraction", 0.1)
+    files, cache = text_files(node.get("path"), "data.path"), text_cache(node.get("cache_dir"))
+    return trained_file(
+        node["tokenizer"], files, node.get("kind", "blocks"), node.get("max_bytes"), held, cache
+    )
+
+
+def _cut(number: int, part: Part, middle: int | None) -> tuple[int, int]:
+    """Begin and end of the part among `number` tokens or samples in their order. middle: where validation begins."""
     if part.own:
         return 0, number
-    middle = number - round(number * part.val_fraction)
+    middle = number - round(number * part.val_fraction) if middle is None else middle
     return (0, middle) if part.split == "train" else (middle, number)

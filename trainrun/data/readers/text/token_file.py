@@ -22,6 +22,7 @@ from trainrun.data.readers.free_space import check_disk, check_memory, unpacked_
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.text.text_files import chunks_of, is_packed, unreadable
 from trainrun.data.readers.text.tokenizer import BYTES, Tokens, encoded_chunk, open_tokenizer
+from trainrun.data.readers.text.trained_tokenizer import divided, training_end
 from trainrun.errors import DataError
 
 VERSION = 1  # of the files in the cache
@@ -34,18 +35,20 @@ Ends = np.ndarray[Any, np.dtype[np.int64]]
 class Text:
     """Which text, and how it becomes samples.
 
-    kind: "blocks", "lines" or "documents". tokenizer: a file of Hugging Face tokenizers; None: bytes.
+    kind: "blocks", "lines" or "documents". tokenizer: a file of Hugging Face tokenizers; None: bytes. held: the share
+    at the end that a tokenizer trained on the rest has not seen, where the text is cut for it.
     """
 
     files: tuple[Path, ...]
     kind: str
     tokenizer: str | None
     max_bytes: int | None
+    held: float | None = None
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Tokens in a file. vocabulary: how many different ones there may be.
+    """Tokens in a file. vocabulary: how many different ones there may be. num_training: of the part that is not held.
 
     num_bytes: of the text. file_ends: (files reached,) the token behind each file's last.
     sample_ends: (N,) the same for lines or documents; empty for blocks.
@@ -58,6 +61,12 @@ class TokenFile:
     vocabulary: int
     file_ends: Ends
     sample_ends: Ends
+    num_training: int | None = None
+
+
+def text_cache(cache_dir: str | None) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainrun" / "text"
+    return cache if cache_dir is None else Path(cache_dir).expanduser()
 
 
 def token_file(text: Text, cache_dir: str | None) -> TokenFile:
@@ -69,8 +78,9 @@ def token_file(text: Text, cache_dir: str | None) -> TokenFile:
     if text.tokenizer is not None:
         tokens, content = open_tokenizer(text.tokenizer)
         name.update(content)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainrun" / "text"
-    place = (cache if cache_dir is None else Path(cache_dir).expanduser()) / name.hexdigest()[:32]
+    if text.held is not None:
+        name.update(f"held {text.held}".encode())
+    place = text_cache(cache_dir) / name.hexdigest()[:32]
     if not place.is_dir():
         try:
             _build(place, text, tokens)
@@ -79,7 +89,7 @@ def token_file(text: Text, cache_dir: str | None) -> TokenFile:
                 f"data.train.cache_dir: cannot write {place.parent} ({error.strerror}); name a folder with space as "
                 "data.train.cache_dir=..."
             ) from error
-    return _kept(place, tokens)
+    return _kept(place, tokens, text.held is not None)
 
 
 def _file_itself(text: Text) -> TokenFile:
@@ -134,10 +144,11 @@ def _build(place: Path, text: Text, tokens: Tokens) -> None:
 
 def _written(text: Text, tokens: Tokens, out: IO[bytes], folder: Path) -> dict[str, Any]:
     """The index of what was written."""
-    num_tokens, num_bytes, num_lines = 0, 0, 0
+    num_tokens, num_bytes, num_lines, num_training = 0, 0, 0, 0
+    end = None if text.held is None else training_end(text.files, text.kind, text.max_bytes, text.held)
     file_ends: dict[int, int] = {}
     line_ends = [np.empty(0, np.int64)]
-    for number, content in chunks_of(text.files, text.max_bytes):
+    for number, content, is_training in divided(chunks_of(text.files, text.max_bytes), end, text.kind):
         file, is_cut = text.files[number], text.max_bytes == num_bytes + len(content)
         values, lines = encoded_chunk(tokens, content, text.kind == "lines", is_cut, file)
         check_disk(values.nbytes, folder, f"{file}: after {num_bytes} bytes the text", LESS_TEXT)
@@ -147,17 +158,20 @@ def _written(text: Text, tokens: Tokens, out: IO[bytes], folder: Path) -> dict[s
         _check_lines(file, num_lines)
         num_tokens, num_bytes = num_tokens + len(values), num_bytes + len(content)
         file_ends[number] = num_tokens
+        num_training = num_tokens if is_training else num_training
     ends = np.array(list(file_ends.values()), np.int64)
     samples = {"blocks": ends[:0], "lines": np.concatenate(line_ends), "documents": ends}[text.kind]
-    return {"file_ends": ends, "sample_ends": samples, "num_bytes": np.array(num_bytes)}
+    counts = {"num_bytes": np.array(num_bytes), "num_training": np.array(num_training)}
+    return {"file_ends": ends, "sample_ends": samples, **counts}
 
 
-def _kept(place: Path, tokens: Tokens) -> TokenFile:
+def _kept(place: Path, tokens: Tokens, is_divided: bool) -> TokenFile:
     again = "delete this folder, it is made anew"
     try:
         with np.load(place / "index.npz", allow_pickle=False) as index:
             file_ends, sample_ends = index["file_ends"], index["sample_ends"]
             num_bytes = int(index["num_bytes"])
+            num_training = int(index["num_training"]) if is_divided else None
         size = (place / "tokens").stat().st_size
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise DataError(f"{place}: cannot be read ({error}); {again}") from error
@@ -165,5 +179,12 @@ def _kept(place: Path, tokens: Tokens) -> TokenFile:
     if size != num_tokens * np.dtype(tokens.dtype).itemsize:
         raise DataError(f"{place}: tokens of {size} bytes do not fit its index; {again}")
     return TokenFile(
-        place / "tokens", tokens.dtype, num_tokens, num_bytes, tokens.vocabulary, file_ends, sample_ends
+        place / "tokens",
+        tokens.dtype,
+        num_tokens,
+        num_bytes,
+        tokens.vocabulary,
+        file_ends,
+        sample_ends,
+        num_training,
     )

@@ -21,10 +21,11 @@ Values = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Tokens:
-    """vocabulary: one more than the largest token. encode: the tokens of each text; None: bytes."""
+    """vocabulary: one more than the largest token. encode: the tokens of each text; None: bytes. decode: back."""
 
     vocabulary: int
     encode: Callable[[list[str]], list[list[int]]] | None = None
+    decode: Callable[[list[int]], str] | None = None
 
     @property
     def dtype(self) -> str:
@@ -43,7 +44,9 @@ def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise DataError(f"{key}: cannot be read: {error.strerror}; allowed: a tokenizer.json") from error
+        raise DataError(
+            f"{key}: cannot be read: {error.strerror}; allowed: a tokenizer.json, or bpe:4096"
+        ) from error
     try:
         tokenizer = package.Tokenizer.from_str(content.decode())
     except Exception as error:  # the package raises plain Exception
@@ -54,7 +57,10 @@ def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
     def encode(texts: list[str]) -> list[list[int]]:
         return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
-    return Tokens(max(tokenizer.get_vocab().values(), default=0) + 1, encode), content
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    return Tokens(max(tokenizer.get_vocab().values(), default=0) + 1, encode, decode), content
 
 
 def encoded_chunk(
@@ -70,14 +76,14 @@ def encoded_chunk(
         if len(values) and not (len(ends) and ends[-1] == len(values)):
             ends = np.append(ends, len(values))
         return values, ends if by_line else ends[:0]
-    lines = LINE.findall(_decoded(content, is_cut, file))
+    lines = LINE.findall(decoded(content, is_cut, file))
     pieces = tokens.encode(lines if by_line else _pieces(lines))
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     values = np.array([token for piece in pieces for token in piece], dtype=tokens.dtype)
     return values, ends if by_line else ends[:0]
 
 
-def _decoded(content: bytes, is_cut: bool, file: Path) -> str:
+def decoded(content: bytes, is_cut: bool, file: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:

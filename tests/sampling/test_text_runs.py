@@ -1,0 +1,137 @@
+"""Whole runs that learn to write: a tokenizer trained for them, samples while they learn, and `trainrun sample`."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_memory_options import losses, train, weights
+from test_parameter_groups import QUIET
+
+import trainrun as package
+from trainrun.cli.main import main
+from trainrun.errors import ConfigError
+from trainrun.plots.page import written
+
+pytestmark = pytest.mark.train
+
+TEXT = ("data=text", "data.path=book.txt", "task=language_modeling", "data.train.block_size=16",
+        "data.train.cache_dir=cache", "data.batch_size=8")  # fmt: skip
+GPT = (*TEXT, "model=gpt", "model.layers=1", "model.width=16", "model.heads=2", "model.context=32", *QUIET)
+BPE = (*GPT, "data.tokenizer=bpe:280")
+
+LSTM = (*TEXT, "model=lstm", "model.width=16", *QUIET)
+
+
+@pytest.fixture
+def book(workdir: Path) -> Path:
+    words = random.Random(0).choices(["the", "fox", "jumps", "übers", "lazy", "dog"], k=3000)
+    lines = [" ".join(words[i : i + 8]) for i in range(0, len(words), 8)]
+    (workdir / "book.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return workdir
+
+
+def samples_of(folder: str) -> list[dict[str, object]]:
+    rows = map(json.loads, (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row["kind"] == "sample"]
+
+
+def test_samples_change_no_bit_and_come_again_after_a_resume(book: Path) -> None:
+    plain = train("plain", 12, *BPE, "model.dropout=0.1")
+    whole = train("whole", 12, *BPE, "model.dropout=0.1", "monitor.samples_every=4step")
+    assert losses(plain) == losses(whole)
+    halved = train("halved", 6, *BPE, "model.dropout=0.1", "monitor.samples_every=4step")
+    (book / "cache").rename(book / "gone")  # a resume has its own tokenizer
+    assert main(["resume", halved, "trainer.max_steps=12"]) == 0
+    told = [[(row["step"], row["prompt"], row["text"]) for row in samples_of(run)] for run in (whole, halved)]
+    assert told[0] == told[1]
+    assert [step for step, _, _ in told[0]] == [4, 4, 8, 8, 12, 12]
+    for one, other in zip(weights(whole).values(), weights(halved).values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_epochs_are_counted_and_without_validation_it_begins_with_a_line(book: Path) -> None:
+    words = ("trainer.max_epochs=2", "trainer.limit_train_batches=3", "monitor.samples_every=2epoch")
+    package.train(*GPT, *words, "output_dir=run", "data.val=null")
+    ((row),) = samples_of("run")
+    assert row["step"] == 6
+    assert row["prompt"] == "\n"
+    page = written([{"step": 5, "prompt": "<a>", "text": "b\n"}, {"step": 6, "prompt": "c", "text": "d"}])
+    assert page.index("step 6") < page.index('<td class="text"><b>&lt;a&gt;</b>b\n</td>')
+
+
+def test_what_a_run_was_trained_with_is_used_and_nothing_else(
+    book: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(train("run", 4, *BPE))
+    capsys.readouterr()
+    assert main(["evaluate", str(run)]) == 0
+    first = capsys.readouterr().out
+    shutil.rmtree("cache")
+    assert main(["evaluate", str(run)]) == 0
+    assert capsys.readouterr().out == first
+    tuned = train("tuned", 2, *BPE, f"init_from={run}", "data.train.max_bytes=9000")
+    assert (Path(tuned) / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+    text = (run / "tokenizer.json").read_text(encoding="utf-8")
+    (run / "tokenizer.json").write_text(text.replace("fox", "fix"), encoding="utf-8")
+    assert main(["evaluate", str(run)]) == 2
+    assert "is not what this run was trained with" in capsys.readouterr().err
+    (run / "tokenizer.json").unlink()
+    assert main(["resume", str(run), "trainer.max_steps=6"]) == 2
+    assert "is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [GPT, BPE, LSTM], ids=["gpt", "bpe", "lstm"])
+def test_the_command_writes_the_same_with_and_without_cache(
+    book: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    run = train("run", 4, *words, "parallel.accelerator=cpu")
+    capsys.readouterr()
+    told = []
+    for more in ([], ["--no-cache"], ["--seed=1"]):
+        assert main(["sample", run, "--prompt", "the fox", "--max-tokens=40", *more]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] != told[2]
+    assert told[0].startswith("the fox")
+
+
+def test_lines_end_with_a_line(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train("run", 3, *GPT, "data.train.kind=lines", "model.context=64")
+    capsys.readouterr()
+    assert main(["sample", run, "--prompt=the", "--max-tokens=2000", "--temperature=1.5"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--top-k=0"], "--top-k 0: must be 1 or more"),
+        (["--temperature=-1"], "--temperature -1.0: must be 0 or more"),
+        (["--max-tokens=0"], "--max-tokens 0"),
+        ([], "task._target_=trainrun.task.classification.Classification, which writes no text"),
+    ],
+)
+def test_wrong_uses_are_one_line(
+    workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    run = train("run", 1, *QUIET)
+    capsys.readouterr()
+    assert main(["sample", run, *words]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert len([line for line in shown if not line.startswith("note:")]) == 1
+    assert told in shown[-1]
+
+
+@pytest.mark.parametrize("size", ["10", "x", "4096@"])
+def test_a_tokenizer_without_a_size_is_refused(book: Path, size: str) -> None:
+    with pytest.raises(Exception, match="must be bpe:SIZE"):
+        package.train(*GPT, f"data.tokenizer=bpe:{size}", "output_dir=run")
+
+
+def test_samples_of_what_writes_no_text_are_refused(workdir: Path) -> None:
+    with pytest.raises(ConfigError, match="monitor.samples_every: this run has task._target_"):
+        package.train(*QUIET, "monitor.samples_every=1epoch", "output_dir=run")

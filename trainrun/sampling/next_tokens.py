@@ -1,0 +1,106 @@
+"""Token after token: the model is asked for the next one, and what was drawn is what it is asked with.
+
+A model whose `forward` names `cache` is given a dict, empty at first, and from then on new tokens alone: it keeps there
+what it needs of those before. Every other model computes all tokens again each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.errors import PluginError, TrainingError
+from trainrun.task.batches import keywords_of, output_tensor
+
+NEAR = 1e-2  # of the largest logit: a cache that is another model's is further off
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How tokens are chosen. temperature: 0 takes the likeliest. top_k: only among so many."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    max_tokens: int = 256
+    seed: int = 0
+
+
+def next_tokens(
+    model: nn.Module, prompt: Sequence[int], draw: Draw, vocabulary: int, context: int | None = None,
+    cached: bool = True, around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[int]:  # fmt: skip
+    """Up to `max_tokens` tokens below `vocabulary`, on the model's device; the same with a cache and without.
+
+    context: the most tokens that the model reads. Where they would be more, it begins anew with the newer half of them.
+    around: surrounds each forward. PluginError: the output is no logits of tokens. TrainingError: they are not finite.
+    """
+    generator = torch.Generator().manual_seed(draw.seed)
+    tokens, start, seen = list(prompt), 0, 0
+    cached = cached and "cache" in keywords_of(type(model).forward)[0]
+    is_own = not type(model).__module__.startswith("trainrun.")
+    cache: dict[Any, Any] = {}
+    for _ in range(draw.max_tokens):
+        if context and len(tokens) - start > context:
+            start = seen = len(tokens) - max(1, context // 2)
+            cache = {}
+        logits = last_logits(
+            model, tokens[seen:] if cached else tokens[start:], cache if cached else None, around
+        )
+        if cached and is_own and seen > start:  # once: a keyword of this name may mean something else
+            check_cache(logits, last_logits(model, tokens[start:], None, around), model)
+            is_own = False
+        seen = len(tokens)
+        if len(logits) < vocabulary:
+            raise PluginError(
+                f"model: gives {len(logits)} logits, but the text has {vocabulary} different tokens"
+            )
+        tokens.append(drawn(logits[:vocabulary], draw, generator))
+        yield tokens[-1]
+
+
+@torch.no_grad()
+def last_logits(
+    model: nn.Module, tokens: Sequence[int], cache: dict[Any, Any] | None,
+    around: Callable[[], AbstractContextManager[Any]],
+) -> Tensor:  # fmt: skip
+    """(V,) float64 on the host. What is compiled runs as it was written: each length would be compiled anew."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    given = torch.tensor([list(tokens)], device=device)
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with around(), eager:
+        found = output_tensor(model(given) if cache is None else model(given, cache=cache))
+    if found.ndim != 3 or found.shape[:2] != given.shape:
+        raise PluginError(
+            f"model: {tuple(found.shape)} came out of tokens of shape {tuple(given.shape)}; a model that writes gives "
+            "logits of every position, (B, T, number of tokens)"
+        )
+    return found[0, -1].to("cpu", torch.float64)
+
+
+def check_cache(cached: Tensor, whole: Tensor, model: nn.Module) -> None:
+    if not torch.allclose(cached, whole, rtol=0, atol=NEAR * max(1.0, float(whole.abs().max()))):
+        raise PluginError(
+            f"model: {type(model).__name__}.forward(tokens, cache=...) gives other logits than without it; the dict "
+            "holds what the calls before left there, and the tokens are new ones: see trainrun/model/gpt.py"
+        )
+
+
+def drawn(logits: Tensor, draw: Draw, generator: torch.Generator) -> int:
+    if not logits.isfinite().all():
+        raise TrainingError(
+            "model: the logits of the next token are not finite; take an earlier checkpoint (--which)"
+        )
+    if draw.temperature == 0:
+        return int(logits.argmax())
+    if draw.top_k is None:
+        chosen = torch.arange(len(logits))
+    else:
+        logits, chosen = logits.topk(min(draw.top_k, len(logits)))
+    shares = ((logits - logits.max()) / draw.temperature).softmax(0)
+    return int(chosen[torch.multinomial(shares, 1, generator=generator)])

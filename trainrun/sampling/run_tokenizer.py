@@ -1,0 +1,83 @@
+"""A tokenizer that is trained on the data of a run is kept in its folder: all that goes on from it uses the same."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+from trainrun.checkpoint.manifest import committed_steps
+from trainrun.config.schema import RunConfig, with_values
+from trainrun.data.readers.text.text import tokenizer_file
+from trainrun.data.readers.text.trained_tokenizer import is_trained
+from trainrun.errors import ConfigError
+from trainrun.interfaces import Parallel
+from trainrun.runs.run_folder import RunDir, read_identity, write_identity
+
+SEAL = "tokenizer"  # in RUN.json: the hash of the file
+
+
+def with_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, notes: list[str]) -> RunConfig:
+    """The config with the file in place of `bpe:4096`, trained by rank 0 where it is not there yet.
+
+    A run that begins with the weights of another takes that one's. ConfigError: the file is gone, or another.
+    """
+    if "_target_" not in config.data.train:  # each set would have another
+        raise ConfigError(
+            "data.train: several sets by name cannot share a tokenizer that is trained for the run; train it with one "
+            "of them, and name its RUN_DIR/tokenizer.json as the tokenizer of all"
+        )
+    if not is_trained(config.data.train.get("tokenizer")):
+        return config
+    if parallel.rank == 0:
+        _provide(config, run, notes)
+    parallel.barrier()
+    spec = f"{config.data.train['tokenizer'].partition('@')[0]}@{run.tokenizer}"
+    nodes = {name: _with_file(getattr(config.data, name), spec) for name in ("train", "val", "test")}
+    return with_values(config, {f"data.{name}": node for name, node in nodes.items()})
+
+
+def _with_file(node: Any, spec: str) -> Any:
+    """The node with the file; of named sets each."""
+    if not isinstance(node, dict):
+        return node
+    if str(node.get("tokenizer")).startswith("bpe:"):
+        return {**node, "tokenizer": spec}
+    return node if "_target_" in node else {name: _with_file(one, spec) for name, one in node.items()}
+
+
+def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
+    told = read_identity(run) if run.identity.is_file() else {}  # none of a trial
+    if run.tokenizer.is_file():
+        found = _hash(run.tokenizer)
+        if told.get(SEAL, found) != found:
+            raise ConfigError(f"{run.tokenizer}: is not what this run was trained with; bring that back")
+        return
+    if committed_steps(run.checkpoints):
+        raise ConfigError(f"{run.tokenizer}: is missing, and this run was trained with it; bring it back")
+    source = _of_another(config)
+    if source is not None:
+        notes.append(f"data.train.tokenizer: that of {source.parent}, whose weights this run begins with")
+    else:
+        source = Path(tokenizer_file(config.data.train))
+    run.root.mkdir(parents=True, exist_ok=True)
+    making = run.tokenizer.with_suffix(".tmp")
+    shutil.copyfile(source, making)
+    making.replace(run.tokenizer)
+    if told:
+        write_identity(run, told | {SEAL: _hash(run.tokenizer)})
+
+
+def _of_another(config: RunConfig) -> Path | None:
+    """The tokenizer of the run that `init_from` or `ckpt_path` leads to; it may name a checkpoint in the folder."""
+    for named in filter(None, (config.ckpt_path, config.init_from)):
+        place = Path(named).expanduser().absolute()
+        for folder in (place, *place.parents[:2]):
+            if RunDir(folder).config.is_file() and RunDir(folder).tokenizer.is_file():
+                return RunDir(folder).tokenizer
+    return None
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,73 @@
+"""How the tokens of a run are made of text, and text of them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from trainrun.config.schema import RunConfig
+from trainrun.data.readers.text.tokenizer import BYTES, Tokens, open_tokenizer
+from trainrun.data.readers.text.trained_tokenizer import is_trained
+from trainrun.errors import ConfigError
+from trainrun.instantiate import locate
+from trainrun.runs.run_folder import RunDir
+
+TEXT = "trainrun.data.readers.text.text.load"
+CUT = "\ufffd"  # what decoding gives for a character that is not whole yet
+
+
+def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
+    """Those of a run that learns to write. ConfigError: it does not. key: what asks, in the message."""
+    task, data = config.task or {}, config.data.train or {}
+    kind = locate(task["_target_"], "task")
+    if getattr(kind, "unit", "") != "tokens":
+        raise ConfigError(
+            f"{key}: this run has task._target_={task['_target_']}, which writes no text; it takes one with "
+            "task=language_modeling and data=text"
+        )
+    if data.get("_target_") != TEXT:
+        raise ConfigError(
+            f"{key}: data.train._target_={data.get('_target_')}: only data=text says how text becomes tokens"
+        )
+    if data.get("tokenizer") is None:
+        return BYTES
+    path = str(run_dir.tokenizer) if is_trained(data["tokenizer"]) else data["tokenizer"]
+    return open_tokenizer(path)[0]
+
+
+def context_of(model: Any, config: RunConfig, cached: bool) -> int | None:
+    """The most tokens that a model reads: what it says itself; else, without a cache, those of a training sample."""
+    said = getattr(model, "context", None)
+    if isinstance(said, int) or cached:
+        return said if isinstance(said, int) else None
+    data = config.data.train or {}
+    return data.get("block_size") if data.get("kind") == "blocks" else None
+
+
+def encoded(tokens: Tokens, text: str) -> list[int]:
+    return list(text.encode()) if tokens.encode is None else tokens.encode([text])[0]
+
+
+def pieces(tokens: Tokens, ids: Iterable[int]) -> Iterator[str]:
+    """Text as soon as its characters are whole; one for each token, "" while they are not."""
+    if tokens.decode is None:
+        reader = codecs.getincrementaldecoder("utf-8")("replace")
+        yield from (reader.decode(bytes([token])) for token in ids)
+        yield reader.decode(b"", final=True)
+        return
+    held: list[
+        int
+    ] = []  # the tokens of the piece before, on whose side the next may look different, and newer ones
+    shown, num_old = "", 0
+    for token in ids:
+        held.append(token)
+        text = tokens.decode(held)
+        if text.endswith(CUT) and len(held) - num_old < 8:
+            yield ""
+            continue
+        yield text[len(shown) :]
+        held = held[num_old:]
+        shown, num_old = tokens.decode(held), len(held)
+    if len(held) > num_old:
+        yield tokens.decode(held)[len(shown) :]

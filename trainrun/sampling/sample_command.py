@@ -1,0 +1,82 @@
+"""`trainrun sample RUN_DIR --prompt TEXT`: what a trained language model writes, token by token."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+from trainrun.cli.run_arguments import Parser, add_trust, checkpoint_of
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.output import say
+from trainrun.runs.run import open_run
+
+MOST = 2**63 - 1
+
+
+def main(argv: list[str]) -> int:
+    """Print the prompt and what follows; Ctrl-C, or a reader that closes the pipe, ends it."""
+    asked = _checked(_parser().parse_args(argv))
+    run_dir = open_run(asked.run_dir)
+    which = checkpoint_of(run_dir, asked.which)
+
+    from trainrun.parallel.devices import choose_device
+    from trainrun.runs.restore_config import load_model
+    from trainrun.runs.resume import trusted_config
+    from trainrun.sampling.next_tokens import Draw, next_tokens
+    from trainrun.sampling.run_tokens import context_of, encoded, pieces, tokens_of
+    from trainrun.task.batches import keywords_of
+
+    config = trusted_config(run_dir, [], asked.trust)
+    tokens = tokens_of(config, run_dir, "sample")
+    prompt = encoded(tokens, asked.prompt)
+    if not prompt:
+        raise ConfigError(
+            f"--prompt {asked.prompt!r}: the run's tokenizer makes no token of it; give another text"
+        )
+    model = load_model(run_dir, which, asked.trust).to(
+        choose_device(config.parallel.accelerator, local_rank=0)
+    )
+    cached = not asked.no_cache and "cache" in keywords_of(type(model).forward)[0]
+    draw = Draw(asked.temperature, asked.top_k, asked.max_tokens, asked.seed)
+    found = next_tokens(model, prompt, draw, tokens.vocabulary, context_of(model, config, cached), cached)
+    by_line = (config.data.train or {}).get(
+        "kind"
+    ) == "lines"  # such a model has seen nothing behind a newline
+    reader = os.fstat(1)
+    say(asked.prompt, end="", flush=True)
+    for piece in pieces(tokens, found):
+        say(piece.partition("\n")[0] if by_line else piece, end="", flush=True)
+        if (by_line and "\n" in piece) or not os.path.samestat(reader, os.fstat(1)):  # closed, see streams.py
+            break
+    say()
+    return EXIT_DONE
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="trainrun sample", allow_abbrev=False,
+        description="What a trained language model writes after a prompt, as it is drawn.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", help="the folder of a run with task=language_modeling and data=text")
+    add("--prompt", default="\n", help="the text that is continued (default: a new line)")
+    add("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
+    add("--top-k", type=int, help="draw among the K likeliest tokens (default: among all)")
+    add("--max-tokens", type=int, default=256, help="(default: 256)")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--which", help="best, last, or a checkpoint's name (default: best, or last without one)")
+    add("--no-cache", action="store_true", help="compute all tokens again for each new one")
+    add_trust(parser)
+    return parser
+
+
+def _checked(asked: Namespace) -> Namespace:
+    limits = {"temperature": (0, 1e6), "top_k": (1, MOST), "max_tokens": (1, MOST), "seed": (0, MOST)}
+    faults = [
+        f"--{name.replace('_', '-')} {value}: must be {least} or more, up to {most:g}"
+        for name, (least, most) in limits.items()
+        if (value := getattr(asked, name)) is not None and not least <= value <= most
+    ]
+    if faults:
+        raise ConfigError(*faults)
+    return asked
