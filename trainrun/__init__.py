@@ -22,15 +22,20 @@ __all__ = ["Run", "TrainrunError", "load_model", "load_run", "train"]
 
 
 def load_model(
-    run_dir: str | Path, which: str = "best", trust: bool = False, model: nn.Module | None = None
+    run_dir: str | Path,
+    which: str = "best",
+    trust: bool = False,
+    model: nn.Module | None = None,
+    merge: bool = False,
 ) -> nn.Module:
     """The trained network of a run folder, in evaluation mode, on the CPU. trust: run the code that it names.
 
-    model: the like of that which the run was given, of a run of objects (`trainrun.train(model=...)`).
+    model: the like of that which the run was given, of a run of objects (`trainrun.train(model=...)`). merge: a plain
+    network, with what LoRA learned in its weights.
     """
     from trainrun.runs.api import load_run
 
-    return load_run(run_dir, trust).load_model(which, model)
+    return load_run(run_dir, trust).load_model(which, model, merge)
 
 
 def __getattr__(name: str) -> Any:

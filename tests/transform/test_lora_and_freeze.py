@@ -51,6 +51,14 @@ def test_merging_gives_the_plain_network_with_the_same_outputs() -> None:
     assert type(merge_lora(single)) is nn.Linear
 
 
+def test_a_weight_that_is_an_embeddings_too_is_left_alone() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    model[2].weight = model[0].weight
+    assert trained(lora(model, rank=1)) == ["1.lora_a", "1.lora_b"]
+    with pytest.raises(ValueError, match="target=2: fits no name"):
+        lora(model, target="2")
+
+
 def test_layers_whose_weights_are_read_and_tied_ones_still_work() -> None:
     attention = lora(nn.TransformerEncoderLayer(8, 2, batch_first=True), rank=2)
     assert not any(name.startswith("self_attn.") for name in trained(attention))

@@ -10,7 +10,7 @@ import torch
 from trainrun import load_run
 from trainrun.checkpoint.load import read_checkpoint, resolve
 from trainrun.cli.main import main
-from trainrun.transform.lora import LoraLinear, merge_lora
+from trainrun.transform.lora import LoraLinear
 
 pytestmark = pytest.mark.process
 
@@ -94,7 +94,7 @@ def test_lora_trains_its_matrices_alone_from_given_weights_and_is_resumed(
     assert isinstance(loaded.layers[1], LoraLinear)
     x = torch.rand(5, 1, 8, 8)
     expected = loaded(x)
-    merged = merge_lora(loaded)
+    merged = load_run("whole").load_model("last", merge=True)
     assert list(merged.state_dict()) == list(base)
     torch.testing.assert_close(merged(x), expected)
 

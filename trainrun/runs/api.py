@@ -54,17 +54,26 @@ class Run:
         """All rows of `metrics.jsonl`; `kind` says of what."""
         return read_rows(self.files.metrics)
 
-    def load_model(self, which: str = "best", model: nn.Module | None = None) -> nn.Module:
+    def load_model(
+        self, which: str = "best", model: nn.Module | None = None, merge: bool = False
+    ) -> nn.Module:
         """The trained network in evaluation mode, on the CPU. which: best, last, or a checkpoint's name.
 
         It takes inputs as a batch of the run had them: pictures scaled (0 to 1 of `data=image_folder`), and
         normalised where `data.augment.normalize` was. model: the like of that which the run was given from Python, if
-        this is another process; it is left as it is.
+        this is another process; it is left as it is. merge: a plain network, with what LoRA learned in its weights.
         """
         from trainrun.runs.restore_config import load_model
 
         with holding(dict(self.objects) | ({} if model is None else {"model": model})):
-            return load_model(self.files, which, self.trust)
+            found = load_model(self.files, which, self.trust)
+        if merge:
+            from trainrun.transform.lora import LoraLinear, merge_lora
+
+            if not any(isinstance(layer, LoraLinear) for layer in found.modules()):
+                raise ConfigError(f"{self.folder}: merge=True: its network has no LoRA layers; leave it out")
+            return merge_lora(found)
+        return found
 
 
 def load_run(run_dir: str | Path, trust: bool = False) -> Run:

@@ -9,6 +9,7 @@ Source: Hu et al. 2021, arXiv 2106.09685; A is drawn as in their code.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +38,9 @@ class LoraLinear(nn.Module):
     @torch.no_grad()
     def merged(self) -> nn.Linear:
         """The layer alone, with the correction added to its weight."""
-        self.base.weight += self.scale * (self.lora_b @ self.lora_a)
+        weight = self.base.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)  # 16 bits are rounded once
+        weight.copy_(weight.to(wide) + self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide)))
         return self.base.requires_grad_(True)
 
 
@@ -59,8 +62,14 @@ def lora(
     model.requires_grad_(False)
     for name in matching(names, train, "train"):
         model.get_parameter(name).requires_grad_(True)
-    # subclasses are left alone: that of nn.MultiheadAttention is never called, its weights are read
-    layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    # Subclasses are left alone: that of nn.MultiheadAttention is never called, its weights are read. So are layers
+    # whose weight is another's too, as that of an embedding: merged, the other would change with it.
+    used = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear and used[id(layer.weight)] == 1
+    }
     for name in matching(layers, target, "target"):
         model = _replaced(model, name, LoraLinear(layers[name], rank, alpha))
     return model
