@@ -28,6 +28,8 @@ from trainrun.benchmark.worker_messages import (
     Load,
     Message,
     Profile,
+    RateLosses,
+    RateRange,
     Reply,
     RunInfo,
     Save,
@@ -38,7 +40,7 @@ from trainrun.benchmark.worker_messages import (
 )
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.map_style import thread_safe
-from trainrun.errors import PluginError
+from trainrun.errors import PluginError, TrainingError
 from trainrun.interfaces import MicroBatch, StepReport, counts_before
 from trainrun.model.choices import attention_layers
 from trainrun.summary.throughput_limits import ahead, settle
@@ -143,6 +145,8 @@ class Worker:
                 return self._validate()
             case Save():
                 return self._save()
+            case RateRange():
+                return self._rate_range(message)
             case Profile():
                 file = self._folder / f"trace-{self._own.parallel.rank}.json.gz"
                 return profiled(
@@ -247,6 +251,23 @@ class Worker:
         if run.parallel.rank == 0:
             save_file(changes, file)
         return FirstSteps(tuple(losses), tuple(items), str(file))
+
+    def _rate_range(self, message: RateRange) -> RateLosses:
+        from trainrun.benchmark.finders.lr_range import Diverged, RateSweep
+
+        sweep: Any = RateSweep(self._components, message)
+        with self._snapshot.undone():
+            try:
+                self._run(
+                    replace(self._components, step=sweep.step, schedule=sweep), self._state, message.steps
+                )
+            except (
+                Diverged,
+                TrainingError,
+            ):  # the second: of its own guard against numbers that are not finite
+                sweep.found.diverged = True
+        found: RateLosses = sweep.found
+        return found
 
     def _windows(self) -> Iterator[list[MicroBatch]]:
         """Read on where the training is; what is read here is not trained on."""

@@ -57,7 +57,16 @@ class Profile:
     """Ask for a few steps under torch's profiler."""
 
 
-Message = Train | TraceSteps | Load | Validate | Save | Profile
+@dataclass(frozen=True)
+class RateRange:
+    """Ask for steps whose learning rate grows from `low` to `high`; what they change is put back."""
+
+    low: float
+    high: float
+    steps: int
+
+
+Message = Train | TraceSteps | Load | Validate | Save | Profile | RateRange
 
 
 @dataclass(frozen=True)
@@ -146,4 +155,14 @@ class Profiled:
     trace: bytes
 
 
-Reply = Turn | FirstSteps | Profiled | None
+@dataclass
+class RateLosses:
+    """Learning rates of the first group, and the loss of each step. peak: the run's own rate."""
+
+    rates: list[float]
+    losses: list[float]
+    peak: float
+    diverged: bool
+
+
+Reply = Turn | FirstSteps | Profiled | RateLosses | None

@@ -12,6 +12,7 @@ import ctypes
 import math
 import multiprocessing
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -82,14 +83,16 @@ class WorkerPool:
             self._quiet_until = time.monotonic() + QUIET_SECONDS
             raise KeyboardInterrupt
 
-    def start(self, config: RunConfig, limit: float = START_SECONDS) -> WorkerProcess:
-        """Start a run and stop it before its first step.
+    def start(
+        self, config: RunConfig, limit: float = START_SECONDS, memory: int | None = None
+    ) -> WorkerProcess:
+        """Start a run and stop it before its first step. memory: the bytes that it may take; None is no limit.
 
         Raises WorkerFailed with the run's own message, or if it takes more than `limit` seconds.
         """
         folder = self.folder / secrets.token_hex(4)
         folder.mkdir()
-        worker = WorkerProcess(quiet(config), folder, self._paths)
+        worker = WorkerProcess(quiet(config), folder, self._paths, memory)
         self._workers.append(worker)
         worker.wait_until_ready(limit)
         return worker
@@ -115,7 +118,7 @@ class WorkerProcess:
 
     info: RunInfo
 
-    def __init__(self, config: RunConfig, folder: Path, paths: list[str]) -> None:
+    def __init__(self, config: RunConfig, folder: Path, paths: list[str], memory: int | None = None) -> None:
         self._folder, self._folders = folder, contextlib.ExitStack()
         address = str(self._folders.enter_context(scratch_folder(SHORT_FOLDER)) / "socket")
         self._key = secrets.token_bytes(16)
@@ -125,7 +128,7 @@ class WorkerProcess:
         node = {"address": address, "key": self._key.hex(), "folder": str(folder)}
         config = replace(config, loop={"_target_": "trainrun.benchmark.remote_loop.RemoteLoop", **node})
         context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        self._process = context.Process(target=run_worker, args=(config, folder, paths))
+        self._process = context.Process(target=run_worker, args=(config, folder, paths, memory))
         self._connection: Connection | None = None
         self._began, self.start_seconds = time.perf_counter(), 0.0
         self._closed, self._ended_with = False, None
@@ -222,8 +225,11 @@ class WorkerProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def run_worker(config: RunConfig, folder: Path, paths: list[str]) -> None:
+def run_worker(config: RunConfig, folder: Path, paths: list[str], memory: int | None) -> None:
     """Be the process of a run under measurement; what it prints goes to a file."""
+    if memory is not None:  # its allocator says so, before the system kills the process or another one
+        most = psutil.Process().memory_info().data + memory if sys.platform == "linux" else memory
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     os.setpgid(0, 0)  # Ctrl-C is for the command, which ends this process
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""`trainrun autotune [settings of a run]`: the fastest way to the same training on this machine, as a preset."""
+"""`trainrun autotune [settings of a run]`: the fastest way to the same training on this machine, as a preset; and
+`trainrun autotune lr | batch`."""
 
 from __future__ import annotations
 
@@ -24,8 +25,17 @@ ABOUT = (
     "well-known techniques instead, each alone and then together; what hurts is shown as hurting."
 )
 
+FINDERS = {
+    "lr": "A range test of the learning rate on the run's own model, data and optimizer: the loss while the rate grows "
+    "from step to step, a picture, and a suggestion.",
+    "batch": "The largest batch that fits into memory, the speed of those that do, and what the linear and the square "
+    "root rule would make of the learning rate.",
+}
+
 
 def main(argv: list[str]) -> int:
+    if argv[:1] in (["lr"], ["batch"]):
+        return find(argv[0], argv[1:])
     default = TABLE_SECONDS if "--table" in argv else SEARCH_SECONDS
     argv, budget = take_seconds(argv, default, "autotune")
     wish, words = known_and_words(autotune_parser(), argv)
@@ -40,11 +50,35 @@ def main(argv: list[str]) -> int:
     return report(wish, typed, measured(wish, typed, budget), budget, folder, preset)
 
 
+def find(what: str, argv: list[str]) -> int:
+    """`trainrun autotune lr` and `trainrun autotune batch`."""
+    argv, budget = take_seconds(argv, SEARCH_SECONDS, f"autotune {what}") if what == "batch" else (argv, 0.0)
+    parser = Parser(prog=f"trainrun autotune {what}", description=FINDERS[what], allow_abbrev=False,
+                    usage=f"trainrun autotune {what} [key=value ...] [options]")  # fmt: skip
+    if what == "lr":
+        parser.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate (1e-6)")
+        parser.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate (10)")
+        parser.add_argument("--steps", type=int, default=100, metavar="N", help="of the test (100)")
+    else:
+        parser.add_argument("--budget", metavar="SECONDS", help="in all, about (120)")
+        parser.add_argument(
+            "--memory", type=float, metavar="GB", help="on a CPU, of one process (what is free)"
+        )
+    wish, words = known_and_words(parser, argv)
+    if what == "lr":
+        from trainrun.benchmark.finders import lr_range
+
+        return lr_range.main(wish, words, write_results)
+    from trainrun.benchmark.finders import batch_size
+
+    return batch_size.main(wish, words, budget, write_results)
+
+
 def autotune_parser() -> Parser:
     parser = Parser(
         prog="trainrun autotune", description=ABOUT, allow_abbrev=False,
         usage="trainrun autotune [key=value ...] [--allow exact|numeric] [--budget SECONDS] [--name PRESET] "
-        "[--explain] [--table]",
+        "[--explain] [--table]\n       trainrun autotune lr|batch [key=value ...]",
     )  # fmt: skip
     parser.add_argument("--allow", choices=("exact", "numeric"), default="exact",
                         help="exact (default): other kernels, losses equal to 1e-4; numeric: other number types too, "

@@ -1,0 +1,172 @@
+"""`trainrun autotune lr`: a range test. The rate grows in every step, the loss says where it learns and breaks.
+
+What: the run's own steps, with its optimizer, groups (which keep their proportions), precision and ranks, in a process
+of its own, from a snapshot that is put back. When: a new model or batch size. When not: the schedule is what is asked
+for; a sweep (`--multirun optimizer.lr=...`) trains to the end. Source: Smith 2017 (arXiv:1506.01186), section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainrun.benchmark.run_overrides import begin, config_of, progress_line, shown
+from trainrun.benchmark.worker_messages import RateLosses, RateRange
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.output import say
+from trainrun.scheduler.schedule import set_lr
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from trainrun.interfaces import MicroBatch, StepReport
+    from trainrun.training.components import Components
+
+DIVERGED = 4.0  # times the smallest loss so far
+FIRST = 5  # steps before anything is called divergence
+WINDOW = 0.1  # of the steps, that are averaged
+LEAST_FALL = 0.02  # of the first losses
+LIMIT = 24 * 3600.0  # seconds
+ROOM = 4.0  # below the rate of the smallest loss, where it is about to rise again
+
+
+class Diverged(Exception):
+    """The test is over before its last step."""
+
+
+class RateSweep:
+    """The schedule of a range test, and its step: from `low` to `high`, each step by the same factor."""
+
+    def __init__(self, run: Components, wanted: RateRange) -> None:
+        self._groups = run.optimizer.param_groups
+        self._peaks: list[float] = list(run.schedule.peak_lrs)
+        self._step, self._wanted = run.step, wanted
+        self.rates: dict[str, float] = {}
+        self.found = RateLosses([], [], self._peaks[0], False)
+        self._smallest = math.inf
+        if not self._peaks[0] > 0:
+            raise ConfigError(
+                f"optimizer.lr={self._peaks[0]:g}: the other groups are in proportion to it; give 1e-3"
+            )
+
+    def step(self, *run_and_window: Any) -> StepReport | None:
+        """Called by the run as its step, and without arguments as its schedule, which has nothing to do."""
+        return self._trained(*run_and_window) if run_and_window else None
+
+    def end_epoch(self) -> None: ...
+
+    def _trained(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+        done, wanted = len(self.found.rates), self._wanted
+        rate = wanted.low * (wanted.high / wanted.low) ** (done / max(wanted.steps - 1, 1))
+        for group, peak in zip(self._groups, self._peaks, strict=True):
+            set_lr(group, peak * rate / self._peaks[0])
+        report = self._step(run, micro_batches)
+        loss = mean_loss(run, report)
+        self.found.rates.append(rate)
+        self.found.losses.append(loss)
+        self._smallest = min(self._smallest, loss)
+        if not math.isfinite(loss) or (done >= FIRST and loss > DIVERGED * max(self._smallest, 1e-12)):
+            raise Diverged
+        return report
+
+
+def mean_loss(run: Components, report: StepReport) -> float:
+    """Over all ranks; waits for the device."""
+    total, count = run.parallel.sum_over_ranks([sum(map(float, report.losses)), float(report.items)])
+    return total / count if count else 0.0
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """rate: of the first group, None where the loss did not fall. smallest: where the averaged loss is smallest."""
+
+    rate: float | None
+    smallest: float
+    why: str
+    averaged: list[float]
+
+
+def suggested(found: RateLosses) -> Suggestion:
+    """Where the averaged loss falls fastest, and at most a quarter of the rate of its minimum."""
+    losses, rates = np.array(found.losses), np.array(found.rates)
+    good = np.isfinite(losses)
+    losses, rates = losses[good], rates[good]
+    if len(losses) < 2 * FIRST:
+        return Suggestion(None, math.nan, f"only {len(losses)} steps were finite; begin lower: --low", [])
+    half = max(1, round(WINDOW * len(losses)) // 2)
+    padded = np.pad(losses, half, mode="edge")
+    averaged = np.convolve(padded, np.ones(2 * half + 1) / (2 * half + 1), mode="valid")
+    lowest = int(averaged.argmin())
+    if averaged[lowest] > (1 - LEAST_FALL) * averaged[0] or lowest < 2:
+        return Suggestion(
+            None, float(rates[lowest]), "the loss did not fall; look at the picture", averaged.tolist()
+        )
+    slopes = np.gradient(averaged, np.log(rates))[: lowest + 1]
+    steepest, bound = float(rates[int(slopes.argmin())]), float(rates[lowest]) / ROOM
+    why = (
+        "where the loss falls fastest"
+        if steepest <= bound
+        else f"a quarter of {rates[lowest]:.2g}, its minimum"
+    )
+    return Suggestion(min(steepest, bound), float(rates[lowest]), why, averaged.tolist())
+
+
+def main(wish: Namespace, words: list[str], write: Any) -> int:
+    """write: of the results, as the command has it."""
+    from trainrun.benchmark.worker_process import WorkerPool
+
+    if not 0 < wish.low < wish.high or not math.isfinite(wish.high) or wish.steps < 4 * FIRST:
+        raise ConfigError(
+            f"autotune lr: --low {wish.low:g} --high {wish.high:g} --steps {wish.steps}: must be rates above 0, low "
+            f"below high, and at least {4 * FIRST} steps"
+        )
+    typed, folder = begin("autotune-lr", words)
+    config = config_of(typed)
+    with WorkerPool() as pool, progress_line() as progress:
+        progress("range test", 60.0)
+        found: RateLosses = pool.start(config).ask(RateRange(wish.low, wish.high, wish.steps), limit=LIMIT)
+    advice = suggested(found)
+    typed_lr = (config.optimizer or {}).get("lr")
+    scale = typed_lr / found.peak if isinstance(typed_lr, float | int) and typed_lr > 0 else 1.0
+    told = "diverged" if found.diverged else "ended"
+    say(f"range test: {len(found.rates)} of {wish.steps} steps, {told} at {found.rates[-1]:.2g}")
+    if advice.rate is None:
+        say(f"no suggestion: {advice.why}")
+    else:
+        say(f"suggestion: optimizer.lr={advice.rate * scale:.1e} ({advice.why}; the loss is smallest at "
+            f"{advice.smallest:.2g}); with warmup and decay this is the peak")  # fmt: skip
+    write(folder, typed, {
+        "rates": found.rates, "losses": found.losses, "diverged": found.diverged, "suggestion": advice.rate,
+        "why": advice.why,
+    })  # fmt: skip
+    say(f"details: {shown(folder / 'autotune.json')}, {draw(found, advice, folder / 'lr.png').name}")
+    return EXIT_DONE
+
+
+def draw(found: RateLosses, advice: Suggestion, path: Path) -> Path:
+    from trainrun.plots import canvas
+
+    figure, (ax,) = canvas.panels("Learning rate range test", 1, height=3.4)
+    ax.plot(found.rates, found.losses, color=canvas.TRAIN, alpha=0.3, linewidth=1, label="loss")
+    ax.plot(
+        found.rates[: len(advice.averaged)],
+        advice.averaged,
+        color=canvas.TRAIN,
+        linewidth=1.8,
+        label="averaged",
+    )
+    if advice.rate is not None:
+        ax.axvline(advice.rate, color=canvas.BEST, linestyle="--", label=f"suggestion {advice.rate:.1e}")
+    ax.set_xscale("log")
+    finite = [loss for loss in found.losses if math.isfinite(loss)]
+    if finite:
+        low, high = min(finite), max(finite[: 2 * FIRST] or finite)
+        ax.set_ylim(low - 0.1 * (high - low) - 1e-9, high + 0.5 * (high - low) + 1e-9)
+    ax.set_xlabel("learning rate of the first group")
+    ax.set_ylabel("train/loss")
+    canvas.show_legend(ax)
+    return canvas.save(figure, path)
