@@ -138,6 +138,8 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
         }
         numpy.savez(workdir / "labels.npz", **arrays)
         return ["data=arrays", "data.path=labels.npz", "model.num_classes=3"]
+    if option == "sequence_vae":
+        return ["data=text", "data.train.max_bytes=100000", "data.train.block_size=16", "task=vae"]
     if option == "vae":
         return ["task=vae", "model=vae", "model.hidden=[16]"]
     if option == "distillation":

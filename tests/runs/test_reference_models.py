@@ -25,6 +25,7 @@ MODELS = {
     "resnet": ["model.width=8"],
     "mobilenet": ["model.width=4"],
     "vae": ["task=vae", "model.width=4", "model.hidden=[16]"],
+    "sequence_vae": ["data=text", *TEXT[1:3], "task=vae", "model.width=16", "model.latent_dim=4"],
     "gpt": [*TEXT, "model.layers=1", "model.width=32", "model.heads=2"],
     "lstm": [*TEXT, "model.width=16"],
 }

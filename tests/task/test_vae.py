@@ -77,7 +77,9 @@ def test_what_does_not_fit_is_said() -> None:
         Vae(likelihood="bernoulli").step(Fixed(some(2, 3), some(2, 4), some(2, 4)), x)
     with pytest.raises(ConfigError, match=r"task\.beta=-1"):
         Vae(beta=-1)
-    with pytest.raises(ConfigError, match=r"task\.likelihood=poisson: must be one of gaussian, bernoulli"):
+    with pytest.raises(
+        ConfigError, match=r"task\.likelihood=poisson: must be one of auto, gaussian, bernoulli, categorical"
+    ):
         Vae(likelihood="poisson")
 
 

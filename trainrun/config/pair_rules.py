@@ -11,8 +11,8 @@ from trainrun.config.units import EPOCH, Duration, parse_interval
 from trainrun.instantiate import TARGET, is_node, named_nodes
 from trainrun.limits import is_finite
 
-VAE, VAE_TASK = "trainrun.model.vae.Vae", "trainrun.task.vae.Vae"
-VAE_HEALTH = "trainrun.hook.vae_health.VaeHealth"
+VAES = ("trainrun.model.vae.Vae", "trainrun.model.sequence_vae.SequenceVae")
+VAE_TASK, VAE_HEALTH = "trainrun.task.vae.Vae", "trainrun.hook.vae_health.VaeHealth"
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
 CLASSIFICATION = "trainrun.task.classification.Classification"
 DISTILLATION = "trainrun.task.distillation.Distillation"
@@ -128,8 +128,8 @@ def _parts(config: RunConfig) -> Rules:
          f"scheduler.warmup_steps={warmup}: longer than the run: trainer.max_steps={most}; choose fewer"),
         (scheduler.get("interval") == "epoch" and not _target(config.loop, "trainrun.").startswith("trainrun."),
          "scheduler.interval=epoch: a loop of your own ends its epochs itself; use scheduler.interval=step"),
-        (name == VAE and kind.startswith("trainrun.task.") and kind != VAE_TASK,
-         "model=vae: gives a reconstruction, not classes; its task is task=vae"),
+        (name in VAES and kind.startswith("trainrun.task.") and kind != VAE_TASK,
+         f"model={name.split('.')[-2:][0]}: gives a reconstruction, not classes; its task is task=vae"),
         *((kind.startswith("trainrun.task.") and kind != VAE_TASK and _target(node) == VAE_HEALTH,
            f"hook.{key}: monitor=vae watches the code of a VAE, and task={kind.split('.')[-2]} has none; use model=vae "
            "task=vae, or leave it out")

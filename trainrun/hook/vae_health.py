@@ -82,6 +82,7 @@ class VaeHealth:
         self._told = False
         self._free_bits: float | None = None  # what it was raised to
         self._line = ""
+        self._said_beta = False
 
     def on_start(self, run: Components, state: TrainState) -> None:
         task: Any = run.task
@@ -116,6 +117,9 @@ class VaeHealth:
             self._kl.clear()  # not a collapse: nan_policy and the validation say what is wrong
             return
         run.monitors.write_row("vae", state.step, found | {"seconds": perf_counter() - started})
+        if self._verbose and not self._said_beta and ("values" in found or "tokens" in found):
+            self._said_beta = True
+            run.monitors.note(effective_beta(run.task, found))
         self._line = line_of(found)
         self._judge(run, found)
 
@@ -194,12 +198,20 @@ def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, A
     def joined(terms: list[Any], name: str) -> Tensor:
         return torch.cat([getattr(one, name) for one in terms]).double()
 
-    own: dict[str, Any] = {"mean": [], "log_var": [], "reconstruction": [], "gain": [], "num_values": 0}
+    own: dict[str, Any] = {
+        "mean": [],
+        "log_var": [],
+        "reconstruction": [],
+        "gain": [],
+        "values": 0,
+        "tokens": 0,
+    }
     if held:
         terms = terms_of(held)
         mean, log_var, rebuilt = (joined(terms, name) for name in ("mean", "log_var", "reconstruction"))
         own |= {"mean": mean.tolist(), "log_var": log_var.tolist(), "reconstruction": rebuilt.tolist()}
-        own["num_values"] = getattr(terms[0], "num_values", 0)
+        own["values"] = getattr(terms[0], "num_values", 0)
+        own["tokens"] = sum(int(getattr(one, "num_tokens", None) or 0) for one in terms)
         if not fast and takes_noise(held) and len(mean) > 1:
             others = joined(terms_of(with_codes_of_others(held, mean, log_var)), "reconstruction")
             own["gain"] = (others - rebuilt).tolist()
@@ -220,8 +232,11 @@ def look(run: Components, held: list[Any], step: int, fast: bool) -> dict[str, A
         row["marginal_kl"] = row["kl"] - information
     if len(gains):
         row["gain"] = float(gains.mean())
-    values = max(rank["num_values"] for rank in ranks)
-    if values and not getattr(task, "bernoulli", True):
+    if tokens := sum(rank["tokens"] for rank in ranks):
+        row["tokens"] = tokens / len(means)
+    if values := max(rank["values"] for rank in ranks):
+        row["values"] = values
+    if values and getattr(task, "likelihood", "") in ("auto", "gaussian"):
         row["residual_variance"] = 2 * row["reconstruction"] / values
     return row
 
@@ -280,6 +295,11 @@ def remedy(task: Any, found: Mapping[str, Any]) -> str:
         )
     if beta > 1:
         return f"Likely cause: beta {beta:.3g} weighs the KL more than the bound does; try task.beta=1"
+    if "tokens" in found and getattr(task, "schedule", "") != "constant":
+        return (
+            "Likely cause: the decoder predicts a token from those before it and does without the code; try "
+            "data.augment.word_dropout.rate=0.3, or more"
+        )
     if found["kl"] >= LEAST_KL:
         return "Likely cause: the decoder does without the code; try a smaller decoder"
     if getattr(task, "schedule", "") == "constant":
@@ -290,6 +310,16 @@ def remedy(task: Any, found: Mapping[str, Any]) -> str:
     if not found["free_bits"]:
         return "Likely cause: the KL of every dimension costs from its first nat on; try task.free_bits=0.1"
     return "Likely cause: the decoder learns faster than the encoder; try a smaller decoder"
+
+
+def effective_beta(task: Any, found: Mapping[str, Any]) -> str:
+    """What beta is, whatever is summed or averaged."""
+    number = found.get("values") or found["tokens"]
+    what = "values" if "values" in found else "tokens, on average,"
+    return (
+        f"vae: effective beta {task.beta:.3g}: a sum over {number:.4g} {what} and one over {len(found['activity'])} "
+        f"dimensions of a sample; beside a reconstruction averaged over them it is {task.beta / number:.2g}"
+    )
 
 
 def line_of(found: Mapping[str, Any]) -> str:

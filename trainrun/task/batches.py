@@ -26,7 +26,7 @@ from trainrun.errors import DataError, PluginError, is_of_torch
 
 INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids")
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
-MODEL_KEYS = ("attention_mask", "segment_ids", "position_ids", "noise")
+MODEL_KEYS = ("attention_mask", "segment_ids", "position_ids", "noise", "word_dropout")
 IGNORED = -100  # torch's ignore_index
 OF_SHAPES = re.compile(
     r"shapes cannot be multiplied|size mismatch|to have \d+ channels|xpected \dD|Dimension out of range"

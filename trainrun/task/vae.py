@@ -8,26 +8,27 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepInfo, StepOutput
 from trainrun.limits import Count, Fraction, NotNegative
-from trainrun.task.batches import HALF_TYPES, form_of, inputs_and_maybe_target, run_model
+from trainrun.task.batches import HALF_TYPES, IGNORED, form_of, inputs_and_maybe_target, run_model
 
-LIKELIHOODS = ("gaussian", "bernoulli")
+LIKELIHOODS = ("auto", "gaussian", "bernoulli", "categorical")
 BetaSchedule = Literal["constant", "linear", "cyclical"]
 
 
 class BoundTerms(NamedTuple):
     """The parts of the bound, in nats, before anything is summed: reconstruction (B,); kl, mean and log_var of the code
-    (B, latent_dim). num_values: the numbers of one sample."""
+    (B, latent_dim). num_values: the numbers of one sample, 0 of sequences; num_tokens: all of theirs, 0-d."""
 
     reconstruction: Tensor
     kl: Tensor
     mean: Tensor
     log_var: Tensor
     num_values: int
+    num_tokens: Tensor | None = None
 
 
 class Vae:
@@ -40,7 +41,10 @@ class Vae:
 
     beta: what the divergence weighs (Higgins et al., 2017); 1 is the bound itself.
     likelihood: `gaussian` of variance 1, up to its constant: half the squared error; `bernoulli` for data in
-        [0, 1], where the reconstruction holds logits.
+        [0, 1], where the reconstruction holds logits; `categorical` for tokens (B, T), of which it holds logits
+        (B, T, vocabulary), as `trainrun.model.sequence_vae` gives. `auto` is categorical for whole numbers (B, T), else
+        gaussian. The reconstruction is a sum over the values or tokens of a sample, as the divergence is one over the
+        dimensions: a mean over values would multiply beta by their number.
     beta_schedule: how training comes to `beta`, as a function of the updates made so far: `linear` from 0 in
         beta_steps (Bowman et al., 2016); `cyclical`: beta_steps are beta_cycles parts, and in the first beta_ratio of
         each it rises from 0 (Fu et al., 2019). Validation and predictions always weigh with `beta`: what they say at
@@ -54,7 +58,7 @@ class Vae:
     def __init__(
         self,
         beta: NotNegative = 1.0,
-        likelihood: str = "gaussian",
+        likelihood: str = "auto",
         beta_schedule: BetaSchedule = "constant",
         beta_steps: Count | None = None,
         beta_cycles: Count = 4,
@@ -68,11 +72,11 @@ class Vae:
         check_schedule(beta_schedule, beta_steps, beta_cycles, beta_ratio)
         if not free_bits >= 0:
             raise ConfigError(f"task.free_bits={free_bits}: must be 0 or more")
-        self.beta, self.bernoulli, self.free_bits = beta, likelihood == "bernoulli", free_bits
+        self.beta, self.likelihood, self.free_bits = beta, likelihood, free_bits
         self.schedule, self._steps, self._cycles, self._ratio = (
             beta_schedule, beta_steps or 0, beta_cycles, beta_ratio,
         )  # fmt: skip
-        self.checked = False
+        self.checked = self._with_last = False
         if beta_schedule != "constant":  # else no step is asked for, and a training step may be one graph
             self.step = self._step_at  # type: ignore[method-assign]
 
@@ -99,13 +103,15 @@ class Vae:
         place = step * self._cycles / self._steps
         return self.beta * min(1.0, (place - math.floor(place)) / self._ratio)
 
-    def _output(self, model: nn.Module, batch: Any, beta: float, more: dict[str, float]) -> StepOutput:
+    def _output(self, model: nn.Module, batch: Any, beta: float, more: dict[str, Any]) -> StepOutput:
         terms = self.terms(model, batch)
         rebuilt, code = terms.reconstruction.sum(), terms.kl.sum(1).sum()
         weighed = code
         if self.free_bits and torch.is_grad_enabled():
             weighed = terms.kl.clamp(min=self.free_bits).sum()
         loss = rebuilt + beta * weighed
+        if terms.num_tokens is not None:
+            more = {**more, "nats_per_token": (rebuilt.detach(), terms.num_tokens)}
         return StepOutput(loss, {"reconstruction": rebuilt.detach(), "kl": code.detach(), **more})
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -122,7 +128,7 @@ class Vae:
             batch = {**batch, "noise": torch.zeros_like(batch["noise"])}
         rebuilt = run_model(model, inputs, batch)[0].float()
         inputs = inputs.float()
-        if self.bernoulli:
+        if self.likelihood == "bernoulli":
             rebuilt = rebuilt.sigmoid()
         else:
             low, high = inputs.min(), inputs.max()
@@ -131,18 +137,72 @@ class Vae:
 
     def terms(self, model: nn.Module, batch: Any) -> BoundTerms:
         inputs = inputs_and_maybe_target(batch)[0]
-        output = run_model(model, inputs, batch)
+        if self.of_tokens(inputs):
+            return self._terms_of_tokens(model, batch)
+        output, bernoulli = run_model(model, inputs, batch), self.likelihood == "bernoulli"
         if not self.checked:
-            check(output, inputs, self.bernoulli)
+            check(output, inputs, bernoulli)
             self.checked = True
         rebuilt, mean, log_var = (item.float() if item.dtype in HALF_TYPES else item for item in output)
         inputs = inputs.to(rebuilt.dtype)
-        if self.bernoulli:
+        if bernoulli:
             each = binary_cross_entropy_with_logits(rebuilt, inputs, reduction="none")
         else:
             each = 0.5 * (rebuilt - inputs).square()
-        divergence = 0.5 * (mean.square() + log_var.exp() - log_var - 1)
-        return BoundTerms(each.flatten(1).sum(1), divergence, mean, log_var, each[0].numel())
+        return BoundTerms(each.flatten(1).sum(1), divergence(mean, log_var), mean, log_var, each[0].numel())
+
+    def of_tokens(self, inputs: Any) -> bool:
+        if self.likelihood != "auto":
+            return self.likelihood == "categorical"
+        return isinstance(inputs, Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
+
+    def _terms_of_tokens(self, model: nn.Module, batch: Any) -> BoundTerms:
+        if not self.checked:
+            self._with_last = has_next_tokens(batch)
+        tokens, mask = whole_sequences(batch, self._with_last)
+        named = batch if isinstance(batch, Mapping) else {}
+        output = run_model(model, tokens, {**named, "attention_mask": mask})
+        if not self.checked:
+            check_tokens(output, tokens)
+            self.checked = True
+        logits, mean, log_var = (item.float() if item.dtype in HALF_TYPES else item for item in output)
+        each = cross_entropy(
+            logits.transpose(1, 2), tokens.long().masked_fill(~mask, IGNORED), reduction="none"
+        )
+        return BoundTerms(each.sum(1), divergence(mean, log_var), mean, log_var, 0, mask.sum())
+
+
+def divergence(mean: Tensor, log_var: Tensor) -> Tensor:
+    """KL(N(mean, exp(log_var)) || N(0, 1)) of each dimension."""
+    return 0.5 * (mean.square() + log_var.exp() - log_var - 1)
+
+
+def whole_sequences(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
+    """The tokens (B, T) and which are no padding. with_last: the targets are the next tokens, and so the last of them
+    belongs to the sequence."""
+    tokens, target = inputs_and_maybe_target(batch)
+    given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    mask = torch.ones_like(tokens, dtype=torch.bool) if given is None else given.bool()
+    if not with_last or target is None:
+        return tokens, mask
+    follows = (target != IGNORED) & mask
+    whole = torch.cat([tokens[:, :1], target.masked_fill(~follows, 0).to(tokens.dtype)], dim=1)
+    return whole, torch.cat([mask[:, :1], follows], dim=1)
+
+
+def has_next_tokens(batch: Any) -> bool:
+    """Whether the targets of a batch are the tokens that come next, as of data=text. DataError: it holds no tokens."""
+    tokens, target = inputs_and_maybe_target(batch)
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
+        raise DataError(
+            f"data: the inputs are {form_of(tokens)}; task.likelihood=categorical needs tokens (B, T); use "
+            "task.likelihood=gaussian"
+        )
+    if not isinstance(target, Tensor) or target.shape != tokens.shape:
+        return False
+    given = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    real = target[:, :-1] != IGNORED if given is None else given[:, 1:].bool()
+    return bool((target[:, :-1] == tokens[:, 1:])[real].all())
 
 
 def check_schedule(schedule: str, steps: int | None, cycles: int, ratio: float) -> None:
@@ -164,6 +224,22 @@ def check_schedule(schedule: str, steps: int | None, cycles: int, ratio: float) 
         )
     if not 0 < ratio <= 1:
         raise ConfigError(f"task.beta_ratio={ratio}: must be more than 0 and at most 1")
+
+
+def check_tokens(output: Any, tokens: Tensor) -> None:
+    """The same of sequences."""
+    fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)
+    if not fits or output[0].ndim != 3 or output[0].shape[:2] != tokens.shape or output[1].ndim != 2:
+        found = ", ".join(str(tuple(x.shape)) for x in output) if fits else form_of(output)
+        raise PluginError(
+            f"model: gives {found} for tokens {tuple(tokens.shape)}; task=vae needs (logits (B, T, vocabulary), mean, "
+            "log_var), as model=sequence_vae gives; or task.likelihood=gaussian for whole numbers that are no tokens"
+        )
+    most = int(tokens.max())
+    if most >= output[0].shape[2]:
+        raise DataError(
+            f"data: has token {most}, and the model knows {output[0].shape[2]}; see model.vocab_size"
+        )
 
 
 def check(output: Any, inputs: Any, bernoulli: bool) -> None:

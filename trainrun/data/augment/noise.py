@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
 from trainrun.errors import ConfigError, DataError
+from trainrun.limits import Fraction
 
 
 class LatentNoise:
@@ -40,6 +42,31 @@ class SampleNumbers:
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         return by_name(batch) | {"index": draws.numbers()}
+
+
+class WordDropout:
+    """The batch gets `word_dropout` (B, T + 1) bool: tokens of (B, T) that a decoder does not get to see in training.
+
+    One column more than tokens, because a last target may follow them. ConfigError: rate not in [0, 1].
+    """
+
+    def __init__(self, rate: Fraction = 0.0) -> None:
+        if not 0 <= rate <= 1:
+            raise ConfigError(f"rate={rate}: must be between 0 and 1")
+        self.rate, self.random = rate, rate > 0
+
+    def __call__(self, batch: Any, draws: Draws) -> Any:
+        if not self.rate:
+            return batch
+        named = by_name(batch)
+        tokens = next((value for value in named.values() if is_tokens(value)), None)
+        if tokens is None:
+            raise DataError("drops tokens, and this batch has no whole numbers (B, T)")
+        return named | {"word_dropout": draws.uniform("words", tokens.shape[1] + 1) < self.rate}
+
+
+def is_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)
 
 
 def by_name(batch: Any) -> dict[str, Any]:

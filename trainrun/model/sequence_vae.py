@@ -1,0 +1,71 @@
+"""A variational autoencoder of token sequences: an LSTM reads them into a code, another writes them from it.
+
+Source: Bowman et al., 2016 (arXiv:1511.06349). Such a decoder also predicts well without the code, so it collapses
+easily: anneal beta, drop words (`data.augment.word_dropout.rate`), and look with `monitor=vae`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.limits import Count
+from trainrun.model.layers import checked_count
+from trainrun.model.vae import FIRST_CODE, HALF_TYPES, VaeOutput
+
+
+class SequenceVae(nn.Module):
+    """Tokens (B, T) become logits of the same tokens (B, T, vocab_size), through a random code of `latent_dim` numbers.
+
+    Position t is predicted from the code and the tokens before it. Padding must come after the tokens, which then never
+    see it.
+    """
+
+    def __init__(self, vocab_size: Count, latent_dim: Count = 32, width: Count = 128) -> None:
+        super().__init__()
+        size = checked_count("vocab_size", vocab_size)
+        self.nothing = size  # stands ahead of the first token, and for those that were dropped
+        self.tokens = nn.Embedding(size + 1, width)
+        self.encoder = nn.LSTM(width, width, batch_first=True)
+        self.code = nn.Linear(width, 2 * checked_count("latent_dim", latent_dim))
+        self.begin = nn.Linear(latent_dim, 2 * width)
+        self.decoder = nn.LSTM(width + latent_dim, width, batch_first=True)
+        self.head = nn.Linear(width, size)
+        with torch.no_grad():
+            self.code.weight.mul_(FIRST_CODE)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        noise: Tensor | None = None,
+        word_dropout: Tensor | None = None,
+    ) -> VaeOutput:
+        """attention_mask: (B, T) bool, False at padding. noise: (B, latent_dim), standard normal; without it, training
+        draws from torch's generator, and evaluation decodes the mean. word_dropout: (B, T or more) bool, what the
+        decoder does not get to see."""
+        states, _ = self.encoder(self.tokens(tokens))
+        if attention_mask is None:
+            last = states[:, -1]
+        else:
+            ends = attention_mask.sum(1).clamp(min=1) - 1
+            last = states[torch.arange(len(states), device=states.device), ends]
+        code = self.code(last)
+        if code.dtype in HALF_TYPES:
+            code = code.float()  # the variance is an exponential
+        mean, log_var = code.chunk(2, dim=1)
+        if noise is None and self.training:
+            noise = torch.randn_like(mean)
+        drawn = mean if noise is None else mean + (0.5 * log_var).exp() * noise
+        return VaeOutput(self._decoded(tokens, drawn.to(self.head.weight.dtype), word_dropout), mean, log_var)
+
+    def _decoded(self, tokens: Tensor, code: Tensor, dropped: Tensor | None) -> Tensor:
+        if dropped is not None:
+            tokens = tokens.masked_fill(dropped[:, : tokens.shape[1]], self.nothing)
+        before = torch.cat([torch.full_like(tokens[:, :1], self.nothing), tokens[:, :-1]], dim=1)
+        shown = self.tokens(before)
+        beside = code[:, None].expand(-1, shown.shape[1], -1)
+        hidden, cell = self.begin(code).chunk(2, dim=1)
+        first = (hidden.tanh()[None].contiguous(), cell[None].contiguous())
+        states, _ = self.decoder(torch.cat([shown, beside.to(shown.dtype)], dim=2), first)
+        return self.head(states)  # type: ignore[no-any-return]
