@@ -59,7 +59,7 @@ def project(workdir: Path) -> Path:
             (workdir / name).write_text(body, encoding="utf-8")
     rows = "\n".join(f"{i % 7},{i % 5},{i % 3}" for i in range(80))
     (workdir / "table.csv").write_text(f"a,b,price\n{rows}\n", encoding="utf-8")
-    (workdir / "book.txt").write_text("In the beginning was the word. " * 3000, encoding="utf-8")
+    (workdir / "book.txt").write_text("In the beginning was the word.\n" * 3000, encoding="utf-8")
     for kind in ("cat", "dog"):
         (workdir / "photos" / kind).mkdir(parents=True)
         for number in range(20):
