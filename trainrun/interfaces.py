@@ -429,6 +429,9 @@ class Hook(Protocol):
     def on_epoch_start(self, run: Any, state: Any) -> None:
         """Before the first step of an epoch."""
 
+    def on_gradients(self, run: Any) -> None:
+        """When the gradients of a step are there, before `run.update` unscales, checks, clips and uses them."""
+
     def on_step_end(self, run: Any, state: Any) -> None:
         """After every step; `state.step` counts it already."""
 

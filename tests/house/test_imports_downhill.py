@@ -30,7 +30,7 @@ FLOORS = {
     3: ["training/triggers", "training/task_calls", "training/checks/task_watch", "training/checks/user_state",
         "training/recovery/", "training/without_trace", "config/"],
     2: ["runs/trusted_code",
-        "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/", "hook/"],
+        "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/", "hook/", "trackers/"],
     1: ["seeding", "sums", "instantiate", "here", "satellites", "training/state",
         "runs/run_folder", "runs/lock", "runs/environment",
         "config/schema", "config/units", "config/aliases",

@@ -299,6 +299,10 @@ def build_hooks(config: RunConfig, site: RunContext) -> Hooks:
         from trainrun.sampling.epoch_samples import EpochSamples
 
         hooks["monitor.samples_every"] = EpochSamples(config, site.run)
+    if every := config.monitor.histograms_every_n_steps:
+        from trainrun.hook.histograms import Histograms
+
+        hooks["monitor.histograms_every_n_steps"] = Histograms(every)
     return Hooks(hooks)
 
 

@@ -58,10 +58,16 @@ class Listeners:
             return []
         from trainrun.instantiate import build
         from trainrun.monitor.tracker import Tracker
+        from trainrun.trackers.sender import listening
+
+        def tracker(node: dict[str, Any], key: str) -> Tracker:
+            built = build(node, key)
+            listens = listening(built, node, key, self._run)
+            return Tracker(listens, key, stops, self._note, type(built).__name__)
 
         nodes = {f"monitor.{name}": node for name, node in wanted.listeners.items()}
         stops = wanted.on_error == "raise"
-        return [Tracker(build(node, key), key, stops, self._note) for key, node in nodes.items()]
+        return [tracker(node, key) for key, node in nodes.items()]
 
     @property
     def monitors(self) -> list[Monitor]:

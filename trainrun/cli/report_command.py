@@ -11,9 +11,10 @@ from pathlib import Path
 
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.formatting import counted
 from trainrun.output import say
 from trainrun.runs.run_folder import RunDir
-from trainrun.runs.trusted_code import check_files
+from trainrun.runs.trusted_code import check_files, check_run
 
 MOST_FOLDERS = 2000  # looked at when a run is not found
 NOT_SEARCHED = ("checkpoints", "plots", "node_modules", "__pycache__")
@@ -45,9 +46,17 @@ def main(argv: list[str]) -> int:
         "also put side by side: compare.html, compare_loss.png, compare_metrics.png.",
     )  # fmt: skip
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run")
+    parser.add_argument(
+        "--to", metavar="NAME", type=lambda text: text.split(","), default=[],
+        help="send what a tracker did not get, as wandb or wandb,mlflow; all of it, where it never had any",
+    )  # fmt: skip
     add_out(parser)
     words = parser.parse_args(argv)
     runs = checked_runs(words)
+    if words.to:
+        for run in runs:
+            send(run, words.to, words.trust)
+        return EXIT_DONE
     if words.out is not None and len(runs) == 1:
         raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
     with written():
@@ -94,6 +103,27 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
     say(f"\n{comparison.table}\n\n{comparison.further}\n")
     for path in comparison.files:
         say(path)
+
+
+def send(run: RunDir, names: list[str], trust: bool) -> None:
+    """To each tracker by its name in `monitor`, with the arguments that the run has for it."""
+    from trainrun.config.overrides import tracker_nodes
+    from trainrun.monitor.metrics_rows import read_rows
+    from trainrun.plots.history import read_config
+    from trainrun.runs.run_folder import read_identity
+    from trainrun.trackers.resend import resend
+
+    config, known = read_config(run), tracker_nodes()
+    own = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}
+    if wrong := [name for name in names if name not in known | own]:
+        raise ConfigError(f"--to {wrong[0]}: no such tracker; there are {', '.join(known | own)}")
+    check_run(run, {"monitor": {name: own[name] for name in names if name in own}}, [], trust)
+    rows = read_rows(run.metrics)
+    facts = {"name": config.get("run_name") or run.root.name, "run_id": read_identity(run)["run_id"]}
+    facts |= {"folder": str(run.root), "config": config}
+    for name in names:
+        count = resend(run, name, (known | own)[name], facts, rows)
+        say(f"{name}: {counted(count, 'row')} sent" if count else f"{name}: has every row already")
 
 
 def find_run(folder: str) -> RunDir:

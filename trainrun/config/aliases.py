@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
-from trainrun.config.schema import SAME, RunConfig, settings
+from trainrun.config.schema import SAME, RunConfig, TrackerName, settings
 from trainrun.limits import fits
 from trainrun.output import say
 
@@ -90,7 +90,9 @@ BY_NAMES: tuple[tuple[str, Cases], ...] = (
     ("auto_find_batch_size", {"true": ("trainer.out_of_memory=split",)}),
     ("eval_strategy evaluation_strategy", {"epoch": ("trainer.val_check_interval=1.0",), "no": ("data.val=null",)}),
     ("save_strategy", {"no": ("checkpoint.enabled=false",)}),
-    ("report_to logger", {"tensorboard": ("monitor=tensorboard",), "none": ("monitor=default",)}),
+    ("report_to logger", {
+        "none": ("monitor.tracker=null",), **{name: (f"monitor.tracker={name}",) for name in get_args(TrackerName)},
+    }),
 )  # fmt: skip
 CASES = {name: cases for names, cases in BY_NAMES for name in names.split()}  # -> value -> what it is read as
 OPTIONS = {
@@ -128,6 +130,7 @@ MOVED = {
     f"{OLD_FORMATS}.tfrecord": f"{READERS}.records.tfrecord",
     f"{OLD_FORMATS}.webdataset": f"{READERS}.records.webdataset",
     f"{OLD_FORMATS}.text": f"{READERS}.text.text",
+    "trainrun.monitor.tensorboard": "trainrun.trackers.tensorboard",
 }  # module -> module; a new move is one line here
 
 

@@ -126,6 +126,10 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
     cfg = _composed_choices(choices, folders, faults)
     if cfg is not None:
         raise_trackers(cfg)
+        add_trackers(cfg, cfg.monitor.get("tracker"))
+        for override in settings:
+            if override.key_or_group == "monitor.tracker":
+                add_trackers(cfg, override.value())
         faults += [fault for override in settings if (fault := _put(cfg, override, folders))]
     return cfg
 
@@ -136,10 +140,30 @@ def raise_trackers(cfg: DictConfig) -> None:
         cfg.monitor[name] = cfg.monitor.listeners.pop(name)
 
 
+def tracker_nodes() -> dict[str, dict[str, Any]]:
+    """What `monitor.tracker` names."""
+    nodes: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("trackers.yaml").read_bytes())
+    return nodes
+
+
+def add_trackers(cfg: DictConfig, names: Any) -> None:
+    """The nodes of `monitor.tracker` in place of those it named before; a wrong name is told with its value, later."""
+    wanted, before = (
+        [found] if isinstance(found, str) else list(found or []) for found in (names, cfg.monitor.tracker)
+    )
+    if not wanted and not before:
+        return
+    for name, node in tracker_nodes().items():
+        if name in wanted and name not in cfg.monitor:
+            cfg.monitor[name] = node
+        elif name in before and name not in wanted:
+            cfg.monitor.pop(name, None)
+
+
 def lower_trackers(cfg: DictConfig) -> list[str]:
     """The keys of `monitor` that are no settings go into the field that holds the trackers; others are faults."""
     known = [item.name for item in fields(MonitorConfig)]
-    faults = []
+    faults: list[str] = []
     for name in [name for name in cfg.monitor if name not in known]:
         node = cfg.monitor.pop(name)
         if node is None or isinstance(node, DictConfig):
@@ -287,6 +311,8 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
             continue
         key, text = override.key_or_group, word.partition("=")[2]
         may_be_new = any(key.startswith(f"{node}.") for node in open_nodes()) or _in_tracker(key)
+        if key == "monitor.tracker":
+            add_trackers(cfg, override.value())
         if key in fixed:
             fault = (
                 f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"

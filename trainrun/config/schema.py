@@ -44,6 +44,7 @@ from trainrun.limits import (
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
 SAME = "same"  # of data.val_transform: that of data.transform
 PARALLELS = ("single", "ddp")
+TrackerName = Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]
 Config = TypeVar("Config")
 
 
@@ -315,7 +316,7 @@ class PrecisionConfig:
 
     mode: str = choice(*PRECISIONS, help="number types; chosen by precision=")
     matmul: str = choice(
-        "highest", "high", "medium", help="what float32 products may round to; high and medium: TF32 or bfloat16",
+        "highest", "high", "medium", help="what float32 products may round to; high and medium: TF32 or bfloat16"
     )  # fmt: skip
     fp8: bool = setting(False, "linear layers in 8 bits (Hopper GPUs)")
     master_weights: bool = setting(False, "with bf16-true: float32 copies that the optimizer updates")
@@ -327,8 +328,8 @@ class ParallelConfig:
 
     mode: str = choice(*PARALLELS, help="chosen by parallel=")
     accelerator: str = choice(
-        "auto", "cpu", "cuda", "mps", help="the kind of device", words={"gpu": "cuda"}, aliases=("accelerator",
-        "trainer.accelerator"),
+        "auto", "cpu", "cuda", "mps", help="the kind of device", words={"gpu": "cuda"},
+        aliases=("accelerator", "trainer.accelerator"),
     )  # fmt: skip
     devices: Any = setting(
         "auto", "ranks on this machine; auto: every GPU, or two on a CPU", kind=Count | Auto,
@@ -380,6 +381,13 @@ class MonitorConfig:
     sync_debug: bool = setting(False, "names the lines that make the host wait for a GPU")
     plots: bool = setting(True, "draw them at the end")
     verbose: bool = setting(True, "one line for every validation")
+    tracker: Any = setting(
+        None, "where numbers, config and pictures go too: csv, mlflow, tensorboard, trackio, wandb, or a list",
+        kind=TrackerName | list[TrackerName] | None,
+    )  # fmt: skip
+    histograms_every_n_steps: int | None = setting(
+        None, "steps between histograms of weights and gradients, for trackers; null: none", at_least=1
+    )
     listeners: dict[str, Any] = nodes("a tracker of your own: _target_ and arguments", typed="monitor")
     on_error: str = choice("warn", "raise", help="when a tracker fails: warn once and go on, or end the run")
 

@@ -23,9 +23,11 @@ class Tracker:
     Raises PluginError for an object without any of the methods.
     """
 
-    def __init__(self, target: Any, key: str, stops: bool, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, target: Any, key: str, stops: bool, tell: Callable[[str], None], name: str = ""
+    ) -> None:
         self.key, self.faults = key, 0
-        self._name, self._stops, self._tell = type(target).__name__, stops, tell
+        self._name, self._stops, self._tell = name or type(target).__name__, stops, tell
         found = {name: getattr(target, name, None) for name in METHODS}
         self._calls = {name: method for name, method in found.items() if callable(method)}
         if not self._calls:
@@ -34,12 +36,12 @@ class Tracker:
                 "see trainrun.interfaces.Monitor"
             )
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: Any) -> Any:
         method = self._calls.get(name)
         if method is None:
-            return
+            return None
         try:
-            method(*arguments)
+            return method(*arguments)
         except ANY_FAULT as error:  # of the user's code, which only listens
             self.faults += 1
             stops = self._stops and name != "close"
@@ -51,6 +53,7 @@ class Tracker:
                 raise PluginError(told) from error
             if stops:
                 raise
+        return None
 
     def on_start(self, facts: RunFacts, step: int) -> None:
         self._call("on_start", facts, step)
@@ -71,4 +74,6 @@ class Tracker:
         self._call("on_end", dict(summary))
 
     def close(self) -> None:
-        self._call("close")
+        """What it returns as text is told."""
+        if (told := self._call("close")) and isinstance(told, str):
+            self._tell(told)

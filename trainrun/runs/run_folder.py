@@ -62,6 +62,7 @@ class RunDir:
     tokenizer = _Inside(
         "tokenizer.json"
     )  # the one that was trained for this run (data.train.tokenizer=bpe:N)
+    unsent = _Inside("unsent.json")  # since when a tracker did not get the rows
     samples = _Inside("samples.safetensors")  # a few predictions with their inputs, for the grid of pictures
     pictures = _Inside("pictures.safetensors")  # what the task drew at the newest validation
     status = _Inside("status.json")  # running, done, stopped or failed, and why

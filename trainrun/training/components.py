@@ -99,6 +99,8 @@ class Components:
         closure: of an optimizer that computes the loss several times in a step; it clears the gradients, adds up new
         ones and returns the loss.
         """
+        for look in self.hooks.on_gradients:
+            look(self)
         self.phases.open(OPTIMIZER)
         if self.optimizers:
             from trainrun.training.named_optimizers import refuse

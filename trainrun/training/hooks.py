@@ -13,6 +13,7 @@ from trainrun.training.checks.user_state import check_halves
 
 METHODS = (
     "on_start", "on_epoch_start", "on_step_end", "on_epoch_end", "on_validation_end", "on_checkpoint", "on_end",
+    "on_gradients",
 )  # fmt: skip
 
 
@@ -28,6 +29,7 @@ class Hooks:
             _check(key, hook)
         self._calls = {name: [_method(hook, name) for hook in self._hooks.values()] for name in METHODS}
         self._calls = {name: [call for call in calls if call] for name, calls in self._calls.items()}
+        self.on_gradients = self._calls["on_gradients"]  # called by `Components.update`
 
     def on_start(self, run: Any, state: Any) -> None:
         """Ahead of the first step of every session; `state` is a fresh one, or that of a checkpoint."""

@@ -12,18 +12,18 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainrun.cli.main import main
-from trainrun.monitor.tensorboard import scalars_of
+from trainrun.trackers.sender import scalars_of
 
 pytestmark = pytest.mark.process
 
 WORDS = [
-    "monitor.board._target_=trainrun.monitor.tensorboard.TensorBoard", "monitor.log_every_n_steps=2",
-    "monitor.progress_bar=false", "monitor.plots=false", "trainer.num_threads=1", "output_dir=run",
+    "monitor.tracker=tensorboard", "monitor.log_every_n_steps=2", "monitor.histograms_every_n_steps=4",
+    "monitor.progress_bar=false", "trainer.num_threads=1", "output_dir=run",
 ]  # fmt: skip
 
 
 def curves_of(folder: Path) -> EventAccumulator:
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
     found.Reload()
     return found
 
@@ -45,6 +45,9 @@ def test_the_event_file_has_the_rows_of_the_run_and_goes_on_after_a_resume(workd
         rows_of(workdir / "run", "eval")[-1]["val/acc"]
     )
     assert {"hardware/memory_bytes", "phases/forward", "samples_per_second"} <= set(found.Tags()["scalars"])
+    assert [event.step for event in found.Histograms("gradients/layers.1.weight")] == [4, 8]
+    assert found.Histograms("weights/layers.1.weight")[-1].histogram_value.num == 64 * 256
+    assert "plots/loss" in found.Tags()["images"]
     (config, *_) = found.Tensors("config/text_summary")
     assert b'"batch_size": 32' in config.tensor_proto.string_val[0]
 

@@ -1,0 +1,53 @@
+"""Histograms against numpy's, and of the gradient that the optimizer got."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainrun.cli.main import main
+from trainrun.hook.histograms import BINS, histograms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_counts_are_those_of_numpy(dtype: torch.dtype) -> None:
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    low, high, counts = histograms({"a": values.reshape(50, 100)})["a"]
+    expected, edges = np.histogram(values.double().numpy(), BINS)
+    assert (low, high) == (edges[0], edges[-1])
+    assert sum(counts) == 5000
+    assert np.abs(np.array(counts) - expected).sum() <= (0 if dtype is torch.float32 else 100)  # on an edge
+
+
+def test_what_is_not_finite_or_all_alike_or_empty() -> None:
+    nan, inf = float("nan"), float("inf")
+    found = histograms({"a": torch.tensor([nan, 1.0, inf]), "b": torch.zeros(3), "c": torch.full((2,), nan),
+                        "d": torch.zeros(0)})  # fmt: skip
+    assert found["a"][:2] == [0.5, 1.5]
+    assert {name: sum(row[2]) for name, row in found.items()} == {"a": 1, "b": 3}
+    assert histograms({"d": torch.zeros(0)}) == {}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("more", [[], ["precision=16-mixed"], ["trainer.accumulate_grad_batches=2"]])
+def test_the_run_is_the_same_and_the_gradients_are_clipped(workdir: Path, more: list[str]) -> None:
+    words = ["trainer.max_steps=4", "monitor.plots=false", "trainer.gradient_clip_algorithm=value", *more,
+             "trainer.gradient_clip_val=1e-3", "monitor.log_every_n_steps=1", "trainer.num_threads=1"]  # fmt: skip
+    assert main([*words, "output_dir=off"]) == 0
+    assert main([*words, "output_dir=on", "monitor.histograms_every_n_steps=2"]) == 0
+    rows = {
+        run: [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+        for run in ("off", "on")
+    }
+    losses = {run: [row["train/loss"] for row in rows[run] if row["kind"] == "train"] for run in rows}
+    assert losses["on"] == losses["off"]
+    seen = [row for row in rows["on"] if row["kind"] == "histogram"]
+    assert [row["step"] for row in seen] == [2, 4]
+    tables = seen[-1]["histograms"]
+    assert {name.partition("/")[0] for name in tables} == {"weights", "gradients"}
+    ends = [abs(end) for name, row in tables.items() if name.startswith("gradients") for end in row[:2]]
+    assert max(ends) == pytest.approx(1e-3, rel=1e-3)

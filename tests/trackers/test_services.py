@@ -1,0 +1,76 @@
+"""Trackers in real runs with a resume, read back from where they write; none needs a network."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from trainrun.cli.main import main
+from trainrun.trackers import sender
+
+pytestmark = pytest.mark.process
+
+WORDS = [
+    "monitor.log_every_n_steps=2", "monitor.progress_bar=false", "monitor.plots=false", "trainer.num_threads=1",
+    "monitor.histograms_every_n_steps=4", "output_dir=run",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "CLOSE_SECONDS", 120.0)
+
+
+def run_with(*words: str) -> dict[int, float]:
+    """Six steps, and four more after a resume; the losses by step."""
+    assert main([*WORDS, *words, "trainer.max_steps=6"]) == 0
+    assert main(["resume", "run", "trainer.max_steps=10"]) == 0
+    assert set(json.loads(Path("run/unsent.json").read_text()).values()) == {None}
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["train/loss"] for row in rows if row["kind"] == "train"}
+
+
+def run_id() -> str:
+    return str(json.loads(Path("run/RUN.json").read_text())["run_id"])
+
+
+def test_csv(workdir: Path) -> None:
+    told = run_with("monitor.tracker=csv")
+    with Path("run/metrics.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["name"] == "train/loss"]
+    assert {int(row["step"]): float(row["value"]) for row in rows} == told
+    assert len(rows) == len(told)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow(workdir: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    told = run_with("monitor.tracker=mlflow", f"monitor.mlflow.tracking_uri=sqlite:///{workdir}/m.db")
+    client = mlflow.MlflowClient(f"sqlite:///{workdir}/m.db")
+    place = client.get_experiment_by_name("trainrun").experiment_id
+    (run,) = client.search_runs([place])
+    found = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "train/loss")}
+    assert found == told
+    assert (run.info.status, run.data.params["optimizer.lr"]) == ("FINISHED", "0.001")
+    assert run.data.tags["trainrun.run_id"] == run_id()
+
+
+def test_wandb_offline(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_DIR", str(workdir))
+    run_with("monitor.tracker=wandb", "monitor.wandb.mode=offline")
+    files = list(workdir.glob(f"wandb/offline-run-*/run-{run_id()}.wandb"))
+    assert len(files) in (1, 2)  # of one id; two sessions of one second share a folder
+    assert b"train/loss" in b"".join(file.read_bytes() for file in files)
+
+
+def test_trackio_offline(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(workdir / "trackio"))  # read when it is imported
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    told = run_with("monitor.tracker=trackio")
+    rows = storage.get_logs("trainrun", f"digits-mlp-{run_id()[:8]}")
+    assert {row["step"]: row["train/loss"] for row in rows if "train/loss" in row} == told

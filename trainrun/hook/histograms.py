@@ -1,0 +1,69 @@
+"""Histograms of every weight and gradient, as rows of kind `histogram` for the trackers.
+
+When: to see layers that do not learn, weights that grow, gradients that vanish. When not: small steps of large models
+without a tracker that shows them. How: `monitor.histograms_every_n_steps=N`; counted on the device, from at most 2^20
+values of each tensor at even distances, and fetched together, so the host waits for the device once. Gradients are
+those that the optimizer got: averaged over the ranks, unscaled, clipped. Source: TensorBoard's histogram dashboard.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trainrun.training.components import Components
+    from trainrun.training.state import TrainState
+
+BINS = 64
+MOST_VALUES = 2**20
+
+
+class Histograms:
+    """A hook. every_n_steps: steps between rows."""
+
+    def __init__(self, every_n_steps: int) -> None:
+        self._every = every_n_steps
+        self._gradients: dict[str, Tensor] = {}
+
+    def on_gradients(self, run: Components) -> None:
+        """Keep them over the update, which uses and clears them."""
+        if (run.monitors.step + 1) % self._every == 0 and run.parallel.rank == 0:
+            found = {name: param.grad for name, param in run.model.named_parameters()}
+            self._gradients = {f"gradients/{name}": grad for name, grad in found.items() if grad is not None}
+
+    def on_step_end(self, run: Components, state: TrainState) -> None:
+        if state.step % self._every or run.parallel.rank:
+            return
+        weights = {f"weights/{name}": param.detach() for name, param in run.model.named_parameters()}
+        tensors, self._gradients = weights | self._gradients, {}
+        run.monitors.write_row("histogram", state.step, {"histograms": histograms(tensors)})
+
+
+@torch.no_grad()
+def histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """`[low, high, counts]` of the finite values of each tensor; one without any is left out."""
+    counted = {name: _counts(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    if not counted:
+        return {}
+    found = torch.stack(list(counted.values())).tolist()  # the host waits for the device here
+    rows = {
+        name: (low, high, [int(count) for count in counts])
+        for name, (low, high, *counts) in zip(counted, found, strict=True)
+    }
+    return {name: [low, high, counts] for name, (low, high, counts) in rows.items() if sum(counts)}
+
+
+def _counts(tensor: Tensor) -> Tensor:
+    """(2 + BINS,) float64: lowest and highest value, and how many are in each of the equal bins between."""
+    values = tensor.flatten()[:: -(-tensor.numel() // MOST_VALUES)].double()
+    finite = values.isfinite()
+    low, high = values.where(finite, torch.inf).amin(), values.where(finite, -torch.inf).amax()
+    low, high = torch.where(low == high, low - 0.5, low), torch.where(low == high, high + 0.5, high)
+    place = ((values - low) / (high - low) * BINS).where(finite, BINS).clamp(0, BINS).long()
+    place = place.where(~finite | (place < BINS), BINS - 1)  # the highest value belongs to the last bin
+    counts = torch.zeros(BINS + 1, dtype=torch.float64, device=values.device)
+    counts.scatter_add_(0, place, torch.ones_like(values))
+    return torch.cat((low[None], high[None], counts[:BINS]))

@@ -1,0 +1,52 @@
+"""A table for spreadsheets and pandas: `metrics.csv` of the run folder, one number a line.
+
+When: a table of every number is wanted. When not: `metrics.jsonl` has more. As one column a name:
+`pandas.read_csv("metrics.csv").pivot_table(index="step", columns="name", values="value")`
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HEAD = ("step", "time", "name", "value")
+
+
+class CsvFile:
+    """A service: `monitor.tracker=csv`. path: null is `metrics.csv` in the run folder."""
+
+    def __init__(self, path: str | None = None) -> None:
+        self._path = Path(path) if path else None
+
+    def open(self, run: Mapping[str, Any], step: int) -> None:
+        """A resumed run writes again what lies behind the step that it begins with."""
+        self._path = self._path or Path(run["folder"]) / "metrics.csv"
+        kept: list[list[str]] = []
+        if self._path.is_file():
+            with self._path.open(newline="", encoding="utf-8") as file:
+                kept = [
+                    row
+                    for row in csv.reader(file)
+                    if len(row) == 4 and row[0].isdecimal() and int(row[0]) <= step
+                ]
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([HEAD, *kept])
+        temporary.replace(self._path)
+
+    def scalars(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        assert self._path is not None
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(
+                (step, f"{seconds:.3f}", name, value) for name, value in values.items()
+            )
+
+    def text(self, name: str, text: str, step: int) -> None: ...
+
+    def histogram(self, name: str, low: float, high: float, counts: list[int], step: int) -> None: ...
+
+    def picture(self, name: str, path: str, step: int) -> None: ...
+
+    def finish(self) -> None: ...

@@ -1,0 +1,75 @@
+"""MLflow: curves, the config as parameters, and pictures as artifacts of a run on a tracking server or in a database.
+
+When: a server of one's own is there (`tracking_uri=http://server:5000`), or `sqlite:///mlflow.db` for `mlflow ui`.
+When not: histograms, which MLflow does not have; they are left out. Source: https://mlflow.org/docs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainrun.trackers.packages import needed
+
+RUN_ID = "trainrun.run_id"
+LONGEST = 500  # characters of a parameter
+AT_ONCE = 100  # parameters of one call
+
+
+class MlflowRun:
+    """A service: `monitor.tracker=mlflow`. tracking_uri: null is MLFLOW_TRACKING_URI, or MLflow's own default."""
+
+    apart = True
+
+    def __init__(self, tracking_uri: str | None = None, experiment: str = "trainrun") -> None:
+        needed("mlflow", "mlflow")
+        self._uri, self._experiment = tracking_uri, experiment
+        self._client: Any = None
+        self._id = ""
+
+    def open(self, run: Mapping[str, Any], step: int) -> None:
+        """The run with our id, or a new one."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = client = MlflowClient(tracking_uri=self._uri)
+        found = client.get_experiment_by_name(self._experiment)
+        place = found.experiment_id if found else client.create_experiment(self._experiment)
+        runs = client.search_runs([place], f"tags.`{RUN_ID}` = '{run['run_id']}'")
+        if runs:
+            self._id = runs[0].info.run_id
+            client.update_run(self._id, status="RUNNING")
+            return  # parameters cannot be written twice with other values
+        tags = {RUN_ID: run["run_id"], "trainrun.folder": run["folder"]}
+        self._id = client.create_run(place, tags=tags, run_name=run["name"]).info.run_id
+        params = [Param(name, str(value)[:LONGEST]) for name, value in flat(run["config"]) if name]
+        for start in range(0, len(params), AT_ONCE):
+            client.log_batch(self._id, params=params[start : start + AT_ONCE])
+
+    def scalars(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        from mlflow.entities import Metric
+
+        at = int(1000 * seconds)
+        metrics = [Metric(name, value, at, step) for name, value in values.items() if math.isfinite(value)]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._client.log_text(self._id, text, f"{name}/step-{step}.txt")
+
+    def histogram(self, name: str, low: float, high: float, counts: list[int], step: int) -> None: ...
+
+    def picture(self, name: str, path: str, step: int) -> None:
+        self._client.log_artifact(self._id, path, "plots")
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` -> `a.b`, 1"""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

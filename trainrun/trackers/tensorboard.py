@@ -1,0 +1,69 @@
+"""TensorBoard: every number of a run as a curve, in `tensorboard/` of the run folder.
+
+When: to follow several runs in a browser (`tensorboard --logdir outputs`) while they train. When not: for one run
+`report.html` and `metrics.jsonl` have the same. Cost: a thread that writes. Source: https://www.tensorflow.org/tensorboard
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainrun.errors import ConfigError
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard:
+    """A service: `monitor.tracker=tensorboard`.
+
+    log_dir: where the event files go; null is `tensorboard/` in the run folder. A resumed run goes on in the same
+    place: what lies behind the step that it begins with is taken away.
+    Raises ConfigError without the package `tensorboard`.
+    """
+
+    def __init__(self, log_dir: str | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"monitor: TensorBoard needs a package that is not there ({error}): pip install "
+                "'trainrun[tensorboard]'"
+            ) from error
+        self._writer_class: Any = SummaryWriter
+        self._log_dir = log_dir
+        self._writer: Any = None
+
+    def open(self, run: Mapping[str, Any], step: int) -> None:
+        folder = Path(self._log_dir) if self._log_dir else Path(run["folder"]) / FOLDER
+        self._writer = self._writer_class(str(folder), purge_step=step + 1 if step else None, flush_secs=10)
+        config = json.dumps(run["config"], indent=2, default=str)
+        self._writer.add_text("run", f"{run['name']} ({run['run_id']})", step)
+        self._writer.add_text("config", "    " + config.replace("\n", "\n    "), step)  # Markdown's code
+
+    def scalars(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, seconds)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._writer.add_text(name, text, step)
+
+    def histogram(self, name: str, low: float, high: float, counts: list[int], step: int) -> None:
+        width = (high - low) / len(counts)
+        edges = [low + width * (i + 1) for i in range(len(counts))]
+        middles = [edge - width / 2 for edge in edges]
+        total = sum(value * count for value, count in zip(middles, counts, strict=True))
+        squares = sum(value * value * count for value, count in zip(middles, counts, strict=True))
+        self._writer.add_histogram_raw(name, low, high, sum(counts), total, squares, edges, counts, step)
+
+    def picture(self, name: str, path: str, step: int) -> None:
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(path) as image:
+            self._writer.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+
+    def finish(self) -> None:
+        self._writer.close()
