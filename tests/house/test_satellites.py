@@ -16,7 +16,9 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trainrun"
 
-SATELLITES = ("plots", "summary", "benchmark", "verify", "sweep", "convert", "autotune", "sampling")
+SATELLITES = (
+    "plots", "summary", "benchmark", "verify", "sweep", "convert", "autotune", "sampling", "export",
+)  # fmt: skip
 COMMANDS = PACKAGE / "cli"  # each belongs to the satellite that it calls
 TOLD = (
     "trainrun.plots is not installed: no pictures are drawn",

@@ -32,6 +32,7 @@ COMMANDS = {
     "evaluate": "loss and metrics of a saved run",
     "predict": "predictions of a saved run as CSV or Parquet",
     "sample": "what a trained language model writes after a prompt",
+    "export": "the trained network as ONNX, torch.export or safetensors, tried on real samples",
     "diagnose": "measure what a training of these words waits for, and what it would gain without",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
     "autotune": "find the fastest way to the same training on this machine, and write it as a preset",
@@ -47,6 +48,7 @@ MODULES = {  # where the file, or the function, has another name
     "again": "cli.resume_command:again",
     "compare": "cli.report_command:compare",
     "sample": "sampling.sample_command",
+    "export": "export.export_command",
 }
 
 

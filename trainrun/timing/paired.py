@@ -38,6 +38,21 @@ BASE: Final = ""  # the name of what all others are compared with
 Turn = Callable[[], float]  # seconds of one item; infinite if it failed, and then it has no more turns
 
 
+def turn_of(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
+    """Seconds of one call, from as many in a row as the clock needs."""
+    began = perf_counter()
+    work()
+    number = max(1, round(least_seconds / max(perf_counter() - began, 1e-6)))
+
+    def turn() -> float:
+        began = perf_counter()
+        for _ in range(number):
+            work()
+        return (perf_counter() - began) / number
+
+    return turn
+
+
 class Ratio(NamedTuple):
     """How many times as fast the second thing is as the first. low, high: its interval, at the confidence asked for."""
 

@@ -1,0 +1,142 @@
+"""`trainrun export`: what was written computes what the network does, and says so; wrong words are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trainrun import load_run
+from trainrun.cli.main import main
+from trainrun.export import export_command, formats
+
+SHORT = ["trainer.max_steps=2", "monitor=none", "output_dir=run"]
+NORMALIZE = "+data.augment.normalize={_target_: trainrun.data.augment.normalize.Normalize, mean: [0.5, 0.4, 0.3], std: [1, 2, 3]}"  # noqa: E501
+OWN = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.b(self.a(x).relu().mean((2, 3)))
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_command, "SECONDS", 0.0)
+
+
+def photos(folder: Path, side: int = 8) -> None:
+    draw = np.random.default_rng(0)
+    for number in range(48):
+        place = folder / "photos" / "ab"[number % 2] / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(place)
+
+
+def test_the_graph_begins_with_bytes_and_takes_any_batch(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import onnxruntime
+
+    photos(workdir)
+    (workdir / "own_export_net.py").write_text(OWN)
+    words = [
+        "data=image_folder",
+        "data.path=photos",
+        "data.shape=[3,8,8]",
+        "model=own_export_net.Net",
+        NORMALIZE,
+    ]
+    assert main([*words, "data.train.dtype=uint8", "data.val.dtype=uint8", *SHORT]) == 0
+    capsys.readouterr()
+    formats = "safetensors,onnx,torch.export,huggingface"
+    assert main(["export", "run", "--to", formats, "--dynamic", "batch", "--out", "out"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in told] == formats.split(",")
+    assert all("largest difference" in line for line in told)
+    pixels = torch.randint(
+        0, 256, (5, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    scaled = (pixels / 255 - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / torch.tensor([1.0, 2, 3])[
+        :, None, None
+    ]
+    with torch.no_grad():
+        expected = load_run("run").load_model()(scaled)
+    session = onnxruntime.InferenceSession("out/model.onnx")
+    (found,) = session.run(None, {"input": pixels.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-5)
+    program = torch.export.load("out/model.pt2").module()
+    torch.testing.assert_close(program(pixels), expected, rtol=1e-4, atol=1e-5)
+    about = json.loads(Path("out/huggingface/config.json").read_text())
+    assert about["input_dtype"] == "uint8"
+    assert about["input_scaling"]["normalize"]["std"] == [1, 2, 3]
+    assert "| val/acc |" in Path("out/huggingface/README.md").read_text()
+    assert (
+        main([*words, "trainer.max_steps=0", "monitor=none", "init_from=out/huggingface", "output_dir=b"])
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=resnet", "model.width=8"],
+        ["data=text", "data.path=book.txt", "model=gpt", "task=language_modeling"],
+        ["data=text", "data.path=book.txt", "model=lstm", "model.width=16", "task=language_modeling"],
+        ["precision=bf16-true"],
+    ],
+    ids=lambda words: words[-1] if len(words) == 1 else words[-2],
+)
+def test_networks_of_ours(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (workdir / "book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    assert main([*words, *SHORT]) == 0
+    capsys.readouterr()
+    assert main(["export", "run", "--to", "torch.export", "--dynamic", "batch"]) == 0
+    assert Path("run-export/model.pt2").is_file()
+    assert not list(Path("run").rglob("*.pt2"))
+
+
+def test_merge_adds_the_adapters(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["transform.lora._target_=trainrun.transform.lora.lora", *SHORT]) == 0
+    assert main(["export", "run", "--to", "safetensors", "--merge"]) == 0
+    from safetensors.torch import load_file
+
+    names = load_file("run-export/model.safetensors")
+    assert names
+    assert not [name for name in names if "lora" in name]
+    assert main([*SHORT[:-1], "output_dir=b", "init_from=run-export/model.safetensors"]) == 0
+
+
+def test_a_file_that_computes_something_else_is_an_error(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(SHORT) == 0
+    file, write = formats.FORMATS["safetensors"]
+
+    def wrong(order: formats.Order, path: Path) -> tuple[Path, formats.Runner]:
+        path, run = write(order, path)
+        return path, lambda inputs: tuple(1.01 * one for one in run(inputs))
+
+    monkeypatch.setitem(formats.FORMATS, "safetensors", (file, wrong))
+    assert main(["export", "run", "--to", "safetensors"]) == 1
+    assert "differs by 0.01 of the largest output, and --tolerance is 0.0001" in capsys.readouterr().err
+    assert main(["export", "run", "--to", "safetensors", "--tolerance", "0.1"]) == 0
+    assert main(["export", "run", "--to", "onx"]) == 2
+    assert "--to onx: no such format. Did you mean onnx?" in capsys.readouterr().err
+    assert main(["export", "run", "--to", "onnx", "--merge"]) == 2
+    assert "this run has no LoRA layers" in capsys.readouterr().err
+
+
+def test_a_folder_of_others_is_not_followed(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SHORT) == 0
+    config = Path("run/config.yaml")
+    config.write_text(config.read_text().replace("trainrun.model.mlp.Mlp", "stranger.Net"))
+    assert main(["export", "run", "--to", "onnx"]) == 2
+    assert "names what is not known to be yours: model._target_=stranger.Net" in capsys.readouterr().err

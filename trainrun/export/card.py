@@ -1,0 +1,84 @@
+"""What an exported network says of itself: `config.json`, metadata, and the card for people."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+from torch import nn
+
+from trainrun.config.saved_values import public
+from trainrun.config.schema import RunConfig, plain
+from trainrun.export.served import Samples
+from trainrun.runs.run_folder import RunDir, read_identity, read_json
+from trainrun.runs.status import read_status
+
+
+def about_network(run: RunDir, config: RunConfig, model: nn.Module, samples: Samples) -> dict[str, Any]:
+    """How the network is built and what goes in. Plain values, without what is named like a secret."""
+    values, data = plain(public(config)[0]), read_identity(run).get("data", {})
+    served, first = samples.served, samples.inputs[0][0]
+    scale = served.scale
+    told = {
+        "in_shape": data.get("shape"),
+        **dict.fromkeys(("num_classes", "vocab_size"), data.get("num_classes")),
+    }
+    node = {name: told.get(name) if value is None else value for name, value in values["model"].items()}
+    names = [key.removeprefix("data.augment.") for key, _, _ in served.changes]
+    return {
+        "architectures": [type(model).__name__],
+        "torch_dtype": str(next((p.dtype for p in model.parameters()), "")).removeprefix("torch."),
+        "model": node,
+        "transform": values["transform"],
+        "task": values["task"],
+        "inputs": samples.names,
+        "input_shape": ["batch", *first.shape[1:]],
+        "input_dtype": str(first.dtype).removeprefix("torch."),
+        "input_scaling": {
+            **({} if scale is None else {"divide_by": 255, "mean": scale.mean, "std": scale.std}),
+            **{name: values["data"]["augment"][name] for name in names},
+        },
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def card_text(run: RunDir, which: str, about: dict[str, Any]) -> str:
+    """The README of a model's folder, with the metrics that were measured."""
+    metrics = measured(run)
+    rows = "\n".join(f"| {name} | {value:.5g} |" for name, value in metrics.items()) or "| none | |"
+    scaling = json.dumps(about["input_scaling"]) if about["input_scaling"] else "none"
+    return f"""---
+library_name: pytorch
+tags:
+- trainrun
+---
+
+# {about["architectures"][0]}
+
+A `{about["model"].get("_target_", "")}` of {about["num_parameters"]:,} parameters, trained with trainrun for the task
+`{about["task"].get("_target_", "")}`; the checkpoint is `{which}`.
+
+| metric | value |
+| --- | --- |
+{rows}
+
+Inputs: {", ".join(about["inputs"])}; the first has the shape {about["input_shape"]} and the type
+{about["input_dtype"]} as it lies in memory. What is done to it before the network: {scaling}. The weights are those of the
+network alone.
+
+```python
+from safetensors.torch import load_file
+
+model.load_state_dict(load_file("model.safetensors"))  # built as `model` in config.json says
+```
+"""
+
+
+def measured(run: RunDir) -> dict[str, float]:
+    """Of `trainrun evaluate`, and else of the last validation of the training."""
+    found: dict[str, Any] = dict(read_status(run).get("metrics") or {})
+    for path in sorted(run.root.glob("evaluation-*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            found |= read_json(path)
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}

@@ -1,0 +1,142 @@
+"""`trainrun export RUN_DIR --to onnx`: the trained network in formats that others read, tried on real samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
+from trainrun.config.validate import nearest
+from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
+from trainrun.assemble.resumption import network_of
+from trainrun.export.card import about_network, card_text
+from trainrun.export.formats import FORMATS, Order, Runner
+from trainrun.export.served import Samples, halves, served_samples
+from trainrun.output import say
+from trainrun.precision.autocast import cast_inputs
+from trainrun.runs.resume import trusted_config
+from trainrun.runs.run import open_run
+from trainrun.timing.paired import Rules, compare, turn_of
+
+TOLERANCE = 1e-4
+SECONDS = 3.0  # of a comparison of speeds
+GRAPHS = ("onnx", "torch.export")  # the others hold weights for the same code
+
+
+def main(argv: list[str]) -> int:
+    """Write every format that `--to` names, and compare what it computes with the network itself."""
+    parser = run_parser(
+        "export", "The trained network in other formats, each tried on samples of the run's data."
+    )
+    add_checkpoint(parser)
+    parser.add_argument("--to", required=True, help=f"one or more of {', '.join(FORMATS)}, with commas")
+    parser.add_argument("--dynamic", choices=["batch"], help="batch: any number of samples at a time")
+    parser.add_argument(
+        "--merge", action="store_true", help="add LoRA's corrections to the weights they correct"
+    )
+    parser.add_argument("--out", help="a folder (default: RUN_DIR-export, beside the run)")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help=f"of the largest output (default: {TOLERANCE:g})"
+    )
+    words = parse(parser, argv)
+    formats = chosen_formats(words.to)
+    run = open_run(words.run_dir)
+    config = trusted_config(run, words.overrides, words.trust)
+    which = checkpoint_of(run, words.which)
+    model = exported_model(network_of(run, config, which), words.merge)
+    samples = served_samples(config, model, words.split)
+    about = about_network(run, config, model, samples)
+
+    order = Order(samples, words.dynamic == "batch", about, card_text(run, which, about))
+    out = Path(words.out).expanduser() if words.out else run.root.with_name(f"{run.root.name}-export")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in formats:
+            file, write = FORMATS[name]
+            path, runner = write(order, out / file)
+            check(name, path, runner, order, words.tolerance)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: cannot write there ({error.strerror}); name another folder"
+        ) from error
+    return EXIT_DONE
+
+
+def chosen_formats(text: str) -> list[str]:
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in FORMATS:
+            raise ConfigError(
+                f"--to {name}: no such format.{nearest(name, FORMATS)} There are {', '.join(FORMATS)}"
+            )
+    return names
+
+
+def exported_model(model: nn.Module, merge: bool) -> nn.Module:
+    """In numbers that every runtime has, without adapters where that is asked for."""
+    if merge:
+        from trainrun.transform.lora import LoraLinear, merge_lora
+
+        if not any(isinstance(layer, LoraLinear) for layer in model.modules()):
+            raise ConfigError("--merge: this run has no LoRA layers (transform.lora); leave it out")
+        model = merge_lora(model)
+    if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters()):
+        model = model.float()  # its inputs are rounded as before, and then made floats too
+        model.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True)
+    return model.eval()
+
+
+@torch.no_grad()
+def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float) -> None:
+    """Run what was written on real samples. Raises TrainingError where it computes something else."""
+    samples = order.samples
+    pairs = [*zip(samples.inputs, samples.expected, strict=True), *(halves(samples) if order.dynamic else ())]
+    try:
+        worst = max(difference(runner(inputs), expected) for inputs, expected in pairs)
+    except TrainingError:
+        raise
+    except Exception as error:
+        raise TrainingError(f"{path}: does not run ({type(error).__name__}: {error})") from error
+    count = sum(len(inputs[0]) for inputs in samples.inputs)
+    if not worst <= tolerance:
+        raise TrainingError(
+            f"{path}: computes something else: on {count} samples of the run it differs by {worst:.2g} of the largest "
+            f"output, and --tolerance is {tolerance:g}; do not use this file"
+        )
+    speed = f"; {compare_speed(runner, samples)} as fast as the network itself" if name in GRAPHS else ""
+    say(f"{name}: {path} ({size_of(path)}), largest difference {worst:.2g} of the largest output, on {count} samples"
+        f"{speed}")  # fmt: skip
+
+
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference, as a part of the largest expected number; infinite where shapes differ."""
+    if [one.shape for one in found] != [one.shape for one in expected]:
+        return float("inf")
+    parts = [
+        float((here.double() - there.double()).abs().max() / there.double().abs().max().clamp(min=1e-12))
+        for here, there in zip(found, expected, strict=True)
+        if there.numel()
+    ]
+    return max(parts, default=0.0)
+
+
+def compare_speed(runner: Runner, samples: Samples) -> str:
+    """Beside the network itself, in turns, on one batch."""
+    inputs = samples.inputs[0]
+    base = turn_of(lambda: samples.served(*inputs))
+    found = compare(
+        base, {"file": turn_of(lambda: runner(inputs))}, Rules(deadline=time.perf_counter() + SECONDS)
+    )
+    return str(found.ratio("file"))
+
+
+def size_of(path: Path) -> str:
+    """The bytes of a file, or of all in a folder, as people read them."""
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    num_bytes = sum(one.stat().st_size for one in files)
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"

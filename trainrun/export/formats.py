@@ -1,0 +1,145 @@
+"""The formats of an export: each writes the network and gives back a function that runs what was written."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor
+
+from trainrun.errors import ConfigError
+from trainrun.export.served import Samples, as_tuple
+from trainrun.runs.run_folder import write_json
+
+Runner = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+ONNX_EXTRA = "--to onnx: needs {}; pip install 'trainrun[onnx]'"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to export. dynamic: any number of samples in a batch."""
+
+    samples: Samples
+    dynamic: bool
+    about: dict[str, Any]
+    card: str
+
+
+def to_safetensors(order: Order, path: Path) -> tuple[Path, Runner]:
+    """The weights alone, tied ones once; how inputs are scaled stands in the file's metadata."""
+    samples = order.samples
+    save_model(samples.served.model, str(path), metadata={"trainrun": json.dumps(order.about)})
+    return path, _with_weights(order, path)
+
+
+def to_huggingface(order: Order, folder: Path) -> tuple[Path, Runner]:
+    """A folder in the layout of the Hugging Face hub: `config.json`, `model.safetensors`, and a card."""
+    folder.mkdir(exist_ok=True)
+    weights = folder / "model.safetensors"
+    save_model(order.samples.served.model, str(weights), metadata={"format": "pt"})
+    write_json(folder / "config.json", order.about)
+    (folder / "README.md").write_text(order.card, encoding="utf-8")
+    return folder, _with_weights(order, weights)
+
+
+def _with_weights(order: Order, path: Path) -> Runner:
+    """The same network, with nothing but the weights of the file."""
+    fresh = copy.deepcopy(order.samples.served)
+    for tensor in fresh.model.state_dict().values():
+        tensor.zero_()
+    load_model(fresh.model, str(path))
+    return lambda inputs: as_tuple(fresh(*inputs))
+
+
+def to_torch_export(order: Order, path: Path) -> tuple[Path, Runner]:
+    """A graph that `torch.export.load` reads without this package or the model's code."""
+    samples = order.samples
+    with told("torch.export"):
+        program = torch.export.export(samples.served, samples.inputs[0], dynamic_shapes=_shapes(order))
+        torch.export.save(program, path)
+        module = torch.export.load(path).module()
+    return path, lambda inputs: as_tuple(module(*inputs))
+
+
+def to_onnx(order: Order, path: Path) -> tuple[Path, Runner]:
+    """A graph for onnxruntime and others."""
+    samples = order.samples
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            __import__(name)
+        except ImportError as error:
+            raise ConfigError(ONNX_EXTRA.format(name)) from error
+    import onnxruntime
+
+    num_outputs = len(samples.expected[0])
+    outputs = ["output", *(f"output{i}" for i in range(1, num_outputs))]
+    with told("onnx"):
+        program = torch.onnx.export(
+            samples.served, samples.inputs[0], dynamo=True, verbose=False, external_data=False,
+            dynamic_shapes=_shapes(order), input_names=samples.names, output_names=outputs,
+        )  # fmt: skip
+        assert program is not None
+        program.model.metadata_props["trainrun"] = json.dumps(order.about)
+        program.save(str(path))
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = {name: one.numpy() for name, one in zip(names, inputs, strict=True)}
+        return tuple(torch.from_numpy(one) for one in session.run(None, given))
+
+    return path, run
+
+
+FORMATS: dict[str, tuple[str, Callable[[Order, Path], tuple[Path, Runner]]]] = {
+    "safetensors": ("model.safetensors", to_safetensors),
+    "onnx": ("model.onnx", to_onnx),
+    "torch.export": ("model.pt2", to_torch_export),
+    "huggingface": ("huggingface", to_huggingface),
+}
+
+
+def _shapes(order: Order) -> Any:
+    if not order.dynamic:
+        return None
+    batch = torch.export.Dim("batch")
+    return {"inputs": tuple({0: batch} for _ in order.samples.inputs[0])}
+
+
+@contextlib.contextmanager
+def told(name: str) -> Iterator[None]:
+    """What the exporter prints is kept back; what it cannot do is one line."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:  # of torch's compiler, the exporter or the runtime
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        text = " ".join(str(cause).split())[:300]
+        way = (
+            "; with --dynamic batch, a model must not fix the size of its batches" if "batch" in text else ""
+        )
+        text = f"{type(cause).__name__}: {text}"
+        raise ConfigError(f"--to {name}: this model cannot be exported ({text}){way}") from error
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,160 @@
+"""The network as it is served: from the data as it lies in memory on, with real samples of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from trainrun.assemble.assemble import build_task
+from trainrun.assemble.data_pipeline import build_sources, build_transform, open_split, stream_options
+from trainrun.cli.run_arguments import no_split
+from trainrun.config.schema import RunConfig, with_values
+from trainrun.data.augment.augmented import NamedAugmentation
+from trainrun.data.augment.draws import Draws
+from trainrun.data.facts import facts_of_all
+from trainrun.data.pipeline import as_bytes, open_batches
+from trainrun.data.scale import Scale
+from trainrun.errors import ConfigError
+from trainrun.parallel.single import Single
+
+BATCH, BATCHES = 32, 3  # of real samples; the batches after the first have its shapes
+CPU = torch.device("cpu")
+
+
+class Served(nn.Module):
+    """What the run does to its inputs on the device, and the network behind it.
+
+    Inputs are the first `num_args` positional ones of the network and then those of `names`. scale: of bytes;
+    changes: augmentations that belong to evaluation too (normalisation).
+    """
+
+    def __init__(
+        self, model: nn.Module, num_args: int, names: Sequence[str], scale: Scale | None = None,
+        changes: Sequence[NamedAugmentation] = (), dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model, self.num_args, self.names = model, num_args, tuple(names)
+        self.scale, self.changes, self.dtype = scale, tuple(changes), dtype
+        self.draws = Draws(0, 0, torch.zeros(1, dtype=torch.int64), CPU, dtype)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        first, *rest = inputs
+        if self.scale is not None:
+            first = self.scale(first).to(self.dtype)
+        for key, change, _ in self.changes:
+            first = change((first,), self.draws.named(key))[0]
+        given = [first, *rest]
+        named = dict(zip(self.names, given[self.num_args :], strict=True))
+        return outputs_of(self.model(*given[: self.num_args], **named))
+
+
+def outputs_of(found: Any) -> Any:
+    """The tensors of an output: itself, or a tuple of those in a tuple, a dictionary or an output object."""
+    if isinstance(found, Tensor):
+        return found
+    parts = found.values() if hasattr(found, "values") else found if isinstance(found, tuple | list) else ()
+    tensors = tuple(part for part in parts if isinstance(part, Tensor))
+    if not tensors:
+        raise ConfigError(f"model: gives a {type(found).__name__} without tensors, which no format can hold")
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+@dataclass(frozen=True)
+class Samples:
+    """served: the network to export. inputs: batches of real samples as they lie in memory; expected: what the run's
+    own pipeline and the network alone make of them."""
+
+    served: Served
+    inputs: list[tuple[Tensor, ...]]
+    expected: list[tuple[Tensor, ...]]
+
+    @property
+    def names(self) -> list[str]:
+        return ["input", *(f"input{i}" for i in range(1, self.served.num_args)), *self.served.names]
+
+
+@torch.no_grad()
+def served_samples(config: RunConfig, model: nn.Module, split: str) -> Samples:
+    """Calls the network as the task does, on samples as the run reads them. Raises ConfigError."""
+    half = config.precision.mode in ("bf16-true", "16-true")
+    config = with_values(config, {
+        "data.val_batch_size": BATCH, "data.num_workers": 0, **({"precision.mode": "32-true"} if half else {}),
+    })  # fmt: skip
+    dtype = torch.float64 if config.precision.mode == "64-true" else torch.float32
+    alone, sources, notes = Single(CPU), build_sources(config), []  # type: ignore[var-annotated]
+    there = [name for name, source in sources.items() if source is not None and name != "train"]
+    split = split if split in there else next((name for name in there if name.startswith(f"{split}/")), split)
+    if split not in there:
+        raise no_split(there, split)
+    source = sources[split]
+    task = build_task(config, facts_of_all(sources, build_transform(config, "train")))
+    options = stream_options(config, alone, split, lambda line: None)
+    changes = [one for one in options.augment if not one.random]
+    plain = options.transform is None and options.collate_fn is None
+    raw, scale = as_bytes(source) if plain else (source, None)
+    again = build_sources(config)[split] if isinstance(source, IterableDataset) else source
+    batches, _ = open_batches(raw, replace(options, augment=()))
+    scaled = open_split(config, alone, split, again, notes, lambda line: None)
+    assert scaled is not None
+    found: list[tuple[Served, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+    for untouched, batch in islice(zip(batches.epoch(0), scaled.epoch(0), strict=False), BATCHES):
+        args, names = call_of(model, task, batch.data)
+        served = Served(model, len(args) - len(names), names, scale, changes, dtype)
+        first = first_of(untouched.data) if scale is not None or changes else args[0]
+        expected = outputs_of(
+            model(*args[: served.num_args], **dict(zip(names, args[served.num_args :], strict=True)))
+        )
+        found.append((served, (first, *args[1:]), as_tuple(expected)))
+    for stream in (batches, scaled):
+        stream.close()
+    shapes = [[one.shape for one in inputs] for _, inputs, _ in found]
+    kept = [one for one, shape in zip(found, shapes, strict=True) if shape == shapes[0]]
+    if not kept:
+        raise ConfigError(f"--split {split}: holds no samples to try the exported model on")
+    return Samples(kept[0][0], [one[1] for one in kept], [one[2] for one in kept])
+
+
+def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], list[str]]:
+    """The tensors that the task gives the network, and the names of the last ones; flags keep their defaults."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        task.step(model, batch)
+    finally:
+        handle.remove()
+    if not calls:
+        raise ConfigError("task: its step does not call the model, so nobody knows its inputs")
+    args, kwargs = calls[0]
+    named = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    if len(tensors) < len(args) or not (tensors or named):
+        raise ConfigError("model: the task gives it something else than tensors, which cannot be exported")
+    return [*tensors, *named.values()], list(named)
+
+
+def first_of(batch: Any) -> Tensor:
+    """The inputs of a batch: itself, or what is first in it."""
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return batch
+
+
+def as_tuple(output: Any) -> tuple[Tensor, ...]:
+    return (output,) if isinstance(output, Tensor) else tuple(output)
+
+
+def halves(samples: Samples) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """The first batch cut to half: a dynamic batch takes that too."""
+    inputs, expected = samples.inputs[0], samples.expected[0]
+    half = max(1, len(inputs[0]) // 2)
+    yield tuple(one[:half] for one in inputs), tuple(one[:half] for one in expected)
