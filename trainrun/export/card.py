@@ -10,12 +10,12 @@ from torch import nn
 
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain
-from trainrun.export.served import Samples
+from trainrun.export.served import RealSamples
 from trainrun.runs.run_folder import RunDir, read_identity, read_json
 from trainrun.runs.status import read_status
 
 
-def about_network(run: RunDir, config: RunConfig, model: nn.Module, samples: Samples) -> dict[str, Any]:
+def about_network(run: RunDir, config: RunConfig, model: nn.Module, samples: RealSamples) -> dict[str, Any]:
     """How the network is built and what goes in. Plain values, without what is named like a secret."""
     values, data = plain(public(config)[0]), read_identity(run).get("data", {})
     served, first = samples.served, samples.inputs[0][0]
@@ -64,7 +64,7 @@ A `{about["model"].get("_target_", "")}` of {about["num_parameters"]:,} paramete
 {rows}
 
 Inputs: {", ".join(about["inputs"])}; the first has the shape {about["input_shape"]} and the type
-{about["input_dtype"]} as it lies in memory. What is done to it before the network: {scaling}. The weights are those of the
+{about["input_dtype"]} as it lies in memory. Before the network: {scaling}. The weights are those of the
 network alone.
 
 ```python
@@ -76,7 +76,7 @@ model.load_state_dict(load_file("model.safetensors"))  # built as `model` in con
 
 
 def measured(run: RunDir) -> dict[str, float]:
-    """Of `trainrun evaluate`, and else of the last validation of the training."""
+    """The metrics of `trainrun evaluate`, and else of the last validation of the training."""
     found: dict[str, Any] = dict(read_status(run).get("metrics") or {})
     for path in sorted(run.root.glob("evaluation-*.json")):
         with contextlib.suppress(OSError, ValueError):

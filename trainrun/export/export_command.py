@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from trainrun.assemble.resumption import network_of
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
-from trainrun.assemble.resumption import network_of
 from trainrun.export.card import about_network, card_text
 from trainrun.export.formats import FORMATS, Order, Runner
-from trainrun.export.served import Samples, halves, served_samples
+from trainrun.export.served import RealSamples, halves, served_samples
 from trainrun.output import say
 from trainrun.precision.autocast import cast_inputs
 from trainrun.runs.resume import trusted_config
@@ -125,7 +125,7 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(parts, default=0.0)
 
 
-def compare_speed(runner: Runner, samples: Samples) -> str:
+def compare_speed(runner: Runner, samples: RealSamples) -> str:
     """Beside the network itself, in turns, on one batch."""
     inputs = samples.inputs[0]
     base = turn_of(lambda: samples.served(*inputs))

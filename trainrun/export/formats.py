@@ -18,7 +18,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor
 
 from trainrun.errors import ConfigError
-from trainrun.export.served import Samples, as_tuple
+from trainrun.export.served import RealSamples, as_tuple
 from trainrun.runs.run_folder import write_json
 
 Runner = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -29,7 +29,7 @@ ONNX_EXTRA = "--to onnx: needs {}; pip install 'trainrun[onnx]'"
 class Order:
     """What to export. dynamic: any number of samples in a batch."""
 
-    samples: Samples
+    samples: RealSamples
     dynamic: bool
     about: dict[str, Any]
     card: str

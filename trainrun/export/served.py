@@ -66,7 +66,7 @@ def outputs_of(found: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Samples:
+class RealSamples:
     """served: the network to export. inputs: batches of real samples as they lie in memory; expected: what the run's
     own pipeline and the network alone make of them."""
 
@@ -80,14 +80,14 @@ class Samples:
 
 
 @torch.no_grad()
-def served_samples(config: RunConfig, model: nn.Module, split: str) -> Samples:
+def served_samples(config: RunConfig, model: nn.Module, split: str) -> RealSamples:
     """Calls the network as the task does, on samples as the run reads them. Raises ConfigError."""
     half = config.precision.mode in ("bf16-true", "16-true")
     config = with_values(config, {
         "data.val_batch_size": BATCH, "data.num_workers": 0, **({"precision.mode": "32-true"} if half else {}),
     })  # fmt: skip
     dtype = torch.float64 if config.precision.mode == "64-true" else torch.float32
-    alone, sources, notes = Single(CPU), build_sources(config), []  # type: ignore[var-annotated]
+    alone, (sources, _) = Single(CPU), build_sources(config, [])
     there = [name for name, source in sources.items() if source is not None and name != "train"]
     split = split if split in there else next((name for name in there if name.startswith(f"{split}/")), split)
     if split not in there:
@@ -98,9 +98,9 @@ def served_samples(config: RunConfig, model: nn.Module, split: str) -> Samples:
     changes = [one for one in options.augment if not one.random]
     plain = options.transform is None and options.collate_fn is None
     raw, scale = as_bytes(source) if plain else (source, None)
-    again = build_sources(config)[split] if isinstance(source, IterableDataset) else source
+    again = build_sources(config, [])[0][split] if isinstance(source, IterableDataset) else source
     batches, _ = open_batches(raw, replace(options, augment=()))
-    scaled = open_split(config, alone, split, again, notes, lambda line: None)
+    scaled = open_split(config, alone, split, again, [], lambda line: None)
     assert scaled is not None
     found: list[tuple[Served, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     for untouched, batch in islice(zip(batches.epoch(0), scaled.epoch(0), strict=False), BATCHES):
@@ -117,7 +117,7 @@ def served_samples(config: RunConfig, model: nn.Module, split: str) -> Samples:
     kept = [one for one, shape in zip(found, shapes, strict=True) if shape == shapes[0]]
     if not kept:
         raise ConfigError(f"--split {split}: holds no samples to try the exported model on")
-    return Samples(kept[0][0], [one[1] for one in kept], [one[2] for one in kept])
+    return RealSamples(kept[0][0], [one[1] for one in kept], [one[2] for one in kept])
 
 
 def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], list[str]]:
@@ -153,7 +153,7 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
-def halves(samples: Samples) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+def halves(samples: RealSamples) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """The first batch cut to half: a dynamic batch takes that too."""
     inputs, expected = samples.inputs[0], samples.expected[0]
     half = max(1, len(inputs[0]) // 2)
