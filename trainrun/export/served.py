@@ -110,6 +110,9 @@ def served_samples(config: RunConfig, model: nn.Module, split: str) -> RealSampl
         expected = outputs_of(
             model(*args[: served.num_args], **dict(zip(names, args[served.num_args :], strict=True)))
         )
+        served(
+            first, *args[1:]
+        )  # constants of augmentations are made at their first call: not while it is traced
         found.append((served, (first, *args[1:]), as_tuple(expected)))
     for stream in (batches, scaled):
         stream.close()
