@@ -33,6 +33,8 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines
         ("ddp", "auto", "3", 3, 3),
         ("ddp", "cpu", 7, 3, 7),
         ("ddp", "auto", 5, 0, 5),
+        ("ddp", "auto", [3, 1], 4, 2),
+        ("single", "auto", [3], 4, 1),
     ],
 )
 def test_number_of_ranks(mode: str, accelerator: str, wanted: object, num_gpus: int, count: int) -> None:
@@ -54,6 +56,10 @@ def test_a_cpu_gets_two_ranks_where_it_has_the_cores(
         ("single", "auto", 2, 2, "parallel.devices=2: parallel=single uses 1; say parallel=ddp"),
         ("ddp", "auto", 4, 2, "parallel.devices=4: 2 GPU(s) visible here; allowed are 1 to 2"),
         ("ddp", "cuda", 3, 1, "parallel.devices=3: 1 GPU(s)"),
+        ("single", "auto", [0, 1], 2, "parallel.devices=[0, 1]: parallel=single uses 1"),
+        ("ddp", "auto", [0, 2], 2, "parallel.devices=[0, 2]: no GPU 2, 2 GPU(s) visible here, 0 to 1"),
+        ("ddp", "cpu", [0, 1], 2, "say how many ranks, as parallel.devices=2"),
+        ("ddp", "auto", [0], 0, "names GPUs by their numbers, and this run computes on none"),
         ("ddp", "cuda", "auto", 0, "parallel.accelerator=cuda: no NVIDIA GPU"),
         ("ddp", "mps", "auto", 0, "parallel.accelerator=mps: works with parallel=single only"),
     ],
@@ -178,3 +184,15 @@ def test_the_driver_imports_no_torch() -> None:
     )
     env = dict(os.environ, PYTHONPATH=str(ROOT))
     assert subprocess.run([sys.executable, "-c", program], env=env, check=False).returncode == 0
+
+
+def test_a_rank_takes_the_gpu_at_its_place_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for rank, number in enumerate([3, 1]):
+        assert choose_device("auto", rank, "ddp", devices=[3, 1]) == torch.device("cuda", number)
+    assert choose_device("auto", devices=[2]) == torch.device("cuda", 2)
+    with pytest.raises(ConfigError, match="no GPU 4, 4 GPU"):
+        choose_device("auto", devices=[4])
+    with pytest.raises(ConfigError, match="computes on none"):
+        choose_device("cpu", devices=[0])

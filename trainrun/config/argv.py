@@ -248,9 +248,12 @@ def translate(
     words.overrides = _with_custom_groups(_with_ranks(words, out), is_group)
 
 
+SEVERAL_DEVICES = r"\+*parallel\.devices=(0*([2-9]|[1-9]\d+)|\[[^,]+,.+\])"
+
+
 def _with_ranks(words: CommandLine, overrides: list[str]) -> list[str]:
     """Several devices mean a rank on each, unless `parallel` is chosen."""
-    several = [word for word in overrides if re.fullmatch(r"\+*parallel\.devices=0*([2-9]|[1-9]\d+)", word)]
+    several = [word for word in overrides if re.fullmatch(SEVERAL_DEVICES, word)]
     if not several or any(re.match(r"\+*parallel(\.mode)?=", word) for word in overrides):
         return overrides
     words.notes.append(f"{several[-1]} is read as {several[-1]} parallel.mode=ddp")

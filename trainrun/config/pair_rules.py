@@ -30,6 +30,7 @@ def pair_faults(config: RunConfig) -> Iterator[str]:
 
 def _general(config: RunConfig) -> Rules:
     trainer, data, checkpoint, precision = config.trainer, config.data, config.checkpoint, config.precision
+    devices = config.parallel.devices
     saved, init = "save_last" if checkpoint.enabled else "enabled", config.init
     interval = Duration(1, EPOCH)
     with suppress(ValueError):  # told already
@@ -47,8 +48,10 @@ def _general(config: RunConfig) -> Rules:
         *((getattr(data, name) == SAME and data.transform is None,
            f"data.{name}=same: there is no data.transform; name that, or data.{name}._target_=my_file.MyClass")
           for name in ("val_transform", "test_transform")),
-        (config.parallel.mode == "single" and config.parallel.devices not in ("auto", 1),
-         f"parallel.devices={config.parallel.devices}: parallel=single is one device; use parallel=ddp"),
+        (isinstance(devices, list) and len(set(devices)) < max(1, len(devices)),
+         f"parallel.devices={devices}: must name one GPU or several, each once, as [0,1]"),
+        (config.parallel.mode == "single" and _several(devices),
+         f"parallel.devices={devices}: parallel=single is one device; use parallel=ddp"),
         (trainer.deterministic and trainer.benchmark,
          "trainer.benchmark=true: picks kernels by timing, which trainer.deterministic=true rules out"),
         (trainer.detect_anomaly and precision.mode == "16-mixed",
@@ -139,6 +142,10 @@ def _parts(config: RunConfig) -> Rules:
          f"task.class_dim={class_dim} does not look; for text: data=text task=language_modeling; for a class of every "
          "token: task.class_dim=-1"),
     )  # fmt: skip
+
+
+def _several(devices: Any) -> bool:
+    return len(devices) > 1 if isinstance(devices, list) else devices not in ("auto", 1)
 
 
 def _target(node: Any, usual: str = "") -> str:

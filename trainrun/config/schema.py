@@ -332,7 +332,8 @@ class ParallelConfig:
         aliases=("accelerator", "trainer.accelerator"),
     )  # fmt: skip
     devices: Any = setting(
-        "auto", "ranks on this machine; auto: every GPU, or two on a CPU", kind=Count | Auto,
+        "auto", "ranks on this machine, or the numbers of its GPUs as [0,1]; auto: every GPU, or two on a CPU",
+        kind=Count | Auto | list[NotNegativeInt],
         aliases=("devices", "trainer.devices", "nproc_per_node"), words={"-1": "auto"},
     )  # fmt: skip
     sync_batchnorm: bool = setting(False, "statistics over all ranks", aliases=("sync_batchnorm",))

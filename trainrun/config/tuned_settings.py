@@ -50,6 +50,7 @@ def shapes(config: RunConfig) -> str:
     """What a step sees: a sample's shape, and the samples of all ranks and micro-batches together."""
     data, parallel = config.data, config.parallel
     world = 1 if parallel.mode == "single" else parallel.devices
+    world = len(world) if isinstance(world, list) else world
     if data.global_batch_size is not None:
         batch: Any = data.global_batch_size
     elif world == "auto":

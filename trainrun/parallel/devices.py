@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 
 def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None = None) -> tuple[int, str]:
-    """How many ranks, and why. devices: `auto` or a number; num_gpus: counted here if None."""
-    if devices != "auto":
+    """How many ranks, and why. devices: `auto`, a number, or the GPUs by theirs; num_gpus: counted here if None."""
+    listed = list(devices) if isinstance(devices, list | tuple) else None
+    if listed is not None:
+        devices = len(listed)
+    elif devices != "auto":
         devices = int(devices)
     if mode == "single":
         if devices not in ("auto", 1):
             raise ConfigError(
-                f"parallel.devices={devices}: parallel=single uses 1; say parallel=ddp for more"
+                f"parallel.devices={listed or devices}: parallel=single uses 1; say parallel=ddp for more"
             )
         return 1, "parallel=single is one process"
     if accelerator == "mps":
@@ -34,6 +37,9 @@ def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None 
         num_gpus = count_gpus()
     if accelerator == "cuda" and num_gpus == 0:
         raise ConfigError("parallel.accelerator=cuda: no NVIDIA GPU is visible here; use cpu or auto")
+    if listed is not None:
+        check_listed(listed, num_gpus)
+        return len(listed), f"parallel.devices={listed}"
     if devices != "auto":
         if 0 < num_gpus < devices:
             raise ConfigError(
@@ -45,6 +51,19 @@ def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None 
         return num_gpus, f"one for each of {num_gpus} GPU(s)"
     cores = num_cores()
     return min(2, cores), f"on a CPU ({cores} core(s)) two ranks, at most one for each core"
+
+
+def check_listed(listed: list[int], num_gpus: int) -> None:
+    """Raises ConfigError for numbers that are no GPUs of this machine."""
+    if not num_gpus:
+        raise ConfigError(
+            f"parallel.devices={listed}: names GPUs by their numbers, and this run computes on none; say how many, as "
+            f"parallel.devices={len(listed)}"
+        )
+    if wrong := [number for number in listed if number >= num_gpus]:
+        raise ConfigError(
+            f"parallel.devices={listed}: no GPU {wrong[0]}, {num_gpus} GPU(s) visible here, 0 to {num_gpus - 1}"
+        )
 
 
 def num_cores() -> int:
@@ -114,11 +133,12 @@ def _is_sliced(nvml: ctypes.CDLL, index: int) -> bool:
 
 
 def choose_device(
-    accelerator: str, local_rank: int = 0, mode: str = "single", external: bool = False
+    accelerator: str, local_rank: int = 0, mode: str = "single", external: bool = False, devices: Any = "auto"
 ) -> torch.device:
     """The device of one rank. `auto` takes a GPU, then Apple's (one process only), then the CPU.
 
-    external: started by torchrun or Slurm, which may show every rank a single GPU, its own.
+    external: started by torchrun or Slurm, which may show every rank a single GPU, its own. devices: where it lists
+    GPUs, a rank takes that at its place.
     Raises ConfigError if the machine has GPUs and torch sees none: training on the CPU is not meant.
     """
     import torch
@@ -134,9 +154,12 @@ def choose_device(
             f"parallel.accelerator={accelerator}: torch {torch.__version__} finds none here; "
             f"it finds {', '.join(present)}; allowed here: auto, {', '.join(present)}"
         )
+    count = torch.cuda.device_count() if accelerator == "cuda" else 0
+    if isinstance(devices, list | tuple):
+        check_listed(list(devices), count)
+        return torch.device("cuda", devices[local_rank])
     if accelerator != "cuda":
         return torch.device(accelerator)
-    count = torch.cuda.device_count()
     if external and count == 1:
         return torch.device("cuda", 0)
     if local_rank >= count:

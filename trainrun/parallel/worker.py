@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
@@ -27,6 +27,8 @@ class Options(Protocol):
     def mode(self) -> str: ...
     @property
     def accelerator(self) -> str: ...
+    @property
+    def devices(self) -> Any: ...
     @property
     def sync_batchnorm(self) -> bool: ...
     @property
@@ -71,7 +73,7 @@ def run_as_rank(
 
 def build_ddp(options: Options, store: Store | None) -> Ddp:
     device = choose_device(
-        options.accelerator, int(os.environ["LOCAL_RANK"]), options.mode, external=store is not None
+        options.accelerator, int(os.environ["LOCAL_RANK"]), options.mode, store is not None, options.devices
     )
     return Ddp(
         init_group(device, options.timeout_seconds, store),

@@ -53,7 +53,7 @@ from trainrun.training.state import SAVE_NOW, RollBack, TrainState
 
 def train_here(run_dir: RunDir, config: RunConfig, resume: bool, flag: StopFlag, began: float) -> int:
     """A run on one device, in this process. Returns the exit code."""
-    device = choose_device(config.parallel.accelerator, local_rank=0)
+    device = choose_device(config.parallel.accelerator, devices=config.parallel.devices)
     return train(run_dir, config, resume, Single(device), flag, PhaseTimer(began))
 
 

@@ -31,7 +31,12 @@ def parts_of(
     config = trusted_config(run_dir, overrides, trust)
     # the averaged weights are loaded into the model itself
     config = with_values(config, {"trainer.ema.enabled": False})
-    device = choose_device(config.parallel.accelerator, local_rank=0)
+    listed = (
+        config.parallel.devices if any(word.startswith("parallel.devices=") for word in overrides) else "auto"
+    )
+    device = choose_device(
+        config.parallel.accelerator, devices=listed
+    )  # the saved ones may be of another machine
     if device.type != "cuda":  # what only a GPU's training has
         config = with_values(config, {
             "trainer.cuda_graphs": False, "trainer.activation_offload": False, "monitor.sync_debug": False,

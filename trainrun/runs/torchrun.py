@@ -40,7 +40,7 @@ def lead_run(run: RunDir, config: RunConfig, resume: bool, paths: list[str]) -> 
     fault = ""
     if parallel.mode != "ddp":
         fault = f"parallel={parallel.mode}: this was started as several ranks; use parallel=ddp"
-    elif parallel.devices != "auto" and int(parallel.devices) != number:
+    elif parallel.devices != "auto" and str(parallel.devices) != str(number):
         fault = (
             f"parallel.devices={parallel.devices}: {number} rank(s) were started by torchrun or Slurm, which decide "
             "how many there are; start so many, or leave parallel.devices out"

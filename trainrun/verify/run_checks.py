@@ -126,7 +126,7 @@ def exact_parts(config: RunConfig, folder: Path, val_batch_size: int | None) -> 
 
 def own_parts(config: RunConfig, folder: Path) -> Components:
     changed = with_values(quiet(config), {"checkpoint.enabled": False})
-    return built(changed, folder, choose_device(config.parallel.accelerator, local_rank=0))
+    return built(changed, folder, choose_device(config.parallel.accelerator, devices=config.parallel.devices))
 
 
 def built(config: RunConfig, folder: Path, device: torch.device) -> Components:
