@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-SPEEDS = {"tokens_per_second": "tokens/s", "samples_per_second": "samples/s"}
+SPEEDS = {"tokens_per_second": "tokens/s", "pixels_per_second": "pixels/s", "samples_per_second": "samples/s"}
 
 
 def figure(value: object) -> str:

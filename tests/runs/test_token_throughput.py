@@ -93,5 +93,5 @@ def test_another_unit_is_refused() -> None:
     class Own(Classification):
         unit = "words"
 
-    with pytest.raises(PluginError, match="task: Own.unit='words': must be 'samples' or 'tokens'"):
+    with pytest.raises(PluginError, match="task: Own.unit='words': must be 'samples', 'tokens' or 'pixels'"):
         unit_of(Own())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainrun.errors import ConfigError
 from trainrun.sums import add_sums, flat_sums, metrics_of
 from trainrun.task.classification import Classification
-from trainrun.task.metrics import OF_CLASSES, OF_LABELS, OF_NUMBERS
+from trainrun.task.metrics.by_name import OF_CLASSES, OF_LABELS, OF_NUMBERS
 from trainrun.task.multilabel import MultiLabel
 from trainrun.task.regression import Regression
 

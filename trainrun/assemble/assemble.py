@@ -381,10 +381,12 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
 
 
 def unit_of(task: Any) -> str:
-    """What the task counts: `tokens` where it says so, in its attribute `unit`."""
+    """What the task counts: `tokens` or `pixels` where it says so, in its attribute `unit`."""
     unit = getattr(task, "unit", "samples")
-    if unit not in ("samples", "tokens"):
-        raise PluginError(f"task: {type(task).__name__}.unit={unit!r}: must be 'samples' or 'tokens'")
+    if unit not in ("samples", "tokens", "pixels"):
+        raise PluginError(
+            f"task: {type(task).__name__}.unit={unit!r}: must be 'samples', 'tokens' or 'pixels'"
+        )
     return str(unit)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +84,20 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
                 if isinstance(run.task, Predicts):
                     columns = run.task.predict(run.model, batch.data)
                 else:
-                    columns = {"output": run.model(batch.data[0])}
+                    columns = {"output": raw_output(run.model, batch.data)}
             if batch.indices is not None and len(batch.indices) == len(next(iter(columns.values()))):
                 columns = {"index": batch.indices, **columns}
             for name, column in columns.items():
                 collected.setdefault(name, []).append(column.detach().cpu())
     return {name: joined(chunks) for name, chunks in collected.items()}
+
+
+def raw_output(model: Any, batch: Any) -> Tensor:
+    """The model's tensor for the inputs of a batch; a dict is passed by the names of its `forward`."""
+    from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
+
+    inputs = inputs_and_maybe_target(batch)[0] if isinstance(batch, Mapping) else batch[0]
+    return output_tensor(run_model(model, inputs, batch))
 
 
 def write_table(out: Path, columns: dict[str, list[Any]]) -> None:

@@ -149,7 +149,7 @@ OF_FACTS: dict[str, Kind] = {"name": _is_text, "choices": _are_texts, "steps_per
 OF_SUMMARY: dict[str, Kind] = {
     "monitor": _is_text, "value": _is_number, "best_step": _is_number, "step": _is_count, "epoch": _is_number,
     "seconds": _is_number, "samples_per_second": _is_number, "tokens_per_second": _is_number,
-    "skipped_steps": _is_count, "metrics": _are_numbers,
+    "pixels_per_second": _is_number, "skipped_steps": _is_count, "metrics": _are_numbers,
 }  # fmt: skip
 NEEDED = {
     **dict.fromkeys((*OF_NUMBERS, "start"), ("step",)), "ledger": ("step", "seconds"), "confusion": ("step", "matrix"),

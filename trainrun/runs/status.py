@@ -162,7 +162,8 @@ def wrong_fields(status: dict[str, Any]) -> list[str]:
     """The names of values that no run writes."""
     number: tuple[type, ...] = (int, float)
     kinds: dict[str, tuple[type, ...]] = dict.fromkeys(
-        ("value", "best_step", "samples_per_second", "tokens_per_second"), (*number, NoneType)
+        ("value", "best_step", "samples_per_second", "tokens_per_second", "pixels_per_second"),
+        (*number, NoneType),
     )
     kinds |= dict.fromkeys(("step", "epoch", "seconds"), number)
     kinds |= dict.fromkeys(("reason", "message"), (str,)) | {"monitor": (str, NoneType), "overrides": (list,)}

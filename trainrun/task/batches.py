@@ -1,12 +1,11 @@
 """What is in a batch: inputs and target, from pairs or from dicts; and what a model gives back.
 
 A batch is a tuple or list `(inputs, target)`, or a dict with one key of each line:
-    inputs: input, inputs, x, image, images, input_ids
+    inputs: input, inputs, x, image, images, input_ids, pixel_values, input_values, input_features
     target: target, targets, y, label, labels
 
-A dict of sequences may also have attention_mask (B, T), and of several in a row segment_ids and
-position_ids (B, T), and any batch noise (B, n): the model gets those that its `forward` names, as keyword
-arguments.
+A dict is passed by the names of the model's `forward`: the inputs by their key where it names that, else by position,
+and every other field that it names (attention_mask, token_type_ids, noise, ...), but for the target.
 """
 
 from __future__ import annotations
@@ -24,9 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainrun.errors import DataError, PluginError, is_of_torch
 
-INPUT_KEYS = ("input", "inputs", "x", "image", "images", "input_ids")
+INPUT_KEYS = (
+    "input", "inputs", "x", "image", "images", "input_ids", "pixel_values", "input_values", "input_features",
+)  # fmt: skip
 TARGET_KEYS = ("target", "targets", "y", "label", "labels")
-MODEL_KEYS = ("attention_mask", "segment_ids", "position_ids", "noise", "word_dropout")
+MODEL_KEYS = (  # also to a forward that takes any
+    "attention_mask", "segment_ids", "position_ids", "noise", "word_dropout",
+)  # fmt: skip
 IGNORED = -100  # torch's ignore_index
 OF_SHAPES = re.compile(
     r"shapes cannot be multiplied|size mismatch|to have \d+ channels|xpected \dD|Dimension out of range"
@@ -74,32 +77,42 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
-    """The model's output for a batch, of which it also gets the `MODEL_KEYS` that it asks for.
+    """The model's output for a batch; of a dict it gets what its `forward` names.
 
     PluginError: rows hold several sequences, and the model does not ask for `segment_ids`; the samples have not
         the shape that a network of ours was built for.
     """
     try:
-        return model(inputs, **_asked_for(model, batch), **more)
+        if not isinstance(batch, Mapping):
+            return model(inputs, **more)
+        args, asked = _asked_for(model, inputs, batch)
+        return model(*args, **asked, **more)
     except (IndexError, RuntimeError, ValueError) as error:
         if fault := _misfit(bare_model(model), inputs, error):
             raise PluginError(fault) from error
         raise
 
 
-def _asked_for(model: nn.Module, batch: Any) -> dict[str, Any]:
-    given = [key for key in MODEL_KEYS if key in batch] if isinstance(batch, Mapping) else []
-    if not given:
-        return {}
+def _asked_for(
+    model: nn.Module, inputs: Any, batch: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     bare = bare_model(model)
     taken, takes_all = keywords_of(bare.__class__.forward)
-    if "segment_ids" in given and "segment_ids" not in taken:
+    if "segment_ids" in batch and "segment_ids" not in taken:
         raise PluginError(
             f"model: data.padding=pack puts several sequences into a row, and {type(bare).__name__}.forward has no "
             "argument segment_ids to keep them apart (see trainrun.data.sequences.collate.segment_mask); "
             "add one, or use data.padding=bucket"
         )
-    return {key: batch[key] for key in given if takes_all or key in taken}
+    own = next((key for key in INPUT_KEYS if key in batch), "")
+    asked = {
+        key: value
+        for key, value in batch.items()
+        if key not in (*TARGET_KEYS, own) and (key in taken or (takes_all and key in MODEL_KEYS))
+    }
+    if own in taken[2:]:  # after self and the first
+        return (), {own: inputs, **asked}
+    return (inputs,), asked
 
 
 def _misfit(model: nn.Module, inputs: Any, error: Exception) -> str:
@@ -115,10 +128,10 @@ def _misfit(model: nn.Module, inputs: Any, error: Exception) -> str:
 
 
 @lru_cache(maxsize=16)
-def keywords_of(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+def keywords_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
     """The arguments that a `forward` names, and whether it takes any others by keyword."""
     parameters = inspect.signature(forward).parameters.values()
-    named = frozenset(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)
+    named = tuple(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)
     return named, any(item.kind is item.VAR_KEYWORD for item in parameters)
 
 
@@ -131,9 +144,11 @@ def output_tensor(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         if not isinstance(found, Tensor):
+            own = isinstance(getattr(output, "loss", None), Tensor)
             raise PluginError(
                 f"model: the output is {form_of(output)}; the task needs a tensor, "
                 'an object with .logits, or a dict with "logits"'
+                + ("; for the loss that it has: task=model_loss" if own else "")
             )
         return output_tensor(found)
     return output.float() if output.dtype in HALF_TYPES else output

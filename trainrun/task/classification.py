@@ -23,7 +23,7 @@ from trainrun.task.batches import (
 from trainrun.task.losses import Loss, is_summed, no_sum, with_reduction
 
 if TYPE_CHECKING:
-    from trainrun.task.metrics import ClassMetrics
+    from trainrun.task.metrics.by_name import ClassMetrics
 
 TORCH_IGNORES = -100  # what torch's own losses ignore unless told
 
@@ -40,7 +40,7 @@ class Classification:
     class_weights: what the loss of an item weighs by its class, as of torch's own loss; the sum is divided by the
         number of items, so that micro-batches and ranks do not change it. balanced: N / (C x items of the class), of
         the training labels (scikit-learn's), which the runner counts where they are in memory.
-    metrics: names of `trainrun.task.metrics`, or objects (`trainrun.task.torch_metrics`), for evaluations; per_class:
+    metrics: names of `trainrun.task.metrics.by_name`, or objects (`trainrun.task.metrics.torch_metrics`), for evaluations; per_class:
         the names also of each class.
 
     Soft targets, probabilities (B, C) of a floating-point type, give the same loss as their classes one by
@@ -89,7 +89,7 @@ class Classification:
         self.checked_soft = False
         self.metrics: ClassMetrics | None = None
         if metrics:
-            from trainrun.task.metrics import OF_CLASSES, ClassMetrics, chosen
+            from trainrun.task.metrics.by_name import OF_CLASSES, ClassMetrics, chosen
 
             given = "probabilities (N, C) and classes (N,)"
             self.metrics = ClassMetrics(*chosen(metrics, OF_CLASSES, "classification", given), per_class)

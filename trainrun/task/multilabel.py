@@ -13,7 +13,7 @@ from trainrun.interfaces import StepOutput
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 
 if TYPE_CHECKING:
-    from trainrun.task.metrics import LabelMetrics
+    from trainrun.task.metrics.by_name import LabelMetrics
 
 
 class MultiLabel:
@@ -23,7 +23,7 @@ class MultiLabel:
     between 0 and 1 may stand for a label; `f1` and `acc` take it for one from 0.5 on.
 
     pos_weight: what a label that is there weighs, one number or one for each label, as in torch's own loss.
-    metrics: names of `trainrun.task.metrics`, or objects (`trainrun.task.torch_metrics`), for evaluations; per_class:
+    metrics: names of `trainrun.task.metrics.by_name`, or objects (`trainrun.task.metrics.torch_metrics`), for evaluations; per_class:
         the names also of each label.
     ConfigError: a weight is not above 0, or a metric is not known.
     """
@@ -43,7 +43,7 @@ class MultiLabel:
         self.checked = False
         self.metrics: LabelMetrics | None = None
         if metrics:
-            from trainrun.task.metrics import OF_LABELS, LabelMetrics, chosen
+            from trainrun.task.metrics.by_name import OF_LABELS, LabelMetrics, chosen
 
             given = "probabilities (B, C) and labels (B, C) of 0 and 1"
             self.metrics = LabelMetrics(*chosen(metrics, OF_LABELS, "multilabel", given), per_class)

@@ -16,13 +16,13 @@ from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, ou
 from trainrun.task.losses import is_summed, no_sum, with_reduction
 
 if TYPE_CHECKING:
-    from trainrun.task.metrics import NumberMetrics
+    from trainrun.task.metrics.by_name import NumberMetrics
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"mse": mse_loss, "mae": l1_loss, "huber": huber_loss}
 
 
 class Regression:
-    """Squared, absolute or Huber error, and the mean absolute error `mae`; `metrics` of `trainrun.task.metrics`.
+    """Squared, absolute or Huber error, and the mean absolute error `mae`; `metrics` of `trainrun.task.metrics.by_name`.
 
     The loss of a sample is the mean over its own numbers, of a padded sequence (`target_weight` in the
     batch) over its real positions; the forms of a batch are in
@@ -48,7 +48,7 @@ class Regression:
         self.checked = False
         self.metrics: NumberMetrics | None = None
         if metrics:
-            from trainrun.task.metrics import OF_NUMBERS, NumberMetrics, chosen
+            from trainrun.task.metrics.by_name import OF_NUMBERS, NumberMetrics, chosen
 
             self.metrics = NumberMetrics(*chosen(metrics, OF_NUMBERS, "regression", "outputs and targets"))
             self.summarize = self.metrics.summarize

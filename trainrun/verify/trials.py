@@ -33,7 +33,7 @@ from trainrun.verify.attributes import attributes_of
 from trainrun.verify.certificate import NotApplicable
 from trainrun.verify.subject_changes import Doubles
 
-WALL_CLOCK = ("time", "samples_per_second", "tokens_per_second", "step_seconds")
+WALL_CLOCK = ("time", "samples_per_second", "tokens_per_second", "pixels_per_second", "step_seconds")
 WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
 FEW_VALIDATIONS = 3  # batches
 STEPS = 6  # of a resumed run: enough for a stop in the middle of something

@@ -1,4 +1,4 @@
-"""Random crop with padding: every image is shifted by a few pixels, zeros come in.
+"""Random crop with padding: every image is shifted by a few pixels, zeros come in; in a map of classes, ignored ones.
 
 When: small images whose object keeps its class wherever it stands. When not: where the place is the answer.
 Source: He et al. 2015 (https://arxiv.org/abs/1512.03385). After `Normalize` the zeros are the mean colour,
@@ -14,21 +14,40 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.images import images_of, in_memory_order, is_channels_last, like, with_images
+from trainrun.data.augment.images import (
+    images_of,
+    in_memory_order,
+    is_channels_last,
+    like,
+    map_of,
+    with_images,
+    with_target,
+)
 from trainrun.data.augment.numbers import whole_number
+from trainrun.errors import DataError
 
 
 class RandomCrop:
-    """Pads every side by `padding` zeros and cuts the old size out at a random place. Any number type."""
+    """Pads every side by `padding` zeros and cuts the old size out at a random place. Any number type.
+
+    ignored: what comes into a map of classes (B, H, W), as task.ignore_index."""
 
     random = True
 
-    def __init__(self, padding: int = 4) -> None:
-        self.padding = whole_number("padding", padding, at_least=1)
+    def __init__(self, padding: int = 4, ignored: int = -100) -> None:
+        self.padding, self.ignored = whole_number("padding", padding, at_least=1), ignored
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)
         places = draws.integers("place", 0, 2 * self.padding + 1, n=2)
+        target = map_of(batch, images)
+        if target is not None and (target.is_floating_point() or target.ndim != 3):
+            raise DataError(
+                "has nothing to fill a map of numbers with; leave it out, or give classes (B, H, W)"
+            )
+        if target is not None:  # what comes in from outside counts nothing
+            moved = cut_out(target[:, None].long() - self.ignored, places, self.padding)[:, 0] + self.ignored
+            batch = with_target(batch, moved)
         return with_images(batch, cut_out(images, places, self.padding))
 
 

@@ -1,4 +1,4 @@
-"""Horizontal flips: at random, or by turns.
+"""Horizontal flips: at random, or by turns. Targets that are maps of the pixels are mirrored with their image.
 
 When: the mirror image of a class is that class (clothes, animals). When not: letters, digits, left and right.
 Source of the turns: Jordan 2024 (https://arxiv.org/abs/2404.00498), who flips half of the images in the first
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.images import images_of, in_memory_order, is_channels_last, like, with_images
+from trainrun.data.augment.images import images_of, in_memory_order, is_channels_last, like, with_both
 from trainrun.data.augment.numbers import probability
 
 
@@ -27,7 +27,8 @@ class RandomFlip:
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)
-        return with_images(batch, flipped(images, draws.uniform("side")[:, 0] < self.p))
+        which = draws.uniform("side")[:, 0] < self.p
+        return with_both(batch, images, lambda each: flipped(each, which))
 
 
 class AlternatingFlip:
@@ -38,7 +39,7 @@ class AlternatingFlip:
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)
         first = draws.of_every_epoch().integers("side", 0, 2)[:, 0]
-        return with_images(batch, flipped(images, (first + draws.epoch) % 2 == 1))
+        return with_both(batch, images, lambda each: flipped(each, (first + draws.epoch) % 2 == 1))
 
 
 def flipped(images: Tensor, which: Tensor) -> Tensor:

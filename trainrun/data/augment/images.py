@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +53,31 @@ def target_of(batch: Any) -> Tensor:
             f"{' | '.join(TARGET_NAMES)}"
         )
     return target
+
+
+def map_of(batch: Any, images: Tensor) -> Tensor | None:
+    """The targets where they are pictures of the same height and width, (B, H, W) or (B, C, H, W): they move along."""
+    if isinstance(batch, tuple | list):
+        target = batch[1] if len(batch) > 1 else None
+    else:
+        target = (
+            next((batch[name] for name in TARGET_NAMES if name in batch), None)
+            if isinstance(batch, dict)
+            else None
+        )
+    if not isinstance(target, Tensor) or target.ndim not in (3, 4):
+        return None
+    return target if target.shape[:1] + target.shape[-2:] == images.shape[:1] + images.shape[2:] else None
+
+
+def with_both(batch: Any, images: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
+    """`move` of the images, and of a map of targets, channels or not."""
+    target = map_of(batch, images)
+    if target is not None:
+        batch = with_target(
+            batch, move(target if target.ndim == 4 else target[:, None]).reshape(target.shape)
+        )
+    return with_images(batch, move(images))
 
 
 def with_target(batch: Any, target: Tensor) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainrun.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainrun.task.torch_metrics import TorchMetrics
+    from trainrun.task.metrics.torch_metrics import TorchMetrics
 
 OF_CLASSES = ("f1", "precision", "recall", "balanced_accuracy", "iou", "auroc", "average_precision", "top5")
 OF_LABELS = (
@@ -46,7 +46,7 @@ def chosen(
     """
     names, own = [metrics] if isinstance(metrics, str) else metrics, None
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
-        from trainrun.task.torch_metrics import TorchMetrics, told_apart
+        from trainrun.task.metrics.torch_metrics import TorchMetrics, told_apart
 
         names, objects = told_apart(metrics)
         own = TorchMetrics(objects, f"{given}, as task={task} gives them")

@@ -1,0 +1,170 @@
+"""The loss that a model computes itself from a batch of named fields, as models of `transformers` do.
+
+what: its mean is turned into a sum by the number of items that it is over, so that micro-batches, ranks and cut
+    batches do not change it. Which items is found at the first batch, by the mean of two rows together and of each.
+when: losses that live in the model. when not: it gives `.logits` and the loss is a usual one: task=classification or
+    language_modeling know their count beforehand, and have metrics.
+source: the mean over micro-batches of unequal counts, https://huggingface.co/blog/gradient_accumulation
+gain: gradient accumulation with sequences of several lengths is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.errors import DataError, PluginError
+from trainrun.interfaces import StepOutput
+from trainrun.seeding import kept_random_state
+from trainrun.task.batches import HALF_TYPES, INPUT_KEYS, TARGET_KEYS, bare_model, form_of, keywords_of
+
+IGNORED = -100  # what transformers' losses ignore
+LEAST_LENGTH = 3  # of a row that tells rules apart
+TOLERANCE, TOLERANCE_16_BITS = 1e-5, 1e-3  # of a mean; rules differ by more wherever rows differ
+RULES = ("samples", "labels", "next_labels")
+WAY_OUT = "say what it is the mean of, as task.count=samples, labels (those that are not -100) or next_labels (without "
+WAY_OUT += "the first of each row), or write a task of your own (trainrun help tasks)"
+
+
+class ModelLoss:
+    """`.loss`, or ["loss"], of what the model makes of a batch: a dict, of which it gets what its `forward` names.
+
+    count: what its mean is over: samples; labels: those that are not -100; next_labels: the same without the first of
+    each row, of a model that shifts them; auto: the one of them that explains the loss of two rows together by those of
+    each. Errors: none does, several do, or the labels are the inputs themselves, which a model would learn to copy.
+    """
+
+    def __init__(self, count: Literal["auto", "samples", "labels", "next_labels"] = "auto") -> None:
+        self.rule: str = count
+
+    def step(self, model: nn.Module, batch: Any) -> StepOutput:
+        """PluginError: no dict, no loss, or one whose count is not known."""
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"data: a batch is {form_of(batch)}; task=model_loss passes a dict by the names of the model's forward"
+            )
+        if self.rule == "auto":
+            self.rule = found_rule(bare_model(model), batch)
+        return StepOutput(loss_mean=loss_of(model, batch), count=counted(batch, self.rule))
+
+
+def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """0-d."""
+    bare = bare_model(model)
+    named, _ = keywords_of(type(bare).forward)
+    output = model(**{key: value for key, value in batch.items() if key in named})
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = ", ".join(key for key in batch if key in named) or "nothing"
+        raise PluginError(
+            f"model: {type(bare).__name__} was given {given} of a batch with {', '.join(map(str, batch))}, and "
+            f"returned {form_of(output)} without a .loss of one number; name the fields as its forward does, or "
+            "choose another task"
+        )
+    return loss.reshape(())
+
+
+def labels_of(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
+    found = ((key, batch[key]) for key in TARGET_KEYS if key in batch)
+    return next(((key, value) for key, value in found if isinstance(value, Tensor)), None)
+
+
+def counted(batch: Mapping[str, Any], rule: str) -> Tensor | int:
+    """The items of a batch. PluginError: it has no labels of the form that the rule counts."""
+    found = labels_of(batch)
+    if rule == "samples":
+        tensor = next(value for value in batch.values() if isinstance(value, Tensor))
+        return len(tensor)
+    if found is None or found[1].ndim < (2 if rule == "next_labels" else 1):
+        raise PluginError(f"task.count={rule}: a batch with {', '.join(map(str, batch))} has no such labels")
+    labels = found[1][:, 1:] if rule == "next_labels" else found[1]
+    return (labels != IGNORED).sum()
+
+
+@torch.no_grad()
+def found_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
+    """The one rule by which the mean of two rows follows from the means of each; the model is as before.
+
+    Of labels (B, T, ...) both rows are the first of the batch, with all labels and with two of them. PluginError: none
+    or several; DataError: they are the inputs, and the model does not shift them.
+    """
+    labels = labels_of(batch)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with kept_random_state(), torch.autocast(batch_device(batch), enabled=False):
+            pair = probe(batch, labels)
+            parts = [rows(pair, [0]), rows(pair, [1])]
+            whole, *means = (float(loss_of(model, part)) for part in (pair, *parts))
+            rules: tuple[str, ...] = RULES[:1]
+            if labels is not None and labels[1].ndim > 1:  # one that shifts does not look at the first label
+                other = parts[1] | {labels[0]: with_another_first(parts[1][labels[0]])}
+                rules += ("next_labels",) if float(loss_of(model, other)) == means[1] else ("labels",)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    half = any(parameter.dtype in HALF_TYPES for parameter in model.parameters())
+    tolerance = (TOLERANCE_16_BITS if half else TOLERANCE) * max(abs(whole), *map(abs, means))
+    fitting = []
+    for rule in rules:
+        first, second = (int(counted(part, rule)) for part in parts)
+        explained = (means[0] * first + means[1] * second) / (first + second)
+        fitting += [rule] if abs(whole - explained) <= tolerance else []
+    if len(fitting) != 1:
+        raise PluginError(
+            f"task.count=auto: the loss {whole:.6g} of two rows, {means[0]:.6g} and {means[1]:.6g} of each, may be the "
+            f"mean over {' or '.join(fitting) or 'none of ' + ', '.join(rules)}; {WAY_OUT}"
+        )
+    if fitting == ["labels"] and labels is not None and copies(batch, labels[1]):
+        raise DataError(
+            f"data: {labels[0]} are the tokens of the inputs, and {type(model).__name__} does not shift them: it would "
+            "learn to copy; give other labels, or task.count=labels if that is meant"
+        )
+    return fitting[0]
+
+
+def probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> dict[str, Any]:
+    """Two rows. PluginError: the batch has only one, or too short ones."""
+    if labels is None or labels[1].ndim < 2:
+        if next(len(value) for value in batch.values() if isinstance(value, Tensor)) < 2:
+            raise PluginError(
+                f"task.count=auto: the first batch has one row, and two are compared; {WAY_OUT}"
+            )
+        return rows(batch, [0, 1])
+    key, pair = labels[0], rows(batch, [0, 0])
+    real = labels[1][labels[1] != IGNORED]
+    if labels[1].shape[1] < LEAST_LENGTH or not len(real):
+        raise PluginError(f"task.count=auto: the first batch has too few labels to find out; {WAY_OUT}")
+    pair[key] = torch.where(pair[key] == IGNORED, real[0], pair[key])
+    pair[key][0, 2:] = IGNORED
+    return pair
+
+
+def with_another_first(labels: Tensor) -> Tensor:
+    others = labels[labels != labels[0, 0]]
+    changed = labels.clone()
+    changed[:, 0] = others[0] if len(others) else int(not labels[0, 0])
+    return changed
+
+
+def rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
+    """Copies of some rows of every tensor."""
+    return {
+        key: value[indices] if isinstance(value, Tensor) and value.ndim else value
+        for key, value in batch.items()
+    }
+
+
+def copies(batch: Mapping[str, Any], labels: Tensor) -> bool:
+    inputs = next((batch[key] for key in INPUT_KEYS if key in batch), None)
+    real = labels != IGNORED
+    if not isinstance(inputs, Tensor) or inputs.shape != labels.shape:
+        return False
+    return bool(real.any()) and torch.equal(inputs[real].long(), labels[real].long())
+
+
+def batch_device(batch: Mapping[str, Any]) -> str:
+    return next(value.device.type for value in batch.values() if isinstance(value, Tensor))
