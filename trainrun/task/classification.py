@@ -40,7 +40,7 @@ class Classification:
     class_weights: what the loss of an item weighs by its class, as of torch's own loss; the sum is divided by the
         number of items, so that micro-batches and ranks do not change it. balanced: N / (C x items of the class), of
         the training labels (scikit-learn's), which the runner counts where they are in memory.
-    metrics: names of `trainrun.task.metrics.by_name`, or objects (`trainrun.task.metrics.torch_metrics`), for evaluations; per_class:
+    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations; per_class:
         the names also of each class.
 
     Soft targets, probabilities (B, C) of a floating-point type, give the same loss as their classes one by

@@ -23,7 +23,7 @@ class MultiLabel:
     between 0 and 1 may stand for a label; `f1` and `acc` take it for one from 0.5 on.
 
     pos_weight: what a label that is there weighs, one number or one for each label, as in torch's own loss.
-    metrics: names of `trainrun.task.metrics.by_name`, or objects (`trainrun.task.metrics.torch_metrics`), for evaluations; per_class:
+    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations; per_class:
         the names also of each label.
     ConfigError: a weight is not above 0, or a metric is not known.
     """

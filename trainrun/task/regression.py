@@ -22,7 +22,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"mse": mse_loss, "mae": l1_loss, "hu
 
 
 class Regression:
-    """Squared, absolute or Huber error, and the mean absolute error `mae`; `metrics` of `trainrun.task.metrics.by_name`.
+    """Squared, absolute or Huber error, and the mean absolute error `mae`; `metrics` of `trainrun.task.metrics`.
 
     The loss of a sample is the mean over its own numbers, of a padded sequence (`target_weight` in the
     batch) over its real positions; the forms of a batch are in

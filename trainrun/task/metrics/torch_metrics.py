@@ -2,7 +2,7 @@
 
 what: where the states of a metric are sums, those of each batch are added up in float64 (`StepOutput.sums`); any other
     metric sees all items at once, which the evaluation keeps (`StepOutput.rows`). Both are exact however it is cut.
-when: what `trainrun.task.metrics.by_name` does not have. Probabilities are given, never logits, which torchmetrics would
+when: what `by_name.py` does not have. Probabilities are given, never logits, which torchmetrics would
     recognise by their range, batch by batch.
 when not: millions of items with a metric that is no sum: 8 bytes a score on the host of every rank.
 source: torchmetrics 1.9 (https://lightning.ai/docs/torchmetrics); tested against one update with all items
