@@ -54,6 +54,8 @@ def give_teacher(
     answers, right, why = None, "", "an iterable data set"
     with kept_random_state():
         network, mode = found_network(task.asked, config, load_run)
+        if config.precision.mode == "64-true":  # or its answers would depend on the other samples of a batch
+            network, mode = network.double(), "64-true"
         weight = next((weight.dtype for weight in network.parameters()), torch.float32)
         network.register_forward_pre_hook(partial(cast_inputs, weight), with_kwargs=True)
         teacher = Teacher(
