@@ -18,7 +18,7 @@ PACKAGE = ROOT / "trainrun"
 # A name that ends with a slash is a room (a folder); a file of a room may have a floor of its own.
 # The files of one room may import each other.
 FLOORS = {
-    11: ["sampling/sample_command", "export/"],
+    11: ["sampling/sample_command", "export/", "embedding/"],
     10: ["cli/", "runs/api"],
     9: ["benchmark/", "verify/", "convert/"],
     8: ["runs/", "sweep/"],

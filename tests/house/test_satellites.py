@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trainrun"
 
 SATELLITES = (
-    "plots", "summary", "benchmark", "verify", "sweep", "convert", "autotune", "sampling", "export",
+    "plots", "summary", "benchmark", "verify", "sweep", "convert", "autotune", "sampling", "export", "embedding",
 )  # fmt: skip
 COMMANDS = PACKAGE / "cli"  # each belongs to the satellite that it calls
 TOLD = (

@@ -78,6 +78,7 @@ def test_what_a_run_was_trained_with_is_used_and_nothing_else(
     assert (Path(tuned) / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
     text = (run / "tokenizer.json").read_text(encoding="utf-8")
     (run / "tokenizer.json").write_text(text.replace("fox", "fix"), encoding="utf-8")
+    assert main(["sample", str(run)]) == 2
     assert main(["evaluate", str(run)]) == 2
     assert "is not what this run was trained with" in capsys.readouterr().err
     (run / "tokenizer.json").unlink()

@@ -31,6 +31,7 @@ COMMANDS = {
     "again": "a new run, with the settings of another",
     "evaluate": "loss and metrics of a saved run",
     "predict": "predictions of a saved run as CSV or Parquet",
+    "embed": "what a layer of a saved run gives for every sample, as data to train on",
     "sample": "what a trained language model writes after a prompt",
     "export": "the trained network as ONNX, torch.export or safetensors, tried on real samples",
     "diagnose": "measure what a training of these words waits for, and what it would gain without",
@@ -49,6 +50,7 @@ MODULES = {  # where the file, or the function, has another name
     "compare": "cli.report_command:compare",
     "sample": "sampling.sample_command",
     "export": "export.export_command",
+    "embed": "embedding.embed_command",
 }
 
 

@@ -24,21 +24,29 @@ from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import bind_faults, build
 
 SPLITS = ("train", "val", "test")
-NUM_CHECKED = 16
 PLAIN = re.compile(r"[\w./{}-]*")
 
 
 def convert(to: str, dest: Path, config: DataConfig, split: str | None, arguments: list[str], size: int | None,
             num_workers: int, say: Callable[[str], None]) -> None:  # fmt: skip
     """Write DEST or what is missing of it, check it, and say how it is used. arguments: those that change DEST."""
+    write_converted(to, dest, lambda: _parts_of(config, split), arguments, size, num_workers, say)
+
+
+def write_converted(
+    to: str, dest: Path, parts_of: Callable[[], tuple[str, dict[str, Samples]]], arguments: list[str],
+    size: int | None, num_workers: int, say: Callable[[str], None], make: Callable[..., Any] = target_of,
+    source: str = "the source is",
+) -> None:  # fmt: skip
+    """The same of other parts. parts_of: what tells them from others, and the parts. make: what writes one of them."""
     check_folder(dest, arguments)
     with locked(dest):
         journal = check_folder(dest, arguments)
-        identity, parts = _parts_of(config, split)
+        identity, parts = parts_of()
         if journal is not None and journal.identity != identity:
-            fault = "the source is not what it was when this conversion began"
-            raise ConfigError(f"{dest}: {fault}; delete {dest} and convert it again, or name another folder")
-        found = {name: target_of(to, dest, name, samples, size) for name, samples in parts.items()}
+            fault = f"{source} not what it was when this conversion began"
+            raise ConfigError(f"{dest}: {fault}; delete {dest} and write it again, or name another folder")
+        found = {name: make(to, dest, name, samples, size) for name, samples in parts.items()}
         targets = {name: target for name, (target, _) in found.items()}
         use = [
             f"data={'arrays' if to == 'npy' else to}",
@@ -121,15 +129,17 @@ def _compare(source: Samples, written: Samples, exact: bool) -> int:
     """The number of samples compared: the first, the last, and some between. exact: in the same containers too."""
     if len(written) != len(source):
         raise DataError(f"{source.key}: {len(source)} samples, but {len(written)} are read back")
-    between = np.random.default_rng(len(source)).permutation(np.arange(1, len(source) - 1))[: NUM_CHECKED - 2]
+    between = np.random.default_rng(len(source)).permutation(np.arange(1, len(source) - 1))[
+        : source.num_probes - 2
+    ]
     numbers = sorted({0, len(source) - 1, *between.tolist()})
     if source.sequential:
         numbers = list(range(len(numbers)))
     for number, sample, found in zip(numbers, source.chosen(numbers), written.chosen(numbers), strict=True):
-        error = _difference(sample, found, exact)
+        error = _difference(sample, found, exact, source.tolerance)
         if not error:
             continue
-        if not source.sequential and _difference(sample, source.chosen([number])[0], True):
+        if not source.sequential and _difference(sample, source.chosen([number])[0], True, source.tolerance):
             raise DataError(
                 f"{source.describe(number)}: is another one whenever it is read; convert needs a source that "
                 "gives the same each time: what is random belongs into data.transform or data.augment"
@@ -141,14 +151,16 @@ def _compare(source: Samples, written: Samples, exact: bool) -> int:
     return len(numbers)
 
 
-def _difference(sample: Any, found: Any, exact: bool) -> str:
+def _difference(sample: Any, found: Any, exact: bool, tolerance: float) -> str:
     """What is not the same; "" if all is. Another type that holds the same values is equal, and (1,) is like ()."""
     if exact and _container(sample) != _container(found):
         return f"{_container(sample)} becomes {_container(found)}"
     leaves, others = ([leaf for _, leaf in leaves_of(one)] for one in (sample, found))
     if len(leaves) != len(others):
         return f"{len(leaves)} arrays become {len(others)}"
-    wrong = (number for number, pair in enumerate(zip(leaves, others, strict=True)) if not _same(*pair))
+    wrong = (
+        number for number, pair in enumerate(zip(leaves, others, strict=True)) if not _same(*pair, tolerance)
+    )
     number = next(wrong, None)
     return "" if number is None else f"array {number} becomes another"
 
@@ -159,12 +171,15 @@ def _container(sample: Any) -> str:
     return type(sample).__name__ if isinstance(sample, tuple | list) else "array"
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, tolerance: float) -> bool:
     if not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
         if type(one) is type(other) and hasattr(one, "equal"):  # bfloat16
             return bool(one.dtype == other.dtype and one.equal(other))
         return bool(type(one) is type(other) and one == other)
     if one.shape != other.shape and {one.shape, other.shape} != {(), (1,)}:
         return False
+    if tolerance and one.dtype.kind == "f":  # computed again, perhaps by other threads
+        near = tolerance * float(np.abs(one).max(initial=1))
+        return np.allclose(one, other.reshape(one.shape), rtol=0, atol=near, equal_nan=True)
     cast = one.astype(other.dtype)
     return cast.tobytes() == other.tobytes() and cast.astype(one.dtype).tobytes() == one.tobytes()

@@ -28,10 +28,12 @@ class Samples:
 
     pictures: a sample is a JPEG or PNG file and a class, so the bytes of the file can be kept.
     sequential: samples come one after the other, so one process reads them all.
-    probes: up to 16 samples, spread over the whole part. sample_bytes: their mean size in memory.
+    probes: up to 16 samples, spread over the whole part. sample_bytes: their mean size in memory. tolerance: how far a
+    sample may be from what was written of it, where it is computed, relative to its largest number.
     """
 
-    def __init__(self, source: Any, key: str) -> None:
+    def __init__(self, source: Any, key: str, num_probes: int = NUM_PROBES, tolerance: float = 0.0) -> None:
+        self.num_probes, self.tolerance = num_probes, tolerance
         self.key = key
         self.source = source
         self.sequential = isinstance(source, IterableDataset)
@@ -46,7 +48,7 @@ class Samples:
             raise DataError(f"{key}: the data set is empty; there is nothing to convert")
         facts = facts_of(source, key)
         self.class_names, self.num_classes = facts.class_names, facts.num_classes
-        count = min(NUM_PROBES, self._length)
+        count = min(num_probes, self._length)
         self.probes = self.chosen([i * (self._length - 1) // max(count - 1, 1) for i in range(count)])
         leaves = [leaf for sample in self.probes for _, leaf in leaves_of(sample)]
         num_bytes = sum(leaf.nbytes if isinstance(leaf, np.ndarray) else 64 for leaf in leaves)

@@ -47,15 +47,21 @@ def _with_file(node: Any, spec: str) -> Any:
     return node if "_target_" in node else {name: _with_file(one, spec) for name, one in node.items()}
 
 
-def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
-    told = read_identity(run) if run.identity.is_file() else {}  # none of a trial
-    if run.tokenizer.is_file():
-        found = _hash(run.tokenizer)
-        if told.get(SEAL, found) != found:
-            raise ConfigError(f"{run.tokenizer}: is not what this run was trained with; bring that back")
-        return
-    if committed_steps(run.checkpoints):
+def kept_tokenizer(run: RunDir) -> Path:
+    """The file in the folder of a run. ConfigError: it is gone, or another than the run was trained with."""
+    if not run.tokenizer.is_file():
         raise ConfigError(f"{run.tokenizer}: is missing, and this run was trained with it; bring it back")
+    told = read_identity(run) if run.identity.is_file() else {}  # none of a trial
+    found = _hash(run.tokenizer)
+    if told.get(SEAL, found) != found:
+        raise ConfigError(f"{run.tokenizer}: is not what this run was trained with; bring that back")
+    return run.tokenizer
+
+
+def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
+    if run.tokenizer.is_file() or committed_steps(run.checkpoints):
+        kept_tokenizer(run)
+        return
     source = _of_another(config)
     if source is not None:
         notes.append(f"data.train.tokenizer: that of {source.parent}, whose weights this run begins with")
@@ -65,8 +71,8 @@ def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
     making = run.tokenizer.with_suffix(".tmp")
     shutil.copyfile(source, making)
     making.replace(run.tokenizer)
-    if told:
-        write_identity(run, told | {SEAL: _hash(run.tokenizer)})
+    if run.identity.is_file():
+        write_identity(run, read_identity(run) | {SEAL: _hash(run.tokenizer)})
 
 
 def _of_another(config: RunConfig) -> Path | None:

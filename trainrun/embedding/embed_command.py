@@ -1,0 +1,124 @@
+"""`trainrun embed RUN_DIR --out emb.parquet`: embeddings of every sample, beside its target, as data to train on."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainrun.cli.run_arguments import checkpoint_of, parse, run_parser
+from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
+from trainrun.output import say
+from trainrun.runs.run import open_run
+from trainrun.runs.run_folder import RunDir
+
+if TYPE_CHECKING:
+    from trainrun.config.schema import RunConfig
+
+FORMATS = {".parquet": "parquet", ".npy": "npy"}
+BATCH = 256
+PART = 4096  # samples that a kill costs at most
+PROBES, TOLERANCE = 4, 1e-3  # samples that are computed again to check what was written
+
+
+def main(argv: list[str]) -> int:
+    """Write a folder, check a sample of it, and print the settings with which a run uses it."""
+    parser = run_parser("embed", "What a layer of a trained model gives for every sample, as data to train on. Run "
+                        "again with the same words, it goes on where it was stopped.")  # fmt: skip
+    parser.add_argument("--out", required=True, help="a folder that ends in .parquet or .npy")
+    parser.add_argument("--layer", help="its output is taken (default: what goes into the last linear layer)")
+    parser.add_argument(
+        "--which", help="best, last, or a checkpoint's name (default: best, or last without one)"
+    )
+    asked = parse(parser, argv)
+    run_dir, out = open_run(asked.run_dir), Path(asked.out).expanduser()
+    if out.suffix not in FORMATS:
+        raise ConfigError(f"--out {asked.out}: must end in {' or '.join(FORMATS)}")
+    which = checkpoint_of(run_dir, asked.which)
+
+    from trainrun.checkpoint.load import resolve
+    from trainrun.convert.conversion import write_converted
+    from trainrun.embedding.array_parts import target_in_parts
+
+    checkpoint = resolve(run_dir.checkpoints, which)
+    config = _quiet(_config(run_dir, asked.overrides, asked.trust))
+    size = config.data.val_batch_size
+    assert size is not None
+    arguments = [str(run_dir.root), checkpoint.name, f"--layer={asked.layer or ''}", *asked.overrides]
+    try:
+        write_converted(
+            FORMATS[out.suffix], out, lambda: _parts(run_dir, config, checkpoint, asked.layer, asked.trust), arguments,
+            -(-PART // size) * size, 0, say, target_in_parts, "the run, or its data, is",
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        say("trainrun: interrupted; the same words go on where it stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_DONE
+
+
+def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
+    """The run's, with its data changed; or with other data, where the words begin with a group as data=csv."""
+    from trainrun.config.compose import compose_run
+    from trainrun.runs.resume import trusted_config
+
+    others = [word for word in words if word.lstrip("+~").startswith(("data=", "data."))]
+    if not any(word.startswith("data=") for word in others):
+        return trusted_config(run_dir, words, trust)
+    config = trusted_config(run_dir, [word for word in words if word not in others], trust)
+    return replace(config, data=compose_run(others).config.data)
+
+
+def _quiet(config: RunConfig) -> RunConfig:
+    """Every sample once, in its order, in whole batches of one size."""
+    data = config.data
+    return replace(config, data=replace(
+        data, val_batch_size=data.val_batch_size or BATCH, on_error="raise", padding="longest", sampling="none",
+        truncate="right" if data.truncate in ("split", "drop") else data.truncate,
+    ))  # fmt: skip
+
+
+def _parts(
+    run_dir: RunDir, config: RunConfig, checkpoint: Path, name: str | None, trust: bool
+) -> tuple[str, dict[str, Any]]:
+    """What tells these embeddings from others, and the splits that are written."""
+    from trainrun.assemble.data_pipeline import build_sources, stream_options
+    from trainrun.checkpoint.manifest import MANIFEST
+    from trainrun.convert.part_samples import Samples
+    from trainrun.data.cache.fingerprint import own_fingerprint
+    from trainrun.data.facts import facts_of
+    from trainrun.data.pipeline import open_batches
+    from trainrun.embedding.embedded_split import EmbeddedSplit
+    from trainrun.embedding.layer_output import LayerOutput
+    from trainrun.parallel.devices import choose_device
+    from trainrun.parallel.single import Single
+    from trainrun.runs.restore_config import load_model
+
+    parallel = Single(choose_device(config.parallel.accelerator, local_rank=0))
+    layer = LayerOutput(load_model(run_dir, checkpoint.name, trust).to(parallel.device), name)
+    if "bpe:" in str(config.data.train):
+        from trainrun.sampling.run_tokenizer import with_tokenizer
+
+        config = with_tokenizer(config, run_dir, parallel, [])
+    sources = {split: source for split, source in build_sources(config, [])[0].items() if source is not None}
+    if named := [split for split in sources if "/" in split]:
+        raise ConfigError(
+            f"embed: data.val has several sets ({', '.join(named)}); name one, as data.val._target_=... of it, or null"
+        )
+    digest, parts = hashlib.sha256((checkpoint / MANIFEST).read_bytes()), {}
+    for split, source in sources.items():
+        key = f"data.{split}"
+        digest.update(
+            f"{layer.name} {split} {getattr(config.data, split)} {own_fingerprint(source)}".encode()
+        )
+        facts = facts_of(source, key)
+        # training samples go through what those of validation do: no random change, and no shuffling
+        kind = "test" if split == "test" else "val"
+        options = replace(stream_options(config, parallel, kind, lambda text: None), key=key, limit=1.0)
+        stream, _ = open_batches(source, options)
+        found = EmbeddedSplit(stream, layer, key, options.batch_size, facts.class_names, facts.num_classes)
+        parts[split] = Samples(found, key, PROBES, TOLERANCE)
+        digest.update(f" {len(found)} {options.batch_size}".encode())
+    say(f"{checkpoint.name}: {layer.name}, {tuple(next(iter(parts.values())).probes[0][0].shape)} a sample")
+    return digest.hexdigest(), parts

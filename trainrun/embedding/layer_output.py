@@ -1,0 +1,70 @@
+"""What one layer of a model gives for a batch: the inputs of its last linear layer, or the output of one by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.errors import ConfigError, DataError
+from trainrun.task.batches import HALF_TYPES, form_of, inputs_and_maybe_target, run_model
+
+
+class LayerOutput:
+    """A model in evaluation mode whose layer is listened to. layer: a name of `model.named_modules()`; None: the last
+    linear layer, and what goes into it. ConfigError: there is none.
+    """
+
+    def __init__(self, model: nn.Module, layer: str | None) -> None:
+        self._model = model.eval()
+        self._found: list[Any] = []
+        if layer is None:
+            linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            if not linear:
+                raise ConfigError(
+                    f"embed: {type(model).__name__} has no linear layer; name one with --layer NAME"
+                )
+            self.name = f"the input of {linear[-1]}"
+            model.get_submodule(linear[-1]).register_forward_pre_hook(
+                lambda _, given: self._found.append(given[0])
+            )
+            return
+        modules = dict(model.named_modules())
+        if not layer or layer not in modules:
+            near = difflib.get_close_matches(layer, modules, n=3, cutoff=0)
+            raise ConfigError(f"--layer {layer}: no such layer; near it: {', '.join(filter(None, near))}")
+        self.name = f"the output of {layer}"
+        modules[layer].register_forward_hook(lambda *facts: self._found.append(facts[2]))
+
+    @torch.no_grad()
+    def of(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """(B, ...) and the targets, on the host. ConfigError, DataError: the layer gives no row for each sample."""
+        inputs, target = inputs_and_maybe_target(batch)
+        self._found.clear()
+        run_model(self._model, inputs, batch)
+        if len(self._found) != 1:
+            raise ConfigError(
+                f"--layer: {self.name} comes {len(self._found)} times in one forward; name a layer that runs once"
+            )
+        found = self._found.pop()
+        rows = len(inputs) if isinstance(inputs, Tensor) else len(target) if target is not None else None
+        if not isinstance(found, Tensor) or found.ndim < 2 or len(found) != rows:
+            raise ConfigError(
+                f"--layer: {self.name} is {form_of(found)}, not a tensor with a row for each of {rows} samples; name "
+                "another layer"
+            )
+        if found.ndim > 2 and isinstance(batch, Mapping) and not _is_full(batch):
+            raise DataError(
+                f"--layer: {self.name} has shape {tuple(found.shape)}, and the sequences of a batch differ in length; "
+                "name a layer that gives one row for a whole sequence"
+            )
+        found = found.float() if found.dtype in HALF_TYPES else found
+        return found.cpu(), None if target is None else target.cpu()
+
+
+def _is_full(batch: Mapping[str, Any]) -> bool:
+    mask = batch.get("attention_mask")
+    return mask is None or bool(mask.all())
