@@ -403,7 +403,7 @@ class Monitor(Protocol):
         """At every log point. epoch: how many epochs are done, with fraction."""
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        """After every validation, and after the test at the end."""
+        """After every validation."""
 
     def on_note(self, text: str) -> None:
         """One line for the people who watch: a checkpoint was saved, a step was skipped."""

@@ -2,11 +2,12 @@
 
 Commands of long measurements (`autotune`, the benches) are checked without being run: their settings compose, and their
 scripts know their flags. tests/benchmark, tests/verify and tests/scripts run these. A line marked `# on a cluster` or
-`# on a GPU` is composed only.
+`# on a GPU`, or `# needs timm` without it, is composed only.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import shlex
@@ -23,6 +24,16 @@ from trainrun.config.compose import compose_run
 
 pytestmark = pytest.mark.process
 
+
+def lacks(package: str) -> bool:
+    """Whether a package that no test needs cannot be imported here."""
+    try:
+        importlib.import_module(package)
+    except Exception:  # as where the parts that it stands on do not fit each other
+        return True
+    return False
+
+
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *FOLDER.glob("*.md")]}
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -31,7 +42,11 @@ SHORT = [
     "monitor.plots=false", "trainer.num_threads=1",
 ]  # fmt: skip
 LONG = ("diagnose", "verify", "autotune")
-ELSEWHERE = ("on a cluster", "on a GPU")
+ELSEWHERE = (
+    "on a cluster",
+    "on a GPU",
+    *(f"needs {name}" for name in ("transformers", "timm") if lacks(name)),
+)
 ALIKE = ("trainrun parallel=ddp  ", "hydra.sweep.dir=sweeps/first")  # another page runs the like
 
 
