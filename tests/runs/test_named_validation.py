@@ -80,6 +80,20 @@ def test_evaluation_prediction_and_a_resume(folder, capsys):
     assert "no data.val.dusk; there are val/day, val/night" in capsys.readouterr().err
 
 
+def test_two_ranks_have_the_same_and_the_best_is_that_of_the_named_set(folder):
+    words = [*WORDS, "trainer.max_steps=6", "precision=64", "checkpoint.monitor=val/night/acc"]
+    assert main([*words, "data.batch_size=24", "hydra.run.dir=one"]) == 0
+    assert main([*words, "data.batch_size=12", "parallel.devices=2", "hydra.run.dir=two"]) == 0
+    for one, two in zip(rows(folder, "one"), rows(folder, "two"), strict=True):
+        for name in ("val/day/loss", "val/day/acc", "val/night/loss", "val/night/acc"):
+            assert one[name] == pytest.approx(two[name], rel=1e-9)
+    found = [json.loads((folder / name / "status.json").read_text()) for name in ("one", "two")]
+    best = max(row["val/night/acc"] for row in rows(folder, "one"))
+    assert [(status["monitor"], status["value"]) for status in found] == [
+        ("val/night/acc", pytest.approx(best))
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
