@@ -10,12 +10,14 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trainrun.formatting import counted, duration, figure, quantity
 from trainrun.interfaces import RunFacts
+from trainrun.monitor import notebook
 from trainrun.monitor.bar import ProgressBar
 from trainrun.monitor.console import Console
 from trainrun.monitor.screen_lines import place_line, start_lines
@@ -354,3 +356,35 @@ def test_tokens_are_shown_as_such() -> None:
     assert "5.9k tokens/s" in text
     assert "12 s, 6.1k tokens/s" in text
     assert "samples/s" not in text
+
+
+def test_a_notebook_has_a_bar_of_html(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kernel that remembers what the cell shows."""
+    shown: list[str] = []
+
+    def display(html: str, display_id: bool) -> Any:
+        shown.append(html)
+        return SimpleNamespace(update=shown.append)
+
+    shell = SimpleNamespace(kernel="one")
+    fake = SimpleNamespace(get_ipython=lambda: shell, display=SimpleNamespace(display=display, HTML=str))
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    monkeypatch.setattr(notebook, "SECONDS", 0.0)
+    console = Console()
+    console.on_start(FACTS, 0)
+    console.on_step(10, 1.0, {"train/loss": 0.5, "step_seconds": 0.1, "<b>": 1.0})
+    console.on_eval(10, 1.0, {"val/<b>": 0.25})
+    console.on_batch(11)
+    assert 'value="11" max="' in shown[-1]
+    assert "train/loss 0.5" in shown[-1]
+    assert "val/&lt;b&gt; 0.25" in shown[-1]
+    assert "val/" not in capsys.readouterr().out  # the bar has it
+    console.close()
+    number = len(shown)
+    console.on_batch(12)
+    assert len(shown) == number
+    shell.kernel = None  # IPython in a terminal
+    Console().on_start(FACTS, 0)
+    assert len(shown) == number

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import random
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_parameter_groups import QUIET
@@ -204,3 +211,49 @@ if __name__ == "__main__":
     done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "done"
+
+
+def process_state() -> dict[str, Any]:
+    """What a notebook's next cell would notice."""
+    return {
+        "cwd": os.getcwd(), "path": list(sys.path), "python": random.getstate(), "numpy": str(np.random.get_state()),
+        "torch": torch.get_rng_state().tolist(), "threads": torch.get_num_threads(),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []), "gc": (gc.isenabled(), gc.get_freeze_count()),
+        "matmul": torch.get_float32_matmul_precision(), "anomaly": torch.is_anomaly_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(), "dtype": torch.get_default_dtype(),
+        "streams": (sys.stdout, sys.stderr), "hook": sys.excepthook, "filters": list(warnings.filters),
+    }  # fmt: skip
+
+
+class Interrupted(Doubled):
+    """Ctrl-C comes in the third step."""
+
+    def step(self, model: nn.Module, batch: Any, info: Any = None) -> StepOutput:
+        if len(self.seen) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().step(model, batch, info)
+
+
+class Broken(Doubled):
+    def step(self, model: nn.Module, batch: Any, info: Any = None) -> StepOutput:
+        raise ValueError("broken")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("task", "state"), [(Doubled, "done"), (Interrupted, "stopped"), (Broken, "failed")])
+def test_the_process_is_left_as_it_was(workdir: Path, task: type, state: str) -> None:
+    words = [
+        "trainer.deterministic=true",
+        "trainer.num_threads=2",
+        "precision.matmul=medium",
+        "output_dir=run",
+    ]
+    words += ["trainer.detect_anomaly=true", "trainer.check_task=false"]
+    before = process_state()
+    with contextlib.suppress(ValueError, trainrun.TrainrunError):
+        fit(*words, model=net(), data=points(200), task=task())
+    after = process_state()
+    assert {name for name in before if before[name] != after[name]} == set()
+    assert trainrun.load_run("run").status["state"] == state
+    assert bool([*Path("run/checkpoints").glob("step-*")]) == (state != "failed")

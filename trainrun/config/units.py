@@ -17,6 +17,7 @@ _CLOCK = {
     **dict.fromkeys(("d", "day"), 86400),
 }
 STEP, EPOCH, SECOND, SAMPLE, TOKEN = "step", "epoch", "second", "sample", "token"
+SHORT = {"ep": EPOCH, "ba": STEP, "sp": SAMPLE, "tok": TOKEN}  # as Composer has them
 UNITS = {STEP: "500step", EPOCH: "2epoch", SECOND: "10min", SAMPLE: "1e6sample", TOKEN: "1e9token"}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*(?:([kmgt])(b|ib)?|b)\Z", re.IGNORECASE)
 _CACHES = "none, memory, pool:<size> (pool:500MB, pool:2GiB) or disk:<folder> (disk:/scratch/cache)"
@@ -35,7 +36,7 @@ def parse_duration(value: Any, *units: str) -> Duration:
     units = units or tuple(UNITS)
     match = _DURATION.match(value.strip().lower()) if isinstance(value, str) else None
     if match is not None:
-        amount, unit = float(match[1]), match[2]
+        amount, unit = float(match[1]), SHORT.get(match[2], match[2])
         if unit in _CLOCK:
             amount, unit = amount * _CLOCK[unit], SECOND
         whole = amount.is_integer() or unit in (EPOCH, SECOND)

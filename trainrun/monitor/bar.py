@@ -32,7 +32,7 @@ class ProgressBar:
 
     def draw(self, width: int, step: int, values: Sequence[str]) -> Text:
         """Two lines, at most `width` wide."""
-        left, right, total = self._epoch(step), self._numbers(step), self._facts.total_steps
+        (left, right), total = self.words(step), self._facts.total_steps
         room = min(width - len(left) - len(right) - 4, WIDEST)
         text = Text(no_wrap=True, overflow="ellipsis")
         text.append(left, "bold")
@@ -40,6 +40,10 @@ class ProgressBar:
             full = min(room, room * step // total)
             text.append("  " + self._full * full, "green").append(self._empty * (room - full), "bright_black")
         return text.append(f"  {right}\n" + plain("  ".join(values)))
+
+    def words(self, step: int) -> tuple[str, str]:
+        """What stands before the bar, and after it."""
+        return self._epoch(step), self._numbers(step)
 
     def _epoch(self, step: int) -> str:
         length, total, epochs = (

@@ -1,7 +1,7 @@
 """What a person sees of a run: the choices at its start, a progress bar or lines, a summary at its end.
 
-In a terminal a bar is redrawn by a thread of its own, never by a step. Anywhere else (a file, a pipe)
-there is one line per validation, and one now and then where validations are far apart.
+In a terminal a bar is redrawn by a thread of its own, never by a step; in a notebook it is HTML. Anywhere else (a file,
+a pipe) there is one line per validation, and one now and then where validations are far apart.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
+    from trainrun.monitor.notebook import NotebookBar
+
 QUIET_SECONDS = 30.0  # between lines that are no validation
 REDRAWS_PER_SECOND = 5  # a redraw takes the interpreter from the training for about a millisecond
 
@@ -40,6 +42,8 @@ class Console:
         self._stream, self._verbose = stream, verbose
         terminal = (stream or sys.stdout).isatty() if interactive is None else interactive
         self._wants_bar = progress and terminal
+        self._wants_html = progress and interactive is None and stream is None
+        self._html: NotebookBar | None = None
         self._windows: deque[tuple[float, float]] = deque(maxlen=window)  # items and seconds of each
         self._window_began = 0  # the step of the last log point
         self._unit = "samples/s"
@@ -57,6 +61,8 @@ class Console:
     def on_batch(self, step: int) -> None:
         """Every step: the thread of the bar reads it when it draws."""
         self.position = step
+        if self._html is not None:
+            self._html.update(step)
         if self._due:
             self._say_newest()
 
@@ -66,6 +72,13 @@ class Console:
             self._print(line)
         if self._wants_bar:
             self._start_bar(facts)
+        elif self._wants_html and "IPython" in sys.modules:
+            from trainrun.monitor.notebook import NotebookBar, in_notebook
+
+            if in_notebook():
+                from trainrun.monitor.bar import ProgressBar
+
+                self._html = NotebookBar(ProgressBar(facts, step), facts.total_steps, self._values)
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         if (found := speed_in(row)) is not None:
@@ -77,7 +90,9 @@ class Console:
         train = {name: value for name, value in row.items() if name.startswith("train/")}
         self._latest |= train
         self._unsaid = step, epoch, train
-        self._due = self._live is None and time.monotonic() - self._last_line >= QUIET_SECONDS
+        self._due = (
+            self._live is None and self._html is None and time.monotonic() - self._last_line >= QUIET_SECONDS
+        )
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         shown = {name: value for name, value in row.items() if _is_shown(name)}
@@ -88,7 +103,7 @@ class Console:
             return
         loss = {name: value for name, value in self._latest.items() if name == "train/loss"}
         self._unsaid = step, epoch, loss | shown
-        if self._live is None:
+        if self._live is None and self._html is None:
             self._say_newest()
 
     def on_note(self, text: str) -> None:
@@ -102,6 +117,9 @@ class Console:
 
     def close(self) -> None:
         """Give the terminal back."""
+        if self._html is not None:
+            html, self._html = self._html, None
+            html.update(self.position, now=True)
         if self._live is not None:
             live, self._live = self._live, None
             try:
@@ -121,8 +139,7 @@ class Console:
         bar = ProgressBar(facts, self.position, console.options.ascii_only)
 
         def draw() -> RenderableType:
-            values = [*self._shown_speed(), *readings(self._latest)]
-            return bar.draw(console.width, self.position, values)
+            return bar.draw(console.width, self.position, self._values())
 
         self._live = Live(
             console=console, get_renderable=draw, refresh_per_second=REDRAWS_PER_SECOND, transient=True
@@ -139,6 +156,9 @@ class Console:
     def _shown_speed(self) -> list[str]:
         speed = self._speed()
         return [] if speed is None else [f"{quantity(speed)} {self._unit}"]
+
+    def _values(self) -> list[str]:
+        return [*self._shown_speed(), *readings(self._latest)]
 
     def _say_newest(self) -> None:
         """The newest numbers, unless a line has had them."""
