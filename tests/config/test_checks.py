@@ -31,6 +31,7 @@ from trainrun.config.validate import check, nearest
         ("1.5e3samples", Duration(1500, "sample")),
         ("1e9token", Duration(1e9, "token")),
         ("10 min", Duration(600, "second")),
+        ("2ep", Duration(2, "epoch")),
     ],
 )
 def test_intervals_have_a_unit(value: Any, meant: Duration) -> None:

@@ -231,16 +231,20 @@ class TrainerConfig:
     gradient_clip_algorithm: str = choice("norm", "value", help="by the total norm, or each value")
     val_check_interval: Any = setting(
         1.0, "steps (100), a part of an epoch (0.25, 1.0), or 2epoch, 10min, 1e6sample, 1e9token", parse=parse_interval,
-        aliases=("eval_steps",),
+        aliases=("eval_steps", "val_check_interval"),
     )  # fmt: skip
     check_val_every_n_epoch: int = setting(1, "epochs between validations", at_least=1)
     limit_train_batches: Any = setting(
-        1.0, "a fraction (0.1) or a number (10) of the batches of an epoch", parse=parse_limit
-    )
+        1.0, "a fraction (0.1) or a number (10) of the batches of an epoch", parse=parse_limit,
+        aliases=("limit_train_batches",),
+    )  # fmt: skip
     limit_val_batches: Any = setting(
         1.0, "a fraction of validation, or the samples of so many batches: always the same ones", parse=parse_limit,
+        aliases=("limit_val_batches",),
     )  # fmt: skip
-    limit_test_batches: Any = setting(1.0, "the same for the test", parse=parse_limit)
+    limit_test_batches: Any = setting(
+        1.0, "the same for the test", parse=parse_limit, aliases=("limit_test_batches",)
+    )
     out_of_memory: str = choice(
         "split", "split-batchnorm", "stop", help="run the step again in smaller pieces (of BatchNorm too), or stop",
     )  # fmt: skip
