@@ -18,6 +18,7 @@ PACKAGE = ROOT / "trainrun"
 # A name that ends with a slash is a room (a folder); a file of a room may have a floor of its own.
 # The files of one room may import each other.
 FLOORS = {
+    12: ["smaller/"],
     11: ["sampling/sample_command", "export/", "embedding/"],
     10: ["cli/", "runs/api"],
     9: ["benchmark/", "verify/", "convert/"],
@@ -31,7 +32,7 @@ FLOORS = {
         "training/recovery/", "training/without_trace", "config/"],
     2: ["runs/trusted_code",
         "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/", "hook/", "trackers/"],
-    1: ["seeding", "sums", "instantiate", "here", "satellites", "training/state",
+    1: ["smaller/int8", "seeding", "sums", "instantiate", "here", "satellites", "training/state",
         "runs/run_folder", "runs/lock", "runs/environment",
         "config/schema", "config/units", "config/aliases",
         "runtime/", "timing/", "optimizer/", "scheduler/", "transform/"],

@@ -33,6 +33,8 @@ COMMANDS = {
     "predict": "predictions of a saved run as CSV or Parquet",
     "embed": "what a layer of a saved run gives for every sample, as data to train on",
     "sample": "what a trained language model writes after a prompt",
+    "prune": "a new run with fewer weights or channels",
+    "quantize": "a new run with weights of one byte, for serving",
     "export": "the trained network as ONNX, torch.export or safetensors, tried on real samples",
     "diagnose": "measure what a training of these words waits for, and what it would gain without",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
@@ -51,6 +53,8 @@ MODULES = {  # where the file, or the function, has another name
     "sample": "sampling.sample_command",
     "export": "export.export_command",
     "embed": "embedding.embed_command",
+    "prune": "smaller.prune_command",
+    "quantize": "smaller.quantize_command",
 }
 
 

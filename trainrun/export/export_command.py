@@ -88,7 +88,9 @@ def exported_model(model: nn.Module, merge: bool) -> nn.Module:
     if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters()):
         model = model.float()  # its inputs are rounded as before, and then made floats too
         model.register_forward_pre_hook(partial(cast_inputs, torch.float32), with_kwargs=True)
-    return model.eval()
+    from trainrun.smaller.int8 import in_floating_point
+
+    return in_floating_point(model).eval()
 
 
 @torch.no_grad()

@@ -1,0 +1,155 @@
+"""`trainrun quantize` and `trainrun prune`: new runs that load, are compared, and go on or refuse to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainrun import load_run
+from trainrun.cli.main import main
+from trainrun.errors import ConfigError
+from trainrun.export import export_command
+from trainrun.smaller import new_run
+from trainrun.smaller.int8 import MODES, Int8Layer, in_floating_point, int8, measuring
+from trainrun.smaller.prune import chains, masked, narrowed, without_channels
+
+SHORT = ["trainer.max_steps=20", "monitor=none", "output_dir=run"]
+
+
+@pytest.fixture(autouse=True)
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_run, "SECONDS", 0.0)
+    monkeypatch.setattr(export_command, "SECONDS", 0.0)
+
+
+def picture_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 4),
+    ).eval()  # fmt: skip
+
+
+X = torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str) -> None:
+    expected = picture_net()(X)
+    model = int8(picture_net(), mode).eval()  # type: ignore[arg-type]
+    if mode == "int8-static":
+        with measuring(model):
+            model(X)
+    found = model(X)
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+    assert (
+        next(layer for layer in model.modules() if isinstance(layer, Int8Layer)).weight_int8.dtype
+        is torch.int8
+    )
+    torch.testing.assert_close(
+        in_floating_point(model)(X), found, atol=0.02 * float(expected.abs().max()), rtol=0
+    )
+    again = int8(picture_net(), mode).eval()  # type: ignore[arg-type]
+    again(X)  # packs what it began with
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(X), found)
+    with pytest.raises(ConfigError, match="bytes are not trained"), torch.enable_grad():
+        model.train()(X)
+
+
+@torch.no_grad()
+def test_channels_that_are_zero_can_go_without_a_trace() -> None:
+    model = picture_net()
+    for name, _ in ((0, 16), (4, 8), (7, 12)):
+        layer = model[name]
+        layer.weight[::2] = 0
+        if layer.bias is not None:
+            layer.bias[::2] = 0
+    model[1].weight[::2] = model[1].bias[::2] = 0
+    expected = model(X)
+    sizes = without_channels(model, [X], {}, 0.5)
+    assert ["0", 8, 3] in sizes
+    assert ["7", 6, 4] in sizes
+    torch.testing.assert_close(model(X), expected)
+    again = narrowed(picture_net(), sizes).eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(X), model(X))
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x).relu()) + x)
+
+
+def test_channels_that_others_read_stay() -> None:
+    assert set(chains(Added(), [torch.ones(2, 4)], {})) == {"a"}  # b is added to x
+    with pytest.raises(ValueError, match="no channel can be taken"):
+        without_channels(nn.Linear(4, 4), [torch.ones(2, 4)], {}, 0.5)
+
+
+def test_masked_weights_stay_zero() -> None:
+    model = masked(picture_net(), 0.75).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    model(X).square().sum().backward()
+    optimizer.step()
+    weights = torch.cat(
+        [layer.weight.flatten() for layer in model if isinstance(layer, nn.Conv2d | nn.Linear)]
+    )
+    assert 0.74 < float((weights == 0).float().mean()) < 0.76
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_quantized_run(workdir: Path, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer.ema=true", *SHORT]) == 0
+    capsys.readouterr()
+    assert main(["quantize", "run", "--to", mode, "--out", "small"]) == 0
+    told = capsys.readouterr().out
+    before, after = next(line.split()[1:3] for line in told.splitlines() if line.startswith("val/acc"))
+    assert abs(float(before) - float(after)) < 0.05
+    assert "0.2" in next(line for line in told.splitlines() if line.startswith("weights"))
+    assert main(["evaluate", "small"]) == 0
+    found = json.loads(Path("small/evaluation-val.json").read_text())
+    assert f"{found['val/acc']:.5g}" == after
+    assert main(["predict", "small"]) == 0
+    assert main(["export", "small", "--to", "torch.export"]) == 0
+    assert main(["resume", "small", "trainer.max_steps=3"]) != 0
+    assert "bytes are not trained" in capsys.readouterr().err
+    assert main(["quantize", "run", "--to", mode, "--out", "small"]) == 2
+    assert "something is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--structured"], []], ids=["channels", "weights"])
+def test_a_pruned_run_goes_on(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SHORT) == 0
+    assert main(["prune", "run", *words, "--finetune", "4step", "--out", "small"]) == 0
+    assert main(["prune", "run", *words, "--finetune", "2step", "--out", "twice"]) == 0
+    assert main(["resume", "twice", "trainer.max_steps=4"]) == 0
+    pair = [load_run(name).load_model("last").state_dict() for name in ("small", "twice")]
+    assert all(torch.equal(one, pair[1][name]) for name, one in pair[0].items())
+    assert main(["evaluate", "small"]) == 0
+    if words:
+        assert pair[0]["layers.1.weight"].shape == (128, 64)
+    capsys.readouterr()
+    assert main(["prune", "small", "--out", "third"]) == 2
+    assert "has transform.pruned already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--amount", "1.5"], "--amount 1.5: must be above 0 and below 1"),
+        (["--finetune", "2"], "--finetune 2: must be a duration"),
+    ],
+)
+def test_wrong_words(workdir: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", "run", *words]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,212 @@
+"""int8: weights in one byte, each output with a scale of its own; inputs in bytes too where kernels gain by it.
+
+what: `int8-weight-only` stores bytes and computes in floating point. `int8-dynamic` looks at the range of every batch
+    of inputs and multiplies bytes. `int8-static` takes ranges that were measured once, on batches of the run.
+when: serving on a CPU; weight-only for the size alone. When not: the training goes on (bytes are not trained).
+source: Jacob et al. 2018, arXiv 1712.05877. The kernels are torch's own for CPUs (`torch.ops.quantized`); without them
+    (a GPU, an exported graph, a later torch) the same numbers are computed in floating point.
+gain: a quarter of the size; times are in the manual, `trainrun help smaller-models`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainrun.errors import ConfigError
+
+Mode = Literal["int8-weight-only", "int8-dynamic", "int8-static"]
+MODES = ("int8-weight-only", "int8-dynamic", "int8-static")
+LARGEST = 127  # of a weight
+INPUT_LEVELS, OUTPUT_LEVELS = 127, 255  # seven bits of an input, or the sums of older CPUs overflow
+SMALLEST = 1e-12
+WEIGHTS, ACTIVATIONS = torch.qint8, torch.quint8
+
+
+class Int8Layer(nn.Module):
+    """A linear layer or a 2-D convolution with bytes for weights.
+
+    weight_int8: of the layer's shape; scale: (outputs,); input_range, output_range: (low, high) of `int8-static`.
+    plain: compute in floating point, for a graph. seen: the ranges while they are measured.
+    """
+
+    def __init__(self, layer: nn.Linear | nn.Conv2d, mode: str) -> None:
+        super().__init__()
+        weight = layer.weight.detach()
+        flat = weight.float().flatten(1)
+        scale = (flat.abs().amax(1) / LARGEST).clamp(min=SMALLEST)
+        self.mode, self.plain, self.seen = mode, False, False
+        self.conv: Any = None
+        if isinstance(layer, nn.Conv2d):
+            self.conv = (layer.stride, layer.padding, layer.dilation, layer.groups)
+        bytes_ = (flat / scale[:, None]).round().to(torch.int8).reshape(weight.shape)
+        self.weight_int8: Tensor
+        self.input_range: Tensor
+        self.output_range: Tensor
+        self.register_buffer("weight_int8", bytes_)
+        self.scale = nn.Parameter(scale.to(weight.dtype))
+        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
+        if mode == "int8-static":
+            self.register_buffer("input_range", torch.zeros(2))
+            self.register_buffer("output_range", torch.zeros(2))
+        self._packed: Any = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight in floating point."""
+        return self.weight_int8.to(self.scale.dtype) * self.scale.reshape(
+            -1, *[1] * (self.weight_int8.ndim - 1)
+        )
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._packed = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            raise ConfigError(
+                "transform.int8: bytes are not trained; go on with the run that this one was made from, and "
+                "quantize it again"
+            )
+        if self.seen:
+            return self._measured(x)
+        if self.mode == "int8-weight-only":
+            return self._product(x)
+        if self.plain or x.device.type != "cpu" or not x.numel() or not self._pack():
+            return self._in_floating_point(x)
+        return self._by_kernel(x.float()).to(x.dtype)
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.conv is None:
+            return functional.linear(x, self.weight, self.bias)
+        return functional.conv2d(x, self.weight, self.bias, *self.conv)
+
+    def _measured(self, x: Tensor) -> Tensor:
+        out = self._product(x)
+        for kept, values in ((self.input_range, x), (self.output_range, out)):
+            low, high = values.detach().float().aminmax()
+            kept[0], kept[1] = torch.minimum(kept[0], low), torch.maximum(kept[1], high)
+        return out
+
+    def _in_floating_point(self, x: Tensor) -> Tensor:
+        if self.mode == "int8-dynamic":
+            return self._product(rounded(x, *x.aminmax(), INPUT_LEVELS))
+        out = self._product(rounded(x, self.input_range[0], self.input_range[1], INPUT_LEVELS))
+        return rounded(out, self.output_range[0], self.output_range[1], OUTPUT_LEVELS)
+
+    def _pack(self) -> bool:
+        """Whether the kernels are here; their order of the weights is made at the first call."""
+        if self._packed is None:
+            try:
+                self._packed = self._for_kernels()
+            except (AttributeError, RuntimeError):  # of another torch, or machine
+                self._packed = False
+        return self._packed is not False
+
+    def _for_kernels(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tensors of such types are deprecated: without them, see above
+            scale, bias = (
+                self.scale.detach().double(),
+                None if self.bias is None else self.bias.detach().float(),
+            )
+            weight = torch.quantize_per_channel(
+                self.weight.detach().float(), scale, torch.zeros_like(scale, dtype=torch.int64), 0, WEIGHTS
+            )
+        if self.conv is None:
+            packed = torch.ops.quantized.linear_prepack(weight, bias)
+        else:
+            stride, padding, dilation, groups = self.conv
+            packed = torch.ops.quantized.conv2d_prepack(weight, bias, stride, padding, dilation, groups)
+        if self.mode == "int8-dynamic":
+            return packed, None, None
+        return packed, steps_of(self.input_range, INPUT_LEVELS), steps_of(self.output_range, OUTPUT_LEVELS)
+
+    def _by_kernel(self, x: Tensor) -> Tensor:
+        packed, before, after = self._packed
+        kernels = torch.ops.quantized
+        if before is None:
+            kernel = kernels.linear_dynamic if self.conv is None else kernels.conv2d_dynamic
+            return kernel(x, packed, True)  # type: ignore[no-any-return]
+        step, zero = before
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = torch.quantize_per_tensor(x, step, zero, ACTIVATIONS)
+        kernel = kernels.linear if self.conv is None else kernels.conv2d
+        return kernel(given, packed, *after).dequantize()  # type: ignore[no-any-return]
+
+
+def rounded(x: Tensor, low: Tensor, high: Tensor, levels: int) -> Tensor:
+    """The nearest of `levels` + 1 even steps from low to high, of which 0 is one."""
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    step = ((high - low) / levels).clamp(min=SMALLEST)
+    zero = (-low / step).round()
+    return ((x / step + zero).round().clamp(0, levels) - zero) * step
+
+
+def steps_of(both: Tensor, levels: int) -> tuple[float, int]:
+    """The step and the zero of a range."""
+    low, high = min(float(both[0]), 0.0), max(float(both[1]), 0.0)
+    step = max((high - low) / levels, SMALLEST)
+    return step, round(-low / step)
+
+
+def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
+    """Replace linear layers and 2-D convolutions that have weights of their own.
+
+    Subclasses stay, and layers whose weights stand under several names. Raises ValueError.
+    """
+    if to not in MODES:
+        raise ValueError(f"to={to}: must be one of {', '.join(MODES)}")
+    layers = fitting(model)
+    if not layers:
+        raise ValueError(
+            f"to={to}: the model has no torch.nn.Linear or torch.nn.Conv2d with weights of its own"
+        )
+    for name, layer in layers.items():
+        parent, _, child = name.rpartition(".")
+        if not name:
+            return Int8Layer(layer, to)
+        setattr(model.get_submodule(parent), child, Int8Layer(layer, to))
+    return model
+
+
+def fitting(model: nn.Module) -> dict[str, Any]:
+    """The layers that can be replaced or pruned, by name."""
+    counts: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if (type(layer) is nn.Linear or (type(layer) is nn.Conv2d and layer.padding_mode == "zeros"))
+        and not isinstance(getattr(layer, "padding", None), str)
+        and counts.get(id(layer.weight)) == 1
+    }
+
+
+@contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Inside, layers of `int8-static` note the ranges of what goes through them."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer)]
+    for layer in layers:
+        layer.seen = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.seen, layer._packed = False, None
+
+
+def in_floating_point(model: nn.Module) -> nn.Module:
+    """The same numbers without the kernels, for a graph that others run."""
+    for layer in model.modules():
+        if isinstance(layer, Int8Layer):
+            layer.plain = True
+    return model

@@ -1,0 +1,168 @@
+"""A new run folder at step 0 with given weights, and what it gains beside the run that it was made from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from trainrun.assemble.assemble import RunContext, build_components
+from trainrun.assemble.start_choices import chosen_before
+from trainrun.config.compose import Composition, plain_config
+from trainrun.config.schema import RunConfig, with_values
+from trainrun.errors import ConfigError
+from trainrun.export.served import call_of, outputs_of
+from trainrun.formatting import quantity
+from trainrun.output import say
+from trainrun.parallel.single import Single
+from trainrun.runs.lock import only_writer
+from trainrun.runs.run import new_run
+from trainrun.runs.run_folder import RunDir, named_folder, note_saved, read_identity, write_identity
+from trainrun.runs.status import write_status
+from trainrun.runs.trusted_code import add_to_list
+from trainrun.runtime.signals import StopFlag
+from trainrun.timing.paired import Rules, compare, turn_of
+from trainrun.training.components import Components
+from trainrun.training.evaluate import evaluate
+from trainrun.training.state import TrainState
+
+SECONDS = 3.0  # of each comparison of speeds
+BATCH = 64
+GIVEN: dict[str, Tensor] = {}
+GIVE = "trainrun-weights"  # of the transform that is there while the folder is written
+
+
+def given_weights(model: nn.Module) -> nn.Module:
+    """The last transform while the folder is written: averages and optimizers are then built from these weights."""
+    model.load_state_dict(GIVEN)
+    return model
+
+
+def new_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
+    """Where the new run goes. Raises ConfigError if something is there."""
+    folder = named_folder(text) if text else source.root.with_name(f"{source.root.name}-{ending}")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--out {folder}: something is there already; name another folder")
+    return RunDir(folder)
+
+
+def write_run(
+    run: RunDir, source: RunDir, config: RunConfig, weights: Mapping[str, Tensor], words: str
+) -> None:
+    """A run at step 0 that begins with these weights; `config` has the transforms that they fit."""
+    config = with_values(config, {"init_from": None, "ckpt_path": None})
+    told = read_identity(source)
+    run.create()
+    with only_writer(run):
+        new_run(Composition(config, {}, [], {}), [f"# {words}"], run)
+        names = ("data", "precision", "attention", "num_threads")
+        write_identity(run, read_identity(run) | {name: told[name] for name in names if name in told})
+        add_to_list(run, plain_config(run.config))  # its code is that of a run that was trusted
+        identity = read_identity(run)
+        site = RunContext(
+            run,
+            identity["run_id"],
+            Single(torch.device("cpu")),
+            StopFlag(),
+            [],
+            chosen=chosen_before(identity),
+        )
+        node = {"_target_": f"{__name__}.{given_weights.__name__}"}
+        GIVEN.update(weights)
+        try:
+            parts, _ = build_components(
+                with_values(config, {"transform": {**config.transform, GIVE: node}}), site
+            )
+        finally:
+            GIVEN.clear()
+        state = TrainState(stop_reason=words)
+        if parts.validation:
+            found: dict[str, float] = {}
+            for split in parts.validation:
+                found |= evaluate(parts, split)
+            parts.triggers.note_validation(state, found)
+        parts.checkpoints.save(parts, state)
+        parts.checkpoints.close()
+        note_saved(run)
+        metrics = {name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")}
+        write_status(
+            run, config, state="stopped", exit_code=0, message="", reason=words, metrics=metrics,
+            monitor=parts.triggers.best.metric, mode=parts.triggers.best.mode, value=state.best_metric,
+        )  # fmt: skip
+        close(parts)
+
+
+def close(parts: Components) -> None:
+    for stream in (parts.train, *parts.splits().values()):
+        stream.close()
+
+
+@dataclass(frozen=True)
+class CostAndWorth:
+    """What a network costs and gives."""
+
+    metrics: dict[str, float]
+    num_bytes: int
+    model: nn.Module
+
+
+def measured(parts: Components) -> CostAndWorth:
+    """The metrics of every validation set, and the bytes of the weights in a file."""
+    found: dict[str, float] = {}
+    for split in parts.validation:
+        found |= evaluate(parts, split)
+    metrics = {name: value for name, value in found.items() if not name.endswith("/seconds")}
+    tensors = {
+        name: value.detach().cpu().contiguous().clone() for name, value in distinct(parts.model).items()
+    }
+    return CostAndWorth(metrics, len(save(tensors)), parts.model.eval())
+
+
+def distinct(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a network, each under one name."""
+    seen: dict[int, str] = {}
+    return {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if seen.setdefault(id(tensor), name) == name
+    }
+
+
+@torch.no_grad()
+def say_both(before: CostAndWorth, after: CostAndWorth, parts: Components) -> None:
+    """The lines before and after: metrics, size, latency of one sample, throughput of a batch."""
+    batch = next(iter((parts.val or parts.train).epoch(0))).data
+    args, names = call_of(before.model, parts.task, batch)
+    rows = [
+        (name, f"{value:.5g}", f"{after.metrics[name]:.5g}", "") for name, value in before.metrics.items()
+    ]
+    share = f"{after.num_bytes / before.num_bytes:.2f}x"
+    rows.append(("weights", f"{before.num_bytes / 1e3:,.1f} kB", f"{after.num_bytes / 1e3:,.1f} kB", share))
+    for name, count in (("latency of 1", 1), ("throughput", BATCH)):
+        given = [one[:count] for one in args]
+        positional = len(given) - len(names)
+        named = dict(zip(names, given[positional:], strict=True))
+
+        def run(model: nn.Module, given: Any = given[:positional], named: Any = named) -> Any:
+            return outputs_of(model(*given, **named))
+
+        found = compare(
+            turn_of(partial(run, before.model)), {"after": turn_of(partial(run, after.model))},
+            Rules(deadline=time.perf_counter() + SECONDS),
+        )  # fmt: skip
+        speeds = found.speeds("before")
+        shown = {
+            side: f"{1e3 / speed:.3f} ms" if count == 1 else f"{quantity(speed * len(given[0]))} a second"
+            for side, speed in speeds.items()
+        }
+        rows.append((name, shown["before"], shown["after"], f"{found.ratio('after')} as fast"))
+    width = max(len(name) for name, *_ in rows)
+    say(f"{'':{width}}  {'before':>16}  {'after':>16}")
+    for name, one, two, more in rows:
+        say(f"{name:{width}}  {one:>16}  {two:>16}  {more}".rstrip())

@@ -1,0 +1,87 @@
+"""`trainrun prune RUN_DIR --amount 0.5`: a new run with fewer weights or channels, compared with the old one."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+from trainrun.cli.main import add_import_paths
+from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
+from trainrun.config.schema import with_values
+from trainrun.config.units import EPOCH, STEP, parse_duration
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.export.served import call_of
+from trainrun.output import say
+from trainrun.runs.restore_config import parts_of
+from trainrun.runs.run import open_run, resume_run
+from trainrun.smaller.new_run import close, measured, new_folder, say_both, write_run
+from trainrun.smaller.prune import masked, narrowed, without_channels
+
+NAME = "pruned"  # in `transform`
+
+
+def main(argv: list[str]) -> int:
+    """Write the new run, train it on if asked to, and compare the two."""
+    parser = run_parser("prune", "A new run with a part of the weights, or of the channels, taken out.")
+    add_checkpoint(parser)
+    parser.add_argument("--amount", type=float, default=0.5, help="the part that goes, above 0 and below 1")
+    parser.add_argument(
+        "--structured", action="store_true", help="whole channels, so that layers become smaller"
+    )
+    parser.add_argument("--finetune", help="how long the new run trains, as 2epoch or 500step")
+    parser.add_argument("--out", help="the folder of the new run (default: RUN_DIR-pruned, beside it)")
+    words = parse(parser, argv)
+    if not 0 < words.amount < 1:
+        raise ConfigError(f"--amount {words.amount:g}: must be above 0 and below 1, as 0.5")
+    limits = training_limits(words.finetune)
+    source = open_run(words.run_dir)
+    run = new_folder(words.out, source, NAME)
+    which = checkpoint_of(source, words.which)
+    parts, config, _ = parts_of(source, which, ["trainer.compile.scope=off", *words.overrides], words.trust)
+    if NAME in config.transform or "int8" in config.transform:
+        name = NAME if NAME in config.transform else "int8"
+        raise ConfigError(f"{source.root}: has transform.{name} already; prune the run that it was made from")
+    before = measured(parts)
+    model = copy.deepcopy(parts.model).eval()
+    try:
+        if words.structured:
+            batch = next(iter((parts.val or parts.train).epoch(0))).data
+            args, names = call_of(model, parts.task, batch)
+            positional = args[: len(args) - len(names)]
+            named = dict(zip(names, args[len(positional) :], strict=True))
+            node = {"_target_": f"{__package__}.prune.{narrowed.__name__}"}
+            node["sizes"] = without_channels(model, positional, named, words.amount)  # type: ignore[assignment]
+            what = f"{len(node['sizes'])} layers are smaller"
+        else:
+            model = masked(model, words.amount)
+            node = {"_target_": f"{__package__}.prune.{masked.__name__}", "amount": words.amount}
+            what = f"{words.amount:.0%} of the weights are zero, and stay so"
+    except ValueError as error:
+        raise ConfigError(f"--amount {words.amount:g}: {error}") from error
+    weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    config = with_values(config, {"transform": {**config.transform, NAME: node}, **limits})
+    write_run(run, source, config, weights, f"pruned: --amount {words.amount:g}, of {source.root.name}")
+    say(f"{run.root}: {what}")
+    if words.finetune and (code := resume_run(run, [], add_import_paths([]), trust=True)) != EXIT_DONE:
+        return code
+    again, _, _ = parts_of(run, checkpoint_of(run, None), [], trust=True)
+    say_both(before, measured(again), parts)
+    close(parts)
+    close(again)
+    sys.stdout.flush()
+    return EXIT_DONE
+
+
+def training_limits(text: str | None) -> dict[str, int | None]:
+    """The settings that `--finetune` stands for. Raises ConfigError."""
+    if text is None:
+        return {}
+    try:
+        found = parse_duration(text, EPOCH, STEP)
+        if not found.amount.is_integer():
+            raise ValueError("must be a whole number, as 2epoch or 500step")
+    except ValueError as error:
+        raise ConfigError(f"--finetune {text}: {error}") from error
+    number = int(found.amount)
+    epochs = number if found.unit == EPOCH else None
+    return {"trainer.max_epochs": epochs, "trainer.max_steps": None if epochs else number}

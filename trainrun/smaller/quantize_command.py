@@ -1,0 +1,65 @@
+"""`trainrun quantize RUN_DIR --to int8-dynamic`: a new run with weights of one byte, compared with the old one."""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+
+import torch
+
+from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
+from trainrun.config.schema import with_values
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.formatting import counted
+from trainrun.output import say
+from trainrun.runs.restore_config import parts_of
+from trainrun.runs.run import open_run
+from trainrun.smaller.int8 import MODES, Int8Layer, int8, measuring
+from trainrun.smaller.new_run import close, measured, new_folder, say_both, write_run
+
+STEP = "int8"  # its name in `transform`
+CALIBRATION_BATCHES = 16
+
+
+def main(argv: list[str]) -> int:
+    """Write the new run, load it again, and compare the two."""
+    parser = run_parser("quantize", "A new run whose layers have weights of one byte, for serving.")
+    add_checkpoint(parser)
+    parser.add_argument("--to", required=True, choices=MODES, help="which numbers are bytes")
+    parser.add_argument("--out", help="the folder of the new run (default: RUN_DIR-TO, beside it)")
+    words = parse(parser, argv)
+    source = open_run(words.run_dir)
+    run = new_folder(words.out, source, words.to)
+    overrides = ["trainer.compile.scope=off", *words.overrides]
+    which = checkpoint_of(source, words.which)
+    parts, config, _ = parts_of(source, which, overrides, words.trust)
+    if STEP in config.transform:
+        raise ConfigError(
+            f"{source.root}: has transform.{STEP} already; quantize the run that it was made from"
+        )
+    device = parts.parallel.device
+    before = measured(parts)
+    model = copy.deepcopy(parts.model).eval()
+    try:
+        model = int8(model, words.to).to(device).eval()
+    except ValueError as error:
+        raise ConfigError(f"--to {error}; its path is {source.root}") from error
+    layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer)]
+    if words.to == "int8-static":
+        with torch.no_grad(), measuring(model):
+            for batch in islice(parts.train.epoch(0), CALIBRATION_BATCHES):
+                parts.task.step(model, batch.data)
+    weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    config = with_values(config, {
+        "transform": {**config.transform, STEP: {"_target_": f"{int8.__module__}.int8", "to": words.to}},
+        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}, "scheduler": None, "hook": {},
+        "trainer.ema.enabled": False, "trainer.max_steps": 0, "precision.master_weights": False,
+    })  # fmt: skip
+    write_run(run, source, config, weights, f"quantized: --to {words.to}, of {source.root.name}")
+    again, _, _ = parts_of(run, "last", [], trust=True)
+    share = sum(one.weight_int8.numel() for one in layers) / sum(p.numel() for p in before.model.parameters())
+    say(f"{run.root}: {counted(len(layers), 'layer')}, {share:.0%} of the numbers")
+    say_both(before, measured(again), parts)
+    close(parts)
+    close(again)
+    return EXIT_DONE
