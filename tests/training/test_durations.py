@@ -121,3 +121,16 @@ def test_validation_by_time(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(triggers.Triggers, "validation_request", later)
     assert main([*DIGITS, "trainer.max_steps=10", "trainer.val_check_interval=1min", "output_dir=run"]) == 0
     assert rows_of("run", "eval") == [3, 6, 9, 10]
+
+
+def test_a_duration_in_time_is_named_at_the_end(workdir: Path) -> None:
+    words = [
+        *DIGITS,
+        "trainer.max_epochs=null",
+        "trainer.max_duration=0.2s",
+        "trainer.max_time=1h",
+        "output_dir=run",
+    ]
+    assert main(words) == 0
+    reason = json.loads(Path("run", "status.json").read_text())["reason"]
+    assert reason == "trainer.max_duration=0.2s reached"

@@ -145,15 +145,12 @@ def build_limits(config: RunConfig, lengths: Lengths, task: Any) -> RunLimits:
     trainer = config.trainer
     whole, said = parse_whole(trainer.max_duration), f"trainer.max_duration={trainer.max_duration}"
     seconds = parse_seconds(trainer.max_time)
-    if whole is not None and whole.unit == "second":
-        seconds, whole = min(seconds or math.inf, whole.amount), None
-    return RunLimits(
-        trainer.max_steps,
-        trainer.max_epochs,
-        seconds,
-        every(said, whole, lengths, task) if whole else None,
-        said,
-    )
+    if whole is None or (whole.unit == "second" and (seconds or math.inf) < whole.amount):
+        return RunLimits(trainer.max_steps, trainer.max_epochs, seconds)
+    if whole.unit == "second":
+        return RunLimits(trainer.max_steps, trainer.max_epochs, whole.amount, None, said)
+    whole_run = every(said, whole, lengths, task)
+    return RunLimits(trainer.max_steps, trainer.max_epochs, seconds, whole_run, said)
 
 
 def default_monitor(task: Any, splits: Sequence[str]) -> str | None:

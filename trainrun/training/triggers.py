@@ -207,7 +207,8 @@ class Triggers:
         elif limits.duration is not None and limits.duration.over(state):
             state.stop_reason = f"{limits.said} reached"
         elif state.stop_request == STOP_TIME:
-            state.stop_reason = f"trainer.max_time={limits.max_seconds:g} seconds reached"
+            by_duration = limits.said if limits.duration is None else ""
+            state.stop_reason = f"{by_duration or f'trainer.max_time={limits.max_seconds:g} seconds'} reached"
         elif state.early_stop:
             state.stop_reason = state.early_stop
         self.log = self.log_due(state.step + 1)
