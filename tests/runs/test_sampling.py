@@ -12,12 +12,37 @@ from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 
 POINTS = """
+import pathlib
+
 import torch
 
 def points(n=60, seed=0, weights=False):
     draws = torch.Generator().manual_seed(seed)
     x, y = torch.randn(n, 4, generator=draws), (torch.arange(n) % 6 == 0).long()
     return {"x": x, "y": y, "often": 1.0 + torch.arange(n) % 3} if weights else (x, y)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, n=60, parts=4, mine=None):
+        self.n, self.num_shards, self.mine, self.place = n, parts, range(parts) if mine is None else mine, 0
+
+    def shard(self, num_shards, index):
+        return type(self)(self.n, self.num_shards, self.mine[index::num_shards])
+
+    def state_dict(self):
+        return {"place": self.place, "of": [torch.tensor(self.n), None]}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+        pathlib.Path("loaded").touch()
+
+    def __iter__(self):
+        x, y = points(self.n)
+        for i in range(self.place, self.n):
+            self.place = i + 1
+            if i % 7 % self.num_shards in self.mine:
+                yield x[i] + torch.rand(4) * 0.1, y[i]
+        self.place = 0
 """
 TRAIN, NAMED = ["data.train._target_=sampled.points"], ["data.train.a._target_=sampled.points",
                 "data.train.b._target_=sampled.points", "data.train.b.n=20", "data.train.b.seed=3"]  # fmt: skip
@@ -26,12 +51,14 @@ WAYS = {
     "weighted": [*TRAIN, "data.sampling=weighted", "data.weights=often.npy"],
     "mixed": [*NAMED, "data.mix={a: 1, b: 3}"],
     "named": NAMED,
+    "stream": ["data.train._target_=sampled.Stream", "data.shuffle_buffer=8"],
+    "parts": ["data.train._target_=sampled.Stream", "data.num_workers=2", "data.shuffle_buffer=4"],
     "fold": [*TRAIN, "data.folds=3", "data.fold=2", "data.stratified=true", "data.sampling=balanced"],
 }
 WORDS = [
     "data=custom", "data.batch_size=4", "model=mlp", "model.hidden=[8]", "trainer.num_threads=1",
     "trainer.accumulate_grad_batches=2", "monitor.plots=false", "monitor.hardware=false", "monitor.log_every_n_steps=1",
-    "data.val._target_=sampled.points", "data.val.seed=1", "data.val.n=12",
+    "data.val._target_=sampled.points", "data.val.seed=1", "data.val.n=12", "data.shape=[4]", "data.num_classes=2",
 ]  # fmt: skip
 
 
@@ -52,16 +79,29 @@ def losses(folder):
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
-@pytest.mark.train
+@pytest.mark.process
 @pytest.mark.parametrize("way", WAYS)
 def test_a_resume_in_the_middle_of_an_epoch_changes_nothing(way, folder):
     words = [*WORDS, *WAYS[way]]
     assert main([*words, "trainer.max_steps=13", "hydra.run.dir=whole"]) == 0
     assert main([*words, "trainer.max_steps=10", "hydra.run.dir=parts"]) == 0
-    assert main(["resume", "parts", "trainer.max_steps=13", "data.engine=workers", "data.num_workers=0"]) == 0
+    other = [] if "sampled.Stream" in words[-2] + words[-3] else ["data.engine=workers", "data.num_workers=0"]
+    assert main(["resume", "parts", "trainer.max_steps=13", *other]) == 0
     assert losses(folder / "parts") == losses(folder / "whole")
     one, other = (load_model(folder / name, "last").state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (folder / "loaded").exists() == (way in ("stream", "parts"))
+
+
+@pytest.mark.process
+def test_a_divided_stream_is_not_gone_on_with_by_other_readers(folder, capsys):
+    words = [*WORDS, *WAYS["parts"], "data.batch_size=2"]
+    assert main([*words, "trainer.max_steps=3", "hydra.run.dir=r"]) == 0
+    assert main(["resume", "r", "trainer.max_steps=5", "data.num_workers=0"]) != 0
+    assert (
+        "source was divided among 2 readers, and now there are 1; use parallel.devices"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,6 +117,8 @@ def test_a_resume_in_the_middle_of_an_epoch_changes_nothing(way, folder):
         ([*NAMED, "data.mix={a: 1, b: 1}", "data.sampling=balanced"], "data.sampling=balanced: data.mix={a: 1, b: 1}"),
         ([*NAMED, "data.mix={a: 1, b: 1}", "data.folds=2", "data.fold=0"], "data.folds=2: data.mix={a: 1"),
         ([*TRAIN, "data.sampling=balanced", "data.shuffle=false"], "data.shuffle=false: data.sampling=balanced has no"),
+        ([*TRAIN, "data.shuffle_buffer=1"], "data.shuffle_buffer=1: must be a whole number, 2 or more, or null"),
+        ([*TRAIN, "data.shuffle_buffer=9", "data.shuffle=false"], "data.shuffle=false: data.shuffle_buffer=9 shuffles"),
         ([*TRAIN, "data.sampling=balanced", "data.padding=pack"], "data.padding=pack: puts samples together once"),
         ([*TRAIN, "data.sampling=balanced", "data.truncate=drop", "data.max_sequence_length=3"],
          "data.truncate=drop: puts"),

@@ -59,7 +59,7 @@ from trainrun.config.pair_rules import DISTILLATION
 from trainrun.config.saved_values import public
 from trainrun.config.schema import SAME, RunConfig, plain, validation_nodes
 from trainrun.data.facts import facts_of_all
-from trainrun.data.stream_options import Copying, TokenCounter, report_to
+from trainrun.data.stream_options import Copying, SourceStates, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, named_nodes
 from trainrun.interfaces import (
@@ -166,8 +166,8 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     sources, drawn = build_sources(config, notes)
     facts = facts_of_all(sources, build_transform(config, "train"))
     check_alike(config, sources)
-    task, tally = build_task(config, facts), TokenCounter()
-    streams = open_streams(config, site, sources, task, tally, notes, drawn)
+    task, tally, places = build_task(config, facts), TokenCounter(), SourceStates()
+    streams = open_streams(config, site, sources, task, tally, notes, drawn, places)
     train, test = streams.pop("train"), streams.pop("test", None)
     validation = streams
     check_numbers(config, sources)
@@ -232,7 +232,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         train=train, validation=validation, test=test, triggers=triggers, checkpoints=checkpoints, monitors=monitors,
         data_facts=facts, phases=site.phases, step=step, accumulate=build_accumulate(retry, counting),
         compile_log=compile_log, counting=counting, hooks=hooks, positions=tally.planned, optimizers=optimizers,
-        own_step=own_step,
+        own_step=own_step, places=places,
     )  # fmt: skip
     return run, run_facts(run, site, rhythm, notes)
 
@@ -251,14 +251,16 @@ def prepare_task(
 
 def open_streams(
     config: RunConfig, site: RunContext, sources: dict[str, Any], task: Any, tally: TokenCounter, notes: list[str],
-    drawn: Drawn | None,
+    drawn: Drawn | None, places: SourceStates,
 ) -> dict[str, Batches]:  # fmt: skip
     """The batches of every split that has data."""
     report = report_to([monitor.on_note for monitor in site.monitors])
     copying = copying_of(site)
     sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
     streams = {
-        name: open_split(config, site.parallel, name, source, notes, report, tally, copying, sizes, drawn)
+        name: open_split(
+            config, site.parallel, name, source, notes, report, tally, copying, sizes, drawn, places
+        )
         for name, source in sources.items()
     }
     notes += filter(None, [applied(config)])

@@ -14,7 +14,7 @@ from trainrun.data.facts import (
     kind_of_input,
 )
 from trainrun.data.pipeline import open_batches
-from trainrun.data.stream_options import Copying, Report, Sizes, StreamOptions, TokenCounter
+from trainrun.data.stream_options import Copying, Report, Sizes, SourceStates, StreamOptions, TokenCounter
 from trainrun.errors import ConfigError
 from trainrun.instantiate import build, named_nodes
 from trainrun.interfaces import Batches, DataFacts, Parallel
@@ -63,13 +63,13 @@ def kind_of(split: str) -> str:
 def open_split(
     config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
     tally: TokenCounter | None = None, copying: Copying | None = None, sizes: Sizes | None = None,
-    drawn: Drawn | None = None,
+    drawn: Drawn | None = None, places: SourceStates | None = None,
 ) -> Batches | None:  # fmt: skip
     """tally: counts the useful tokens of training batches. copying: surrounds their copies to a GPU. sizes: counts
     items before a batch is copied there. drawn: how often training samples come."""
     if source is None:
         return None
-    options = stream_options(config, parallel, name, report, tally, copying, sizes, drawn)
+    options = stream_options(config, parallel, name, report, tally, copying, sizes, drawn, places)
     batches, note = open_batches(source, options)
     notes += note.splitlines()
     return batches
@@ -78,7 +78,7 @@ def open_split(
 def stream_options(
     config: RunConfig, parallel: Parallel, name: str, report: Report,
     tally: TokenCounter | None = None, copying: Copying | None = None, sizes: Sizes | None = None,
-    drawn: Drawn | None = None,
+    drawn: Drawn | None = None, places: SourceStates | None = None,
 ) -> StreamOptions:  # fmt: skip
     data, training = config.data, name == "train"
     assert config.seed is not None
@@ -120,6 +120,8 @@ def stream_options(
         copying=copying if training else None,
         sizes=sizes,
         drawn=drawn if training else None,
+        shuffle_buffer=data.shuffle_buffer if training else None,
+        places=places if training and places is not None else SourceStates(),
         float_dtype=data_float_dtype(config.precision.mode),
     )
 

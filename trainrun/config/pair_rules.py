@@ -96,6 +96,8 @@ def _sampling(config: RunConfig) -> Rules:
          "data.sampling=weighted: needs data.weights: a column, a file or a list of one weight a sample"),
         (data.weights is not None and data.sampling != "weighted",
          "data.weights: has no effect without data.sampling=weighted"),
+        (data.shuffle_buffer and not data.shuffle,
+         f"data.shuffle=false: data.shuffle_buffer={data.shuffle_buffer} shuffles; leave one of them out"),
         (asked and not data.shuffle, f"data.shuffle=false: {asked} has no order of its own; leave one of them out"),
         (data.sampling == "balanced" and (config.task or {}).get("class_weights") == "balanced",
          "data.sampling=balanced: task.class_weights=balanced makes up for the same once more; leave one of them out"),

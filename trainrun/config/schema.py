@@ -75,6 +75,9 @@ class DataConfig:
         None, "samples of one step over all ranks; sets the accumulation", at_least=1, aliases=("global_batch_size",),
     )  # fmt: skip
     shuffle: bool = setting(True, "a new order in every epoch")
+    shuffle_buffer: int | None = setting(
+        None, "of an iterable source: so many samples at a time are shuffled", at_least=2
+    )
     sampling: str = choice(
         "none", "balanced", "weighted",
         help="how often a training sample comes: once an epoch, every class equally often, or by data.weights",

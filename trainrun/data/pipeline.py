@@ -46,6 +46,11 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[Batches, str]:
         sequences = partial(_sequence_plan, source, options=options)
         batches, collate, line = open_iterable(source, options, sequences)
         return _finished(options, collate, None, batches), f"{options.key}: {line}"
+    if options.shuffle_buffer is not None:
+        raise DataError(
+            f"data.shuffle_buffer={options.shuffle_buffer}: {options.key} can be read in any order and is shuffled "
+            "as a whole; leave it out"
+        )
     prepared = prepared_source(source, options)
     if options.tally is not None:
         options.tally.planned = prepared.positions

@@ -62,6 +62,28 @@ class TokenCounter:
         return 0.0 if found is None else float(found)
 
 
+class SourceStates:
+    """Where the source of the training stood at its last batches, as it says itself: kept for a resume.
+
+    parts: among so many readers, each with one of its own, it is divided.
+    """
+
+    KEPT = 256  # batches read ahead of the training, and those of one step, at most
+
+    def __init__(self) -> None:
+        self.parts = 1
+        self._known: dict[tuple[int, int], Any] = {}
+
+    def keep(self, epoch: int, place: int, known: Any) -> None:
+        self._known[epoch, place] = known
+        if len(self._known) > self.KEPT:
+            del self._known[next(iter(self._known))]
+
+    def at(self, epoch: int, place: int) -> Any:
+        """None: it did not say, or so long ago that it is read again."""
+        return self._known.get((epoch, place))
+
+
 @dataclass(frozen=True)
 class StreamOptions:
     """How one stream is read.
@@ -76,7 +98,8 @@ class StreamOptions:
     limit: a fraction of the micro-batches (float) or their number (int); in evaluation a fraction of the
         samples, or as many as so many batches of one rank hold.
     may_grow: batch_size is a suggestion, and small inputs in memory come in larger batches, for evaluation.
-    max_sequence_length and float_dtype: see `Preparation`. drawn: as in `Plan`.
+    max_sequence_length and float_dtype: see `Preparation`. drawn: as in `Plan`. shuffle_buffer and places: of
+        an iterable source.
     """
 
     key: str
@@ -117,6 +140,8 @@ class StreamOptions:
     tally: TokenCounter | None = None
     sizes: Sizes | None = None
     drawn: Drawn | None = None
+    shuffle_buffer: int | None = None
+    places: SourceStates = field(default_factory=SourceStates)
 
     @property
     def pins(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.schema import RunConfig
 from trainrun.data.order.sampler import LISTED, ORDER
+from trainrun.data.stream_options import SourceStates
 from trainrun.errors import CheckpointError, TrainingError
 from trainrun.interfaces import (
     Agreed,
@@ -82,6 +83,7 @@ class Components:
     counting: Counting
     hooks: Hooks
     positions: Mapping[str, float] = field(default_factory=dict)
+    places: SourceStates = field(default_factory=SourceStates)
     optimizers: Mapping[str, NamedOptimizer] = field(default_factory=dict)
     own_step: Any = None
 
@@ -154,6 +156,8 @@ class Components:
             (ours if self.parallel.rank else shared)["hooks"] = states
         if kept := saved_state(self.own_step, self.parallel.device):
             (ours if self.parallel.rank else shared)["step"] = kept
+        if stands := self.places.at(state.epoch, state.batches):
+            ours["source"] = {"stands": stands}
         return self.parallel.state_dict(shared), ours
 
     def _optimizer_state(self) -> dict[str, Any]:
@@ -172,6 +176,7 @@ class Components:
             "num_samples": self.train.num_samples,
             "order": ORDER,
             "ranks": ranks,
+            "parts": self.places.parts,
         }
 
     def load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
@@ -221,6 +226,8 @@ class Components:
         if own is None:
             state.load_state_dict(shared["train"] | {"losses": None, "logged_items": 0})
             return state
+        if "source" in own and shared["stream"]["samples_per_batch"] == self.stream()["samples_per_batch"]:
+            self.places.keep(shared["train"]["epoch"], shared["train"]["batches"], own["source"]["stands"])
         losses = own["train"]["losses"]
         moved = None if losses is None else losses.to(device)
         state.load_state_dict(shared["train"] | own["train"] | {"losses": moved})
@@ -257,6 +264,12 @@ class Components:
                 f"checkpoint {place}: saved in the middle of an epoch by a version of trainrun that put more than "
                 f"{LISTED:,} samples in another order; go on with that version, or begin with these weights alone: "
                 "init_from=..."
+            )
+        parts = then.get("parts", 1)
+        if shared["train"]["batches"] and parts != now["parts"]:
+            raise CheckpointError(
+                f"checkpoint {place}: saved in the middle of an epoch whose source was divided among {parts} readers, "
+                f"and now there are {now['parts']}; use parallel.devices and data.num_workers as before"
             )
         samples = shared["train"]["batches"] * then["samples_per_batch"]
         if samples % now["samples_per_batch"]:

@@ -60,7 +60,8 @@ class Reading(NamedTuple):
     """A batch on its way to the main process.
 
     data: None if no sample could be read, and none has to stand in. indices: of the samples in it, as a
-    list, because a tensor would take shared memory and an open file. faults: of the samples left out.
+    list, because a tensor would take shared memory and an open file. faults: of the samples left out. state: where an
+    iterable source then stands.
     """
 
     data: Any
@@ -68,6 +69,7 @@ class Reading(NamedTuple):
     real: bool
     last: bool
     faults: tuple[str, ...] = ()
+    state: Any = None
 
     def micro_batch(self) -> MicroBatch:
         return MicroBatch(self.data, self.real, self.last, torch.tensor(self.indices, dtype=torch.int64))

@@ -16,7 +16,7 @@ from trainrun.data.engines.batch_reader import BatchReader, Key, Recipe
 from trainrun.data.engines.choice import Choice, choose, describe_workers, ways_to_read
 from trainrun.data.engines.generators import GlobalDraw
 from trainrun.data.engines.in_memory import ResidentBatches
-from trainrun.data.engines.iterable import StreamReader
+from trainrun.data.engines.iterable import InStep, StreamReader, has_parts
 from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.engines.threads import ThreadBatches
 from trainrun.data.order.sampler import Plan, StreamPlan
@@ -127,7 +127,9 @@ def open_iterable(
 ) -> tuple[Batches, Collate | None, str]:
     """The stream of an IterableDataset, how it is collated, and how it is read."""
     number = 0 if options.num_workers == "auto" else options.num_workers
-    _check_iterable(number, options)
+    parts = options.world_size * max(1, number)
+    divided = options.training and parts > 1 and has_parts(source, parts)
+    _check_iterable(1 if divided else number, options)
     try:
         length: int | None = len(source)
     except TypeError:  # it has no __len__
@@ -139,16 +141,25 @@ def open_iterable(
     preparation = Preparation(options.float_dtype, options.max_sequence_length if found is None else None)
     recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
                     transform_key=options.transform_key)  # fmt: skip
-    reader = StreamReader(source, plan, length, most, recipe)
-    on_host = LoaderBatches(reader, plan, number, options, _skips(options, plan))
+    reader = StreamReader(
+        source, plan, length, most, recipe, options.shuffle_buffer or 0, max(1, number) * divided
+    )
+    options.places.parts = reader.parts
+    on_host: Batches = LoaderBatches(reader, plan, number, options, _skips(options, plan))
+    if divided and options.world_size > 1:
+        assert options.gather is not None
+        on_host = InStep(on_host, options.gather, options.key)
     reason = "asked for" if options.num_workers != "auto" else "an IterableDataset"
+    if divided:
+        reason += f"; each of {parts} readers has a part of its own"
     return _fed(on_host, options), collate, f"{describe_workers(number)} ({reason})"
 
 
 def _check_iterable(number: int, options: StreamOptions) -> None:
     key = options.key
     wrong = {
-        f"data.num_workers={number}": number > 1 and ", which at most 1 worker can read in order; use 0 or 1",
+        f"data.num_workers={number}": number > 1
+        and ", which at most 1 worker can read in order; use 0 or 1, or give it shard(num_shards, index)",
         "data.engine=resident": options.engine == "resident" and "; use data.engine=auto",
         "data.engine=threads": options.engine == "threads"
         and "; use data.engine=workers with data.num_workers=1 to read it beside the training",

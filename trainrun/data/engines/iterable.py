@@ -1,30 +1,66 @@
-"""Batches of torch's IterableDataset: samples that can only be read one after the other."""
+"""Batches of torch's IterableDataset: samples that can only be read one after the other.
+
+A source with `shard(num_shards, index)`, as `datasets.IterableDataset` has it, and without a length is read in parts:
+each rank, and each of its workers, forms batches of a part of its own. Every other source is read whole by every rank,
+which takes its share of each batch. A source with `state_dict` and `load_state_dict` is asked after each batch where it
+stands, and a resume goes on from there; of every other the samples before are read again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
-from trainrun.data.engines.batch_reader import Reading, Recipe, Transform, collated, failure_or_raise
-from trainrun.data.engines.generators import seed_globals, seeded
+from trainrun.data.engines.batch_reader import (
+    Reading,
+    Recipe,
+    Transform,
+    WorkerFailure,
+    collated,
+    failure_or_raise,
+)
+from trainrun.data.engines.generators import generator_of, seed_globals, seeded, takes
+from trainrun.data.engines.stream import Around
 from trainrun.data.order.sampler import Plan, batch_too_large, behind_the_end, share_bounds
 from trainrun.errors import DataError
+from trainrun.interfaces import Batches, KeepsState, MicroBatch
 from trainrun.runtime.user_traceback import ANY_FAULT, line_of
+
+SHUFFLE = 3  # of the numbers that the order inside a block is drawn from
+Keep = Callable[[int, Any], None]
+
+
+@dataclass
+class Place:
+    """A place that can be found again. taken: samples before it; state: what the source said there. source: what is
+    read; None once it is at its end, where it may be ready to begin again."""
+
+    taken: int = 0
+    state: Any = None
+    source: Any = None
+
+    def ask(self, taken: int) -> None:
+        """Note this place, where the source can say it."""
+        if keeps_place(self.source):
+            self.taken, self.state = taken, copy.deepcopy(self.source.state_dict())
 
 
 @dataclass(frozen=True, eq=False)
 class StreamReader(IterableDataset[Any]):  # the base class is how torch tells it from a map-style one
     """One epoch of one rank from position `start` on, in a worker or in the main process.
 
-    It reads the samples of all ranks in order, forms the global micro-batches and collates its own
-    share of each, so W ranks see what one rank would see. The global generators are seeded before
-    every sample by (seed, epoch, position of the sample).
-    num_samples: of an epoch; None if the data set has no length. most: micro-batches, in evaluation
-    samples, that are read; None is all.
+    Read whole, it forms the global micro-batches and collates its own share of each, so W ranks see what one rank would
+    see. The global generators are seeded before every sample by (seed, epoch, number of the sample).
+    num_samples: of an epoch; None if the data set has no length. most: micro-batches, in evaluation samples, that are
+    read; None is all. buffer: samples that are shuffled together; 0: none. readers: processes of this rank with a part
+    each; 0: the source is read whole. turn: the reader whose batch is first. begun: by reader, its batches before and a
+    place from which the next is found; those that are missing begin at the beginning.
     """
 
     dataset: Any
@@ -32,86 +68,214 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     num_samples: int | None
     most: int | None
     recipe: Recipe
+    buffer: int = 0
+    readers: int = 0
     epoch: int = 0
     start: int = 0
+    turn: int = 0
+    begun: dict[int, tuple[int, Place]] = field(default_factory=dict)
 
-    def at(self, epoch: int, start: int) -> StreamReader:
-        """The reader of another epoch. Opening it is O(start): the samples before are read and thrown away."""
-        return replace(self, epoch=self.plan.effective_epoch(epoch), start=start)
+    def at(self, epoch: int, start: int, known: Any) -> StreamReader:
+        """The reader of another epoch. known: what `in_turns` kept there; without it opening is O(start): the samples
+        before are read and thrown away."""
+        turn, found = known or (0, ())
+        begun = {role: (batches, Place(taken, state)) for role, batches, taken, state in found}
+        return replace(self, epoch=self.plan.effective_epoch(epoch), start=start, turn=turn, begun=begun)
+
+    @property
+    def parts(self) -> int:
+        return self.plan.world_size * self.readers if self.readers else 1
+
+    @property
+    def again(self) -> bool:
+        """Whether the batches of several readers before `start` are made once more."""
+        return self.readers > 1 and not self.begun
 
     def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        role = ((info.id if info is not None else 0) + self.turn) % max(1, self.readers)
         try:
-            yield from with_last(self._batches())
+            if self.readers > 1:
+                forget_worker()
+            batches = self._batches(role)
+            yield from batches if self.readers else with_last(batches)
         except DataError as error:
-            yield failure_or_raise(error)
+            if info is None:
+                raise
+            yield WorkerFailure(str(error), "") if get_worker_info() is None else failure_or_raise(error)
+        while self.readers > 1:  # the others go on, and each has its turn
+            yield Reading(None, [role], False, False)
 
-    def _batches(self) -> Iterator[Reading]:
-        plan, count, position = self.plan, 0, 0
-        for samples in islice(self._global_batches(), self.most if plan.training else None):
-            count += 1
-            first, position = position, position + len(samples)
-            if count <= self.start:
-                continue  # its samples had to be read, but not to be collated
-            begin, end = share_bounds(len(samples), plan.rank, plan.world_size)
-            if begin < end:
-                yield self._reading(samples[begin:end], first + begin, True)
-            elif plan.training:
-                yield self._reading(samples[:1], first, False)
-        if count == 0:
-            raise DataError(f"{self.recipe.key}: {self._name} gave no batch in epoch {self.epoch}")
-        if count <= self.start:
-            raise behind_the_end(self.start, count)
-
-    def _global_batches(self) -> Iterator[list[Any]]:
-        """The samples of each micro-batch over all ranks, from the beginning of the epoch."""
-        plan = self.plan
-        samples = islice(self._samples(), None if plan.training else self.most)
-        first = True
-        while chunk := list(islice(samples, plan.global_size)):
-            if len(chunk) < plan.global_size:
-                if first and plan.training:
+    def _batches(self, role: int) -> Iterator[Reading]:
+        plan = replace(self.plan, rank=0, world_size=1) if self.readers else self.plan
+        parts, mine = self.parts, self.plan.rank * self.readers + role
+        start, place = self.begun.get(role, (0 if self.readers > 1 else self.start, Place()))
+        place, size, count, position = replace(place), plan.global_size, start, place.taken
+        samples = islice(self._samples(place, mine), None if plan.training else self.most)
+        for _ in islice(samples, start * size - position):
+            position += 1  # it had to be read, but not to be collated
+        most = self.most if plan.training and not self.readers else None
+        while (most is None or count < most) and (chunk := list(islice(samples, size))):
+            if len(chunk) < size:
+                if count == 0 and plan.training and not self.readers:
                     raise batch_too_large(self.recipe.key, len(chunk), plan)
                 if plan.drop_last:
-                    return
-            first = False
-            yield chunk
+                    break
+            count, first, position = count + 1, position, position + len(chunk)
+            if not self.buffer:
+                place.ask(position)
+            begin, end = share_bounds(len(chunk), plan.rank, plan.world_size)
+            stands = (role, count, place.taken, place.state) if keeps_place(self.dataset) else None
+            if begin < end:
+                numbers = [(first + i) * parts + mine * (parts > 1) for i in range(begin, end)]
+                yield self._reading(chunk[begin:end], numbers, True)._replace(state=stands)
+            elif plan.training:
+                yield self._reading(chunk[:1], [first], False)._replace(state=stands)
+        if count > start:
+            return
+        spare = next(self._samples(Place(), mine), None) if self.readers else None
+        if spare is not None:  # other readers, or ranks, may go on
+            yield self._reading([spare], [mine], False)
+        elif self.readers < 2 and not position:
+            raise DataError(f"{self.recipe.key}: {self._name(mine)} gave no batch in epoch {self.epoch}")
+        elif not self.readers:
+            all_of_them = position // size if plan.drop_last else -(-position // size)
+            raise behind_the_end(start, all_of_them if most is None else min(most, all_of_them))
 
-    def _samples(self) -> Iterator[Any]:
-        seed, epoch, position = self.plan.seed, self.epoch, 0
-        end = object()
+    def _samples(self, place: Place, mine: int) -> Iterator[Any]:
+        """From `place` on, which then is where the next sample is found again: with a buffer the begin of its block."""
+        raw, taken = self._raw(place, mine), place.taken
+        if not self.buffer:
+            yield from raw
+            return
+        while block := list(islice(raw, self.buffer)):
+            parts = (self.plan.seed, self.epoch, taken // self.buffer * self.parts + mine, SHUFFLE)
+            for index in torch.randperm(len(block), generator=generator_of(*parts)).tolist():
+                yield block[index]
+            taken += len(block)
+            place.ask(taken)
+
+    def _raw(self, place: Place, mine: int) -> Iterator[Any]:
+        """Every sample in the source's order."""
+        seed, epoch, position, parts = self.plan.seed, self.epoch, place.taken, self.parts
+        source, end = self.dataset, object()
         try:
             seed_globals(seed, epoch)
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(epoch)
-            samples = iter(self.dataset)
+            if parts > 1:
+                source = source.shard(num_shards=parts, index=mine)
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
+            if place.state is not None:
+                source = copy.copy(source)  # the next epoch begins at the beginning
+                source.load_state_dict(copy.deepcopy(place.state))
+            place.source, samples = source, iter(source)
             while True:
-                seed_globals(seed, epoch, position)
+                seed_globals(seed, epoch, position * parts + mine * (parts > 1))
                 sample = next(samples, end)
                 if sample is end:
                     break
                 position += 1
                 yield sample
+            place.source = None
         except ANY_FAULT as error:
             raise DataError(
-                f"{self.recipe.key}: sample {position} of {self._name} cannot be read: "
+                f"{self.recipe.key}: sample {position} of {self._name(mine)} cannot be read: "
                 f"{type(error).__name__}: {error}{line_of(error)}"
             ) from error
         if self.num_samples not in (None, position):
             raise DataError(
-                f"{self.recipe.key}: len() of {self._name} says {self.num_samples} samples, but its iterator gave "
-                f"{position}; correct __len__ or leave it out"
+                f"{self.recipe.key}: len() of {self._name(mine)} says {self.num_samples} samples, but its iterator "
+                f"gave {position}; correct __len__ or leave it out"
             )
 
-    def _reading(self, samples: list[Any], first: int, real: bool) -> Reading:
-        """first: position of the first sample in the epoch."""
+    def _reading(self, samples: list[Any], indices: list[int], real: bool) -> Reading:
+        """indices: numbers of the samples in the epoch."""
         transform = Transform(self.recipe, seeded, self.dataset)
-        indices = list(range(first, first + len(samples)))
         changed = [transform(sample, self.epoch, i) for i, sample in zip(indices, samples, strict=True)]
         return Reading(collated(changed, self.recipe), indices, real, False)
 
-    @property
-    def _name(self) -> str:
-        return type(self.dataset).__name__
+    def _name(self, mine: int) -> str:
+        part = f" (part {mine} of {self.parts})" if self.parts > 1 else ""
+        return f"{type(self.dataset).__name__}{part}"
+
+    def in_turns(self, items: Iterator[Reading], keep: Keep) -> Iterator[Reading]:
+        """From `start` on: a batch of each reader in its turn, until none has more.
+
+        keep: takes, with the number of batches before, what `at` needs to go on there.
+        """
+        stands = {role: (role, batches, at.taken, at.state) for role, (batches, at) in self.begun.items()}
+        given, spare, over = 0 if self.again else self.start, None, set()
+        before, readers = self.start, max(1, self.readers)
+        for number, item in enumerate(items, 1):
+            if item.data is None:
+                over.add(item.indices[0])
+                if len(over) == readers:
+                    break
+                continue
+            if self.readers and not item.real:
+                spare = item
+                continue
+            given += 1
+            if item.state is not None:
+                stands[item.state[0]] = item.state
+                keep(given, ((self.turn + number) % readers, tuple(stands.values())))
+            if given > before:
+                yield item
+            if given == self.most and self.readers:
+                break
+        if given <= before and spare is not None:
+            yield spare
+
+
+class InStep(Around):
+    """Batches of a rank whose part of a source may be shorter than that of another: it then goes on with fillers.
+
+    gather: the value of every rank, on every rank; asked once for each batch.
+    """
+
+    def __init__(self, batches: Batches, gather: Callable[[Any], list[Any]], key: str) -> None:
+        super().__init__(batches)
+        self._gather, self._key = gather, key
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        batches = self._batches.epoch(epoch, start)
+        mine = next(batches, None)
+        filler, goes_on = mine, any(self._gather(mine is not None and mine.real))
+        if not goes_on:
+            raise DataError(f"{self._key}: no rank has a batch from batch {start} of epoch {epoch} on")
+        while goes_on:
+            following = next(batches, None) if mine is not None and not mine.last else None
+            goes_on = any(self._gather(following is not None and following.real))
+            filler = mine or filler
+            assert filler is not None
+            yield filler._replace(real=mine is not None and mine.real, last=not goes_on)
+            mine = following
+
+
+def keeps_place(source: Any) -> bool:
+    """Whether a source can say where it stands, and go on from there."""
+    return isinstance(source, KeepsState)
+
+
+def has_parts(source: Any, number: int) -> bool:
+    """Whether so many readers can each have a part; one that has fewer shards, or a length, is read whole."""
+    shard, shards = getattr(source, "shard", None), getattr(source, "num_shards", number)
+    return (
+        takes(shard, "num_shards")
+        and takes(shard, "index")
+        and not hasattr(source, "__len__")
+        and shards >= number
+    )
+
+
+def forget_worker() -> None:
+    """A part is not to be divided again by a source that looks which worker of the DataLoader it is in."""
+    module: Any = getattr(torch.utils.data._utils, "worker", None)
+    if not hasattr(module, "_worker_info"):
+        raise DataError(
+            "data.num_workers: this version of torch cannot read parts in several workers; use 0 or 1"
+        )
+    module._worker_info = None
 
 
 def with_last(batches: Iterator[Reading]) -> Iterator[Reading]:

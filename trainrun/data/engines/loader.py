@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from trainrun.data.bad_samples import Skips
 from trainrun.data.batch import pinned
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading, WorkerFailure
-from trainrun.data.engines.iterable import StreamReader
+from trainrun.data.engines.iterable import StreamReader, with_last
 from trainrun.data.engines.workers import LoaderWorkers, WorkerDied, WorkerLate
 from trainrun.data.order.sampler import StreamPlan
 from trainrun.data.stream_options import StreamOptions
@@ -35,6 +36,14 @@ def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]
             skips.end()  # now: the taker of the last batch may not ask for another
         if reading.data is not None:
             yield reading.micro_batch()
+
+
+def sound(items: Iterator[Any]) -> Iterator[Any]:
+    """What workers have read. DataError: one failed."""
+    for item in items:
+        if isinstance(item, WorkerFailure):
+            raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
+        yield item
 
 
 class KeySource:
@@ -97,8 +106,6 @@ class LoaderBatches:
                 items = self._open(epoch, place)
                 asked = True
                 for item in items:
-                    if isinstance(item, WorkerFailure):
-                        raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
                     yield item
                     place += 1
                     if item.last:
@@ -118,17 +125,22 @@ class LoaderBatches:
         reader: Any = self._reader
         if isinstance(reader, StreamReader):
             self._end()  # its workers hold the epoch
-            reader, keys = reader.at(epoch, place), None
-        else:
-            keys, self._keys.keys = self._keys, keys_of(self._plan, epoch, place)
+            reader = reader.at(epoch, place, self._options.places.at(epoch, place))
+            items = self._read_here(iter(reader)) if self._number == 0 else self._of_workers(reader, None)
+            in_turns = reader.in_turns(items, partial(self._options.places.keep, epoch))
+            return with_last(in_turns) if reader.readers else in_turns
+        keys, self._keys.keys = self._keys, keys_of(self._plan, epoch, place)
         if self._number == 0:
-            return self._read_here(iter(reader) if keys is None else map(reader.read, keys))
+            return self._read_here(map(reader.read, keys))
         if self._workers is None or not self._options.persistent_workers or not self._workers.restart_epoch():
             self._end()
-            if keys is not None:  # torch may have asked for some of them
-                keys.keys = keys_of(self._plan, epoch, place)
-            self._workers = LoaderWorkers(reader, keys, self._number, self._options)
-        return iter(self._workers)
+            keys.keys = keys_of(self._plan, epoch, place)  # torch may have asked for some of them
+            return self._of_workers(reader, keys)
+        return sound(iter(self._workers))
+
+    def _of_workers(self, reader: BatchReader | StreamReader, keys: KeySource | None) -> Iterator[Any]:
+        self._workers = LoaderWorkers(reader, keys, self._number, self._options)
+        return sound(iter(self._workers))
 
     def _read_here(self, items: Iterator[Any]) -> Iterator[Any]:
         """In the main process the global generators stay put."""
