@@ -95,7 +95,7 @@ def test_a_resume_in_the_middle_of_an_epoch_changes_nothing(way, folder):
 
 @pytest.mark.process
 def test_a_divided_stream_is_not_gone_on_with_by_other_readers(folder, capsys):
-    words = [*WORDS, *WAYS["parts"], "data.batch_size=2"]
+    words = [*WORDS, *WAYS["parts"]]
     assert main([*words, "trainer.max_steps=3", "hydra.run.dir=r"]) == 0
     assert main(["resume", "r", "trainer.max_steps=5", "data.num_workers=0"]) != 0
     assert (
