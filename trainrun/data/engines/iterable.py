@@ -37,7 +37,7 @@ Keep = Callable[[int, Any], None]
 
 
 @dataclass
-class Place:
+class SourcePlace:
     """A place that can be found again. taken: samples before it; state: what the source said there. source: what is
     read; None once it is at its end, where it may be ready to begin again."""
 
@@ -73,13 +73,13 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     epoch: int = 0
     start: int = 0
     turn: int = 0
-    begun: dict[int, tuple[int, Place]] = field(default_factory=dict)
+    begun: dict[int, tuple[int, SourcePlace]] = field(default_factory=dict)
 
     def at(self, epoch: int, start: int, known: Any) -> StreamReader:
         """The reader of another epoch. known: what `in_turns` kept there; without it opening is O(start): the samples
         before are read and thrown away."""
         turn, found = known or (0, ())
-        begun = {role: (batches, Place(taken, state)) for role, batches, taken, state in found}
+        begun = {role: (batches, SourcePlace(taken, state)) for role, batches, taken, state in found}
         return replace(self, epoch=self.plan.effective_epoch(epoch), start=start, turn=turn, begun=begun)
 
     @property
@@ -109,7 +109,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     def _batches(self, role: int) -> Iterator[Reading]:
         plan = replace(self.plan, rank=0, world_size=1) if self.readers else self.plan
         parts, mine = self.parts, self.plan.rank * self.readers + role
-        start, place = self.begun.get(role, (0 if self.readers > 1 else self.start, Place()))
+        start, place = self.begun.get(role, (0 if self.readers > 1 else self.start, SourcePlace()))
         place, size, count, position = replace(place), plan.global_size, start, place.taken
         samples = islice(self._samples(place, mine), None if plan.training else self.most)
         for _ in islice(samples, start * size - position):
@@ -133,7 +133,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                 yield self._reading(chunk[:1], [first], False)._replace(state=stands)
         if count > start:
             return
-        spare = next(self._samples(Place(), mine), None) if self.readers else None
+        spare = next(self._samples(SourcePlace(), mine), None) if self.readers else None
         if spare is not None:  # other readers, or ranks, may go on
             yield self._reading([spare], [mine], False)
         elif self.readers < 2 and not position:
@@ -142,7 +142,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             all_of_them = position // size if plan.drop_last else -(-position // size)
             raise behind_the_end(start, all_of_them if most is None else min(most, all_of_them))
 
-    def _samples(self, place: Place, mine: int) -> Iterator[Any]:
+    def _samples(self, place: SourcePlace, mine: int) -> Iterator[Any]:
         """From `place` on, which then is where the next sample is found again: with a buffer the begin of its block."""
         raw, taken = self._raw(place, mine), place.taken
         if not self.buffer:
@@ -155,7 +155,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             taken += len(block)
             place.ask(taken)
 
-    def _raw(self, place: Place, mine: int) -> Iterator[Any]:
+    def _raw(self, place: SourcePlace, mine: int) -> Iterator[Any]:
         """Every sample in the source's order."""
         seed, epoch, position, parts = self.plan.seed, self.epoch, place.taken, self.parts
         source, end = self.dataset, object()
