@@ -32,7 +32,7 @@ OURS = re.compile(
     r"|trainrun\.data\.readers\.\w+\.\w+\.load"
     r"|trainrun\.scheduler\.curves\.[a-z]\w*"
     r"|trainrun\.transform\.(?:lora\.lora|freeze\.freeze)|trainrun\.hook\.\w+\.[A-Z]\w*"
-    r"|trainrun\.smaller\.(?:int8\.int8|prune\.\w+)"
+    r"|trainrun\.smaller\.(?:int8\.int8|prune\.(?:masked|narrowed))"
     r"|trainrun\.monitor\.tensorboard\.TensorBoard"
     r"|torch\.(?:nn|optim|optim\.lr_scheduler)\.[A-Z]\w*",
     re.ASCII,
