@@ -87,9 +87,7 @@ STOP = [
     "monitor.stop._target_=own.Stops",
     "monitor.stop.step=16",
 ]  # 12 steps an epoch: in the middle of the second
-THAW = [
-    "hook.thaw._target_=trainrun.hook.unfreeze.Unfreeze", "hook.thaw.patterns=layers.1.*", "hook.thaw.epoch=1",
-]  # fmt: skip
+THAW = ["model.freeze=layers.1.*", "model.unfreeze_at=1epoch"]
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +156,12 @@ def test_a_step_in_one_graph_takes_no_hook(capsys: pytest.CaptureFixture[str]) -
     assert "does not go with hook.mine" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [[], ["optimizer=sgd", "optimizer.momentum=0.9"], ["trainer.ema=true"]])
+@pytest.mark.parametrize("more",
+    [
+        [], ["optimizer=sgd", "optimizer.momentum=0.9"], ["trainer.ema=true", "optimizer.no_decay=auto"],
+        ["precision=bf16-true", "precision.master_weights=true", "trainer.accumulate_grad_batches=1"],
+    ],
+)  # fmt: skip
 def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, more: list[str]) -> None:
     words = [*SHORT[1:], *THAW, *more, "optimizer.weight_decay=0.1", "trainer.gradient_clip_val=1.0"]
     assert main([*words, "trainer.max_epochs=1", "output_dir=first"]) == 0
@@ -187,6 +190,42 @@ def test_unfrozen_parameters_enter_as_if_they_had_come_just_then(workdir: Path, 
     assert same(weights_of("whole"), weights_of("part"))
 
 
-def test_ranks_that_would_wait_for_frozen_parameters_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, *THAW, "parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=2"]) == 2
-    assert "parallel.find_unused_parameters=true" in capsys.readouterr().err
+def test_a_resume_before_they_are_trained_and_units_of_steps(workdir: Path) -> None:
+    words = [*SHORT, "model.freeze=layers.1.*", "optimizer=muon", "model.unfreeze_at=18step", *STOP]
+    assert main([*words, "output_dir=part"]) == 75
+    frozen = weights_of("part")["layers.1.weight"]
+    assert main(["resume", "part"]) == 0
+    assert main([*words, "monitor.stop=null", "output_dir=whole"]) == 0
+    assert same(weights_of("whole"), weights_of("part"))
+    assert not torch.equal(weights_of("whole")["layers.1.weight"], frozen)
+
+
+def test_two_ranks_freeze_and_unfreeze_as_one_does() -> None:
+    words = [*SHORT[2:], "trainer.max_epochs=2", *THAW]
+    assert main([*words, "data.batch_size=128", "output_dir=one"]) == 0
+    ranks = ["parallel=ddp", "parallel.accelerator=cpu", "parallel.devices=2", "data.batch_size=64"]
+    assert main([*words, *ranks, "output_dir=two"]) == 0
+    one, two = weights_of("one"), weights_of("two")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["model.freeze=layrs.1.*"], "model.freeze=layrs.1.*: fits no name in the model; did you mean layers.1"),
+        (["model.freeze=3"], "model.freeze=3: must be"),
+        (["model.unfreeze_at=1epoch"], "model.unfreeze_at=1epoch: is of frozen weights, and there are none"),
+        (["model.freeze_norm=true"], "model.freeze_norm=true: is of frozen weights, and there are none"),
+        ([*THAW[:1], "model.unfreeze_at=2h"], "model.unfreeze_at=2h: must be a duration, as 500step or 2epoch"),
+        ([*THAW[:1], "model.unfreeze_at=1.5epoch"], "model.unfreeze_at=1.5epoch: must be whole epochs"),
+        ([*THAW[:1], "model.freeze_norm=true"], "model.freeze_norm=true: no batch norm is frozen"),
+        ([*THAW, "parallel.static_graph=true"], "model.unfreeze_at trains other parameters later"),
+        ([*THAW, "trainer.compile=step"], "does not go with model.unfreeze_at"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_frozen_is_refused(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, *words]) == 2
+    assert told in capsys.readouterr().err

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from trainrun.model.gpt import Gpt
-from trainrun.transform.freeze import freeze
+from trainrun.transform.freeze import Frozen
 from trainrun.transform.lora import LoraLinear, lora, merge_lora
 
 
@@ -68,14 +70,36 @@ def test_layers_whose_weights_are_read_and_tied_ones_still_work() -> None:
     assert all(parameter.grad is None for name, parameter in model.named_parameters() if "lora" not in name)
 
 
-def test_freezing_by_name() -> None:
-    assert trained(freeze(network(), ["0.*", "2.0.weight"])) == ["2.0.bias", "2.1.weight", "2.1.bias"]
-    assert trained(freeze(network(), "*", keep="*.bias")) == ["0.bias", "2.0.bias", "2.1.bias"]
+def test_freezing_by_name_and_training_again() -> None:
+    model = network()
+    Frozen(model, ["0.*", "2.0.weight"]).set(model, True)
+    assert trained(model) == ["2.0.bias", "2.1.weight", "2.1.bias"]
+    model[2][0].bias.requires_grad_(False)  # by somebody else
+    Frozen(model, "2.0.*").set(model, False)
+    assert trained(model) == ["2.1.weight", "2.1.bias"]
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_trained() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.BatchNorm1d(4, affine=False))
+    frozen = Frozen(model, "0.*", norms=True)
+    assert frozen.norms == ["0.1"]
+    frozen.set(model, True)
+    copied = copy.deepcopy(model)
+    for network in (model, copied):
+        network.eval()
+        network.train()
+        network(torch.randn(9, 4))
+        assert (int(network[0][1].num_batches_tracked), int(network[1].num_batches_tracked)) == (0, 1)
+    frozen.set(model, False)
+    model(torch.randn(9, 4))
+    assert int(model[0][1].num_batches_tracked) == 1
+    with pytest.raises(ValueError, match="model.freeze_norm=true: no batch norm is frozen"):
+        Frozen(model, "0.0.*", norms=True)
 
 
 def test_what_fits_nothing_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match=r"patterns=2\.0\.wieght: fits no name .* mean 2\.0\.weight"):
-        freeze(network(), "2.0.wieght")
+    with pytest.raises(ValueError, match=r"model.freeze=2\.0\.wieght: fits no name .* mean 2\.0\.weight"):
+        Frozen(network(), "2.0.wieght")
     with pytest.raises(ValueError, match="target=head: fits no name in the model"):
         lora(network(), target="head")
     with pytest.raises(ValueError, match="rank=0: must be"):

@@ -120,11 +120,13 @@ def test_two_ranks_train_lora_as_one_does(base: object) -> None:
 
 
 def test_frozen_parameters_stay_and_the_optimizer_never_sees_them(base: dict[str, torch.Tensor]) -> None:
-    freeze = [
-        "transform.freeze._target_=trainrun.transform.freeze.freeze",
-        "transform.freeze.patterns=[layers.1.*]",
+    words = [
+        *SHORT,
+        "model.freeze=layers.1.*",
+        "init_from=base",
+        "trainer.max_epochs=1",
+        "optimizer.weight_decay=0.1",
     ]
-    words = [*SHORT, *freeze, "init_from=base", "trainer.max_epochs=1", "optimizer.weight_decay=0.1"]
     assert main([*words, "output_dir=run"]) == 0
     tree = tree_of("run")
     assert torch.equal(tree["model"]["layers.1.weight"], base["layers.1.weight"])

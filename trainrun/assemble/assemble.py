@@ -22,7 +22,14 @@ from trainrun.assemble.data_pipeline import (
     key_of,
     open_split,
 )
-from trainrun.assemble.model_and_transforms import apply_built_in, apply_transforms, build_model
+from trainrun.assemble.model_and_transforms import (
+    apply_built_in,
+    apply_transforms,
+    build_frozen,
+    build_model,
+    faults_of_words,
+    split_words,
+)
 from trainrun.assemble.optimizer_and_schedule import (
     SCHEDULE_KEYS,
     build_optimizer_of,
@@ -92,6 +99,7 @@ from trainrun.training.triggers import Intervals, Triggers
 
 if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
+    from trainrun.hook.unfreeze import Unfreeze
     from trainrun.timing.cuda_events import DeviceTimes
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.training.recovery.nonfinite import BadSteps
@@ -132,7 +140,7 @@ def check_targets(config: RunConfig) -> None:
     nodes: dict[str, Any] = {
         **dict(_one_or_named("data.train", data.train)),
         "data.test": data.test,
-        "model": config.model,
+        "model": split_words(config.model)[0],
     }
     nodes |= {key_of(split): node for split, node in validation_nodes(data).items()}
     nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
@@ -141,6 +149,7 @@ def check_targets(config: RunConfig) -> None:
     nodes |= {f"monitor.{name}": node for name, node in config.monitor.listeners.items()}
     nodes |= {f"hook.{name}": node for name, node in config.hook.items()}
     faults = [fault for key, node in nodes.items() if node for fault in bind_faults(node, key)]
+    faults = faults or faults_of_words(config)
     for key, node in _one_or_named("optimizer", config.optimizer):
         faults += optimizer_faults(key, node)
     for key, node in _one_or_named("scheduler", config.scheduler):
@@ -182,6 +191,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
 
         notes += load_initial(model, site.init_from, parallel, config.init)
     model = apply_transforms(config, model, device, notes)
+    frozen = build_frozen(config, model, notes)
     if config.trainer.compile.scope == "auto":
         from trainrun.assemble.compile_scope import with_scope
 
@@ -225,7 +235,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     step, own_step = build_step(config, task, calls, device, compile_log)
     step = seen_step(config, step, device, site.device_times, monitors.note)
     step = checked_step(step, site.is_new and trainer.check_task, task)
-    hooks = build_hooks(config, site)
+    hooks = build_hooks(config, site, frozen)
     run = Components(
         config=config, model=model, wrapped=wrapped, task=task, task_calls=calls,
         optimizer=optimizer, schedule=schedule, precision=precision, parallel=parallel, ema=ema, retry=retry,
@@ -295,8 +305,10 @@ def with_text(config: RunConfig, site: RunContext, notes: list[str]) -> RunConfi
     return with_tokenizer(config, site.run, site.parallel, notes)
 
 
-def build_hooks(config: RunConfig, site: RunContext) -> Hooks:
+def build_hooks(config: RunConfig, site: RunContext, frozen: Unfreeze | None) -> Hooks:
     hooks = {f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()}
+    if frozen is not None:
+        hooks["model.freeze"] = frozen
     if config.monitor.samples_every is not None:
         from trainrun.sampling.epoch_samples import EpochSamples
 

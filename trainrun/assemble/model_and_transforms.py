@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from trainrun.config.pair_rules import needs_gpu
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import MODEL_WORDS, ParallelConfig, RunConfig
+from trainrun.config.units import EPOCH, STEP, parse_duration
+from trainrun.config.validate import fault_of_value
 from trainrun.errors import ConfigError, DataError
 from trainrun.formatting import counted
-from trainrun.instantiate import build
+from trainrun.instantiate import TARGET, build, locate, parameters_of
 from trainrun.interfaces import DataFacts
 from trainrun.precision.autocast import prepare_model
+
+if TYPE_CHECKING:
+    from trainrun.hook.unfreeze import Unfreeze
 
 NO_BLOCKS = (
     "the model has no blocks to compute again: no torch.nn.ModuleList or torch.nn.Sequential with several children "
@@ -31,7 +38,7 @@ def build_model(
     config: RunConfig, facts: DataFacts, materialize: Callable[[Callable[[], nn.Module]], nn.Module]
 ) -> nn.Module:
     """A model that asks for `in_shape`, `num_classes` or `vocab_size` with null gets them from the data."""
-    node = dict(config.model)
+    node, said = split_words(config.model)
     classes = facts.num_classes
     known = {"in_shape": facts.shape and list(facts.shape), "num_classes": classes, "vocab_size": classes}
     for name, value in known.items():
@@ -41,9 +48,88 @@ def build_model(
             node[name] = value
 
     def new_model() -> nn.Module:
-        return checked(build(node, "model"), f"model._target_={node['_target_']}")
+        model = checked(build(node, "model"), f"model._target_={node[TARGET]}")
+        if said.get("init") == "zero-gamma":
+            from trainrun.transform.residual_ends import zero_gammas
+
+            with told_of_a_setting(ValueError):
+                zero_gammas(model)
+        elif "init" in said:
+            from trainrun.model.init import initialize
+
+            initialize(model, said["init"])
+        return model
 
     return in_form(materialize(new_model), config)
+
+
+def split_words(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The node of a model without our words, and those; an argument of its class by such a name is the class's."""
+    if not (names := MODEL_WORDS.keys() & node):
+        return dict(node), {}
+    ours = (
+        str(node[TARGET]).startswith("trainrun.") and node.get("init") == "zero-gamma"
+    )  # beside its own scheme
+    own = {item.name for item in parameters_of(locate(node[TARGET], "model")) or ()}
+    said = {name: node[name] for name in MODEL_WORDS if name in names - own or (ours and name == "init")}
+    return {name: value for name, value in node.items() if name not in said}, said
+
+
+def faults_of_words(config: RunConfig) -> list[str]:
+    """A line for each of them that is wrong; the target must be there."""
+    said = split_words(config.model)[1]
+    faults = [
+        f"model.{n}={fault}" for n, value in said.items() if (fault := fault_of_value(value, MODEL_WORDS[n]))
+    ]
+    for name in ("freeze_norm", "unfreeze_at"):
+        if (value := said.get(name)) and not said.get("freeze"):
+            typed = "true" if value is True else value
+            faults.append(
+                f"model.{name}={typed}: is of frozen weights, and there are none; add model.freeze='encoder.*'"
+            )
+    if (value := said.get("unfreeze_at")) is not None:
+        try:
+            whole = parse_duration(value, STEP, EPOCH).amount.is_integer()
+            faults += (
+                [] if whole else [f"model.unfreeze_at={value}: must be whole epochs; use steps, as 500step"]
+            )
+        except ValueError as error:
+            faults.append(f"model.unfreeze_at={value}: {error}")
+        if config.parallel.static_graph:
+            faults.append(
+                "parallel.static_graph=true: model.unfreeze_at trains other parameters later; leave one of them out"
+            )
+    return faults
+
+
+def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfreeze | None:
+    """What is frozen for good is frozen here, before any optimizer sees it; the hook does the rest."""
+    said = split_words(config.model)[1]
+    if not said.get("freeze"):
+        return None
+    from trainrun.hook.unfreeze import Unfreeze
+    from trainrun.transform.freeze import Frozen
+
+    with told_of_a_setting(ValueError):
+        frozen = Frozen(model, said["freeze"], said.get("freeze_norm", False))
+    until = said.get("unfreeze_at")
+    size = sum(param.numel() for param in frozen.params)
+    notes.append(
+        f"model.freeze: {counted(len(frozen.params), 'tensor')} ({counted(size, 'parameter')}) frozen"
+        + (f", {counted(len(frozen.norms), 'batch norm')} in evaluation mode" if frozen.norms else "")
+        + ("" if until is None else f", until {until}")
+    )
+    if until is None:
+        frozen.set(model, True)
+        return Unfreeze(frozen, None, False)
+    found = parse_duration(until, STEP, EPOCH)
+    return Unfreeze(frozen, int(found.amount), found.unit == EPOCH)
+
+
+def ranks_of(config: RunConfig) -> ParallelConfig:
+    """How ranks work together: they must not wait for gradients of what is trained later."""
+    later = (config.model or {}).get("unfreeze_at") is not None
+    return replace(config.parallel, find_unused_parameters=True) if later else config.parallel
 
 
 def checked(model: object, key: str, way_out: str = "") -> nn.Module:
@@ -106,11 +192,11 @@ def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, no
 
 
 @contextmanager
-def told_of_a_setting() -> Iterator[None]:
-    """A technique refuses with a RuntimeError that names the setting: no such device, package or compiler."""
+def told_of_a_setting(kind: type[Exception] = RuntimeError) -> Iterator[None]:
+    """A technique refuses with an error that names the setting: no such device, package, compiler or name."""
     try:
         yield
-    except RuntimeError as error:
+    except kind as error:
         raise ConfigError(str(error)) from error
 
 

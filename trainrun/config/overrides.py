@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.argv import CUSTOM, CommandLine, conf_dir, groups, options
 from trainrun.config.saved_values import limit_fault, yaml_fault
-from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
+from trainrun.config.schema import MODEL_WORDS, MonitorConfig, RunConfig, is_tracker, open_nodes, settings
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.limits import ANY, NODES
 from trainrun.output import say
@@ -49,6 +49,7 @@ LEFT_OUT = (
 BY_NAME = tuple(  # below these every name is the user's own
     f"{key}." for key, found in settings().items() if found.opens in (NODES, ANY) or key in ("step", "loop")
 )
+MODEL_KEYS = tuple(f"model.{name}" for name in MODEL_WORDS)
 _user_dirs: list[Path] = []
 
 
@@ -339,7 +340,7 @@ def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
         group = key.partition(".")[0]
         if any(key == f"{node}._target_" or key.startswith(f"{node}.") for node in named):
             return True
-        if key.startswith(BY_NAME) or _in_tracker(key):
+        if key.startswith(BY_NAME) or key in MODEL_KEYS or _in_tracker(key):
             return True
         if not any(key.startswith(node + ".") for node in open_nodes()):
             return False

@@ -183,6 +183,8 @@ def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
         (config.loop, "loop", "a loop of your own makes the steps itself; use trainer.compile.scope=model"),
         (config.hook, f"hook.{next(iter(config.hook), '')}", "it may change what a graph holds; use "
          "trainer.compile.scope=model"),
+        ((config.model or {}).get("unfreeze_at"), "model.unfreeze_at", "a graph trains the same parameters in every "
+         "step; use trainer.compile.scope=model"),
         (_target(config.task) == DISTILLATION, "task=distillation", "a teacher is asked outside of a graph; use "
          "trainer.compile.scope=model"),
         (options.dynamic, "trainer.compile.dynamic=true", "each shape of batch is a graph of its own; leave it out"),

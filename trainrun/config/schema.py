@@ -42,6 +42,14 @@ from trainrun.limits import (
 )
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
+MODEL_WORDS: dict[
+    str, Any
+] = {  # keys of `model` for any network, unless its class takes such an argument itself
+    "init": Literal["default", "he", "xavier", "zero-gamma"],
+    "freeze": str | list[str] | None,
+    "freeze_norm": bool,
+    "unfreeze_at": str | None,
+}
 SAME = "same"  # of data.val_transform: that of data.transform
 PARALLELS = ("single", "ddp")
 TrackerName = Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]

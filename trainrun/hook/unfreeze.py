@@ -1,7 +1,6 @@
-"""Train some parameters only from an epoch on: the last layer first, the rest of a pretrained network later.
+"""`model.unfreeze_at`: frozen parameters are trained from an epoch or a step on: the last layer first, the rest later.
 
-When: fine-tuning (`init_from`) where a new, random layer would first spoil the others. When not: parameters that are
-never to be trained: `trainrun.transform.freeze`, which costs the optimizer nothing.
+When: fine-tuning (`init_from`) where a new, random layer would first spoil the others.
 How: until then they get no gradient, and an optimizer leaves such parameters alone, weight decay included; its
 averages of them begin with their first gradient, exactly as if they had come just then.
 Source: Howard and Ruder 2018 (ULMFiT), section 3.3.
@@ -9,41 +8,27 @@ Source: Howard and Ruder 2018 (ULMFiT), section 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from trainrun.errors import ConfigError
-from trainrun.patterns import matching
 
 if TYPE_CHECKING:
     from trainrun.training.components import Components
     from trainrun.training.state import TrainState
+    from trainrun.transform.freeze import Frozen
 
 
 class Unfreeze:
-    """A hook. patterns: of the names of parameters; epoch: after so many finished epochs they are trained.
+    """A hook. after: so many finished epochs, or steps; None: never."""
 
-    Raises ConfigError for a pattern that fits no parameter.
-    """
-
-    def __init__(self, patterns: str | Sequence[str], epoch: int) -> None:
-        self._patterns, self._epoch = patterns, epoch
-        if epoch < 1:
-            raise ConfigError(f"unfreeze: epoch={epoch}: must be a whole number, 1 or more")
+    def __init__(self, frozen: Frozen, after: int | None, by_epoch: bool) -> None:
+        self._frozen, self._after, self._by_epoch = frozen, after, by_epoch
 
     def on_start(self, run: Components, state: TrainState) -> None:
-        parallel = run.config.parallel
-        if run.parallel.world_size > 1 and not parallel.find_unused_parameters:
-            raise ConfigError(
-                "hook: Unfreeze leaves parameters without a gradient, for which ranks wait; add "
-                "parallel.find_unused_parameters=true"
-            )
         self._set(run, state)
 
-    def on_epoch_start(self, run: Components, state: TrainState) -> None:
-        self._set(run, state)
+    def on_step_end(self, run: Components, state: TrainState) -> None:
+        if self._after == (state.epoch if self._by_epoch else state.step):
+            self._set(run, state)
 
     def _set(self, run: Components, state: TrainState) -> None:
-        names = [name for name, _ in run.model.named_parameters()]
-        for name in matching(names, self._patterns, "unfreeze: patterns"):
-            run.model.get_parameter(name).requires_grad_(state.epoch >= self._epoch)
+        done = state.epoch if self._by_epoch else state.step
+        self._frozen.set(run.model, self._after is None or done < self._after)

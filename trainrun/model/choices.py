@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 Activation = Literal["relu", "gelu", "silu", "tanh"]
 Norm = Literal["none", "batch", "layer"]
-Scheme = Literal["default", "he", "xavier"]
+Scheme = Literal["default", "he", "xavier", "zero-gamma"]
 ResnetSize = Literal[18, 34, 50]
 Stem = Literal["auto", "small", "large"]
 Body = Literal["auto", "conv", "mlp"]
@@ -16,7 +16,7 @@ Positions = Literal["rotary", "learned"]
 Kernel = Literal["auto", "flash", "fp32", "plain", "math"]
 Outputs = Literal["each", "last"]
 
-NORMS, SCHEMES, STEMS, BODIES = get_args(Norm), get_args(Scheme), get_args(Stem), get_args(Body)
+NORMS, SCHEMES, STEMS, BODIES = get_args(Norm), get_args(Scheme)[:3], get_args(Stem), get_args(Body)
 GPT_SIZES, POSITIONS, KERNELS, OUTPUTS = map(get_args, (GptSize, Positions, Kernel, Outputs))
 RESNET_SIZES = tuple(map(str, get_args(ResnetSize)))
 

@@ -17,6 +17,7 @@ import torch
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import kept_backends
+from trainrun.assemble.model_and_transforms import ranks_of
 from trainrun.assemble.monitors import Listeners
 from trainrun.assemble.start_choices import Chosen, choose_engine, chosen_before
 from trainrun.checkpoint.manifest import committed_steps
@@ -340,7 +341,7 @@ def main(argv: list[str]) -> int:
             run_dir, config, bool(job["resume"]) or attempt > 0, parallel, flag, PhaseTimer(process_start())
         )
 
-    return run_as_rank(run_dir, config.parallel, work)
+    return run_as_rank(run_dir, ranks_of(config), work)
 
 
 if __name__ == "__main__":

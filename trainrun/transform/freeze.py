@@ -1,26 +1,67 @@
-"""Freeze parameters by the patterns of their names: they get no gradient, and the optimizer never sees them.
+"""Frozen parameters (`model.freeze`, `model.freeze_norm`): they get no gradient, and what they are stays.
 
-When: the first layers of a pretrained network (`init_from`), with little data. When not: parameters that are to be
-trained later: `trainrun.hook.unfreeze`. A frozen batch norm still updates its running statistics, as in torch.
-Gain: no gradients, no optimizer state, and no backward below the first trained layer.
+When: the first layers of a pretrained network (`init_from`), with little data; or until a new last layer has learned
+(`model.unfreeze_at`). When not: a network that is trained from nothing.
+Gain: no gradients, no state of the optimizer, and no backward below the first trained layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
 from trainrun.patterns import matching
 
 
-def freeze(model: nn.Module, patterns: str | Sequence[str], keep: str | Sequence[str] = ()) -> nn.Module:
-    """patterns: of the names of parameters, as `layers.0.*`; keep: of those among them that are trained all the same.
+class Frozen:
+    """Parameters of a model by the patterns of their names, those that are frozen already left out.
 
-    Raises ValueError for a pattern that fits no parameter.
+    norms: batch norms of which every parameter is among them (or none exists, and their statistics fit) keep their
+    statistics and use them, as in evaluation. Raises ValueError for a pattern that fits no parameter, and for no norm.
     """
-    names = [name for name, _ in model.named_parameters()]
-    kept = set(matching(names, keep, "keep"))
-    for name in matching(names, patterns, "patterns"):
-        model.get_parameter(name).requires_grad_(name in kept)
-    return model
+
+    def __init__(self, model: nn.Module, patterns: str | Sequence[str], norms: bool = False) -> None:
+        found = dict(model.named_parameters())
+        names = matching(found, patterns, "model.freeze")
+        self.params = [found[name] for name in names if found[name].requires_grad]
+        self.norms = norms_of(model, patterns, set(names)) if norms else []
+        if norms and not self.norms:
+            raise ValueError("model.freeze_norm=true: no batch norm is frozen; leave it out")
+
+    def set(self, model: nn.Module, frozen: bool) -> None:
+        """Freeze them, or train them from here on; every call gives the same."""
+        for param in self.params:
+            param.requires_grad_(not frozen)
+        for name in self.norms:
+            layer = model.get_submodule(name)  # `parallel.sync_batchnorm` may have put another in its place
+            if frozen:
+                layer.eval()
+                layer.train = partial(stay, layer)  # type: ignore[method-assign]
+            elif vars(layer).pop("train", None):
+                layer.train(model.training)
+
+
+def norms_of(model: nn.Module, patterns: str | Sequence[str], frozen: set[str]) -> list[str]:
+    """The names of batch norms that are frozen whole."""
+    found = []
+    for name, layer in model.named_modules():
+        if getattr(layer, "running_mean", None) is not None:
+            beginning = f"{name}." if name else ""
+            own = {f"{beginning}{each}" for each, _ in layer.named_parameters()}
+            if own <= frozen if own else fits(f"{beginning}running_mean", patterns):
+                found.append(name)
+    return found
+
+
+def fits(name: str, patterns: str | Sequence[str]) -> bool:
+    try:
+        return bool(matching([name], patterns, ""))
+    except ValueError:
+        return False
+
+
+def stay(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """In place of `train`: the layer as it is."""
+    return layer
