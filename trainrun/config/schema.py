@@ -42,10 +42,10 @@ from trainrun.limits import (
 )
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
-MODEL_WORDS: dict[
-    str, Any
-] = {  # keys of `model` for any network, unless its class takes such an argument itself
-    "init": Literal["default", "he", "xavier", "zero-gamma"],
+INITS = Literal["default", "he", "xavier", "zero-gamma"]
+# keys of `model` for any network, unless its class takes such an argument itself
+MODEL_WORDS = {
+    "init": INITS,
     "freeze": str | list[str] | None,
     "freeze_norm": bool,
     "unfreeze_at": str | None,
