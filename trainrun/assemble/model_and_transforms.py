@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from trainrun.config.pair_rules import needs_gpu
-from trainrun.config.schema import MODEL_WORDS, ParallelConfig, RunConfig
+from trainrun.config.schema import ParallelConfig, RunConfig
 from trainrun.config.units import EPOCH, STEP, parse_duration
 from trainrun.config.validate import fault_of_value
 from trainrun.errors import ConfigError, DataError
 from trainrun.formatting import counted
 from trainrun.instantiate import TARGET, build, locate, parameters_of
 from trainrun.interfaces import DataFacts
+from trainrun.model.choices import WORDS
 from trainrun.precision.autocast import prepare_model
 
 if TYPE_CHECKING:
@@ -65,22 +66,20 @@ def build_model(
 
 def split_words(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The node of a model without our words, and those; an argument of its class by such a name is the class's."""
-    if not (names := MODEL_WORDS.keys() & node):
+    if not (names := WORDS.keys() & node):
         return dict(node), {}
     ours = (
         str(node[TARGET]).startswith("trainrun.") and node.get("init") == "zero-gamma"
     )  # beside its own scheme
     own = {item.name for item in parameters_of(locate(node[TARGET], "model")) or ()}
-    said = {name: node[name] for name in MODEL_WORDS if name in names - own or (ours and name == "init")}
+    said = {name: node[name] for name in WORDS if name in names - own or (ours and name == "init")}
     return {name: value for name, value in node.items() if name not in said}, said
 
 
 def faults_of_words(config: RunConfig) -> list[str]:
     """A line for each of them that is wrong; the target must be there."""
     said = split_words(config.model)[1]
-    faults = [
-        f"model.{n}={fault}" for n, value in said.items() if (fault := fault_of_value(value, MODEL_WORDS[n]))
-    ]
+    faults = [f"model.{n}={fault}" for n, value in said.items() if (fault := fault_of_value(value, WORDS[n]))]
     for name in ("freeze_norm", "unfreeze_at"):
         if (value := said.get(name)) and not said.get("freeze"):
             typed = "true" if value is True else value

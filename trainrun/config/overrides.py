@@ -32,9 +32,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.argv import CUSTOM, CommandLine, conf_dir, groups, options
 from trainrun.config.saved_values import limit_fault, yaml_fault
-from trainrun.config.schema import MODEL_WORDS, MonitorConfig, RunConfig, is_tracker, open_nodes, settings
+from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.limits import ANY, NODES
+from trainrun.model.choices import WORDS
 from trainrun.output import say
 
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
@@ -49,7 +50,7 @@ LEFT_OUT = (
 BY_NAME = tuple(  # below these every name is the user's own
     f"{key}." for key, found in settings().items() if found.opens in (NODES, ANY) or key in ("step", "loop")
 )
-MODEL_KEYS = tuple(f"model.{name}" for name in MODEL_WORDS)
+MODEL_KEYS = tuple(f"model.{name}" for name in WORDS)
 _user_dirs: list[Path] = []
 
 

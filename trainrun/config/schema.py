@@ -42,14 +42,6 @@ from trainrun.limits import (
 )
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
-INITS = Literal["default", "he", "xavier", "zero-gamma"]
-# keys of `model` for any network, unless its class takes such an argument itself
-MODEL_WORDS = {
-    "init": INITS,
-    "freeze": str | list[str] | None,
-    "freeze_norm": bool,
-    "unfreeze_at": str | None,
-}
 SAME = "same"  # of data.val_transform: that of data.transform
 PARALLELS = ("single", "ddp")
 TrackerName = Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]
