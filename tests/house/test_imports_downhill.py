@@ -19,9 +19,9 @@ PACKAGE = ROOT / "trainrun"
 # The files of one room may import each other.
 FLOORS = {
     12: ["smaller/"],
-    11: ["sampling/sample_command", "export/", "embedding/"],
+    11: ["sampling/sample_command", "export/", "embedding/", "watch/watch_command"],
     10: ["cli/", "runs/api"],
-    9: ["benchmark/", "verify/", "convert/"],
+    9: ["benchmark/", "verify/", "convert/", "watch/"],
     8: ["runs/", "sweep/"],
     7: ["summary/"],
     6: ["assemble/"],

@@ -297,6 +297,15 @@ def test_the_bar_fits_the_terminal(width: int) -> None:
         assert "━" not in first
 
 
+def test_the_bar_shows_the_share_of_waiting_of_the_last_half_minute() -> None:
+    now, waited = [0.0], [0.0]
+    bar = bar_of(1000, None, None, clock=lambda: now[0], waited=lambda: waited[0])
+    shown = []
+    for now[0], waited[0] in ((0.0, 0.5), (10.0, 5.5), (41.0, 20.5), (51.0, 23.0)):
+        shown.append(bar.draw(80, 0, ["lr 1"]).plain.splitlines()[-1])
+    assert shown == ["lr 1", *(f"lr 1  waits for data {share} %" for share in (50, 48, 25))]
+
+
 def test_the_time_left_follows_the_recent_speed() -> None:
     times = iter((0.0, 0.0, 10.0, 100.0, 110.0, 129.0))
     bar = bar_of(1000, None, None, clock=lambda: next(times))

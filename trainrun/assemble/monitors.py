@@ -6,7 +6,9 @@ import contextlib
 import importlib
 import os
 import shlex
+import subprocess
 import threading
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import RunConfig
@@ -16,7 +18,7 @@ from trainrun.monitor.console import Console
 from trainrun.monitor.metrics_file import MetricsFile, mend_end
 from trainrun.runs.run_folder import RunDir, check_there
 from trainrun.satellites import satellite
-from trainrun.timing.phases import LOGGING, PLOTS, PhaseTimer
+from trainrun.timing.phases import DATA, LOGGING, PLOTS, PhaseTimer
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from trainrun.monitor.hardware import Hardware
     from trainrun.monitor.tracker import Tracker
     from trainrun.timing.cuda_events import DeviceTimes
+
+LIVE_AFTER_SECONDS = 30.0  # a shorter run has its page at its end
 
 
 class Listeners:
@@ -36,11 +40,13 @@ class Listeners:
         self._closing = contextlib.ExitStack()
         self._hardware: Hardware | None = None
         self._told = ""
+        self._page: subprocess.Popen[bytes] | None = None
         wanted = config.monitor
         trackers = self._build_trackers()  # before any file is opened: they may be refused
         self._consoles: list[Console] = []
         if wanted.verbose or wanted.progress_bar:
-            screen = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size)
+            screen = Console(None, wanted.verbose, wanted.progress_bar, wanted.window_size,
+                             waited=lambda: phases.seconds_of(DATA))  # fmt: skip
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
             self._consoles = [screen, Console(False, wanted.verbose, False, wanted.window_size, log)]
         self._has_file = wanted.metrics_file
@@ -92,9 +98,19 @@ class Listeners:
             console.on_batch(step)
 
     def on_log(self, step: int) -> None:
-        """Pictures while the run goes on, every `monitor.plot_every_n_steps`."""
+        """Pictures while the run goes on, every `monitor.plot_every_n_steps`; in a long one a page that follows it."""
+        if not (self._config.monitor.plots and self._has_file):
+            return
+        if self._page is None and perf_counter() - self._phases.began > LIVE_AFTER_SECONDS:
+            from trainrun.parallel.launch import module_command
+
+            command = module_command("trainrun.watch.live_page", str(self._run.root), str(os.getpid()))
+            quiet = subprocess.DEVNULL
+            self._page = subprocess.Popen(
+                command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+            )
         every = self._config.monitor.plot_every_n_steps
-        if every and step % every == 0 and self._config.monitor.plots and self._has_file:
+        if every and step % every == 0:
             self.bus.flush()
             self._draw(report=False)
 
@@ -114,6 +130,9 @@ class Listeners:
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The last rows, the pictures and the report, and last the summary on the screen."""
         self._phases.open(LOGGING)
+        if self._page is not None:  # else it ends when the status says how the run ended
+            self._page.kill()
+            self._page.wait()
         if self._hardware is not None:
             self._hardware.close()
         for row in rows:

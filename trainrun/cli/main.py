@@ -41,6 +41,7 @@ COMMANDS = {
     "autotune": "find the fastest way to the same training on this machine, and write it as a preset",
     "report": "draw the plots of a run again, or compare several",
     "compare": "what differs between runs, and what came out",
+    "watch": "follow a run or a sweep from another terminal, through its folder",
     "import": "the weights of a foreign torch file as safetensors, without running anything of it",
     "convert": "data in another format: .npy, HDF5, Parquet, LMDB, TFRecord or tar shards",
     "help": "the manual, by topic",
@@ -55,6 +56,7 @@ MODULES = {  # where the file, or the function, has another name
     "embed": "embedding.embed_command",
     "prune": "smaller.prune_command",
     "quantize": "smaller.quantize_command",
+    "watch": "watch.watch_command",
 }
 
 

@@ -17,7 +17,10 @@ REMEMBERED_SECONDS = 30.0  # the time left follows the speed of the last half mi
 
 
 class ProgressBar:
-    """Position, time left and the newest values; drawn by the thread that redraws the terminal."""
+    """Position, time left and the newest values; drawn by the thread that redraws the terminal.
+
+    waited: seconds of waiting for data so far.
+    """
 
     def __init__(
         self,
@@ -25,8 +28,11 @@ class ProgressBar:
         start: int,
         ascii_only: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[], float] | None = None,
     ) -> None:
         self._facts, self._clock, self._started = facts, clock, clock()
+        self._waited = waited
+        self._waits: deque[tuple[float, float]] = deque()
         self._full, self._empty = "#-" if ascii_only else "━━"
         self._seen: deque[tuple[float, int]] = deque([(self._started, start)])
 
@@ -39,7 +45,18 @@ class ProgressBar:
         if total and room >= NARROWEST:
             full = min(room, room * step // total)
             text.append("  " + self._full * full, "green").append(self._empty * (room - full), "bright_black")
-        return text.append(f"  {right}\n" + plain("  ".join(values)))
+        return text.append(f"  {right}\n" + plain("  ".join([*values, *self._share_waiting()])))
+
+    def _share_waiting(self) -> list[str]:
+        """The share of waiting in the last half minute."""
+        if self._waited is None:
+            return []
+        now, waited = self._clock(), self._waited()
+        self._waits.append((now, waited))
+        while len(self._waits) > 2 and now - self._waits[0][0] > REMEMBERED_SECONDS:
+            self._waits.popleft()
+        then, before = self._waits[0]
+        return [f"waits for data {100 * (waited - before) / (now - then):.0f} %"] if now > then else []
 
     def words(self, step: int) -> tuple[str, str]:
         """What stands before the bar, and after it."""

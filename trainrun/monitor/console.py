@@ -33,12 +33,14 @@ class Console:
 
     interactive: None looks whether the output is a terminal. verbose: show the composed choices at the
     start. progress: a bar where there is a terminal. window: log points whose items and seconds the throughput is of.
+    waited: seconds of waiting for data so far, for the bar.
     """
 
     def __init__(
         self, interactive: bool | None = None, verbose: bool = True, progress: bool = True, window: int = 20,
-        stream: IO[str] | None = None,
+        stream: IO[str] | None = None, waited: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
+        self._waited = waited
         self._stream, self._verbose = stream, verbose
         terminal = (stream or sys.stdout).isatty() if interactive is None else interactive
         self._wants_bar = progress and terminal
@@ -136,7 +138,7 @@ class Console:
         console = rich.console.Console(file=self._stream, force_terminal=True, highlight=False)
         if console.is_dumb_terminal:  # it cannot move its cursor
             return
-        bar = ProgressBar(facts, self.position, console.options.ascii_only)
+        bar = ProgressBar(facts, self.position, console.options.ascii_only, waited=self._waited)
 
         def draw() -> RenderableType:
             return bar.draw(console.width, self.position, self._values())

@@ -55,6 +55,11 @@ def sound_rows(path: Path) -> tuple[list[str], int]:
     return lines, len(whole) - len(lines)
 
 
+def row_of(line: bytes) -> Row:
+    """Raises ValueError if no run writes such a line."""
+    return _text_and_row(line)[1]
+
+
 def _numbered_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Each line as it stands, with its row."""
     *lines, cut = path.read_bytes().split(b"\n")

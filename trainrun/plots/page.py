@@ -9,25 +9,33 @@ from pathlib import Path
 from typing import Any
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 1150px;
-       margin: 2em auto; padding: 0 1em; }
+:root { color-scheme: light dark; --text: #1a1a1a; --quiet: #666; --back: #fff; --line: #e4e4e4; --box: #f6f6f6; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e6e6; --quiet: #a0a0a0; --back: #16181c; --line: #383c44; --box: #22252b; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1150px;
+       margin: 2em auto; padding: 0 1em; overflow-wrap: anywhere; }
 h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top: 1.8em; }
 table { border-collapse: collapse; }
 td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top;
-       border-bottom: 1px solid #e4e4e4; } th { color: #555; font-weight: 600; }
-.text { white-space: pre-wrap; overflow-wrap: anywhere; }
+       border-bottom: 1px solid var(--line); } th { color: var(--quiet); font-weight: 600; min-width: 7em; }
 .beside { display: flex; flex-wrap: wrap; column-gap: 4em; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28em), 1fr)); gap: 1em;
-       align-items: start; }
-.pictures img { width: 100%; box-sizing: border-box; border: 1px solid #e4e4e4; }
-pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 13px; } .quiet { color: #666; }
+       align-items: start; margin-top: 1em; }
+.pictures img { width: 100%; box-sizing: border-box; border: 1px solid var(--line); border-radius: 4px; }
+pre { background: var(--box); padding: .8em; overflow-x: auto; font-size: 13px; } .quiet { color: var(--quiet); }
+figure { margin: 0; } figcaption { margin-bottom: .3em; }
+svg { width: 100%; height: 200px; background: var(--box); border-radius: 4px; }
+polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
+.scale { display: flex; justify-content: space-between; font-size: 12px; color: var(--quiet); }
 """
 
 
-def page(title: str, parts: Iterable[str]) -> str:
-    """A whole page that needs no other file."""
+def page(title: str, parts: Iterable[str], refresh: float | None = None) -> str:
+    """A whole page that needs no other file. refresh: seconds after which it reloads itself."""
+    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh:g}">\n'
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{again}<title>{escape(title)}</title>\n'
         f"<style>{STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(part for part in parts if part)
         + "\n</body>\n</html>\n"

@@ -73,6 +73,10 @@ class PhaseTimer:
         """The one that is open."""
         return self._open
 
+    def seconds_of(self, account: int) -> float:
+        """Up to now; from any thread, where it may be wrong by the moment in which an account is opened."""
+        return self._seconds[account] + (self._clock() - self._since if self._open == account else 0.0)
+
     @contextmanager
     def on(self, account: int) -> Iterator[None]:
         """The account is open inside; the one from before is again after, also where an error passes."""

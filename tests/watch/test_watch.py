@@ -1,0 +1,195 @@
+"""A run followed through its folder: what is said while it goes on, when it ends, and when nobody is there any more."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import rich.console
+
+from trainrun.assemble import monitors
+from trainrun.cli.main import main
+from trainrun.runs.run_folder import RunDir, write_json
+from trainrun.watch import follow
+from trainrun.watch.follow import Follower
+from trainrun.watch.live_page import live_page
+from trainrun.watch.live_page import main as draw_pages
+from trainrun.watch.screen import SweepView, devices_line, phases_line, sparkline
+
+pytestmark = pytest.mark.process
+
+
+def gone() -> int:
+    """The number of a process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def make(root: Path, state: str = "running", pid: int | None = None, host: str = "") -> RunDir:
+    run = RunDir(root)
+    root.mkdir()
+    run.config.write_text("run_name: a\n")
+    owner = {"pid": pid or os.getpid(), "host": host or socket.gethostname()}
+    run.lock.write_text(json.dumps(owner))
+    write_json(run.status, {"state": state})
+    facts = {"name": "<b>mine</b>", "device": "cpu", "total_steps": 200, "choices": [], "steps_per_epoch": 50}
+    rows = [{"kind": "start", "step": 0, "time": 0.0, "facts": facts}]
+    rows += [
+        {
+            "kind": "train",
+            "step": step,
+            "time": step / 10,
+            "epoch": step / 50,
+            "train/loss": 1 / step,
+            "lr": 0.1,
+        }
+        for step in range(10, 101, 10)
+    ]
+    rows += [{"kind": "eval", "step": 100, "time": 10.0, "epoch": 2.0, "val/loss": 0.5, "val/acc": 0.25},
+             {"kind": "ledger", "step": 100, "time": 10.0, "seconds": {"start-up": 5.0, "data": 1.0, "forward": 3.0}},
+             {"kind": "note", "step": 100, "time": 10.0, "text": "saved <i>"}]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.identity.write_text("{}")
+    return run
+
+
+def test_rows_are_read_as_they_come_and_again_where_a_resume_cut_them(tmp_path: Path) -> None:
+    run = make(tmp_path / "a")
+    told = Follower(run)
+    text = run.metrics.read_text()
+    run.metrics.write_text(text[:-20])  # the last line is being written
+    told.read()
+    assert (told.step, told.latest["train/loss"], list(told.notes)) == (100, 0.01, [])
+    assert told.place() == "step 100/200  50 %  10 s left"
+    assert told.share_waiting == 0.25
+    run.metrics.write_text(text)
+    told.read()
+    assert list(told.notes) == ["step 100: saved <i>"]
+    run.metrics.write_text("".join(text.splitlines(keepends=True)[:4]))
+    told.read()
+    assert (told.step, len(told.curves["train/loss"])) == (30, 3)
+
+
+def test_a_long_run_is_thinned_and_keeps_its_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "MOST_POINTS", 5)
+    told = Follower(make(tmp_path / "a"))
+    told.read()
+    points = told.curves["train/loss"]
+    assert len(points) <= 5
+    assert points[-1] == (100, 0.01)
+    assert points == sorted(points)
+
+
+@pytest.mark.parametrize(("state", "code"), [("done", 0), ("stopped", 0), ("failed", 1)])
+def test_it_ends_with_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, code: int
+) -> None:
+    make(tmp_path / "a", state)
+    assert main(["watch", str(tmp_path / "a")]) == code
+    first, line, end = capsys.readouterr().out.splitlines()
+    assert first.startswith("<b>mine</b>  cpu  ")
+    assert line.startswith("step 100/200  50 %  10 s left  train/loss 0.01  val/loss 0.5  val/acc 0.25")
+    assert line.endswith("waits for data 25 %")
+    assert end == state
+
+
+def test_a_dead_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a", pid=gone())
+    assert main(["watch", str(tmp_path / "a")]) == 1
+    assert "dead: nobody trains there any more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "silent", "state"), [("", 0.0, "running"), ("far", 900.0, "running"), ("far", 0.0, "dead")]
+)
+def test_of_another_machine_only_a_long_silence_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, silent: float, state: str
+) -> None:
+    monkeypatch.setattr(follow, "SILENT_SECONDS", silent)
+    told = Follower(make(tmp_path / "a", host=host))
+    told.read()
+    assert told.state() == state
+
+
+def test_a_sweep_and_a_mistyped_folder(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("s").mkdir()
+    for name in ("0-lr=1", "1-lr=2"):
+        make(Path("s", name), "done")
+    Path("s/.lock").write_text(json.dumps({"pid": gone(), "host": socket.gethostname()}))
+    jobs = [
+        {"num": 0, "words": [], "folder": name, "result": {}}
+        for name in ("0-lr=1", "1-lr=2", "../x", "2-lr=3")
+    ]
+    write_json(Path("s/sweep.json"), {"calls": [], "jobs": jobs})
+    assert main(["watch", "s"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "sweep done"
+    assert [line.partition(": ")[0] for line in lines if "step 100/200" in line] == ["0-lr=1", "1-lr=2"]
+    view = SweepView(Path("s"))
+    view.read()
+    rich.console.Console(file=(shown := io.StringIO()), width=120).print(view.draw())
+    assert [line.split()[:2] for line in shown.getvalue().splitlines()[1:]] == [
+        ["0-lr=1", "done"], ["1-lr=2", "done"], ["2-lr=3", "not"],
+    ]  # fmt: skip
+    assert main(["watch", "nowhere"]) == 2
+    assert "watch=nowhere: no run is there" in capsys.readouterr().err
+
+
+def test_a_run_that_lasts_begins_its_page_and_ends_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def popen(*words: Any, **more: Any) -> subprocess.Popen[bytes]:
+        begun.append(subprocess.Popen(*words, **more))
+        return begun[-1]
+
+    monkeypatch.setattr(monitors, "LIVE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(monitors, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
+    assert (
+        main(
+            ["trainer.max_steps=4", "monitor.log_every_n_steps=1", "trainer.num_threads=1", "output_dir=run"]
+        )
+        == 0
+    )
+    (page,) = begun
+    assert page.returncode == -signal.SIGKILL
+    assert "trainrun.watch.live_page" in " ".join(page.args)  # type: ignore[arg-type]
+    assert "refresh" not in Path("run/report.html").read_text()
+
+
+def test_the_page_reloads_itself_while_the_run_goes_on_and_escapes_everything(tmp_path: Path) -> None:
+    run = make(tmp_path / "a")
+    told = Follower(run)
+    told.read()
+    page = live_page(told, goes_on=True)
+    assert '<meta http-equiv="refresh" content="5">' in page
+    assert "<b>mine" not in page
+    assert "saved <i>" not in page
+    assert page.count("<polyline") == 4  # train/loss, val/loss, val/acc, lr
+    assert "http://" not in page.replace("http-equiv", "")
+    draw_pages([str(run.root), str(gone())])  # the training is gone: one last page
+    assert "refresh" not in run.report.read_text()
+
+
+def test_lines_of_numbers() -> None:
+    assert sparkline([1, 2, 3, float("nan"), 4]) == "▁▃▆ █"
+    assert sparkline([float("inf")]) == ""
+    assert len(sparkline(list(range(1001)))) <= 40
+    assert phases_line({"start-up": 9.0, "data": 1.0, "forward": 3.0}) == "time: forward 75 %, data 25 %"
+    row = {
+        "cpu_percent": 180.0,
+        "memory_bytes": 2**30,
+        "gpu0_percent": 87,
+        "gpu0_memory_bytes": 2**31,
+        "gpu0_celsius": 61,
+    }
+    assert devices_line(row) == "devices: CPU 180 %, RAM 1.0 GiB, GPU 0 87 % 2.0 GiB 61 C"

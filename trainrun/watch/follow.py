@@ -1,0 +1,142 @@
+"""What the folder of a run says while it grows: rows read as they come, and whether somebody still trains there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainrun.formatting import duration
+from trainrun.monitor.metrics_rows import row_of
+from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runs.status import read_status
+
+MOST_POINTS = 2000  # of a curve; then every second one goes
+REMEMBERED_SECONDS = 60.0  # the time left follows the speed of that long
+SILENT_SECONDS = 600.0  # on another machine, without a row: nobody is there any more
+BLOCK_BYTES = 1 << 22
+
+
+class Follower:
+    """Reads what is new of one run.
+
+    curves: name -> points (step, value). latest: the newest value of each name. seconds: the account of time.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self._begin()
+
+    def _begin(self) -> None:
+        self._position, self._rest = 0, b""
+        self.facts: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self.curves: dict[str, list[tuple[int, float]]] = {}
+        self.latest: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.hardware: dict[str, float] = {}
+        self.notes: deque[str] = deque(maxlen=5)
+        self.step, self.epoch, self.validated = 0, 0.0, -1
+        self._seen: deque[tuple[float, int]] = deque()
+        self.last_row = 0.0  # on our own clock: those of two machines differ
+
+    def read(self) -> None:
+        """All rows since the last call; a file that became shorter (a resume cut it) is read again."""
+        with contextlib.suppress(OSError), self.run.metrics.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._position:
+                self._begin()
+            file.seek(self._position)
+            while block := file.read(BLOCK_BYTES):
+                self._position += len(block)
+                *lines, self._rest = (self._rest + block).split(b"\n")
+                for line in lines:
+                    with contextlib.suppress(ValueError):  # a damaged line tells nothing
+                        self._take(row_of(line))
+
+    def _take(self, row: dict[str, Any]) -> None:
+        kind, step = row.get("kind"), row.get("step", 0)
+        self.last_row, self.step = time.monotonic(), max(self.step, step)
+        if kind == "start":
+            self.facts, self.summary, self.step = row.get("facts", {}), {}, step
+            self._seen.clear()
+        elif kind == "end":
+            self.summary = row.get("summary", {})
+        elif kind == "ledger":
+            self.seconds = row["seconds"]
+        elif kind == "hardware":
+            self.hardware = row
+        elif kind == "note":
+            self.notes.append(f"step {step:,}: {row.get('text', '')}")
+        elif kind in ("train", "eval", "test"):
+            self.epoch = row.get("epoch", self.epoch)
+            if kind == "train" and "time" in row:
+                self._seen.append((row["time"], step))
+            self.validated = step if kind == "eval" else self.validated
+            for name, value in row.items():
+                if name not in ("kind", "step", "epoch", "time"):
+                    self._point(name, step, value)
+
+    def _point(self, name: str, step: int, value: float) -> None:
+        self.latest[name] = value
+        points = self.curves.setdefault(name, [])
+        points.append((step, value))
+        if len(points) > MOST_POINTS:
+            del points[-3::-2]  # the newest stays
+
+    @property
+    def seconds_left(self) -> float | None:
+        total = self.facts.get("total_steps")
+        while len(self._seen) > 2 and self._seen[-1][0] - self._seen[0][0] > REMEMBERED_SECONDS:
+            self._seen.popleft()
+        if not total or len(self._seen) < 2 or self.summary:
+            return None
+        (began, first), (now, last) = self._seen[0], self._seen[-1]
+        return (total - last) * (now - began) / (last - first) if last > first else None
+
+    @property
+    def share_waiting(self) -> float | None:
+        """For data, of the time since start-up."""
+        total = sum(self.seconds.values()) - self.seconds.get("start-up", 0.0)
+        return self.seconds.get("data", 0.0) / total if total > 0 else None
+
+    def state(self) -> str:
+        """As in `status.json`; `dead`, where that says running and nobody is there."""
+        state = str(read_status(self.run).get("state", "not begun"))
+        return "dead" if state == "running" and self._nobody() else state
+
+    def _nobody(self) -> bool:
+        if (there := somebody_in(self.run)) is not None:
+            return not there
+        return bool(self.last_row) and time.monotonic() - self.last_row > SILENT_SECONDS
+
+    def place(self) -> str:
+        """`step 450/900  50 %  0:12 left`"""
+        total, left = self.facts.get("total_steps"), self.seconds_left
+        words = [f"step {self.step:,}" + (f"/{total:,}  {100 * self.step // total} %" if total else "")]
+        return "  ".join([*words, *([f"{duration(left)} left"] if left is not None else [])])
+
+
+def somebody_in(run: RunDir) -> bool | None:
+    """Whether the process that wrote the lock is there; None: it is one of another machine."""
+    try:
+        owner = json.loads(run.lock.read_text(encoding="utf-8"))
+        return psutil.pid_exists(owner["pid"]) if owner["host"] == socket.gethostname() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def sweep_jobs(folder: Path) -> list[dict[str, Any]]:
+    """Those of `sweep.json`: folder, words, result. Raises OSError or ValueError."""
+    jobs = read_json(folder / "sweep.json").get("jobs", [])
+    return [
+        job
+        for job in jobs
+        if isinstance(job, dict) and Path(str(job.get("folder", ""))).name == job.get("folder")
+    ]

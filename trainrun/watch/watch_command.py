@@ -1,0 +1,56 @@
+"""`trainrun watch RUN_OR_SWEEP`: follow a run through its folder alone, from another terminal or machine."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from trainrun.cli.run_arguments import Parser, add_trust
+from trainrun.config.units import parse_seconds
+from trainrun.errors import EXIT_DONE, EXIT_FAILED
+from trainrun.output import say
+from trainrun.runs.run import open_run
+from trainrun.runs.run_folder import named_folder
+from trainrun.runs.trusted_code import check_files
+from trainrun.watch.screen import RunView, SweepView
+
+
+def main(argv: list[str]) -> int:
+    """Draw until it ends; the exit code says whether it ended well."""
+    parser = Parser(
+        prog="trainrun watch", allow_abbrev=False,
+        description="Follows a run or a sweep through its folder: state, step, losses, phases, devices. On a pipe "
+        "it prints lines. Ends with the run: 0, or 1 where that failed or died.",
+    )  # fmt: skip
+    parser.add_argument("folder", metavar="RUN_OR_SWEEP", help="the folder of a run or a sweep")
+    parser.add_argument("--every", metavar="TIME", default="1s", help="between looks (default: 1s)")
+    add_trust(parser)
+    words = parser.parse_args(argv)
+    pause = max(parse_seconds(words.every) or 1.0, 0.05)
+    folder = named_folder(words.folder)
+    is_sweep = (folder / "sweep.json").is_file()
+    view: RunView | SweepView = SweepView(folder) if is_sweep else RunView(open_run(words.folder, "watch"))
+    check_files(folder, words.trust)
+    view.read()
+    if sys.stdout.isatty():
+        from rich.live import Live
+
+        with Live(view.draw(), auto_refresh=False) as live:
+            while not view.ended:
+                time.sleep(pause)
+                view.read()
+                live.update(view.draw(), refresh=True)
+    else:
+        while True:
+            for line in view.lines():
+                say(line, flush=True)
+            if view.ended:
+                break
+            time.sleep(pause)
+            view.read()
+    if view.ended == "dead":
+        say(
+            "dead: nobody trains there any more, and the run did not end; go on with: trainrun resume",
+            file=sys.stderr,
+        )
+    return EXIT_FAILED if view.ended in ("failed", "dead") else EXIT_DONE
