@@ -265,9 +265,7 @@ def test_a_finished_run_stays_as_it_is_and_goes_on_with_more_epochs(
     for more in ([], ["trainer.max_epochs=1"], ["trainer.max_steps=2"]):
         assert main(["resume", "run", *more]) == 0
         said = capsys.readouterr().out
-        assert (
-            "finished already (trainer.max_epochs=2 reached); more epochs or steps: trainrun resume " in said
-        )
+        assert "finished already (trainer.max_epochs=2 reached); to go on: trainrun resume " in said
         assert len(said.splitlines()) == 1
     assert {
         path: path.stat().st_mtime_ns for path in (own / "run").rglob("*") if path.name != ".lock"

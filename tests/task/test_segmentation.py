@@ -99,7 +99,7 @@ def test_a_map_moves_with_its_image(augment: object) -> None:
     ("words", "said"),
     [
         (["task=segmentation"], "task=segmentation needs a whole number for each pixel"),
-        ([*WORDS, "task.metrics=iuo"], "no metric iuo of task=classification"),
+        ([*WORDS, "task.metrics=iuo"], "no metric iuo of task=segmentation"),
         ([word for word in WORDS if "ignore_index" not in word], "has label 255"),
         ([word for word in WORDS if "ignored" not in word], "lie between -100 and"),
     ],

@@ -49,6 +49,9 @@ def test_two_classes_labels_and_numbers() -> None:
     ranking = tm.classification.MultilabelRankingLoss(3)
     found = evaluated(MultiLabel(metrics=["exact_match", ranking]), scores, labels, 7)
     assert found["ranking_loss"] == pytest.approx(float(ranking(scores.sigmoid(), labels.long())))
+    both = tm.classification.BinaryAccuracy()  # of two labels, not of the second of two classes
+    found = evaluated(MultiLabel(metrics=both), scores[:, :2], labels[:, :2], 7)
+    assert found["accuracy"] == pytest.approx(float(both(scores[:, :2].sigmoid(), labels[:, :2].long())))
     own = {"pearson": tm.PearsonCorrCoef(), "mape": tm.MeanAbsolutePercentageError()}
     found = evaluated(Regression(metrics=["rmse", own]), scores[:, 0], scores[:, 1] + 3, 7, 9)
     for name, metric in own.items():

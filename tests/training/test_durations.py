@@ -38,7 +38,9 @@ def weights_of(run: str, step: int) -> bytes:
     return file.read_bytes()
 
 
-def test_epochs_and_samples_are_the_same_after_a_resume(workdir: Path) -> None:
+def test_epochs_and_samples_are_the_same_after_a_resume(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*DIGITS, "trainer.val_check_interval=700sample", "checkpoint.every_n_train_steps=1000sample",
              "checkpoint.every_n_epochs=2", "scheduler=cosine", "scheduler.warmup_steps=0.5epoch",
              "monitor.log_every_n_steps=250sample"]  # fmt: skip
@@ -52,6 +54,8 @@ def test_epochs_and_samples_are_the_same_after_a_resume(workdir: Path) -> None:
     assert saved_steps("parts") == [10, 21, 24, 30, 32, 38]
     status = json.loads(Path("parts", "status.json").read_text())
     assert status["reason"] == "trainer.max_duration=2.5epoch reached"
+    assert main(["resume", "parts"]) == 0
+    assert "parts trainer.max_duration=...; its plots" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "last"), [("blocks", 6), ("lines", None)])
@@ -82,14 +86,17 @@ def test_tokens_are_counted_as_the_loss_counts_them(workdir: Path, kind: str, la
         (["checkpoint.every_n_epochs=0"], "must be a whole number, 1 or more"),
         (["monitor.log_every_n_steps=10s"], "must be a whole number of steps"),
         (["scheduler=cosine", "scheduler.warmup_steps=2min"], "or a text, as 2step, 2epoch, 2sample, 2token"),
-        (["trainer.max_epochs=10min"], "trainer.max_epochs=10min: must be a whole number"),
+        (["trainer.max_epochs=10min"], "by a unit: trainer.max_duration=10min"),
+        (["trainer.max_steps=2epoch", "trainer.max_epochs=1"], "by a unit: trainer.max_duration=2epoch"),
+        (["trainer.max_time=500ms"], "trainer.max_time=500ms: must be seconds"),
+        (["trainer.max_duration=500ms"], "trainer.max_duration=500ms: must be a duration"),
         (["trainer.val_check_interval=100sample", "trainer.check_val_every_n_epoch=2"], "leave one of them out"),
     ],
 )  # fmt: skip
 def test_units_that_make_no_sense(
     words: list[str], said: str, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*DIGITS, *words, "trainer.max_steps=1"]) == 2
+    assert main([*DIGITS, *words]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainrun.config.aliases import CASES, answers
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.schema import RunConfig, open_nodes, settings
+from trainrun.config.units import parse_duration
 from trainrun.config.validate import closest, nearest
 
 KINDS = {
@@ -110,6 +112,10 @@ def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: 
     if "is not a ListConfig" in text:
         return f"{key}={value}: must be a list, as [1,28,28]"
     known = settings().get(key) if not place else None
+    if key in ("trainer.max_epochs", "trainer.max_steps"):
+        with suppress(ValueError):
+            parse_duration(value)
+            return f"{key}={value}: must be {known.allowed if known else ''}; by a unit: trainer.max_duration={value}"
     return f"{key}={value}: {place}{f'must be {known.allowed}' if known and known.kind is not Any else _rule(text)}"
 
 

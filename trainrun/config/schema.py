@@ -59,7 +59,7 @@ class DataConfig:
         required=True, named=True,
     )  # fmt: skip
     val: Any = node("the same for validation, or several sets by name; null: none", named=True)
-    test: Any = node("the same for the test, by trainrun evaluate RUN_DIR --split test; null: none")
+    test: Any = node("the same for the test, one set: trainrun evaluate RUN_DIR --split test; null: none")
     shape: list[int] | None = setting(
         None, "shape of one input, where the data cannot say", kind=Annotated[list[Count], "as [1,28,28]"] | None,
     )  # fmt: skip

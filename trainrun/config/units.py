@@ -9,7 +9,7 @@ from typing import Any
 
 from trainrun.limits import is_finite
 
-_DURATION = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)\s*([a-z]+?)s?\Z")
+_DURATION = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)\s*([a-z]+?)(?:(?<=[a-z]{2})s)?\Z")  # `10ms` is no `10m`
 _CLOCK = {
     **dict.fromkeys(("s", "sec", "second"), 1),
     **dict.fromkeys(("m", "min", "minute"), 60),

@@ -243,10 +243,11 @@ def finished(run: RunDir, config: RunConfig) -> str:
     ]
     if not same or (before != config and not any(reached)):
         return ""
+    reason, more = str(status.get("reason")), "trainer.max_epochs=... (or trainer.max_steps=...)"
     return (
-        f"{run.root}: finished already ({status.get('reason')}); more epochs or steps: trainrun resume "
-        f"{shlex.quote(str(run.root))} "
-        "trainer.max_epochs=... (or trainer.max_steps=...); its plots are drawn again by trainrun report"
+        f"{run.root}: finished already ({reason}); to go on: trainrun resume {shlex.quote(str(run.root))} "
+        f"{'trainer.max_duration=...' if 'trainer.max_duration' in reason else more}; its plots are "
+        "drawn again by trainrun report"
     )
 
 

@@ -89,10 +89,9 @@ class Classification:
         self.checked_soft = False
         self.metrics: ClassMetrics | None = None
         if metrics:
-            from trainrun.task.metrics.by_name import OF_CLASSES, ClassMetrics, chosen
+            from trainrun.task.metrics.by_name import GIVEN, OF_CLASSES, ClassMetrics, chosen
 
-            given = "probabilities (N, C) and classes (N,)"
-            self.metrics = ClassMetrics(*chosen(metrics, OF_CLASSES, "classification", given), per_class)
+            self.metrics = ClassMetrics(*chosen(metrics, OF_CLASSES, "classification", GIVEN), per_class)
             self.summarize = self.metrics.summarize
         elif per_class:
             raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
@@ -285,7 +284,7 @@ def check_shapes(logits: Tensor, target: Tensor) -> None:
         )
     needed = ", ".join([str(target.shape[0]), "number of classes", *map(str, target.shape[1:])])
     raise PluginError(
-        f"model: the output has shape {tuple(logits.shape)}, but task=classification needs ({needed}) "
+        f"model: the output has shape {tuple(logits.shape)}, but the task needs ({needed}) "
         f"for targets of shape {tuple(target.shape)}; change the model's last layer, or task.class_dim"
     )
 

@@ -18,6 +18,7 @@ from trainrun.interfaces import StepOutput
 from trainrun.limits import Fraction, NotNegative
 from trainrun.task.batches import form_of, inputs_and_target
 from trainrun.task.classification import TORCH_IGNORES, Classification
+from trainrun.task.metrics.by_name import GIVEN, OF_CLASSES, ClassMetrics, chosen
 
 SHOWN = 4  # pictures of a validation
 
@@ -41,12 +42,11 @@ class Segmentation:
             self.monitor, per_class = "acc", False
         elif metrics != "iou" and not (isinstance(metrics, list) and "iou" in metrics):
             self.monitor = "acc"
-        self._pixels = Classification(
-            loss, label_smoothing, class_dim, ignore_index, class_weights, metrics, per_class
-        )
+        self._pixels = Classification(loss, label_smoothing, class_dim, ignore_index, class_weights)
         self.count, self.sizes, self.predict = self._pixels.count, self._pixels.sizes, self._pixels.predict
-        if self._pixels.metrics is not None:
-            self.summarize = self._pixels.metrics.summarize
+        if metrics:
+            own = ClassMetrics(*chosen(metrics, OF_CLASSES, "segmentation", GIVEN), per_class)
+            self._pixels.metrics, self.summarize = own, own.summarize
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """DataError: the targets are no maps of classes."""

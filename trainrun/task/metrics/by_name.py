@@ -23,6 +23,7 @@ from trainrun.errors import ConfigError
 if TYPE_CHECKING:
     from trainrun.task.metrics.torch_metrics import TorchMetrics
 
+GIVEN = "probabilities (N, C) and classes (N,)"  # of classes
 OF_CLASSES = ("f1", "precision", "recall", "balanced_accuracy", "iou", "auroc", "average_precision", "top5")
 OF_LABELS = (
     "f1", "f1_macro", "precision", "precision_macro", "recall", "recall_macro", "exact_match", "auroc",
