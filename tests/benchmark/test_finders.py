@@ -44,6 +44,32 @@ def test_the_suggestion_is_where_the_loss_falls(minimum: float) -> None:
     assert 0.003 * minimum < found.rate < 0.03 * minimum
 
 
+def test_noise_is_no_fall() -> None:
+    clean = falling(1.0)
+    for seed in range(30):
+        noisy = np.array(clean.losses) * np.random.default_rng(seed).uniform(0.2, 1.8, len(clean.losses))
+        found = suggested(RateLosses(clean.rates, noisy.tolist(), 1e-3, True))
+        assert found.rate is not None
+        assert 5e-4 < found.rate < 0.1
+
+
+def test_noise_is_no_divergence(workdir: Path) -> None:
+    (workdir / "rows.py").write_text(
+        "import torch\ndef rows():\n    return torch.ones(200, 3), torch.randn(200, 1)\n"
+    )
+    words = [
+        "model._target_=torch.nn.Linear",
+        "model.in_features=3",
+        "model.out_features=1",
+        "task=regression",
+    ]
+    words += ["data.train._target_=rows.rows", "data.val=null", "data.batch_size=1"]
+    with WorkerPool() as pool:
+        found = pool.start(config_of(words)).ask(RateRange(1e-7, 1e-6, 100))
+    assert not found.diverged
+    assert max(found.losses[6:]) > 4 * min(found.losses)
+
+
 def test_there_is_none_where_nothing_falls() -> None:
     rates = np.geomspace(1e-6, 1, 50).tolist()
     assert suggested(RateLosses(rates, [2.3] * 50, 1e-3, False)).rate is None

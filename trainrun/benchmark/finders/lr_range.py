@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from trainrun.interfaces import MicroBatch, StepReport
     from trainrun.training.components import Components
 
-DIVERGED = 4.0  # times the smallest loss so far
-FIRST = 5  # steps before anything is called divergence
+DIVERGED = 4.0  # times the smallest mean so far of as many losses as are looked at: single ones are noise
+FIRST = 5  # the fewest of these
 WINDOW = 0.1  # of the steps, that are averaged
 LEAST_FALL = 0.02  # of the first losses
 LIMIT = 24 * 3600.0  # seconds
@@ -68,9 +68,12 @@ class RateSweep:
         loss = mean_loss(run, report)
         self.found.rates.append(rate)
         self.found.losses.append(loss)
-        self._smallest = min(self._smallest, loss)
-        if not math.isfinite(loss) or (done >= FIRST and loss > DIVERGED * max(self._smallest, 1e-12)):
+        many = max(FIRST, round(WINDOW * wanted.steps))
+        newest = self.found.losses[-many:]
+        if not math.isfinite(loss) or min(newest) > DIVERGED * max(self._smallest, 1e-12):
             raise Diverged
+        if len(newest) == many:
+            self._smallest = min(self._smallest, sum(newest) / many)
         return report
 
 
@@ -105,8 +108,10 @@ def suggested(found: RateLosses) -> Suggestion:
         return Suggestion(
             None, float(rates[lowest]), "the loss did not fall; look at the picture", averaged.tolist()
         )
-    slopes = np.gradient(averaged, np.log(rates))[: lowest + 1]
-    steepest, bound = float(rates[int(slopes.argmin())]), float(rates[lowest]) / ROOM
+    until = averaged[: lowest + 1]
+    begin = int(np.flatnonzero(until >= np.median(until))[-1])  # before it, slopes are noise
+    slopes = np.gradient(averaged, np.log(rates))[begin : lowest + 1]
+    steepest, bound = float(rates[begin + int(slopes.argmin())]), float(rates[lowest]) / ROOM
     why = (
         "where the loss falls fastest"
         if steepest <= bound
