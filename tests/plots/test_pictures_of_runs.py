@@ -197,6 +197,28 @@ def test_units_follow_the_size(open_run: OpenRun) -> None:
     assert len(rates.axes) == 1  # no gradient norm was logged
 
 
+def test_every_gpu_and_rank_has_its_curve(open_run: OpenRun) -> None:
+    run, file = open_run
+    row = {"memory_bytes": 2**30, "rank0_memory_bytes": 2**29, "rank0_cpu_percent": 90.0, "gpu_percent": 10.0}
+    sensors = {"percent": 10.0, "memory_bytes": 2**29, "watts": 300.0, "celsius": 60.0, "throttled": 0}
+    row |= {f"gpu{number}_{name}": value for number in range(8) for name, value in sensors.items()}
+    row |= {"gpu9_throttled": 1, "disk_read_bytes_per_second": 2**21}
+    for step in (1, 2):
+        file.write({"kind": "hardware", "step": step, **row})
+    file.close()
+    picture = memory_picture(read_history(run))
+    assert picture is not None
+    curves = {ax.get_ylabel(): len(ax.get_lines()) for ax in picture.axes}
+    assert curves == {
+        "memory (GiB)": 10,
+        "load (%)": 9,
+        "power (W)": 8,
+        "temperature (°C)": 8,
+        "throttled": 1,
+        "disk (MiB/s)": 1,
+    }
+
+
 def test_confusion_is_normalised_by_row_and_says_the_accuracy(make_run: Any, tmp_path: Path) -> None:
     picture = confusion_picture(read_history(make_run(tmp_path / "run")))
     assert picture is not None

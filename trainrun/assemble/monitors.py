@@ -90,7 +90,8 @@ class Listeners:
             root = os.getppid() if ranks else None
             from trainrun.monitor.hardware import Hardware
 
-            self._hardware = Hardware(self.bus.write, lambda: run.monitors.step, root_pid=root)
+            self._hardware = Hardware(self.bus.write, lambda: run.monitors.step, root_pid=root,
+                                      seconds=self._phases.glance, device=run.parallel.device.index or 0)  # fmt: skip
 
     def on_position(self, step: int) -> None:
         """After every step: where the progress bar is."""
@@ -127,14 +128,19 @@ class Listeners:
         if self._config.monitor.plots and self._has_file:
             threading.Thread(target=_import_plots, name="trainrun-plots", daemon=True).start()
 
+    def end_hardware(self) -> dict[str, Any]:
+        """What the machine did, for the summary."""
+        if self._hardware is None:
+            return {}
+        self._hardware.close()
+        return self._hardware.facts()
+
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The last rows, the pictures and the report, and last the summary on the screen."""
         self._phases.open(LOGGING)
         if self._page is not None:  # else it ends when the status says how the run ended
             self._page.kill()
             self._page.wait()
-        if self._hardware is not None:
-            self._hardware.close()
         for row in rows:
             self.bus.write(row)
         self.bus.on_end(summary)

@@ -155,6 +155,7 @@ OF_SUMMARY: dict[str, Kind] = {
     "monitor": _is_text, "value": _is_number, "best_step": _is_number, "step": _is_count, "epoch": _is_number,
     "seconds": _is_number, "samples_per_second": _is_number, "tokens_per_second": _is_number,
     "pixels_per_second": _is_number, "skipped_steps": _is_count, "metrics": _are_numbers,
+    "hardware": _are_numbers, "idle": _is_text,
 }  # fmt: skip
 NEEDED = {
     **dict.fromkeys((*OF_NUMBERS, "start"), ("step",)), "ledger": ("step", "seconds"), "confusion": ("step", "matrix"),

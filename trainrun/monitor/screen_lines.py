@@ -79,6 +79,8 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
         lines.append(entry("limits", limits_line(summary["throughput_limits"], speed)))
     if summary.get("ledger"):
         lines.append(entry("spent", spent_line(summary["ledger"])))
+    if summary.get("idle"):
+        lines.append(entry("idle", summary["idle"]))
     if summary.get("hidden_syncs") is not None:
         lines.append(entry("waits", waits_line(summary["hidden_syncs"])))
     for key, count in (summary.get("listener_faults") or {}).items():

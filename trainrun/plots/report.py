@@ -87,6 +87,9 @@ def result_rows(history: History) -> list[tuple[str, str]]:
     for name, show in shown.items():
         if isinstance(summary.get(name), (int, float)):
             rows.append((({"seconds": "time"} | SPEEDS).get(name, name), show(summary[name])))
+    if summary.get("idle"):
+        rows.append(("idle", str(summary["idle"])))
+    rows += [(f"hardware/{name}", figure(value)) for name, value in (summary.get("hardware") or {}).items()]
     if summary.get("skipped_steps"):
         rows.append(("skipped steps", figure(summary["skipped_steps"])))
     return list(dict(rows).items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,19 @@ if TYPE_CHECKING:
 
 WINDOW = 20  # monitor.window_size where a folder has no config
 BYTE_UNITS = ((1024.0**4, "TiB"), (1024.0**3, "GiB"), (1024.0**2, "MiB"))
+# Of a row of the machine: the panel by the end of a name, and what the run's own are called.
+PANELS = {
+    "memory_bytes": "memory", "peak_bytes": "memory", "percent": "load (%)", "watts": "power (W)",
+    "celsius": "temperature (°C)", "throttled": "throttled", "per_second": "disk",
+}  # fmt: skip
+OF_THE_RUN = {
+    "memory_bytes": "RAM of the run's processes", "gpu_memory_bytes": "GPU in use",
+    "gpu_allocated_peak_bytes": "GPU, peak of this process", "cpu_percent": "CPU (100 % is one core)",
+    "machine_cpu_percent": "CPU of the machine (100 % is all cores)", "gpu_percent": "GPU",
+    "disk_read_bytes_per_second": "read, whole machine", "disk_write_bytes_per_second": "written, whole machine",
+}  # fmt: skip
+NAMED = {"gpu": "GPU", "rank": "rank"}
+IN_WORDS = {"cpu_percent": " CPU", "memory_bytes": " RAM"}
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
@@ -143,29 +158,30 @@ def throughput_picture(history: History, window: int) -> Figure | None:
 
 
 def memory_picture(history: History) -> Figure | None:
-    """Memory of the run and of its GPU, and how busy CPU and GPU are."""
-    names = {
-        "memory": {
-            "memory_bytes": "RAM of the run's processes", "gpu_memory_bytes": "GPU in use",
-            "gpu_allocated_peak_bytes": "GPU, peak of this process",
-        },
-        "load": {"cpu_percent": "CPU (100 % is one core)", "gpu_percent": "GPU"},
-    }  # fmt: skip
-    found = {
-        panel: {label: series_of(history.of("hardware"), name) for name, label in labels.items()}
-        for panel, labels in names.items()
-    }
-    memory, busy = ({k: v for k, v in curves.items() if len(v)} for curves in found.values())
-    if not memory:
+    """Memory and load of the run, its ranks and every GPU; heat, power, throttling; what the disks did."""
+    rows = history.of("hardware")
+    found: dict[str, dict[str, Series]] = {}
+    every_gpu = any("gpu0_percent" in row for row in rows)
+    for name in names_in(rows):
+        one = re.fullmatch(r"(gpu|rank)(\d+)_(\w+)", name)
+        of, what = ("", name) if one is None else (f"{NAMED[one[1]]} {one[2]}", one[3])
+        label = OF_THE_RUN.get(name, "") if one is None else of + IN_WORDS.get(what, "") * (one[1] == "rank")
+        panel = next((panel for end, panel in PANELS.items() if what.endswith(end)), "")
+        doubled = every_gpu and name in ("gpu_percent", "gpu_memory_bytes")
+        curve = series_of(rows, name)
+        if label and panel and not doubled and (what != "throttled" or curve.values.any()):
+            found.setdefault(panel, {})[label] = curve
+    if "memory" not in found:
         return None
-    size, unit = _unit_of(np.concatenate([curve.values for curve in memory.values()]), BYTE_UNITS)
-    memory = {name: Series(curve.steps, curve.values / size) for name, curve in memory.items()}
-    picture, axes = canvas.panels(_title("Memory and load", history), 2 if busy else 1)
-    units = (f"memory ({unit})", "load (%)")
-    for ax, curves, label in zip(axes, (memory, busy), units, strict=False):
-        for color, (name, curve) in zip(canvas.CYCLE, curves.items(), strict=False):
-            canvas.draw_line(ax, curve, color, name)
-        ax.set_ylabel(label)
+    panels = {panel: found[panel] for panel in dict.fromkeys(PANELS.values()) if panel in found}
+    picture, axes = canvas.panels(_title("Memory and load", history), len(panels))
+    for ax, (panel, curves) in zip(axes, panels.items(), strict=True):
+        size, unit = 1.0, ""
+        if panel in ("memory", "disk"):
+            size, unit = _unit_of(np.concatenate([curve.values for curve in curves.values()]), BYTE_UNITS)
+        for color, (label, curve) in zip(cycle(canvas.CYCLE), curves.items(), strict=False):
+            canvas.draw_line(ax, Series(curve.steps, curve.values / size), color, label)
+        ax.set_ylabel({"memory": f"memory ({unit})", "disk": f"disk ({unit}/s)"}.get(panel, panel))
         canvas.start_at_zero(ax)
     canvas.label_steps(axes, history.steps_per_epoch)
     return picture

@@ -273,7 +273,7 @@ def finish(
     run.phases.open(MEASURING)
     measured = at_end.measured(run, state, run_dir, session) if at_end is not None else {}
     run.phases.open(RUNNER)
-    summary = summary_of(run, state, facts) | measured
+    summary = summary_of(run, state, facts) | measured | listeners.end_hardware()
     if faults := listeners.faults():
         summary["listener_faults"] = faults
     status = "done" if code == EXIT_DONE else "stopped"
