@@ -91,6 +91,7 @@ def test_the_graph_begins_with_bytes_and_takes_any_batch(
         ["data=text", "data.path=book.txt", "model=gpt", "task=language_modeling"],
         ["data=text", "data.path=book.txt", "model=lstm", "model.width=16", "task=language_modeling"],
         ["precision=bf16-true"],
+        ["data=text", "data.path=book.txt", "model=sequence_vae", "model.width=16", "task=vae"],
     ],
     ids=lambda words: words[-1] if len(words) == 1 else words[-2],
 )
@@ -132,6 +133,14 @@ def test_a_file_that_computes_something_else_is_an_error(
     assert "--to onx: no such format. Did you mean onnx?" in capsys.readouterr().err
     assert main(["export", "run", "--to", "onnx", "--merge"]) == 2
     assert "this run has no LoRA layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 1)])
+def test_what_is_not_a_number_is_the_largest_difference(order: tuple[int, int]) -> None:
+    expected = [torch.tensor([1.0, float("-inf")]), torch.tensor([2.0, 1.0])]
+    found = [expected[0].clone(), torch.tensor([2.0, float("nan")])]
+    assert export_command.difference(expected, expected) == 0
+    assert export_command.difference([found[i] for i in order], [expected[i] for i in order]) == float("inf")
 
 
 def test_a_folder_of_others_is_not_followed(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

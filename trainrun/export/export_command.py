@@ -116,15 +116,19 @@ def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float)
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference, as a part of the largest expected number; infinite where shapes differ."""
+    """The largest difference, as a part of the largest expected number; infinite where shapes or NaNs differ."""
     if [one.shape for one in found] != [one.shape for one in expected]:
         return float("inf")
-    parts = [
-        float((here.double() - there.double()).abs().max() / there.double().abs().max().clamp(min=1e-12))
-        for here, there in zip(found, expected, strict=True)
-        if there.numel()
-    ]
-    return max(parts, default=0.0)
+    worst = 0.0
+    for here, there in zip(found, expected, strict=True):
+        here, there = here.double(), there.double()
+        same = (here == there) | (here.isnan() & there.isnan())  # infinities too
+        if not same.all():
+            finite = there[there.isfinite()].abs()
+            largest = float(finite.max()) if len(finite) else 0.0
+            gap = float((here - there)[~same].abs().nan_to_num(nan=float("inf")).max())
+            worst = max(worst, gap / max(largest, 1e-12))
+    return worst
 
 
 def compare_speed(runner: Runner, samples: RealSamples) -> str:

@@ -49,7 +49,7 @@ class SequenceVae(nn.Module):
             last = states[:, -1]
         else:
             ends = attention_mask.sum(1).clamp(min=1) - 1
-            last = states[torch.arange(len(states), device=states.device), ends]
+            last = states[torch.arange(states.shape[0], device=states.device), ends]
         code = self.code(last)
         if code.dtype in HALF_TYPES:
             code = code.float()  # the variance is an exponential
