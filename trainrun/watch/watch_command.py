@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     pause = max(parse_seconds(words.every) or 1.0, 0.05)
     folder = named_folder(words.folder)
     is_sweep = (folder / "sweep.json").is_file()
-    view: RunView | SweepView = SweepView(folder) if is_sweep else RunView(open_run(words.folder, "watch"))
+    view: RunView | SweepView = SweepView(folder) if is_sweep else RunView(open_run(words.folder))
     check_files(folder, words.trust)
     view.read()
     if sys.stdout.isatty():
