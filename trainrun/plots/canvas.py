@@ -25,6 +25,7 @@ AXES: dict[Any, Any] = {
     "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.7, "axes.spines.top": False, "axes.spines.right": False,
     "xtick.labelsize": 9, "ytick.labelsize": 9,
 }  # fmt: skip
+MOST_COLUMNS = 4  # of a legend above the curves: more are cut off at the right
 FEW_POINTS = 40  # below, each point gets a mark
 
 
@@ -84,10 +85,10 @@ def label_steps(axes: Sequence[Axes], steps_per_epoch: int | None) -> None:
 
 def start_at_zero(ax: Axes) -> None:
     """For amounts: heights can be compared by eye. The legend gets a strip of its own above the curves."""
-    handles = ax.get_legend_handles_labels()[0]
+    count = len(ax.get_legend_handles_labels()[0])
     if ax.dataLim.y1 > 0:
-        ax.set_ylim(0, ax.dataLim.y1 * (1.35 if handles else 1.1))
-    show_legend(ax, loc="upper left", ncols=max(len(handles), 1))
+        ax.set_ylim(0, ax.dataLim.y1 * (1.1 + 0.25 * -(-count // MOST_COLUMNS)))
+    show_legend(ax, loc="upper left", ncols=min(max(count, 1), MOST_COLUMNS))
 
 
 def use_log_scale(ax: Axes) -> None:

@@ -42,7 +42,7 @@ PANELS = {
 OF_THE_RUN = {
     "memory_bytes": "RAM of the run's processes", "gpu_memory_bytes": "GPU in use",
     "gpu_allocated_peak_bytes": "GPU, peak of this process", "cpu_percent": "CPU (100 % is one core)",
-    "machine_cpu_percent": "CPU of the machine (100 % is all cores)", "gpu_percent": "GPU",
+    "machine_cpu_percent": "machine (all cores)", "gpu_percent": "GPU",
     "disk_read_bytes_per_second": "read, whole machine", "disk_write_bytes_per_second": "written, whole machine",
 }  # fmt: skip
 NAMED = {"gpu": "GPU", "rank": "rank"}
