@@ -142,7 +142,7 @@ def test_a_sweep_and_a_mistyped_folder(workdir: Path, capsys: pytest.CaptureFixt
         ["0-lr=1", "done"], ["1-lr=2", "done"], ["2-lr=3", "not"],
     ]  # fmt: skip
     assert main(["watch", "nowhere"]) == 2
-    assert "watch=nowhere: no run is there" in capsys.readouterr().err
+    assert "RUN_DIR=nowhere: no run is there" in capsys.readouterr().err
 
 
 def test_a_run_that_lasts_begins_its_page_and_ends_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
