@@ -92,7 +92,7 @@ class Trainrun:
     """The runner's own checkpoints; `begin` saves, `done` is asked after every step, as the loop does."""
 
     def __init__(self, training: Training, folder: Path, async_save: bool) -> None:
-        options = KeepOptions(True, None, "min", 0, True, 1, None, None, async_save)
+        options = KeepOptions(True, None, "min", 0, True, 1, lambda state: False, None, async_save)
         self.training, self.state = training, TrainState(step=1)
         root = folder / f"trainrun-{async_save}"
         self.durable_at, self._root, self._committed = 0.0, root, False

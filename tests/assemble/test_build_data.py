@@ -18,7 +18,7 @@ def table(tmp_path):
 
 
 def targets(words):
-    sources = build_sources(compose_run(words).config)
+    sources, _ = build_sources(compose_run(words).config, [])
     return [sources[name].tensors[1] for name in ("train", "val")]
 
 

@@ -22,7 +22,8 @@ OPTIONS = [
     if file.stem != "custom"
 ]
 NEEDED = {"gpt": ["data=text", "task=language_modeling"], "lstm": ["data=text", "task=language_modeling"],
-          "vae": ["task=vae", "model=vae"], "text": ["model=gpt", "task=language_modeling"]}  # fmt: skip
+          "vae": ["task=vae", "model=vae"], "sequence_vae": ["data=text", "task=vae"],
+          "text": ["model=gpt", "task=language_modeling"]}  # fmt: skip
 
 
 def faults_of(*words: str) -> tuple[str, ...]:

@@ -157,7 +157,7 @@ def use_of(out: str) -> list[str]:
 
 
 def sources_of(words: list[str]) -> dict[str, Samples]:
-    sources = build_sources(compose_run(words).config)
+    sources, _ = build_sources(compose_run(words).config, [])
     return {name: Samples(source, name) for name, source in sources.items() if source is not None}
 
 

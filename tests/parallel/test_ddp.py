@@ -94,7 +94,7 @@ def test_ranks_agree_on_items_and_requests(results: list[dict[str, Any]]) -> Non
     world_size = len(results)
     mean = sum(10 + 3 * rank for rank in range(world_size)) / world_size
     for seen in results:
-        assert seen["agreed"] == [[mean, 0, 0], [mean, 2, 1], [0.0, 0, 3]]
+        assert seen["agreed"] == [[mean, 0, 0, False], [mean, 2, 1, False], [0.0, 0, 3, False]]
 
 
 def test_sums_and_values_of_all_ranks(results: list[dict[str, Any]]) -> None:

@@ -58,7 +58,7 @@ def test_a_cpu_gets_two_ranks_where_it_has_the_cores(
         ("ddp", "cuda", 3, 1, "parallel.devices=3: 1 GPU(s)"),
         ("single", "auto", [0, 1], 2, "parallel.devices=[0, 1]: parallel=single uses 1"),
         ("ddp", "auto", [0, 2], 2, "parallel.devices=[0, 2]: no GPU 2, 2 GPU(s) visible here, 0 to 1"),
-        ("ddp", "cpu", [0, 1], 2, "say how many ranks, as parallel.devices=2"),
+        ("ddp", "cpu", [0, 1], 2, "say how many, as parallel.devices=2"),
         ("ddp", "auto", [0], 0, "names GPUs by their numbers, and this run computes on none"),
         ("ddp", "cuda", "auto", 0, "parallel.accelerator=cuda: no NVIDIA GPU"),
         ("ddp", "mps", "auto", 0, "parallel.accelerator=mps: works with parallel=single only"),

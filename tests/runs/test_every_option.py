@@ -126,6 +126,38 @@ FORMATS = {
 }
 
 
+def segmentation_words(workdir: Path) -> list[str]:
+    random = numpy.random.default_rng(0)
+    arrays = {f"x_{split}": random.random((64, 1, 8, 8)).astype("float32") for split in ("train", "val")}
+    arrays |= {f"y_{split}": random.integers(0, 3, (64, 8, 8)) for split in ("train", "val")}
+    numpy.savez(workdir / "maps.npz", **arrays)
+    (workdir / "per_pixel.py").write_text(
+        "from torch.nn import Conv2d\ndef build(num_classes):\n    return Conv2d(1, num_classes, 3, padding=1)\n"
+    )
+    own = ["model=custom", "model._target_=per_pixel.build", "model.num_classes=3"]
+    return ["data=arrays", "data.path=maps.npz", "data.num_classes=3", *own]
+
+
+def model_loss_words(workdir: Path) -> list[str]:
+    (workdir / "own_loss.py").write_text(
+        "import torch\nfrom types import SimpleNamespace\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layer = torch.nn.Linear(8, 1)\n"
+        "    def forward(self, x, labels=None):\n"
+        "        loss = torch.nn.functional.mse_loss(self.layer(x)[:, 0], labels)\n"
+        "        return SimpleNamespace(loss=loss)\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n        return 64\n"
+        "    def __getitem__(self, i):\n"
+        "        return {'x': torch.full((8,), i / 64), 'labels': torch.tensor(i / 32)}\n"
+    )
+    return ["model=custom", "model._target_=own_loss.Net", "data=custom", "data.train._target_=own_loss.Rows",
+            "data.val._target_=own_loss.Rows"]  # fmt: skip
+
+
+OWN = {"segmentation": segmentation_words, "model_loss": model_loss_words}
+
+
 def needed_words(group: str, option: str, workdir: Path) -> list[str]:
     """What an option cannot do without."""
     if (group, option) == ("task", "regression"):
@@ -140,6 +172,8 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
         return ["data=arrays", "data.path=labels.npz", "model.num_classes=3"]
     if option == "sequence_vae":
         return ["data=text", "data.train.max_bytes=100000", "data.train.block_size=16", "task=vae"]
+    if option in ("segmentation", "model_loss"):
+        return OWN[option](workdir)
     if option == "vae":
         return ["task=vae", "model=vae", "model.hidden=[16]"]
     if option == "distillation":

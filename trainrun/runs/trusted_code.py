@@ -33,7 +33,7 @@ OURS = re.compile(
     r"|trainrun\.scheduler\.curves\.[a-z]\w*"
     r"|trainrun\.transform\.(?:lora\.lora|freeze\.freeze)|trainrun\.hook\.\w+\.[A-Z]\w*"
     r"|trainrun\.smaller\.(?:int8\.int8|prune\.(?:masked|narrowed))"
-    r"|trainrun\.monitor\.tensorboard\.TensorBoard"
+    r"|trainrun\.trackers\.\w+\.[A-Z]\w*"
     r"|torch\.(?:nn|optim|optim\.lr_scheduler)\.[A-Z]\w*",
     re.ASCII,
 )

@@ -97,7 +97,8 @@ def main() -> None:
                 getattr(service, name)(*arguments)
         except (Exception, SystemExit) as error:  # of foreign code
             fault = json.dumps(f"{type(error).__name__}: {error}")
-        print(fault, file=answers, flush=True)
+        answers.write(f"{fault}\n")
+        answers.flush()
 
 
 def _leave_with(parent: int) -> None:
