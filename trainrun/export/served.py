@@ -17,7 +17,7 @@ from trainrun.cli.run_arguments import no_split
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.noise import LatentNoise, SampleNumbers
+from trainrun.data.augment.noise import LatentNoise, SampleNumbers, WordDropout
 from trainrun.data.facts import facts_of_all
 from trainrun.data.pipeline import as_bytes, open_batches
 from trainrun.data.scale import Scale
@@ -96,7 +96,7 @@ def served_samples(config: RunConfig, model: nn.Module, split: str) -> RealSampl
     source = sources[split]
     task = build_task(config, facts_of_all(sources, build_transform(config, "train")))
     options = stream_options(config, alone, split, lambda line: None)
-    beside = (LatentNoise, SampleNumbers)  # come to a batch: inputs of the graph where the network takes them
+    beside = (LatentNoise, SampleNumbers, WordDropout)  # inputs of the graph where the network takes them
     changes = [one for one in options.augment if not (one.random or isinstance(one.apply, beside))]
     plain = options.transform is None and options.collate_fn is None
     raw, scale = as_bytes(source) if plain else (source, None)
