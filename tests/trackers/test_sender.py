@@ -205,3 +205,33 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.setattr("importlib.util.find_spec", lambda module, *_: None)
     assert main([*SHORT[:-1], f"monitor.tracker={name}"]) == 2
     assert f"({package}): pip install 'trainrun[{name}]'" in capsys.readouterr().err
+
+
+class Down:
+    """A service that cannot be reached until `up`."""
+
+    up = False
+
+    def open(self, run: Any, step: int) -> None:
+        if not self.up:
+            raise OSError("down")
+
+    def scalars(self, *_: Any) -> None: ...
+
+    text = histogram = picture = finish = scalars
+
+
+def test_rows_of_an_earlier_session_stay_to_be_sent(tmp_path: Path) -> None:
+    run, service, told = RunDir(tmp_path), Down(), []
+    for session in range(2):
+        listener = Sender(service, "monitor.mine", run)
+        listener.on_start(facts(tmp_path), 2 * session)
+        for step in (1, 2):
+            with suppress(OSError):
+                row = {"kind": "train", "step": step, "epoch": 0.0, "time": time.time(), "train/loss": 1.0}
+                listener.on_row(row)
+        told.append(listener.close())
+        service.up = True
+    assert "2 rows not sent" in told[0]
+    assert "of an earlier session" in told[1]
+    assert marks(run)["mine"] is not None

@@ -70,9 +70,10 @@ class Sender:
 
     def on_start(self, facts: RunFacts, step: int) -> None:
         self._step = step
-        self._began = min(
-            time.time(), marks(self._run).get(self._name) or math.inf
-        )  # or since an earlier session
+        self._lost_since = (
+            marks(self._run).get(self._name) or math.inf
+        )  # an earlier session's are still to send
+        self._began = min(time.time(), self._lost_since)
         mark(self._run, self._name, self._began)  # until the end says otherwise
         told = {name: getattr(facts, name) for name in ("name", "run_id", "folder")}
         told["config"] = dict(facts.config)
@@ -124,7 +125,9 @@ class Sender:
             getattr(self._service, "kill", lambda: None)()
         mark(self._run, self._name, since if self._finished else self._began)
         if self._finished and not lost:
-            return ""
+            if math.isinf(since):
+                return ""
+            self._why = "of an earlier session"
         what = f"{counted(lost, 'row')} not sent" if lost else "it is not known whether every row has arrived"
         return (
             f"{self._key}: {what} ({self._why}); to send: trainrun report {self._run.root} --to {self._name}"
