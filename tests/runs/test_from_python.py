@@ -250,9 +250,10 @@ def test_the_process_is_left_as_it_was(workdir: Path, task: type, state: str) ->
         "output_dir=run",
     ]
     words += ["trainer.detect_anomaly=true", "trainer.check_task=false"]
+    model, data = net(), points(200)  # `net` seeds
     before = process_state()
     with contextlib.suppress(ValueError, trainrun.TrainrunError):
-        fit(*words, model=net(), data=points(200), task=task())
+        fit(*words, model=model, data=data, task=task())
     after = process_state()
     assert {name for name in before if before[name] != after[name]} == set()
     assert trainrun.load_run("run").status["state"] == state

@@ -41,6 +41,7 @@ class Listeners:
         self._hardware: Hardware | None = None
         self._told = ""
         self._page: subprocess.Popen[bytes] | None = None
+        self._made = perf_counter()  # the process may be older: a notebook's
         wanted = config.monitor
         trackers = self._build_trackers()  # before any file is opened: they may be refused
         self._consoles: list[Console] = []
@@ -102,7 +103,7 @@ class Listeners:
         """Pictures while the run goes on, every `monitor.plot_every_n_steps`; in a long one a page that follows it."""
         if not (self._config.monitor.plots and self._has_file):
             return
-        if self._page is None and perf_counter() - self._phases.began > LIVE_AFTER_SECONDS:
+        if self._page is None and perf_counter() - self._made > LIVE_AFTER_SECONDS:
             from trainrun.parallel.launch import module_command
 
             command = module_command("trainrun.watch.live_page", str(self._run.root), str(os.getpid()))
