@@ -103,8 +103,8 @@ def mean_rows(jobs: list[Job], keys: list[str]) -> list[list[str]]:
     rows = []
     for label, found in groups.items():
         values = [job.result.value or 0.0 for job in found]
-        middle = fmean(values)
         if len(values) > 1:
+            middle = fmean(values)
             within = f"{half_interval([value - middle for value in values]) / len(values):.2g}"
             over = ", ".join(key for key in REPEATED if key in keys)
             rows.append(
