@@ -171,10 +171,11 @@ def place(error: BaseException) -> str:
     return f"{text} ({found[0].filename} line {found[0].lineno})" if found else text
 
 
-def bind_faults(node: Any, key: str, extra: Sequence[str] = ()) -> list[str]:
+def bind_faults(node: Any, key: str, extra: Sequence[str] = (), also: Iterable[str] = ()) -> list[str]:
     """One line for each mistake in a node and in the nodes inside it; imports targets, builds nothing.
 
-    extra: names of the positional arguments that trainrun itself hands over, first of all.
+    extra: names of the positional arguments that trainrun itself hands over, first of all. also: names that stand
+    beside the arguments, whatever the target; here they are only suggested.
     """
     faults = [fault for name, value in children(node, key) for fault in bind_faults(value, name)]
     if not is_node(node):
@@ -184,7 +185,11 @@ def bind_faults(node: Any, key: str, extra: Sequence[str] = ()) -> list[str]:
     except PluginError as error:
         return [str(error), *faults]
     unchecked = node.get(CHECK) is False
-    return word_faults(node, key) + ([] if unchecked else argument_faults(target, node, key, extra)) + faults
+    return (
+        word_faults(node, key)
+        + ([] if unchecked else argument_faults(target, node, key, extra, also))
+        + faults
+    )
 
 
 def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
@@ -241,7 +246,7 @@ def word_faults(node: dict[str, Any], key: str) -> list[str]:
 
 
 def argument_faults(
-    target: Callable[..., Any], node: dict[str, Any], key: str, extra: Sequence[str]
+    target: Callable[..., Any], node: dict[str, Any], key: str, extra: Sequence[str], also: Iterable[str]
 ) -> list[str]:
     """Bind the node's arguments to the target's signature; nothing to say where it has none to rely on."""
     parameters = parameters_of(target)
@@ -266,7 +271,7 @@ def argument_faults(
         if name in taken and not takes_name_twice(by_place, name):
             faults.append(f"{key}.{name}: {name_of} gets it by position already; take {key}.{name} away")
         elif name not in taken and not takes_any and name not in [p.name for p in free]:
-            faults.append(unknown(key, name, name_of, [p.name for p in free]))
+            faults.append(unknown(key, name, name_of, [p.name for p in free], also))
     if not node.get(PARTIAL, False):
         missing = [p for p in free if p.default is p.empty and p.name not in given]
         itself = f", or {key}.{PARTIAL}=true for the function itself" if is_called(target, key) else ""
@@ -299,11 +304,13 @@ def takes_name_twice(by_place: list[inspect.Parameter], name: str) -> bool:
     return any(p.name == name and p.kind is p.POSITIONAL_ONLY for p in by_place)
 
 
-def unknown(key: str, name: str, target: str, takes: list[str]) -> str:
+def unknown(key: str, name: str, target: str, takes: list[str], also: Iterable[str]) -> str:
     if name.startswith("_") and name.endswith("_"):
         return f"{key}.{name}: not a word of trainrun, which knows {', '.join(WORDS)}"
     takes_text = f"It takes: {', '.join(takes)}" if takes else "It takes none"
-    return f"{key}.{name}: {target} takes no such argument{nearest(name, takes) or '.'} {takes_text}"
+    return (
+        f"{key}.{name}: {target} takes no such argument{nearest(name, [*takes, *also]) or '.'} {takes_text}"
+    )
 
 
 def shown(args: Sequence[Any], keywords: dict[str, Any]) -> str:

@@ -58,6 +58,14 @@ def test_without_a_folder_it_gets_one_and_a_finished_one_stays(
     [
         (["again", "nothing"], "RUN_DIR=nothing: no run is there"),
         (["again", "first", "trainer.max_step=3"], "Did you mean trainer.max_steps?"),
+        (["again", "first", "data.path=x"], "data.path=x: nothing reads it with data=digits; say what"),
+        (["resume", "first", "data.path=x", "trainer.max_steps=9"], "data.path=x: nothing reads it with"),
+        (["evaluate", "first", "data.path=x"], "data.path=x: nothing reads it with"),
+        (
+            ["again", "first", "model.freze=a"],
+            "model.freze: trainrun.model.mlp.Mlp takes no such argument; did you mean freeze?",
+        ),
+        (["again", "first", "optimizer.no_decy=auto"], "takes no such argument; did you mean no_decay?"),
         (["again", "first", "--quick"], "unrecognized arguments: --quick"),
         (["compare", "first"], "compare first: give another run too"),
         (["compare", "first", "fist"], "fist: no such folder"),

@@ -179,6 +179,7 @@ def test_all_faults_are_listed_at_once() -> None:
     ("word", "said"),
     [
         ("model.hiden=3", "Did you mean model.hidden?"),
+        ("model.freze='a.*'", "Did you mean model.freeze?"),
         ("trainer.max_epoch=3", "Did you mean trainer.max_epochs?"),
         ("parallel=dpd", "Did you mean ddp?"),
         ("trainer.val_check_interval=1.5", "must be a whole number of steps"),
@@ -387,6 +388,11 @@ def test_the_same_value_twice_is_no_fault_and_a_program_may_add_to_its_words() -
     assert compose_run(["epochs=3", "trainer.max_epochs=3", "hydra.run.dir=a", "output_dir=a"]).own == {
         "hydra.run.dir": "a"
     }
+
+
+def test_a_wrong_value_has_one_line() -> None:
+    (fault,) = faults_of("parallel.devices=0")
+    assert fault.startswith("parallel.devices=0: must be a whole number, 1 or more")
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn"])

@@ -80,6 +80,7 @@ from trainrun.interfaces import (
     RunFacts,
     counts_before,
 )
+from trainrun.model.choices import WORDS
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.optimizer.ema import Ema
 from trainrun.precision.autocast import PrecisionOptions, build_precision
@@ -140,7 +141,6 @@ def check_targets(config: RunConfig) -> None:
     nodes: dict[str, Any] = {
         **dict(_one_or_named("data.train", data.train)),
         "data.test": data.test,
-        "model": split_words(config.model)[0],
     }
     nodes |= {key_of(split): node for split, node in validation_nodes(data).items()}
     nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
@@ -149,12 +149,13 @@ def check_targets(config: RunConfig) -> None:
     nodes |= {f"monitor.{name}": node for name, node in config.monitor.listeners.items()}
     nodes |= {f"hook.{name}": node for name, node in config.hook.items()}
     faults = [fault for key, node in nodes.items() if node for fault in bind_faults(node, key)]
+    faults += bind_faults(split_words(config.model)[0], "model", also=WORDS)
     faults = faults or faults_of_words(config)
     for key, node in _one_or_named("optimizer", config.optimizer):
         faults += optimizer_faults(key, node)
     for key, node in _one_or_named("scheduler", config.scheduler):
         own = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
-        faults += bind_faults(own, key, ["optimizer"]) if own.get("_target_") else []
+        faults += bind_faults(own, key, ["optimizer"], SCHEDULE_KEYS) if own.get("_target_") else []
     for name, node in config.transform.items():
         faults += bind_faults(node, f"transform.{name}", ["model"])
     if faults:

@@ -34,7 +34,7 @@ def optimizer_faults(key: str, node: dict[str, Any]) -> list[str]:
     """Bind a node, and then each of its groups, to the signature of the target; a line for each fault."""
     left_out = GROUP_KEYS if key == "optimizer" else (*GROUP_KEYS, "params")
     own = {name: value for name, value in node.items() if name not in left_out}
-    faults = bind_faults(own, key, ["params"])
+    faults = bind_faults(own, key, ["params"], GROUP_KEYS)
     for number, group in enumerate([] if faults else node.get("groups") or []):
         options = {name: value for name, value in group.items() if name != "params"}
         faults += bind_faults(own | options, f"{key}.groups[{number}]", ["params"])

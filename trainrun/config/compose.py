@@ -293,6 +293,7 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
     faults += untold(idle_settings(config, words.overrides), faults)
     # With its other values it has trained.
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
+    faults += unread_path(config) if "data.path" in changed else []
     faults += untold({key: fault for key, fault in argument_faults(config).items() if key in changed}, faults)
     if faults:
         raise ConfigError(*[words.as_typed(fault) for fault in faults])

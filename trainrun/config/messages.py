@@ -18,6 +18,7 @@ from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.schema import RunConfig, open_nodes, settings
 from trainrun.config.units import parse_duration
 from trainrun.config.validate import closest, nearest
+from trainrun.model.choices import WORDS
 
 KINDS = {
     "Integer": "a whole number",
@@ -166,7 +167,7 @@ def unknown_key(key: str, word: str, above: str, names: list[str]) -> str:
         return f"{word}: must be {' or '.join(f'{last}={case}' for case in CASES[last])}, or be left out"
     if not below and 0 < len(elsewhere) <= 2:
         return f"{word}: {kind}. Did you mean {' or '.join(elsewhere)}?"
-    known = sections if below and not head else names
+    known = sections if below and not head else [*names, *(WORDS if above == "model" else ())]
     if near := closest(part, known):
         return f"{word}: {kind}. Did you mean {head}{near}{dot}{below}?"
     if not known and above in open_nodes():

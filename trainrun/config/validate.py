@@ -112,7 +112,8 @@ def nearest(word: str, known: Iterable[object]) -> str:
 def check(config: RunConfig) -> list[str]:
     """All faults of the values, one line each; empty when the config can be run."""
     faults, wrong = value_faults(config), node_faults(config)
-    return [*faults, *(wrong or pair_faults(config))]
+    told = tuple(f"{fault.partition('=')[0]}=" for fault in faults)
+    return [*faults, *(wrong or (line for line in pair_faults(config) if not line.startswith(told)))]
 
 
 def value_faults(config: Any, schema: type = RunConfig) -> list[str]:
