@@ -34,7 +34,7 @@ def falling(minimum: float) -> RateLosses:
     rates = np.geomspace(1e-6, 10, 100)
     losses = 2.3 - 2 / (1 + 0.01 * minimum / rates) + (rates / minimum) ** 2
     keep = losses < 9
-    return RateLosses(rates[keep].tolist(), losses[keep].tolist(), 1e-3, True)
+    return RateLosses(rates[keep].tolist(), losses[keep].tolist(), [1e-3], True)
 
 
 @pytest.mark.parametrize("minimum", [1e-2, 1.0])
@@ -48,7 +48,7 @@ def test_noise_is_no_fall() -> None:
     clean = falling(1.0)
     for seed in range(30):
         noisy = np.array(clean.losses) * np.random.default_rng(seed).uniform(0.2, 1.8, len(clean.losses))
-        found = suggested(RateLosses(clean.rates, noisy.tolist(), 1e-3, True))
+        found = suggested(RateLosses(clean.rates, noisy.tolist(), [1e-3], True))
         assert found.rate is not None
         assert 5e-4 < found.rate < 0.1
 
@@ -72,8 +72,8 @@ def test_noise_is_no_divergence(workdir: Path) -> None:
 
 def test_there_is_none_where_nothing_falls() -> None:
     rates = np.geomspace(1e-6, 1, 50).tolist()
-    assert suggested(RateLosses(rates, [2.3] * 50, 1e-3, False)).rate is None
-    assert suggested(RateLosses(rates[:12], [2.3] * 8 + [math.nan] * 4, 1e-3, True)).rate is None
+    assert suggested(RateLosses(rates, [2.3] * 50, [1e-3], False)).rate is None
+    assert suggested(RateLosses(rates[:12], [2.3] * 8 + [math.nan] * 4, [1e-3], True)).rate is None
 
 
 def test_a_range_test_is_put_back_and_ends_where_it_diverges(workdir: Path) -> None:
@@ -90,11 +90,14 @@ def test_a_range_test_is_put_back_and_ends_where_it_diverges(workdir: Path) -> N
 
 
 def test_the_command_says_a_rate_and_draws(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS, "scheduler.lr_scaling=linear", "scheduler.base_batch_size=16", "output_dir=found"]
+    words = [*WORDS, "scheduler.lr_scaling=linear", "scheduler.base_batch_size=16", "output_dir=found",
+             "optimizer.groups=[{params: 'layers.1.*', lr: 1e-4}]"]  # fmt: skip
     assert main(["autotune", "lr", *words, "--steps", "60"]) == 0
     told = json.loads(Path("found/autotune.json").read_text())
     assert Path("found/lr.png").is_file()
-    said = f"suggestion: optimizer.lr={told['suggestion'] / 2:.1e}"  # the rule doubles it
+    assert sorted(told["suggestions"]) == pytest.approx([told["suggestion"] / 10, told["suggestion"]])
+    half = told["suggestion"] / 2  # the rule doubles it
+    said = f"suggestion: optimizer.lr={half:.1e}; all other rates times"
     assert said in capsys.readouterr().out
     assert not list(Path("outputs").glob("*"))
 

@@ -157,11 +157,11 @@ class Profiled:
 
 @dataclass
 class RateLosses:
-    """Learning rates of the first group, and the loss of each step. peak: the run's own rate."""
+    """Learning rates of the first group, and the loss of each step. peaks: the run's own rate of each group."""
 
     rates: list[float]
     losses: list[float]
-    peak: float
+    peaks: list[float]
     diverged: bool
 
 

@@ -42,25 +42,14 @@ from trainrun.model import choices as names
 
 _LOOKS_OTHER = re.compile(r"[+-]?\.?\d|(?i:true|false|null|none)\Z")
 EXAMPLE = "my_file.MyClass"
-USUAL_BESIDE = {
-    "interval": "step",
-    "warmup_steps": 0,
-    "lr_scaling": "none",
-    "base_batch_size": 256,
-}  # scheduler=custom
+# of scheduler=custom
+USUAL_BESIDE = {"interval": "step", "warmup_steps": 0, "lr_scaling": "none", "base_batch_size": 256}
 PACKAGE = Path(__file__).resolve().parents[1]
 KNOWN = {**vars(limits), **vars(names), "Sequence": Sequence}  # what a signature may name to be checked here
 PYTHON = {kind.__name__: kind for kind in (int, float, bool, str, list, tuple)}
 GROUPS = ("optimizer", "scheduler", "task", "model", "data.train", "data.val", "data.test")
-OF_ALL = (
-    "fused",
-    "foreach",
-    "differentiable",
-    "capturable",
-    "no_decay",
-    "layer_decay",
-    "groups",
-)  # in no group
+# in no group
+OF_ALL = ("fused", "foreach", "differentiable", "capturable", "no_decay", "layer_decay", "groups")
 SHARED: dict[str, dict[str, Any]] = {  # what the runner itself reads, whatever the target
     "optimizer": {
         "lr": NotNegative,

@@ -46,7 +46,7 @@ class RateSweep:
         self._peaks: list[float] = list(run.schedule.peak_lrs)
         self._step, self._wanted = run.step, wanted
         self.rates: dict[str, float] = {}
-        self.found = RateLosses([], [], self._peaks[0], False)
+        self.found = RateLosses([], [], self._peaks, False)
         self._smallest = math.inf
         if not self._peaks[0] > 0:
             raise ConfigError(
@@ -136,17 +136,20 @@ def main(wish: Namespace, words: list[str], write: Any) -> int:
         found: RateLosses = pool.start(config).ask(RateRange(wish.low, wish.high, wish.steps), limit=LIMIT)
     advice = suggested(found)
     typed_lr = (config.optimizer or {}).get("lr")
-    scale = typed_lr / found.peak if isinstance(typed_lr, float | int) and typed_lr > 0 else 1.0
+    scale = typed_lr / found.peaks[0] if isinstance(typed_lr, float | int) and typed_lr > 0 else 1.0
     told = "diverged" if found.diverged else "ended"
     say(f"range test: {len(found.rates)} of {wish.steps} steps, {told} at {found.rates[-1]:.2g}")
     if advice.rate is None:
         say(f"no suggestion: {advice.why}")
     else:
-        say(f"suggestion: optimizer.lr={advice.rate * scale:.1e} ({advice.why}; the loss is smallest at "
+        others = len(set(found.peaks)) > 1
+        more = f"; all other rates times {advice.rate / found.peaks[0]:.2g}, as in the test" if others else ""
+        say(f"suggestion: optimizer.lr={advice.rate * scale:.1e}{more} ({advice.why}; the loss is smallest at "
             f"{advice.smallest:.2g}); with warmup and decay this is the peak")  # fmt: skip
     write(folder, typed, {
         "rates": found.rates, "losses": found.losses, "diverged": found.diverged, "suggestion": advice.rate,
-        "why": advice.why,
+        "why": advice.why, "peaks": found.peaks,
+        "suggestions": advice.rate and [advice.rate * peak / found.peaks[0] for peak in found.peaks],
     })  # fmt: skip
     say(f"details: {shown(folder / 'autotune.json')}, {draw(found, advice, folder / 'lr.png').name}")
     return EXIT_DONE
