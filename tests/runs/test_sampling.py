@@ -156,3 +156,8 @@ def test_a_sweep_over_folds_ends_with_their_mean(folder, capsys):
     assert mean[:5] == ["mean", "of", "2", f"{sum(values) / 2:.5g}", "±"]
     assert float(mean[5]) == pytest.approx(12.71 * abs(values[0] - values[1]) / 2, rel=0.06)
     assert mean[6:] == ["over", "data.fold"]
+    head, row = (folder / "s" / "sweep-means.csv").read_text().splitlines()
+    assert head == "mean,half,count,missing"
+    assert [float(cell) for cell in row.split(",")] == pytest.approx(
+        [sum(values) / 2, 12.706 * abs(values[0] - values[1]) / 2, 2, 0], rel=1e-3
+    )

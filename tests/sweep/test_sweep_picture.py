@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from trainrun.sweep import picture
 from trainrun.sweep.jobs import Job, Sweep, expand
 from trainrun.sweep.results import Result
-from trainrun.sweep.table import ranked
+from trainrun.sweep.table import mean_rows, means_csv, means_of, ranked
 
 
 def drawn(
@@ -72,3 +72,21 @@ def test_three_keys_are_bars_named_by_all_of_them(tmp_path: Path, monkeypatch: p
     values: list[float | None] = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
     figure = drawn(["a=1,2", "b=1,2", "c=1,2"], values, tmp_path, monkeypatch)
     assert figure.axes[0].get_yticklabels()[0].get_text() == "a=2 b=2 c=2"
+
+
+def test_means_are_ranked_by_themselves_and_say_what_is_missing():
+    words, values = ["lr=1,2", "data.fold=range(3)"], [0.9, 0.1, None, 0.5, 0.6, 0.7]
+    jobs = [
+        Job(num, row, str(num), Result("failed" if value is None else "done", value, "val/acc", "max"))
+        for num, (row, value) in enumerate(zip(expand(words), values, strict=True))
+    ]
+    means = means_of(ranked(jobs), ["lr", "data.fold"])
+    assert [row[1:5] for row in mean_rows(means, ["lr", "data.fold"])] == [
+        ["of 3", "0.6 ± 0.25", "", "lr=2 over data.fold"],
+        ["of 2, 1 missing", "0.5 ± 5.1", "", "lr=1 over data.fold"],
+    ]
+    head, best, other = means_csv(means).splitlines()
+    assert head == "lr,mean,half,count,missing"
+    assert best.startswith("2,0.6")
+    assert other.endswith(",2,1")
+    assert means_of(jobs, ["lr"]) == []

@@ -6,6 +6,7 @@ import csv
 import io
 import sys
 from statistics import fmean
+from typing import NamedTuple
 
 from trainrun.output import plain, say
 from trainrun.runs.run_folder import write_text
@@ -13,6 +14,7 @@ from trainrun.sweep.jobs import Job, Sweep
 from trainrun.sweep.results import Result
 from trainrun.timing.paired import half_interval
 
+MEANS = "sweep-means.csv"
 REPEATED = ("data.fold", "seed")  # of one way to train
 
 
@@ -21,13 +23,17 @@ def conclude(sweep: Sweep) -> None:
     jobs = ranked(list(sweep.jobs.values()))
     keys = sweep.swept_keys()
     header, rows = table_of(jobs, keys)
-    rows += mean_rows(jobs, keys)
+    means = means_of(jobs, keys)
+    rows += mean_rows(means, keys)
     if sys.stdout.isatty():
         print_rich(header, rows)
     else:
         print_plain(header, rows)
     write_text(sweep.folder / "sweep.csv", csv_of(jobs, keys, sweep))
     say(f"table: {sweep.folder / 'sweep.csv'}")
+    if means:
+        write_text(sweep.folder / MEANS, means_csv(means))
+        say(f"means: {sweep.folder / MEANS}")
     if any(job.result.value is not None for job in jobs):
         from trainrun.sweep.picture import draw_sweep
 
@@ -90,34 +96,48 @@ def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str
     return header, rows
 
 
-def mean_rows(jobs: list[Job], keys: list[str]) -> list[list[str]]:
-    """A row for every mean over folds, or over seeds, with Student's 95 % interval; best first."""
-    groups: dict[str, list[Job]] = {}
-    for job in jobs if set(keys) & set(REPEATED) else []:
-        if job.result.state == "done" and job.result.value is not None:
-            groups.setdefault(job.label([key for key in keys if key not in REPEATED] or ["-"]), []).append(
-                job
+class Mean(NamedTuple):
+    """Of jobs that differ in fold or seed alone. settings: what they have in common, by the keys that vary elsewhere.
+    half: of Student's 95 % interval. missing: jobs without a value, which are not in it."""
+
+    settings: dict[str, str]
+    value: float
+    half: float
+    count: int
+    missing: int
+    mode: str
+
+
+def means_of(jobs: list[Job], keys: list[str]) -> list[Mean]:
+    """Means over folds, or over seeds, where there are two values at least; best first."""
+    if not set(keys) & set(REPEATED):
+        return []
+    groups: dict[tuple[tuple[str, str], ...], list[Job]] = {}
+    for job in jobs:
+        same = ((key, job.settings.get(key, "")) for key in keys if key not in REPEATED)
+        groups.setdefault(tuple(same), []).append(job)
+    means = []
+    for settings, found in groups.items():
+        values = [job.result.value for job in found if job.result.state == "done"]
+        numbers = [value for value in values if value is not None]
+        if len(numbers) > 1:
+            middle, count = fmean(numbers), len(numbers)
+            half = half_interval([value - middle for value in numbers]) / count
+            modes = [job.result.mode for job in found if job.result.mode]
+            means.append(
+                Mean(dict(settings), middle, half, count, len(found) - count, modes[0] if modes else "")
             )
-    if set(keys) <= set(REPEATED):
-        groups = {"": [job for found in groups.values() for job in found]}
-    rows = []
-    for label, found in groups.items():
-        values = [job.result.value or 0.0 for job in found]
-        if len(values) > 1:
-            middle = fmean(values)
-            within = f"{half_interval([value - middle for value in values]) / len(values):.2g}"
-            over = ", ".join(key for key in REPEATED if key in keys)
-            rows.append(
-                [
-                    "mean",
-                    f"of {len(values)}",
-                    f"{middle:.5g} ± {within}",
-                    "",
-                    f"{label} over {over}".strip(),
-                    "",
-                ]
-            )
-    return rows
+    return sorted(means, key=lambda one: -one.value if one.mode == "max" else one.value)
+
+
+def mean_rows(means: list[Mean], keys: list[str]) -> list[list[str]]:
+    over = ", ".join(key for key in REPEATED if key in keys)
+    return [
+        ["mean", f"of {one.count}{f', {one.missing} missing' if one.missing else ''}",
+         f"{one.value:.5g} ± {one.half:.2g}", "",
+         " ".join([*(f"{key}={value}" for key, value in one.settings.items()), "over", over]), ""]
+        for one in means
+    ]  # fmt: skip
 
 
 def print_plain(header: list[str], rows: list[list[str]]) -> None:
@@ -167,4 +187,13 @@ def csv_of(jobs: list[Job], keys: list[str], sweep: Sweep) -> str:
                 folder,
             ]
         )
+    return text.getvalue()
+
+
+def means_csv(means: list[Mean]) -> str:
+    """One row a mean, for programs; `half` is that of the 95 % interval."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*means[0].settings, "mean", "half", "count", "missing"])
+    writer.writerows([*one.settings.values(), *one[1:5]] for one in means)
     return text.getvalue()
