@@ -4,6 +4,8 @@ from collections import Counter
 from functools import partial
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
@@ -14,6 +16,8 @@ from trainrun.data.order.folds import fold_of
 from trainrun.data.order.joined import joined
 from trainrun.data.order.training_set import Asked, training_set
 from trainrun.data.pipeline import open_batches
+from trainrun.data.readers.tables import csv_files, huggingface
+from trainrun.data.readers.tables import parquet as parquet_files
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
@@ -138,13 +142,13 @@ def test_folds_are_parts_of_equal_size(stratified):
     held = []
     for fold in range(4):
         train, val, told = fold_of((torch.arange(N), LABELS), 4, fold, stratified)
-        assert sorted([*train[0].tolist(), *val[0].tolist()]) == list(range(N))
-        assert len(val[0]) == 22
+        assert sorted([*train.tolist(), *val.tolist()]) == list(range(N))
+        assert len(val) == 22
         assert f"data.fold={fold} of 4" in told
         if stratified:
-            counts = torch.bincount(val[1], minlength=3).tolist()
+            counts = torch.bincount(LABELS[val], minlength=3).tolist()
             assert all(abs(count - size / 4) < 1 for count, size in zip(counts, (60, 25, 3), strict=True))
-        held += val[0].tolist()
+        held += val.tolist()
     assert sorted(held) == list(range(N))
 
 
@@ -179,7 +183,59 @@ def test_weights_are_a_column_an_attribute_a_file_or_a_list(given, tmp_path):
     np.savetxt(tmp_path / "w.txt", WEIGHTS.numpy())
     source = {"x": torch.arange(N), "column": WEIGHTS} if given == "column" else Said()
     value = WEIGHTS.tolist() if given == "list" else str(tmp_path / given) if given[:2] == "w." else given
-    assert seen(weighted(source, value, N), 2) == seen(WAYS["weighted"](), 2)
+    assert seen(weighted({"": source}, value, N), 2) == seen(WAYS["weighted"](), 2)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """The same rows in every format, 160 of them; `w` goes round 0, 1, 2, 3; the others are wrong."""
+    folder = tmp_path_factory.mktemp("tables")
+    columns = {"x": np.arange(160.0), "label": np.arange(160) % 2, "w": np.arange(160) % 4}
+    columns |= {
+        "bad": np.where(np.arange(160) % 8 == 7, -1.0, 1.0),
+        "zero": np.zeros(160),
+        "word": ["a"] * 160,
+    }
+    table = pyarrow.table(columns | {"list": [[i, i] for i in range(160)]})
+    parquet.write_table(table, folder / "t.parquet", row_group_size=50)
+    rows = zip(*columns.values(), strict=True)
+    (folder / "t.csv").write_text("\n".join(",".join(map(str, row)) for row in [list(columns), *rows]))
+    return folder
+
+
+FORMATS = {
+    "csv": lambda folder: csv_files.load(str(folder / "t.csv"), "train", ["x"], "label"),
+    "parquet": lambda folder: parquet_files.load(str(folder / "t.parquet"), "train", ["x"], "label"),
+    "on demand": lambda folder: parquet_files.load(str(folder / "t.parquet"), "train", ["x"], "label", in_memory=False),
+    "datasets": lambda folder: huggingface.load(str(folder / "t.parquet"), "train", ["x", "label"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_column_of_a_table_weighs_its_rows(form, tables):
+    source = FORMATS[form](tables)
+    samples = source.tensors[0] if isinstance(source, Arrays) else [source[i][0] for i in range(len(source))]
+    x = np.array([float(np.ravel(sample)[0]) for sample in samples])
+    for fold in (None, 1):  # of the training part alone, and of a fold of it
+        asked = Asked("weighted", "w", folds=fold and 3, fold=fold)
+        parts, drawn = training_set({"": source}, asked, [])
+        rows = np.arange(len(x)) if fold is None else fold_of(source, 3, 1, False)[0].numpy()
+        counts = Counter(i for part in opened(drawn, parts["train"]).epoch(1) for i in part.indices.tolist())
+        share = (x[rows] % 4) / (x[rows] % 4).sum() * len(rows)
+        assert all(abs(counts[i] - one) < 1 for i, one in enumerate(share))
+    for name, fault in (("bad", "has weight -1; must be"), ("zero", "all weights are 0"), ("word", "number"),
+                        ("nope", "has no column")):  # fmt: skip
+        with pytest.raises(DataError, match=fault):
+            weighted({"": source}, name, len(x))
+
+
+def test_weights_of_named_sets_are_one_behind_the_other(tables):
+    both = {"a": FORMATS["csv"](tables), "b": FORMATS["on demand"](tables)}
+    _, drawn = training_set(both, Asked("weighted", "w"), [])
+    (a,), (b,) = (weighted({"": one}, "w", 144).ends[-1:] for one in both.values())
+    assert drawn.ends[-1] == a + b
+    with pytest.raises(DataError, match=r"data.weights=w: data.train.c has none, and data.train.a has"):
+        weighted({"a": both["a"], "c": Said()}, "w", 144 + N)
 
 
 class Streamed(torch.utils.data.IterableDataset):
@@ -193,11 +249,11 @@ class Streamed(torch.utils.data.IterableDataset):
         (partial(balanced, torch.arange(5)), "data.sampling=balanced: data.train has no labels in memory"),
         (partial(balanced, (torch.zeros(2, 3), torch.zeros(2, 3).long())), "has no single class for each sample"),
         (partial(balanced, (torch.zeros(2), torch.tensor([-1, 0]))), "has label -1, which is no class"),
-        (partial(weighted, Said(), [1.0, 2.0], N), r"data.weights=\[1.0, 2.0\]: holds 2 weights, and data.train 88"),
-        (partial(weighted, Said(), [0.0] * N, N), "all weights are 0"),
-        (partial(weighted, Said(), [1.0, float("nan")], 2), "sample 1 has weight nan; must be 0 or more"),
-        (partial(weighted, Said(), "nope.npy", N), "data.weights=nope.npy: data.train has no column or attribute"),
-        (partial(weighted, Said(), "class_names", N), "data.weights=class_names: must be one number a sample"),
+        (partial(weighted, {"": Said()}, [1.0, 2.0], N), r"data.weights=\[1.0, 2.0\]: holds 2 weights, and"),
+        (partial(weighted, {"": Said()}, [0.0] * N, N), "all weights are 0"),
+        (partial(weighted, {"": Said()}, [1.0, float("nan")], 2), "sample 1 has weight nan; must be 0 or more"),
+        (partial(weighted, {"": Said()}, "nope.npy", N), "data.weights=nope.npy: data.train has no column"),
+        (partial(weighted, {"": Said()}, "class_names", N), "data.weights=class_names: must be one number a sample"),
         (partial(fold_of, Said(), 100, 0, False), "data.folds=100: data.train has 88 samples; at most so many"),
         (partial(fold_of, (torch.zeros(9),), 2, 0, True), "data.stratified=true: data.train has no class"),
         (partial(training_set, {"": Streamed()}, Asked("balanced"), []), "data.sampling=balanced: data.train is an It"),

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from trainrun.data.map_style import said
 from trainrun.data.tensor_dataset import columns_of
@@ -83,12 +84,14 @@ def balanced(source: Any) -> Drawn:
     return of_groups(np.ones(len(classes)), counts, np.argsort(labels, kind="stable"), told)
 
 
-def weighted(source: Any, given: Any, number: int) -> Drawn:
-    """As often as the weights say. given: as `data.weights`. number: of samples."""
-    weights, where = weights_of(source, given)
+def weighted(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | None = None) -> Drawn:
+    """As often as the weights say. named: the sources, one after the other. given: as `data.weights`. number: of their
+    samples, of which `rows` train; None: all."""
+    weights, where = weights_of(named, given)
     if weights.ndim != 1 or weights.dtype.kind not in "iufb":
+        shape = list(weights.shape)
         raise DataError(
-            f"data.weights={where}: must be one number a sample; its shape is {list(weights.shape)}"
+            f"data.weights={where}: must be one number a sample; it is {weights.dtype} of shape {shape}"
         )
     if len(weights) != number:
         raise DataError(f"data.weights={where}: holds {len(weights):,} weights, and data.train {number:,} samples; "
@@ -99,13 +102,15 @@ def weighted(source: Any, given: Any, number: int) -> Drawn:
         raise DataError(
             f"data.weights={where}: sample {wrong[0]} has weight {weights[wrong[0]]:g}; must be 0 or more"
         )
+    if rows is not None:
+        weights = weights[rows.numpy()]
     if not weights.any():
         raise DataError(f"data.weights={where}: all weights are 0; one at least must be more")
     told = (
-        f"data.sampling=weighted: in an epoch of {number:,} a sample comes up to "
+        f"data.sampling=weighted: in an epoch of {len(weights):,} a sample comes up to "
         f"{weights.max() / weights.mean():.3g} times on average; {int((weights == 0).sum()):,} never"
     )
-    return of_groups(weights, np.ones(number), None, told)
+    return of_groups(weights, np.ones(len(weights)), None, told)
 
 
 def mixed(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
@@ -126,17 +131,18 @@ def labels_of(source: Any) -> Array | None:
     return None if found is None else np.asarray(found)
 
 
-def weights_of(source: Any, given: Any) -> tuple[Array, str]:
+def weights_of(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
     """The weights, and how to call them: a list, a column or attribute of the data, or a file."""
     if isinstance(given, list):
         return np.asarray(given), f"[{', '.join(map(str, given[:3]))}{', ...' if len(given) > 3 else ''}]"
-    columns = columns_of(source, "data.train")
-    if columns is not None and given in columns.names:
-        return np.asarray(columns.values[columns.names.index(given)]), given
-    column = said(source, "column")
-    found = column(given) if callable(column) else said(source, given) if given.isidentifier() else None
-    if found is not None:
-        return np.asarray(found), given
+    found = {name: column_of(source, given) for name, source in named.items()}
+    told = {name: column for name, column in found.items() if column is not None}
+    if 0 < len(told) < len(found):
+        has, lacks = next(iter(told)), next(name for name in found if name not in told)
+        raise DataError(f"data.weights={given}: data.train.{lacks} has none, and data.train.{has} has")
+    if told:
+        columns = list(told.values())
+        return columns[0] if len(columns) == 1 else np.concatenate([np.ravel(one) for one in columns]), given
     path = Path(given).expanduser()
     if not path.is_file():
         raise DataError(f"data.weights={given}: data.train has no column or attribute, and there is no file, of this "
@@ -147,3 +153,16 @@ def weights_of(source: Any, given: Any) -> tuple[Array, str]:
         ), given
     except (OSError, ValueError) as error:
         raise DataError(f"data.weights={given}: cannot be read as numbers: {error}") from error
+
+
+def column_of(source: Any, name: str) -> Array | None:
+    """What stands there for each sample: a column of its table or arrays, or an attribute; None: there is none."""
+    if type(source) is Subset:
+        whole = column_of(source.dataset, name)
+        return None if whole is None else whole[np.asarray(source.indices)]
+    columns = columns_of(source, "data.train")
+    if columns is not None and name in columns.names:
+        return np.asarray(columns.values[columns.names.index(name)])
+    of_table = said(source, "column")
+    found = of_table(name) if callable(of_table) else said(source, name) if name.isidentifier() else None
+    return None if found is None else np.asarray(found)

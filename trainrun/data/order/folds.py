@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from trainrun.data.order.drawn import labels_of
-from trainrun.data.order.joined import sized, taken
+from trainrun.data.order.joined import sized
 from trainrun.data.order.sampler import epoch_order
 from trainrun.errors import DataError
 
 
-def fold_of(source: Any, folds: int, fold: int, stratified: bool) -> tuple[Any, Any, str]:
-    """What trains, what validates, and a line about it.
+def fold_of(source: Any, folds: int, fold: int, stratified: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """The samples that train, those that validate, both by number, and a line about it.
 
     The same parts whatever the seed, so that the runs of a sweep divide the data alike. Sizes differ by one sample at
     most; stratified, so do those of each class.
@@ -38,4 +38,4 @@ def fold_of(source: Any, folds: int, fold: int, stratified: bool) -> tuple[Any, 
     inside, held = (torch.from_numpy(np.flatnonzero(found)) for found in (part != fold, part == fold))
     told = (f"data.fold={fold} of {folds}{' (stratified)' if stratified else ''}: {len(inside):,} samples of "
             f"data.train train, {len(held):,} validate; data.val is not read")  # fmt: skip
-    return taken(source, inside, "data.train"), taken(source, held, "data.train"), told
+    return inside, held, told

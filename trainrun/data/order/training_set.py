@@ -8,7 +8,7 @@ from typing import Any
 
 from trainrun.data.order.drawn import Drawn, balanced, mixed, weighted
 from trainrun.data.order.folds import fold_of
-from trainrun.data.order.joined import joined, sized
+from trainrun.data.order.joined import joined, sized, taken
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ def training_set(
 ) -> tuple[dict[str, Any], Drawn | None]:
     """`train`, and `val` of folds. named: the source "", or several by name."""
     source = named[""] if "" in named else joined(named, "data.train")
-    found = {"train": source}
+    found, rows = {"train": source}, None
     if asked.folds is not None:
-        train, held, told = fold_of(source, asked.folds, asked.fold or 0, asked.stratified)
+        rows, held, told = fold_of(source, asked.folds, asked.fold or 0, asked.stratified)
         notes.append(told)
-        found = {"train": train, "val": held}
+        found = {name: taken(source, of, "data.train") for name, of in (("train", rows), ("val", held))}
     drawn = None
     if asked.mix:
         drawn = mixed(
             asked.mix, {name: sized(one, f"data.train.{name}", "data.mix") for name, one in named.items()}
         )
     elif asked.sampling != "none":
-        number = sized(found["train"], "data.train", f"data.sampling={asked.sampling}")
+        number = sized(source, "data.train", f"data.sampling={asked.sampling}")
         balances = asked.sampling == "balanced"
-        drawn = balanced(found["train"]) if balances else weighted(found["train"], asked.weights, number)
+        drawn = balanced(found["train"]) if balances else weighted(named, asked.weights, number, rows)
     notes += [drawn.told] if drawn is not None else []
     return found, drawn

@@ -26,7 +26,8 @@ class Info:
     labels: (N, ...) the targets of all samples, if they are in memory: classes are held out in proportion.
     where: names a sample in messages; default: the first file and the number.
     lengths: computes (N,) int64, how long each sequence is. batch: collates many samples, quicker than one by one, to
-    the same bits. thread_safe: several threads may read at once.
+    the same bits. thread_safe: several threads may read at once. column: (N,) of another column of a table, by its
+    name; None: it has none of that name.
     """
 
     files: tuple[Path, ...]
@@ -38,6 +39,7 @@ class Info:
     lengths: Callable[[], np.ndarray[Any, Any]] | None = None
     batch: Callable[[list[int]], Any] | None = None
     thread_safe: bool = True
+    column: Callable[[str], Any] | None = None
 
 
 class Reader(Protocol):
@@ -92,6 +94,11 @@ class ReaderDataset:
             raise AttributeError("lengths: the samples are no sequences")
         lengths = self._info.lengths()
         return lengths if self.rows is None else lengths[self._numbers(range(len(self)))]
+
+    def column(self, name: str) -> Any:
+        """The cells of another column, if the samples are rows of a table that has it."""
+        cells = None if self._info.column is None else self._info.column(name)
+        return cells if cells is None or self.rows is None else cells[self._numbers(range(len(self)))]
 
     def describe(self, index: int) -> str:
         """The file of a sample and its place in it."""

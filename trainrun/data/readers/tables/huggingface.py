@@ -78,6 +78,7 @@ class HuggingfaceReader:
         self.info = Info(
             tuple(files), (None if as_dict else columns, form), labels, class_names, len(class_names) or None,
             self._where, None if lengths is None else partial(np.asarray, lengths), thread_safe=False,
+            column=partial(_column, dataset),
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -170,6 +171,12 @@ def _with_plain_columns(dataset: Any) -> Any:
                 f"data.train.columns: column {name} holds {media[0]}, which is not read; choose others"
             )
     return dataset
+
+
+def _column(dataset: Any, name: str) -> Any:
+    if name not in dataset.column_names:
+        return None
+    return np.asarray(dataset.select_columns([name]).with_format("numpy")[name][:])
 
 
 def _lengths(dataset: Any) -> np.ndarray[Any, Any] | None:

@@ -77,7 +77,8 @@ def load(path: str | None, split: str, inputs: Any = None, target: Any = None, v
     plain = all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]
     if not (plain and not own_target and fits):
         return dataset
-    return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe)
+    return Arrays(reader.whole(dataset.rows), coding.names, coding.num_classes, describe=dataset.describe,
+                  column=dataset.column)  # fmt: skip
 
 
 class ParquetReader:
@@ -97,7 +98,7 @@ class ParquetReader:
         self._groups = Kept(partial(_decoded, table, self._kinds, self._settings, files), row_groups)
         self.info = Info(
             table.files, (self._kinds, self._settings, shape), cells, coding.names, coding.num_classes, table.place,
-            self._lengths if any(kind.name == "list" for kind in self._inputs) else None,
+            self._lengths if any(kind.name == "list" for kind in self._inputs) else None, column=table.column,
         )  # fmt: skip
 
     def __len__(self) -> int:

@@ -79,6 +79,12 @@ class Table:
                 opened = open_file(str(path))
             yield group, self.read(group, columns, opened, threads=True)
 
+    def column(self, name: str) -> Any:
+        """All cells of a column of numbers; None if there is none of that name."""
+        if (kind := self.kinds.get(name)) is not None and kind.name != "number":
+            raise DataError(f"{self.files[0]}: column {name!r} is {kind.text}, not numbers")
+        return None if kind is None else self.target(name)
+
     def target(self, column: str) -> Any:
         """All cells of a column of numbers or words."""
         kind, parts = self.kinds[column], []
