@@ -103,7 +103,7 @@ class Mean(NamedTuple):
     settings: dict[str, str]
     value: float
     half: float
-    count: int
+    number: int
     missing: int
     mode: str
 
@@ -133,7 +133,7 @@ def means_of(jobs: list[Job], keys: list[str]) -> list[Mean]:
 def mean_rows(means: list[Mean], keys: list[str]) -> list[list[str]]:
     over = ", ".join(key for key in REPEATED if key in keys)
     return [
-        ["mean", f"of {one.count}{f', {one.missing} missing' if one.missing else ''}",
+        ["mean", f"of {one.number}{f', {one.missing} missing' if one.missing else ''}",
          f"{one.value:.5g} ± {one.half:.2g}", "",
          " ".join([*(f"{key}={value}" for key, value in one.settings.items()), "over", over]), ""]
         for one in means
