@@ -174,7 +174,7 @@ def train_command(words: list[str]) -> int:
         raise ConfigError(*prepared.twice)
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
     if len(prepared.flags) > len(sweeps):
-        from trainrun.config.overrides import hydra_question
+        from trainrun.config.help_text import hydra_question
 
         return hydra_question(prepared, folders)
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])

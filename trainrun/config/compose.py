@@ -116,7 +116,10 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
             _named(choices.get("model", "model"), config.model),
         )
         config = replace(config, run_name="-".join(names))
-    words.notes += stale_preset(config, choices.get("preset", "none"), folders, working_dir)
+    if (preset := choices.get("preset", "none")) != "none":
+        from trainrun.config.tuned_settings import stale
+
+        words.notes += stale(preset, config, folders, working_dir)
     return Composition(config, choices, overrides, words.own, words.notes)
 
 
@@ -125,18 +128,6 @@ def _named(option: str, node: Any) -> str:
     target = node.get("_target_") if option == CUSTOM and isinstance(node, dict) else None
     name = str(target).rpartition(".")[2]
     return name if target and name.isidentifier() else option
-
-
-def stale_preset(config: RunConfig, preset: str, folders: list[Path], working_dir: Path) -> list[str]:
-    """One line where the preset was measured on something else."""
-    files = [folder / "preset" / f"{preset}.yaml" for folder in folders]
-    file = next((file for file in files if preset != "none" and file.is_file()), None)
-    if file is None:
-        return []
-    from trainrun.config.tuned_settings import stale
-
-    told = stale(file, config, working_dir)
-    return [told] if told else []
 
 
 def unread_path(config: RunConfig) -> list[str]:

@@ -1,16 +1,21 @@
-"""`trainrun --help`, read from the comments of the config files and from `config/schema.py`: no Hydra, no torch."""
+"""`trainrun --help`, from the comments of the config files and `config/schema.py`, no torch; what Hydra answers."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainrun.config.argv import conf_dir, groups
+from trainrun.config.argv import CommandLine, conf_dir, groups
 from trainrun.config.schema import RunConfig, settings
 from trainrun.config.validate import nearest
-from trainrun.errors import ConfigError
+from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.limits import Setting, choices_of
+from trainrun.output import say
 
 WITH_OWN_KEYS = ("data", "model", "task", "optimizer", "scheduler")  # groups whose options bring keys along
 
@@ -153,3 +158,24 @@ def _allowed(found: Setting) -> str:
 
 def _line(setting: str, text: str) -> str:
     return f"{setting:<46} {text}".rstrip()
+
+
+def hydra_question(words: CommandLine, folders: list[Path]) -> int:
+    """Hydra's own questions (--cfg job, --info, --hydra-help, shell completion), answered by Hydra."""
+    import hydra
+
+    from trainrun.config.overrides import composed, opened
+    from trainrun.masking import masked_lines
+
+    faults: list[str] = []
+    composed([word for word in words.overrides if not word.lstrip("+~").startswith("hydra")], folders, faults)
+    if faults:
+        raise ConfigError(*[words.as_typed(fault) for fault in faults])
+    logging.getLogger("hydra").setLevel(logging.NOTSET)  # --info is told by its log
+    sys.argv = ["trainrun", *opened(words.overrides, folders), *words.flags]
+    with contextlib.redirect_stdout(io.StringIO()) as answer:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
+    # trackers lie inside `listeners`, and are typed above it
+    shown = answer.getvalue().replace("\n  listeners: {}\n", "\n")
+    say(masked_lines(shown), end="")
+    return EXIT_DONE

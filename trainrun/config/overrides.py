@@ -7,16 +7,13 @@ composed, says for itself what is wrong with it: one composition finds all fault
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
-import sys
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hydra
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_search_path import ConfigSearchPath
@@ -30,13 +27,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.argv import CUSTOM, CommandLine, conf_dir, groups, options
+from trainrun.config.argv import CUSTOM, conf_dir, groups, options
 from trainrun.config.saved_values import limit_fault, yaml_fault
 from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
-from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.limits import ANY, NODES
 from trainrun.model.choices import WORDS
-from trainrun.output import say
 
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
 NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"
@@ -115,7 +110,7 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
     if broken:
         faults += broken
         return None
-    read = [override for word in _opened(words, folders) if (override := _read(word, faults))]
+    read = [override for word in opened(words, folders) if (override := _read(word, faults))]
     known = groups(folders)
     choices, settings = [], []
     for override in read:
@@ -330,7 +325,7 @@ def _in_tracker(key: str) -> bool:
     return is_tracker(key) and key.count(".") > 1
 
 
-def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
+def opened(overrides: list[str], folders: list[Path]) -> list[str]:
     """Keys below a node of the user's own may be new: the target's signature decides, not Hydra."""
     chosen = dict(word.partition("=")[::2] for word in overrides)
     targets = [key.removesuffix("._target_") for key in chosen if key.endswith("._target_")]
@@ -361,21 +356,3 @@ def _opened(overrides: list[str], folders: list[Path]) -> list[str]:
         return word if of_the_user or key.startswith(tuple(f"{node}." for node in open_nodes())) else bare
 
     return [word if word[:1] == "~" else with_plus(word) for word in overrides]
-
-
-def hydra_question(words: CommandLine, folders: list[Path]) -> int:
-    """Hydra's own questions (--cfg job, --info, --hydra-help, shell completion), answered by Hydra."""
-    faults: list[str] = []
-    composed([word for word in words.overrides if not word.lstrip("+~").startswith("hydra")], folders, faults)
-    if faults:
-        raise ConfigError(*[words.as_typed(fault) for fault in faults])
-    logging.getLogger("hydra").setLevel(logging.NOTSET)  # --info is told by its log
-    sys.argv = ["trainrun", *_opened(words.overrides, folders), *words.flags]
-    with contextlib.redirect_stdout(io.StringIO()) as answer:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="trainrun")(lambda _: None)()
-    from trainrun.masking import masked_lines
-
-    # trackers lie inside `listeners`, and are typed above it
-    shown = answer.getvalue().replace("\n  listeners: {}\n", "\n")
-    say(masked_lines(shown), end="")
-    return EXIT_DONE

@@ -78,12 +78,15 @@ def fingerprint_line(config: RunConfig, working_dir: Path) -> str:
     return MARK + json.dumps(fingerprint(config, working_dir))
 
 
-def stale(preset: Path, config: RunConfig, working_dir: Path) -> str:
-    """What is no longer as it was measured, in one line; "" if all is, or if nothing was measured."""
-    lines = preset.read_text(encoding="utf-8", errors="replace").splitlines()
+def stale(preset: str, config: RunConfig, folders: list[Path], working_dir: Path) -> list[str]:
+    """One line where the preset was measured on something else."""
+    file = next(
+        (file for folder in folders if (file := folder / "preset" / f"{preset}.yaml").is_file()), None
+    )
+    lines = [] if file is None else file.read_text(encoding="utf-8", errors="replace").splitlines()
     line = next((line for line in lines if line.startswith(MARK)), None)
     if line is None:
-        return ""
+        return []
     try:
         then = dict(json.loads(line.removeprefix(MARK)))
     except ValueError:
@@ -91,8 +94,8 @@ def stale(preset: Path, config: RunConfig, working_dir: Path) -> str:
     now = fingerprint(config, working_dir)
     changed = [_change(name, str(then.get(name)), now[name]) for name in now if then.get(name) != now[name]]
     if not changed:
-        return ""
-    return f"preset={preset.stem} was measured with {'; '.join(changed)}. Measure again: trainrun autotune"
+        return []
+    return [f"preset={preset} was measured with {'; '.join(changed)}. Measure again: trainrun autotune"]
 
 
 def _change(name: str, then: str, now: str) -> str:
