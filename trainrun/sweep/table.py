@@ -97,8 +97,10 @@ def table_of(jobs: list[Job], keys: list[str]) -> tuple[list[str], list[list[str
 
 
 class Mean(NamedTuple):
-    """Of jobs that differ in fold or seed alone. settings: what they have in common, by the keys that vary elsewhere.
-    half: of Student's 95 % interval. missing: jobs without a value, which are not in it."""
+    """The mean of jobs that differ in fold or seed alone.
+
+    settings: what they have in common, by the keys that vary elsewhere. half: of Student's 95 % interval.
+    missing: jobs without a value, which are not in it."""
 
     settings: dict[str, str]
     value: float
