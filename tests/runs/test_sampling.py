@@ -93,6 +93,39 @@ def test_a_resume_in_the_middle_of_an_epoch_changes_nothing(way, folder):
     assert (folder / "loaded").exists() == (way in ("stream", "parts"))
 
 
+CHANGES = {
+    "balanced": ["data.sampling=none"],
+    "weighted": ["data.weights=other.npy"],
+    "mixed": ["data.mix={a: 1, b: 2}"],
+    "stream": ["data.shuffle_buffer=9"],
+    "fold": ["data.fold=1"],
+    "named": ["seed=43"],
+}
+
+
+@pytest.mark.train
+@pytest.mark.parametrize("way", CHANGES)
+def test_another_order_is_not_gone_on_with_in_the_middle_of_an_epoch(way, folder, capsys):
+    """By another word, or by another content of what the same word names."""
+    import numpy as np
+
+    np.save(folder / "other.npy", 2.0 + np.arange(60) % 3)
+    assert main([*WORDS, *WAYS[way], "trainer.max_steps=3", "hydra.run.dir=r"]) == 0
+    key = CHANGES[way][0].partition("=")[0]
+    assert main(["resume", "r", "trainer.max_steps=5", *CHANGES[way]]) != 0
+    said = capsys.readouterr().err
+    assert "saved in the middle of an epoch with" in said
+    if way == "weighted":
+        np.save(folder / "often.npy", 2.0 + np.arange(60) % 3)
+        assert main(["resume", "r", "trainer.max_steps=5"]) != 0
+        assert "of an epoch with shares of data.train=" in capsys.readouterr().err
+    else:
+        assert f"{key}=" in said
+    if way == "named":  # an epoch has 20 micro-batches of 4, and a step two of them
+        assert main([*WORDS, *NAMED, "trainer.max_steps=10", "hydra.run.dir=whole"]) == 0
+        assert main(["resume", "whole", "trainer.max_steps=12", "seed=43"]) == 0
+
+
 @pytest.mark.process
 def test_a_divided_stream_is_not_gone_on_with_by_other_readers(folder, capsys):
     words = [*WORDS, *WAYS["parts"]]

@@ -48,6 +48,7 @@ from trainrun.assemble.run_plan import (
     default_monitor,
     keep_options,
     lengths_of,
+    order_facts,
     with_accumulation,
     with_warmup_in_steps,
 )
@@ -218,7 +219,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         names = ", ".join(validation)
         notes.append(f"validation: {names}; best and early stopping look at {default_metric} by default")
     keep = keep_options(config, default_metric, lengths, task)
-    checkpoints = build_checkpoints(config, site, keep, monitors.note)
+    checkpoints = build_checkpoints(config, site, keep, monitors.note, drawn)
     trainer = config.trainer
     retry = OomRetry(
         trainer.out_of_memory, model, task, parallel, monitors.note, mends=trainer.nan_policy == "skip"
@@ -243,7 +244,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         train=train, validation=validation, test=test, triggers=triggers, checkpoints=checkpoints, monitors=monitors,
         data_facts=facts, phases=site.phases, step=step, accumulate=build_accumulate(retry, counting),
         compile_log=compile_log, counting=counting, hooks=hooks, positions=tally.planned, optimizers=optimizers,
-        own_step=own_step, places=places,
+        own_step=own_step, places=places, order=order_facts(config, parallel.world_size, drawn),
     )  # fmt: skip
     return run, run_facts(run, site, rhythm, notes)
 
@@ -348,11 +349,11 @@ def build_monitors(
 
 
 def build_checkpoints(
-    config: RunConfig, site: RunContext, keep: KeepOptions, note: Callable[[str], None]
+    config: RunConfig, site: RunContext, keep: KeepOptions, note: Callable[[str], None], drawn: Drawn | None
 ) -> CheckpointManager:
     return CheckpointManager(
         site.run.checkpoints, site.run_id, keep, site.parallel,
-        build_fingerprint(config, site.parallel), note, lambda: host_memory().free,
+        build_fingerprint(config, site.parallel, drawn), note, lambda: host_memory().free,
         before_commit=site.before_commit,
     )  # fmt: skip
 

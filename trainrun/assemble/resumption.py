@@ -14,7 +14,7 @@ from torch import nn
 
 from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
-from trainrun.assemble.run_plan import DATA
+from trainrun.assemble.run_plan import DATA, DRAWN
 from trainrun.checkpoint.best import best_checkpoint
 from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
 from trainrun.checkpoint.weights import check_tensors, tensor_kinds, weights_of
@@ -135,7 +135,7 @@ def tell(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
     lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
     run.monitors.note(f"goes on from step {step} ({loaded.folder.name}){lost}")
     if changed:
-        bits = "" if DATA in changed else " in their last bits"
+        bits = "" if DATA in changed or DRAWN in changed else " in their last bits"
         run.monitors.note(
             f"the checkpoint was saved with another {changed}: the numbers that follow may differ{bits} "
             "from those of a run that was never stopped (checkpoint.strict=true refuses)"

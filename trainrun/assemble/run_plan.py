@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from glob import iglob
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -33,7 +33,11 @@ from trainrun.formatting import counted
 from trainrun.interfaces import Batches, Parallel
 from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits
 
-DATA = "data.train.path"  # in a fingerprint
+if TYPE_CHECKING:
+    from trainrun.data.order.drawn import Drawn
+
+DATA, DRAWN = "data.train.path", "shares of data.train"  # in a fingerprint
+LENGTHS_DECIDE = ("bucket", "pack", "token_budget")  # of data.padding
 MOST_FILES = 1000
 
 
@@ -200,9 +204,29 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
     )  # fmt: skip
 
 
-def build_fingerprint(config: RunConfig, parallel: Parallel) -> Callable[[], dict[str, Any]]:
+def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str, Any]:
+    """What decides which training sample comes when in an epoch, by the keys as they are typed."""
+    data, train = config.data, config.data.train or {}
+    names = ["shuffle", "shuffle_buffer", "sampling", "mix", "folds", "fold", "stratified"]
+    if data.padding in LENGTHS_DECIDE or data.truncate in ("drop", "split"):
+        names += ["padding", "max_tokens", "truncate", "max_sequence_length", "pad_multiple"]
+    found = {"seed": config.seed, **{f"data.{name}": getattr(data, name) for name in names}}
+    found |= {
+        f"data.train.{name}": train[name] for name in ("seed", "val_fraction", "split") if name in train
+    }
+    if data.padding == "bucket":
+        found["batch_size x ranks"] = data.batch_size * ranks
+    if data.padding == "token_budget":
+        found["ranks"] = ranks
+    return found | ({} if drawn is None else {DRAWN: drawn.mark})
+
+
+def build_fingerprint(
+    config: RunConfig, parallel: Parallel, drawn: Drawn | None = None
+) -> Callable[[], dict[str, Any]]:
     """What the bits of a run depend on besides its config. The data is looked at here, the rest whenever asked."""
     data = {DATA: found} if (found := data_at((config.data.train or {}).get("path"))) else {}
+    data |= {} if drawn is None else {DRAWN: drawn.mark}
     return lambda: {
         **machine(parallel.device),
         "world_size": parallel.world_size,

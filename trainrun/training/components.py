@@ -56,6 +56,7 @@ class Components:
     step: makes one step: `train_step`, what wraps it, or what is in its place. accumulate: its forward and backward.
     positions: of a micro-batch of one rank, padding included, by `data.padding`; empty if it is not known.
     optimizers: several by name, for a step of the user's own, which is own_step; else empty.
+    order: what decides which training sample comes when in an epoch.
     """
 
     config: RunConfig
@@ -86,6 +87,7 @@ class Components:
     places: SourceStates = field(default_factory=SourceStates)
     optimizers: Mapping[str, NamedOptimizer] = field(default_factory=dict)
     own_step: Any = None
+    order: Mapping[str, Any] = field(default_factory=dict)
 
     def agree(self, items: int) -> Agreed:
         """One exchange between the ranks: the mean of their items in this step, and what they ask for."""
@@ -169,15 +171,9 @@ class Components:
 
     def stream(self) -> dict[str, Any]:
         """What a position in the data means: samples in a micro-batch of all ranks, and in an epoch."""
-        samples = self.config.data.batch_size * self.parallel.world_size
-        ranks = self.parallel.world_size
-        return {
-            "samples_per_batch": samples,
-            "num_samples": self.train.num_samples,
-            "order": ORDER,
-            "ranks": ranks,
-            "parts": self.places.parts,
-        }
+        ranks, size = self.parallel.world_size, self.config.data.batch_size
+        return {"samples_per_batch": size * ranks, "num_samples": self.train.num_samples, "order": ORDER,
+                "ranks": ranks, "parts": self.places.parts, "by": dict(self.order)}  # fmt: skip
 
     def load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
         """Copy a saved tree into the components, random states last. own: None if the ranks changed.
@@ -264,6 +260,14 @@ class Components:
                 f"checkpoint {place}: saved in the middle of an epoch by a version of trainrun that put more than "
                 f"{LISTED:,} samples in another order; go on with that version, or begin with these weights alone: "
                 "init_from=..."
+            )
+        before, by = then.get("by", {}), now["by"]
+        other = [f"{key}={before[key]} (now {by[key]})" for key in by if before.get(key, by[key]) != by[key]]
+        if shared["train"]["batches"] and other:
+            told = ", ".join(other).replace("'", "")
+            raise CheckpointError(
+                f"checkpoint {place}: saved in the middle of an epoch with {told}: samples of it would come again or "
+                "never; go on as before, or begin with these weights alone: init_from=RUN_DIR"
             )
         parts = then.get("parts", 1)
         if shared["train"]["batches"] and parts != now["parts"]:

@@ -11,6 +11,7 @@ gain: torch's WeightedRandomSampler draws independently: in an epoch it leaves o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,12 @@ class Drawn:
     begins: Array
     members: Array | None
     told: str
+
+    @property
+    def mark(self) -> str:
+        """Changes with the shares and with who has them."""
+        parts = [self.ends, self.begins, *([] if self.members is None else [self.members])]
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:8]
 
     def samples(self, slots: Tensor, count: int, seed: int, epoch: int) -> Tensor:
         """The samples at these places of an unshuffled epoch of `count`, both int64 and of one shape."""
