@@ -40,7 +40,7 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
 
 def taken(model: nn.Module, tensors: dict[str, Tensor], path: Path, **chosen: object) -> list[str]:
     save_file(tensors, path / "w.safetensors")
-    return load_initial(model, str(path / "w.safetensors"), HERE, InitConfig(**chosen))
+    return load_initial(model, str(path / "w.safetensors"), HERE, InitConfig(**chosen)).lines
 
 
 def test_a_head_of_another_shape_is_left_out(tmp_path: Path) -> None:

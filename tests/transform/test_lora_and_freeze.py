@@ -36,6 +36,9 @@ def test_other_layers_are_trained_if_they_are_named() -> None:
     model = lora(network(), rank=1, target="0", train="2.1.*")
     assert trained(model) == ["0.lora_a", "0.lora_b", "2.1.weight", "2.1.bias"]
     assert isinstance(model[2][0], nn.Linear)
+    assert [name for name in trained(lora(network(), rank=1, train="*bias")) if "lora" not in name] == [
+        "0.base.bias", "2.0.base.bias", "2.1.base.bias",
+    ]  # fmt: skip
 
 
 def test_merging_gives_the_plain_network_with_the_same_outputs() -> None:

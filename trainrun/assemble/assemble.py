@@ -24,9 +24,7 @@ from trainrun.assemble.data_pipeline import (
 )
 from trainrun.assemble.model_and_transforms import (
     apply_built_in,
-    apply_transforms,
-    build_frozen,
-    build_model,
+    build_changed,
     faults_of_words,
     split_words,
 )
@@ -187,13 +185,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     rhythm = build_rhythm(config, lengths, task, bool(validation), parallel.rank)
     config = with_warmup_in_steps(config, lengths, task)
     warmup_steps(config, rhythm)
-    model = build_model(config, facts, parallel.materialize)
-    if site.init_from is not None:
-        from trainrun.checkpoint.weights import load_initial
-
-        notes += load_initial(model, site.init_from, parallel, config.init)
-    model = apply_transforms(config, model, device, notes)
-    frozen = build_frozen(config, model, notes)
+    model, frozen, base = build_changed(config, facts, parallel, site.init_from, notes)
     if config.trainer.compile.scope == "auto":
         from trainrun.assemble.compile_scope import with_scope
 
@@ -244,7 +236,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
         train=train, validation=validation, test=test, triggers=triggers, checkpoints=checkpoints, monitors=monitors,
         data_facts=facts, phases=site.phases, step=step, accumulate=build_accumulate(retry, counting),
         compile_log=compile_log, counting=counting, hooks=hooks, positions=tally.planned, optimizers=optimizers,
-        own_step=own_step, places=places, order=order_facts(config, parallel.world_size, drawn),
+        own_step=own_step, places=places, order=order_facts(config, parallel.world_size, drawn), base=base,
     )  # fmt: skip
     return run, run_facts(run, site, rhythm, notes)
 

@@ -17,11 +17,12 @@ from trainrun.config.validate import fault_of_value
 from trainrun.errors import ConfigError, DataError
 from trainrun.formatting import counted
 from trainrun.instantiate import TARGET, build, locate, parameters_of
-from trainrun.interfaces import DataFacts
+from trainrun.interfaces import DataFacts, Parallel
 from trainrun.model.choices import WORDS
 from trainrun.precision.autocast import prepare_model
 
 if TYPE_CHECKING:
+    from trainrun.checkpoint.weights import FrozenBase
     from trainrun.hook.unfreeze import Unfreeze
 
 NO_BLOCKS = (
@@ -62,6 +63,22 @@ def build_model(
         return model
 
     return in_form(materialize(new_model), config)
+
+
+def build_changed(
+    config: RunConfig, facts: DataFacts, parallel: Parallel, init_from: str | None, notes: list[str]
+) -> tuple[nn.Module, Unfreeze | None, FrozenBase | None]:
+    """The model with the weights it begins with, transformed; what trains frozen ones later, and what is not saved."""
+    model, initial = build_model(config, facts, parallel.materialize), None
+    if init_from is not None:
+        from trainrun.checkpoint.weights import load_initial
+
+        initial = load_initial(model, init_from, parallel, config.init)
+        notes += initial.lines
+    model = apply_transforms(config, model, parallel.device, notes)
+    frozen = build_frozen(config, model, notes)
+    only = initial if config.checkpoint.adapter_only else None
+    return model, frozen, None if only is None else only.base(model, notes)
 
 
 def split_words(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -106,18 +123,13 @@ def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfre
     said = split_words(config.model)[1]
     if not said.get("freeze"):
         return None
-    from trainrun.hook.unfreeze import Unfreeze
+    from trainrun.hook.unfreeze import Unfreeze, told
     from trainrun.transform.freeze import Frozen
 
     with told_of_a_setting(ValueError):
         frozen = Frozen(model, said["freeze"], said.get("freeze_norm", False))
     until = said.get("unfreeze_at")
-    size = sum(param.numel() for param in frozen.params)
-    notes.append(
-        f"model.freeze: {counted(len(frozen.params), 'tensor')} ({counted(size, 'parameter')}) frozen"
-        + (f", {counted(len(frozen.norms), 'batch norm')} in evaluation mode" if frozen.norms else "")
-        + ("" if until is None else f", until {until}")
-    )
+    notes.append(told(frozen, until))
     if until is None:
         frozen.set(model, True)
         return Unfreeze(frozen, None, False)

@@ -17,7 +17,7 @@ from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA, DRAWN
 from trainrun.checkpoint.best import best_checkpoint
 from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
-from trainrun.checkpoint.weights import check_tensors, tensor_kinds, weights_of
+from trainrun.checkpoint.weights import check_tensors, load_initial, tensor_kinds, weights_of
 from trainrun.config.compose import plain_config, with_overrides
 from trainrun.config.schema import RunConfig
 from trainrun.data.pipeline import open_batches
@@ -68,6 +68,8 @@ def network_of(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
     )
     device = torch.device("cpu")
     model = build_model(config, facts, Single(device).materialize)
+    if config.checkpoint.adapter_only and config.init_from is not None:
+        load_initial(model, config.init_from, Single(device), config.init)
     model = apply_transforms(config, model, device)
     load_weights(model, loaded)
     return model.eval()
@@ -75,8 +77,9 @@ def network_of(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
 
 def load_weights(model: nn.Module, loaded: Loaded) -> None:
     """The averaged weights where there are any, else the trained ones."""
-    weights, _ = weights_of(loaded)
-    check_tensors(loaded.folder.name, "this model", tensor_kinds(model.state_dict()), tensor_kinds(weights))
+    live = model.state_dict()
+    weights, _ = weights_of(loaded, live)
+    check_tensors(loaded.folder.name, "this model", tensor_kinds(live), tensor_kinds(weights))
     model.load_state_dict(weights)
 
 

@@ -1,12 +1,17 @@
-"""The weights of a checkpoint or a safetensors file: whether they fit a model, and `init_from`."""
+"""The weights of a checkpoint or a safetensors file: whether they fit a model, `init_from`, and what it leaves out.
+
+`checkpoint.adapter_only`: a checkpoint holds what is trained, and buffers. The frozen weights are those of `init_from`,
+which is loaded again at each start and compared by SHA-256; what is frozen and not from there is saved too.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +22,128 @@ from trainrun.checkpoint.files import open_regular
 from trainrun.checkpoint.format import read_tensors
 from trainrun.checkpoint.load import Loaded, load_together, resolve
 from trainrun.config.schema import InitConfig
-from trainrun.errors import CheckpointError
+from trainrun.errors import CheckpointError, ConfigError, TrainingError
+from trainrun.formatting import counted
 from trainrun.interfaces import Parallel
 from trainrun.patterns import matching
 
 KEY = "init_from"
 CHECKPOINTS = "checkpoints"  # in a run folder
 SHOWN, MOST_SHOWN = 5, 20  # tensors that do not fit
+SHOWN_DIGITS = 12  # of a SHA-256
 INDEX_ENDING = ".safetensors.index.json"
 INDEX, SINGLE = f"model{INDEX_ENDING}", "model.safetensors"  # in the folder of a Hugging Face model
 MAX_INDEX_BYTES = 100 * 2**20
 SAME_MODEL = "build it with the same model and model.* as the checkpoint"
+BASE = "base"  # of a checkpoint: where the weights are that it leaves out
+ADAPTER_ONLY = "checkpoint.adapter_only=true"
 EVERY = "*"  # in `init.rename`: the beginning of every name
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 
 
-def weights_of(loaded: Loaded) -> tuple[dict[str, Tensor], bool]:
-    """The weights that a checkpoint is evaluated with, and whether they are averaged. Raises CheckpointError."""
+class Initial(NamedTuple):
+    """What was taken of `init_from`: the parameters, and the lines that say so."""
+
+    source: str
+    params: list[nn.Parameter]
+    lines: list[str]
+
+    def base(self, model: nn.Module, notes: list[str]) -> FrozenBase:
+        """What checkpoints leave out of that, once the model is as it is trained. Raises ConfigError."""
+        return FrozenBase(model, self, notes)
+
+
+class FrozenBase:
+    """What checkpoints leave out: frozen parameters as `init_from` has them."""
+
+    def __init__(self, model: nn.Module, initial: Initial, notes: list[str]) -> None:
+        """Raises ConfigError where there are none."""
+        source = initial.source
+        taken = {id(param) for param in initial.params}
+        every = dict(model.named_parameters(remove_duplicate=False))
+        self._params = {
+            name: param for name, param in every.items() if not param.requires_grad and id(param) in taken
+        }
+        if not self._params:
+            raise ConfigError(
+                f"{ADAPTER_ONLY}: no weight of init_from={source} is frozen; add LoRA or model.freeze, or leave it out"
+            )
+        self._told = {"from": str(Path(source).expanduser().absolute()), "sha256": digest(self._params)}
+        saved = sum(param.numel() for param in every.values()) - sum(p.numel() for p in self._params.values())
+        notes.append(
+            f"{ADAPTER_ONLY}: {counted(saved, 'parameter')} saved; the others stay in {source} "
+            f"(SHA-256 {self._told['sha256'][:SHOWN_DIGITS]})"
+        )
+
+    def left_out(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """The tree of a checkpoint without them. Raises TrainingError if they change by now."""
+        for name, param in self._params.items():
+            if param.requires_grad:
+                raise TrainingError(
+                    f"{ADAPTER_ONLY}: {name} was frozen at the start and is trained now; leave it out"
+                )
+        ema = {
+            key: {name: tensor for name, tensor in part.items() if name not in self._params}
+            if isinstance(part, dict) else part
+            for key, part in shared["ema"].items()
+        }  # fmt: skip
+        model = {name: tensor for name, tensor in shared["model"].items() if name not in self._params}
+        return shared | {"model": model, "ema": ema, BASE: self._told}
+
+    def check(self, place: str, shared: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where a whole checkpoint has others, which the next ones would not save."""
+        weights = shared["model"]
+        if BASE not in shared and self._told["sha256"] != digest(
+            {name: weights[name] for name in self._params if name in weights}
+        ):
+            raise CheckpointError(
+                f"checkpoint {place}: its frozen weights are not those of init_from={self._told['from']}, so no "
+                f"checkpoint can leave them out; go on without {ADAPTER_ONLY}"
+            )
+
+
+def put_back(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The tree of a checkpoint with what it leaves out, as the model has it. Raises CheckpointError."""
+    if BASE not in shared:
+        return shared
+    base = {name: tensor for name, tensor in live.items() if name not in shared["model"]}
+    ema, told, here = shared["ema"], shared[BASE], digest(base)
+    if here != told["sha256"]:
+        raise CheckpointError(
+            f"checkpoint {place}: holds an adapter of init_from={told['from']} (frozen weights with SHA-256 "
+            f"{told['sha256'][:SHOWN_DIGITS]}), and here they are others ({here[:SHOWN_DIGITS]}); bring that file or "
+            f"run back as it was, with {ADAPTER_ONLY}"
+        )
+    return shared | {
+        "model": base | shared["model"],
+        "ema": ema | {"module": base | ema["module"]} if ema else ema,
+    }
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and bytes."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def weights_of(loaded: Loaded, live: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], bool]:
+    """The weights that a checkpoint is evaluated with, and whether they are averaged. Raises CheckpointError.
+
+    live: of the network, with the base that an adapter needs.
+    """
     shared, weights, averaged = loaded.shared, None, None
     if isinstance(shared, dict):
+        if BASE in shared and live is None:
+            raise CheckpointError(
+                f"checkpoint {loaded.folder.name}: holds an adapter alone; write its whole network first: "
+                "trainrun export RUN --to huggingface (with --merge for LoRA)"
+            )
+        shared = shared if live is None else put_back(loaded.folder.name, shared, live)
         ema = shared.get("ema")
         averaged = ema.get("module") if isinstance(ema, dict) else None
         weights = averaged if averaged is not None else shared.get("model")
@@ -47,8 +154,8 @@ def weights_of(loaded: Loaded) -> tuple[dict[str, Tensor], bool]:
 
 def load_initial(
     model: nn.Module, init_from: str, parallel: Parallel, chosen: InitConfig | None = None
-) -> list[str]:
-    """Copy weights into a model; the lines that say which. All ranks call it together.
+) -> Initial:
+    """Copy weights into a model. All ranks call it together.
 
     init_from: a run (its best checkpoint, else its last), a checkpoint, a safetensors file, or the index or folder of
     sharded ones. chosen: which tensors are left out, what their names begin with, and whether the rest must be all that
@@ -62,7 +169,9 @@ def load_initial(
     except CheckpointError as error:
         raise CheckpointError(f"{KEY}={init_from}: {error}") from error
     model.load_state_dict(parallel.load_state_dict(here | taken, here))
-    return [f"weights: {len(taken)} tensors of {init_from}{about}", *lines]
+    own = dict(model.named_parameters(remove_duplicate=False))
+    params = [own[name] for name in taken if name in own]
+    return Initial(init_from, params, [f"weights: {len(taken)} tensors of {init_from}{about}", *lines])
 
 
 def _selected(

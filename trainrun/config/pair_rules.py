@@ -63,8 +63,10 @@ def _general(config: RunConfig) -> Rules:
         (config.monitor.sync_debug and config.parallel.accelerator in ("cpu", "mps"),
          f"monitor.sync_debug=true: does not go with parallel.accelerator={config.parallel.accelerator}: looks for "
          "what makes the host wait for a CUDA device; use monitor.sync_debug=false"),
-        (config.init_from is not None and config.ckpt_path is not None,
+        (config.init_from is not None and config.ckpt_path is not None and not checkpoint.adapter_only,
          f"init_from={config.init_from}: ckpt_path takes over a whole state; leave one of them out"),
+        (config.init_from is None and checkpoint.adapter_only,
+         "checkpoint.adapter_only=true: frozen weights stay in init_from, which is not set; use init_from=RUN_OR_FILE"),
         *((config.init_from is None and bool(value),
            f"init.{name}: says what is taken of init_from, which is not set; give init_from=RUN_OR_FILE")
           for name, value in (("skip", init.skip), ("rename", init.rename), ("strict=false", not init.strict))),

@@ -311,10 +311,9 @@ class CheckpointConfig:
     train_time_interval: Any = setting(
         60, "seconds, 10min, 2h between saves; null: none by time", parse=parse_seconds
     )
-    async_save: bool = setting(
-        True, "the training goes on while a checkpoint is written, for one copy of the state in memory"
-    )
+    async_save: bool = setting(True, "training goes on while a copy of the state in memory is written")
     strict: bool = setting(False, "a resume on another machine, torch or number of ranks is refused")
+    adapter_only: bool = setting(False, "frozen weights stay in init_from, and checkpoints name them")
 
 
 @dataclass(frozen=True)

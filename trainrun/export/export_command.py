@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.assemble.resumption import network_of
+from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.weights import BASE
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.validate import nearest
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
@@ -52,7 +54,10 @@ def main(argv: list[str]) -> int:
     samples = served_samples(config, model, words.split)
     about = about_network(run, config, model, samples)
 
-    order = Order(samples, words.dynamic == "batch", about, card_text(run, which, about))
+    shared = read_checkpoint(resolve(run.checkpoints, which)).shared if config.checkpoint.adapter_only else {}
+    about |= {BASE: shared[BASE]} if BASE in shared else {}
+    adapter = frozenset(shared["model"]) if BASE in shared and not words.merge else None
+    order = Order(samples, words.dynamic == "batch", about, card_text(run, which, about), adapter)
     out = Path(words.out).expanduser() if words.out else run.root.with_name(f"{run.root.name}-export")
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -8,13 +8,13 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_model, save_file, save_model
 from torch import Tensor
 
 from trainrun.errors import ConfigError
@@ -27,19 +27,30 @@ ONNX_EXTRA = "--to onnx: needs {}; pip install 'trainrun[onnx]'"
 
 @dataclass(frozen=True)
 class Order:
-    """What to export. dynamic: any number of samples in a batch."""
+    """What to export. dynamic: any number of samples in a batch. adapter: the tensors of one, where weights alone are
+    written; None for all."""
 
     samples: RealSamples
     dynamic: bool
     about: dict[str, Any]
     card: str
+    adapter: frozenset[str] | None = None
 
 
 def to_safetensors(order: Order, path: Path) -> tuple[Path, Runner]:
-    """The weights alone, tied ones once; how inputs are scaled stands in the file's metadata."""
-    samples = order.samples
-    save_model(samples.served.model, str(path), metadata={"trainrun": json.dumps(order.about)})
-    return path, _with_weights(order, path)
+    """The weights alone, tied ones once; how inputs are scaled stands in the file's metadata, and an adapter's base."""
+    model, metadata = order.samples.served.model, {"trainrun": json.dumps(order.about)}
+    if order.adapter is None:
+        save_model(model, str(path), metadata=metadata)
+        return path, _with_weights(order, path)
+    path = path.with_name("adapter.safetensors")
+    state = model.state_dict()
+    save_file(
+        {name: state[name].clone(memory_format=torch.contiguous_format) for name in order.adapter},
+        path,
+        metadata=metadata,
+    )
+    return path, _with_weights(order, path, order.adapter)
 
 
 def to_huggingface(order: Order, folder: Path) -> tuple[Path, Runner]:
@@ -52,12 +63,13 @@ def to_huggingface(order: Order, folder: Path) -> tuple[Path, Runner]:
     return folder, _with_weights(order, weights)
 
 
-def _with_weights(order: Order, path: Path) -> Runner:
-    """The same network, with nothing but the weights of the file."""
+def _with_weights(order: Order, path: Path, names: Collection[str] | None = None) -> Runner:
+    """The same network with the weights of the file, which are all that it has, or those."""
     fresh = copy.deepcopy(order.samples.served)
-    for tensor in fresh.model.state_dict().values():
-        tensor.zero_()
-    load_model(fresh.model, str(path))
+    for name, tensor in fresh.model.state_dict().items():
+        if names is None or name in names:
+            tensor.zero_()
+    load_model(fresh.model, str(path), strict=names is None)
     return lambda inputs: as_tuple(fresh(*inputs))
 
 

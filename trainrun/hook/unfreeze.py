@@ -10,10 +10,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainrun.formatting import counted
+
 if TYPE_CHECKING:
     from trainrun.training.components import Components
     from trainrun.training.state import TrainState
     from trainrun.transform.freeze import Frozen
+
+
+def told(frozen: Frozen, until: str | None) -> str:
+    size = sum(param.numel() for param in frozen.params)
+    return (
+        f"model.freeze: {counted(len(frozen.params), 'tensor')} ({counted(size, 'parameter')}) frozen"
+        + (f", {counted(len(frozen.norms), 'batch norm')} in evaluation mode" if frozen.norms else "")
+        + ("" if until is None else f", until {until}")
+    )
 
 
 class Unfreeze:

@@ -99,7 +99,7 @@ def train_once(
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         identity = read_identity(run_dir)
         goes_on = resume and bool(committed_steps(run_dir.checkpoints))
-        begin = None if goes_on else config.init_from
+        begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = site_of(run_dir, identity, parallel, flag, listeners, begin)
         site = replace(
             site, phases=phases, measures=not resume, is_new=not goes_on, device_times=device_times
@@ -164,15 +164,8 @@ def site_of(
     run_dir: RunDir, identity: dict[str, Any], parallel: Parallel, flag: StopFlag, listeners: Listeners | None,
     init_from: str | None,
 ) -> RunContext:  # fmt: skip
-    site = RunContext(
-        run_dir,
-        identity["run_id"],
-        parallel,
-        flag,
-        [],
-        init_from=init_from,
-        chosen=chosen_before(identity, training=True),
-    )
+    chosen = chosen_before(identity, training=True)
+    site = RunContext(run_dir, identity["run_id"], parallel, flag, [], init_from=init_from, chosen=chosen)
     if listeners is None:
         return site
 
@@ -246,13 +239,8 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
 
 
 def finish(
-    run: Components,
-    state: TrainState,
-    run_dir: RunDir,
-    listeners: Listeners | None,
-    facts: RunFacts,
-    session: Session,
-) -> int:
+    run: Components, state: TrainState, run_dir: RunDir, listeners: Listeners | None, facts: RunFacts, session: Session
+) -> int:  # fmt: skip
     """Return the exit code."""
     run.phases.open(PLOTS)
     if listeners is not None:

@@ -49,6 +49,7 @@ def parts_of(
         Single(device),
         StopFlag(),
         [],
+        init_from=config.init_from if config.checkpoint.adapter_only else None,
         chosen=chosen_before(identity),
         trains=False,
     )

@@ -56,7 +56,7 @@ def write_run(
     run: RunDir, source: RunDir, config: RunConfig, weights: Mapping[str, Tensor], words: str
 ) -> None:
     """A run at step 0 that begins with these weights; `config` has the transforms that they fit."""
-    config = with_values(config, {"init_from": None, "ckpt_path": None})
+    config = with_values(config, {"init_from": None, "ckpt_path": None, "checkpoint.adapter_only": False})
     told = read_identity(source)
     run.create()
     with only_writer(run):

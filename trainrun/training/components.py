@@ -42,6 +42,7 @@ from trainrun.training.task_calls import TaskCalls
 from trainrun.training.triggers import Triggers
 
 if TYPE_CHECKING:
+    from trainrun.checkpoint.weights import FrozenBase
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.transform.compile_log import CompileLog
 
@@ -57,6 +58,7 @@ class Components:
     positions: of a micro-batch of one rank, padding included, by `data.padding`; empty if it is not known.
     optimizers: several by name, for a step of the user's own, which is own_step; else empty.
     order: what decides which training sample comes when in an epoch.
+    base: with `checkpoint.adapter_only`, the weights that no checkpoint holds.
     """
 
     config: RunConfig
@@ -88,6 +90,7 @@ class Components:
     optimizers: Mapping[str, NamedOptimizer] = field(default_factory=dict)
     own_step: Any = None
     order: Mapping[str, Any] = field(default_factory=dict)
+    base: FrozenBase | None = None
 
     def agree(self, items: int) -> Agreed:
         """One exchange between the ranks: the mean of their items in this step, and what they ask for."""
@@ -160,6 +163,8 @@ class Components:
             (ours if self.parallel.rank else shared)["step"] = kept
         if stands := self.places.at(state.epoch, state.batches):
             ours["source"] = {"stands": stands}
+        if self.base is not None:
+            shared = self.base.left_out(shared)
         return self.parallel.state_dict(shared), ours
 
     def _optimizer_state(self) -> dict[str, Any]:
@@ -191,10 +196,12 @@ class Components:
             ) from error
 
     def _load_tree(self, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-        from trainrun.checkpoint.weights import check_tensors, tensor_kinds
+        from trainrun.checkpoint.weights import check_tensors, put_back, tensor_kinds
 
         live = self.model.state_dict()
-        shared = self.parallel.load_state_dict(shared, live)
+        if self.base is not None:
+            self.base.check(place, shared)
+        shared = put_back(place, self.parallel.load_state_dict(shared, live), live)
         check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
         kept = {**shared, **(own or {})}.get("task", {})
         self.task_calls.check_state(place, kept)

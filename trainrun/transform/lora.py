@@ -60,8 +60,7 @@ def lora(
         raise ValueError(f"rank={rank}: must be a whole number, 1 or more")
     names = [name for name, _ in model.named_parameters()]
     model.requires_grad_(False)
-    for name in matching(names, train, "train"):
-        model.get_parameter(name).requires_grad_(True)
+    others = [model.get_parameter(name) for name in matching(names, train, "train")]
     # Subclasses are left alone: that of nn.MultiheadAttention is never called, its weights are read. So are layers
     # whose weight is another's too, as that of an embedding: merged, the other would change with it.
     used = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
@@ -72,6 +71,8 @@ def lora(
     }
     for name in matching(layers, target, "target"):
         model = _replaced(model, name, LoraLinear(layers[name], rank, alpha))
+    for param in others:  # a bias beside its layer's matrices too
+        param.requires_grad_(True)
     return model
 
 
