@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.facts import facts_of
 from trainrun.data.order.drawn import balanced, mixed, weighted
 from trainrun.data.order.folds import fold_of
@@ -123,7 +124,38 @@ def test_a_place_far_inside_is_found_without_what_is_before():
     places = torch.tensor([[0, 3_999_999], [1_234_567, 77]])
     at_once = drawn.samples(torch.arange(4_000_000), 4_000_000, 5, 9)
     assert torch.equal(drawn.samples(places, 4_000_000, 5, 9), at_once[places])
-    assert int((at_once < 3_000_000).sum()) == 800_000
+    assert int((at_once % 4_000_000 < 3_000_000).sum()) == 800_000
+    assert len(at_once.unique()) == 4_000_000  # one that comes again is counted on
+
+
+class Noisy(Said):
+    def __getitem__(self, index):
+        return torch.tensor([float(index), torch.rand(())]), LABELS[index]
+
+
+def noise(batch, draws):
+    return (*batch, draws.uniform("x")[:, 0], draws.numbers())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sample_that_comes_again_has_random_numbers_of_its_own(way):
+    changes = {"augment": (NamedAugmentation("noise", noise),), "drawn": WAYS[way](), "source": Noisy()}
+    found = {}
+    for name, options in {k: v for k, v in ENGINES.items() if k not in ("resident", "threads=2")}.items():
+        stream = opened(**changes, **options)
+        found[name] = [
+            torch.cat(parts) for parts in zip(*((*b.data, b.indices) for b in stream.epoch(2)), strict=True)
+        ]
+        stream.close()
+    (x, _, drawn, numbers, indices), *others = found.values()
+    assert all(torch.equal(a, b) for other in others for a, b in zip(found["workers=0"], other, strict=True))
+    assert torch.equal(x[:, 0].long(), indices)
+    assert torch.equal(numbers, indices)
+    assert len(indices.unique()) < len(x[:, 1].unique()) == len(drawn.unique()) == N
+    assert (
+        len(opened(**changes | {"source": None}, engine="resident").epoch(2).__next__().data[2].unique()) == 5
+    )
 
 
 def test_buckets_hold_what_was_drawn():

@@ -1,4 +1,4 @@
-"""What is wrong with an override: one line that names it as typed, with the way out."""
+"""What is wrong with an override, or a file of configs: one line that names it as typed, with the way out."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.aliases import CASES, answers
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
+from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
 from trainrun.config.schema import RunConfig, open_nodes, settings
 from trainrun.config.units import parse_duration
 from trainrun.config.validate import closest, nearest
+from trainrun.errors import ConfigError
 from trainrun.model.choices import WORDS
 
 KINDS = {
@@ -197,3 +200,20 @@ def top_names(folders: list[Path]) -> list[str]:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def limit_fault(path: Path) -> str:
+    """Why Hydra must not look at a file of `conf/`; what is no YAML at all it says itself, where it is chosen."""
+    try:
+        events = yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER)
+        first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
+    except ConfigError as error:
+        return "" if isinstance(error.__cause__, yaml.YAMLError | OSError) else str(error)
+    is_map = first is None or isinstance(first, yaml.MappingStartEvent)
+    return "" if is_map else f"{path}: must hold `key: value` lines, not a list or a single value"
+
+
+def yaml_fault(error: yaml.YAMLError) -> str:
+    """Describe what is wrong in a file that Hydra has read: its name, the place, the problem."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    return f"{mark.name if mark is not None else 'a config file'}: not YAML: {yaml_place(error)}"

@@ -28,7 +28,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.argv import CUSTOM, conf_dir, groups, options
-from trainrun.config.saved_values import limit_fault, yaml_fault
 from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
 from trainrun.limits import ANY, NODES
 from trainrun.model.choices import WORDS
@@ -101,15 +100,15 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
 
     None if the files of the config folders cannot be composed.
     """
-    broken = [
-        fault
-        for folder in folders[:-1]
-        for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
-        if (fault := limit_fault(path))
+    files = [
+        path for folder in folders[:-1] for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
     ]
-    if broken:
-        faults += broken
-        return None
+    if files:
+        from trainrun.config.messages import limit_fault
+
+        if broken := [fault for path in files if (fault := limit_fault(path))]:
+            faults += broken
+            return None
     read = [override for word in opened(words, folders) if (override := _read(word, faults))]
     known = groups(folders)
     choices, settings = [], []
@@ -220,6 +219,8 @@ def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) 
         try:
             return _hydra_compose(words, folders[:-1])
         except yaml.YAMLError as error:
+            from trainrun.config.messages import yaml_fault
+
             faults.append(yaml_fault(error))
             return None
         except (HydraException, OmegaConfBaseException, ValueError) as error:

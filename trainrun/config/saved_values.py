@@ -144,7 +144,7 @@ def read_yaml_text(path: Path, aliases: bool = False) -> str:
     except ValueError as error:
         raise ConfigError(f"{path}: not a config: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {_place(error)}") from error
+        raise ConfigError(f"{path}: not YAML: {yaml_place(error)}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     return text
@@ -178,24 +178,7 @@ def check_yaml(text: str, aliases: bool) -> None:
             raise ValueError(f"more than {MAX_VALUES:,} values, aliases counted as what they stand for")
 
 
-def limit_fault(path: Path) -> str:
-    """Why Hydra must not look at a file of `conf/`; what is no YAML at all it says itself, where it is chosen."""
-    try:
-        events = yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER)
-        first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
-    except ConfigError as error:
-        return "" if isinstance(error.__cause__, yaml.YAMLError | OSError) else str(error)
-    is_map = first is None or isinstance(first, yaml.MappingStartEvent)
-    return "" if is_map else f"{path}: must hold `key: value` lines, not a list or a single value"
-
-
-def yaml_fault(error: yaml.YAMLError) -> str:
-    """Describe what is wrong in a file that Hydra has read: its name, the place, the problem."""
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return f"{mark.name if mark is not None else 'a config file'}: not YAML: {_place(error)}"
-
-
-def _place(error: yaml.YAMLError) -> str:
+def yaml_place(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = (
         getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).partition("\n")[0]

@@ -145,7 +145,14 @@ def _finished(
     if options.augment:
         from trainrun.data.augment.augmented import augmented
 
-        batches = augmented(batches, options.augment, options.seed, options.training, options.float_dtype)
+        number = None if options.drawn is None else options.drawn.number
+        batches = augmented(
+            batches, options.augment, options.seed, options.training, options.float_dtype, number
+        )
+    if options.drawn is not None:
+        from trainrun.data.order.drawn import AsInData
+
+        batches = AsInData(batches, options.drawn.number)
     return batches
 
 

@@ -34,21 +34,21 @@ class NamedAugmentation(NamedTuple):
 
 
 def augmented(batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int, training: bool,
-              float_dtype: torch.dtype) -> Batches:  # fmt: skip
-    """The stream with what applies to it: all in training, what is not random in evaluation."""
+              float_dtype: torch.dtype, number: int | None = None) -> Batches:  # fmt: skip
+    """The stream with what applies to it: all in training, what is not random in evaluation. number: as in `Draws`."""
     chosen = [item for item in augmentations if training or not item.random]
-    return Augmented(batches, chosen, seed, float_dtype) if chosen else batches
+    return Augmented(batches, chosen, seed, float_dtype, number) if chosen else batches
 
 
 class Augmented(Around):
     """A stream with its batches augmented, in the order given; nothing else of it changes."""
 
     def __init__(self, batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int,
-                 float_dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+                 float_dtype: torch.dtype = torch.float32, number: int | None = None) -> None:  # fmt: skip
         super().__init__(batches)
         self._augmentations = tuple(augmentations)
         self._seed = seed
-        self._float_dtype = float_dtype
+        self._float_dtype, self._number = float_dtype, number
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         for batch in self._batches.epoch(epoch, start):
@@ -57,7 +57,9 @@ class Augmented(Around):
     def _augment(self, batch: MicroBatch, epoch: int) -> Any:
         assert batch.indices is not None, "every engine says which samples are in a batch"
         data = batch.data
-        draws = Draws(self._seed, epoch, batch.indices, device_of(data), self._float_dtype)
+        draws = Draws(
+            self._seed, epoch, batch.indices, device_of(data), self._float_dtype, number=self._number
+        )
         for key, apply, _ in self._augmentations:
             try:
                 data = apply(data, draws.named(key))

@@ -36,7 +36,7 @@ class Draws:
     on `device` (None: where `indices` lie) without waiting for it. A name stands for one stream, and the same name
     gives the same numbers again; column j is the same for every n.
     float_dtype: what the floating-point data of the run has, for augmentations that make some.
-    stream: put before every name.
+    stream: put before every name. number: of all samples, where one that comes again is counted on from there.
     """
 
     seed: int
@@ -45,12 +45,11 @@ class Draws:
     device: torch.device | None = None
     float_dtype: torch.dtype = torch.float32
     stream: str = ""
+    number: int | None = None
 
     def named(self, name: str) -> Draws:
         """Streams of their own, for instance for one of several augmentations."""
-        return Draws(
-            self.seed, self.epoch, self.indices, self.device, self.float_dtype, f"{self.stream}{name}/"
-        )
+        return replace(self, stream=f"{self.stream}{name}/")
 
     def of_every_epoch(self) -> Draws:
         """Streams that are the same in all epochs."""
@@ -58,7 +57,8 @@ class Draws:
 
     def numbers(self) -> Tensor:
         """Which samples they are, (B,) int64 on `device`."""
-        return self._moved(self.indices.cpu().numpy())
+        numbers = self.indices.cpu().numpy()
+        return self._moved(numbers if self.number is None else numbers % self.number)
 
     def words(self, name: str, n: int = 1) -> Words:
         """(B, n), all 64 bits random."""

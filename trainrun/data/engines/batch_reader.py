@@ -97,10 +97,10 @@ class Recipe:
 
 
 class Transform:
-    """A user's transform, with its numbers drawn from (seed, epoch, index)."""
+    """A user's transform, with its numbers drawn from (seed, epoch, index). number: of samples, where it is known."""
 
-    def __init__(self, recipe: Recipe, calling: Calling, dataset: Any) -> None:
-        self._recipe, self._calling, self._dataset = recipe, calling, dataset
+    def __init__(self, recipe: Recipe, calling: Calling, dataset: Any, number: int | None = None) -> None:
+        self._recipe, self._calling, self._dataset, self._number = recipe, calling, dataset, number
         self._takes_generator = takes(recipe.transform, "generator")
 
     def __call__(self, sample: Any, epoch: int, index: int) -> Any:
@@ -118,15 +118,19 @@ class Transform:
         except GlobalDraw:
             raise
         except ANY_FAULT as error:
-            place = describe(self._dataset, index)
+            row = index % (self._number or index + 1)
+            place = describe(self._dataset, row)
             raise DataError(
-                f"{recipe.transform_key}: sample {index}{place} of {recipe.key} cannot be transformed: "
+                f"{recipe.transform_key}: sample {row}{place} of {recipe.key} cannot be transformed: "
                 f"{type(error).__name__}: {error}{line_of(error)}"
             ) from error
 
 
 class BatchReader:
     """Turns a key into a batch, in a worker, a thread or the main process.
+
+    A number behind the last sample is a sample that comes again in its epoch, counted on: it is read, and has random
+    numbers of its own.
 
     What a `__getitem__` draws depends on (seed, epoch, index) alone. A data set with `__getitems__` that
     draws from the global generators is seeded once per batch, by the first index.
@@ -136,7 +140,8 @@ class BatchReader:
         self.dataset = dataset
         self.recipe = recipe
         self._calling = calling
-        self._transform = Transform(recipe, calling, dataset)
+        self._transform = Transform(recipe, calling, dataset, len(dataset))
+        self.number = len(dataset)
         base, _ = innermost(dataset, [])
         self._at_once = reads_at_once(dataset)
         alone = recipe.transform is None and recipe.collate is None and recipe.scale is None
@@ -159,8 +164,8 @@ class BatchReader:
     def read(self, key: Key) -> Reading:
         """Raises DataError, which names the sample."""
         if self._plain:
-            return Reading(self.dataset.batch(key.indices, self.recipe.preparation), *key[1:])
-        whole = self._whole_batch(key.indices) if self._whole is not None else None
+            return Reading(self.dataset.batch(self._rows(key.indices), self.recipe.preparation), *key[1:])
+        whole = self._whole_batch(self._rows(key.indices)) if self._whole is not None else None
         if whole is not None:
             return Reading(whole, *key[1:])
         samples, faults = self._samples(key.epoch, key.indices)
@@ -172,6 +177,9 @@ class BatchReader:
             return Reading(None, [], False, key.last, faults)
         index, sample = self._filler(key)
         return Reading(self._collated(key, [sample]), [index], False, key.last, faults)
+
+    def _rows(self, indices: list[int]) -> list[int]:
+        return [index % self.number for index in indices]
 
     def _whole_batch(self, indices: list[int]) -> Any:
         """None if it cannot be made at once: then sample by sample, which finds the one that is to blame."""
@@ -230,7 +238,7 @@ class BatchReader:
 
     def _filler(self, key: Key) -> tuple[int, Any]:
         """The next sample in the data set that can be read."""
-        number = len(self.dataset)
+        number = self.number
         for step in range(1, min(number, FILLERS_TRIED) + 1):
             index = (key.indices[-1] + step) % number
             samples, _ = self._samples(key.epoch, [index])
@@ -241,32 +249,32 @@ class BatchReader:
         )
 
     def _read(self, epoch: int, index: int) -> Any:
-        parts = (self.recipe.seed, epoch, index)
+        parts, row = (self.recipe.seed, epoch, index), index % self.number
         try:
             if isinstance(self.dataset, Columns):
-                return self.dataset[index]
-            with self._calling(parts, f"sample {index} of {name_of(self.dataset)}"):
+                return self.dataset[row]
+            with self._calling(parts, f"sample {row} of {name_of(self.dataset)}"):
                 if not self._takes_generator:
-                    return self.dataset[index]
-                base, (place,) = innermost(self.dataset, [index])
+                    return self.dataset[row]
+                base, (place,) = innermost(self.dataset, [row])
                 return base.__getitem__(place, generator=generator_of(*parts))
         except GlobalDraw:
             raise
         except ANY_FAULT as error:
-            raise self._fault(f"sample {index}", describe(self.dataset, index), error) from error
+            raise self._fault(f"sample {row}", describe(self.dataset, row), error) from error
 
     def _read_at_once(self, epoch: int, indices: list[int]) -> list[Any] | None:
         """The samples as `__getitems__` gives them; None if it failed but each can be read by itself.
 
         If one of them cannot, and may not be left out, this says which.
         """
-        seed = self.recipe.seed
+        seed, rows = self.recipe.seed, self._rows(indices)
         try:
             with self._calling((seed, epoch, indices[0]), f"samples of {name_of(self.dataset)}"):
                 if not self._takes_generators:
-                    samples = self.dataset.__getitems__(indices)
+                    samples = self.dataset.__getitems__(rows)
                 else:
-                    base, places = innermost(self.dataset, indices)
+                    base, places = innermost(self.dataset, rows)
                     generators = [generator_of(seed, epoch, index) for index in indices]
                     samples = base.__getitems__(places, generators=generators)
             assert len(samples) == len(indices), f"{len(samples)} samples for {len(indices)} indices"
@@ -278,7 +286,7 @@ class BatchReader:
                 return None
             for index in indices:
                 self._read(epoch, index)
-            raise self._fault(f"one of the samples {_listed(indices)}", "", error) from error
+            raise self._fault(f"one of the samples {_listed(rows)}", "", error) from error
 
     def _fault(self, which: str, place: str, error: BaseException) -> DataError:
         return DataError(

@@ -101,6 +101,7 @@ class ResidentBatches:
         self._pack = columns.pack
         self._plan = prepared.plan
         self._device = options.device
+        self._number = None if options.drawn is None else options.drawn.number
 
     @property
     def num_batches(self) -> int:
@@ -114,15 +115,20 @@ class ResidentBatches:
         gathers, pack = self._gathers, self._pack
         if self._device.type == "cpu":
             for indices, real, last in self._plan.shares(epoch, start):
-                yield MicroBatch(pack([gather(indices) for gather in gathers]), real, last, indices)
+                rows = self._rows(indices)
+                yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, indices)
             return
         # the order is made once more on the host, where it is asked for: a copy back would wait for the device
         both = zip(
             self._plan.shares(epoch, start, self._device), self._plan.shares(epoch, start), strict=True
         )
         for (indices, real, last), (on_host, _, _) in both:
-            items = None if self._sizes is None else int(self._sizes[on_host].sum())
-            yield MicroBatch(pack([gather(indices) for gather in gathers]), real, last, on_host, items)
+            items = None if self._sizes is None else int(self._sizes[self._rows(on_host)].sum())
+            rows = self._rows(indices)
+            yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, on_host, items)
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        return indices if self._number is None else indices % self._number
 
     def close(self) -> None:
         """Nothing to end."""

@@ -158,7 +158,7 @@ class LoaderBatches:
             return f"it was reading on from batch {place}"
         number = max(1, self._number * self._options.prefetch_factor)
         keys = islice(keys_of(self._plan, epoch, place), number)
-        asked = [index for key in keys for index in key.indices]
+        asked = [index % self._reader.number for key in keys for index in key.indices]
         more = len(asked) - MOST_NAMED
         shown = ", ".join(map(str, asked[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
         return f"on their way were the samples {shown or 'of no batch'}"

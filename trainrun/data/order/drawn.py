@@ -12,7 +12,7 @@ gain: torch's WeightedRandomSampler draws independently: in an epoch it leaves o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from trainrun.data.engines.stream import Around
 from trainrun.data.map_style import said
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import DataError
+from trainrun.interfaces import Batches, MicroBatch
 from trainrun.seeding import derive_seed
 
 GOLDEN = 0.6180339887498949
+ROUNDING = 3e-7  # below the distance of two offsets: two visits that are 1 apart are never counted as one
 FINE = 2**20  # offsets are multiples of 1 / FINE, so that whole weights add up exactly
 Array = np.ndarray[Any, Any]
 
@@ -51,16 +54,30 @@ class Drawn:
         parts = [self.ends, self.begins, *([] if self.members is None else [self.members])]
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:8]
 
+    @property
+    def number(self) -> int:
+        """How many samples there are."""
+        return int(self.begins[-1])
+
     def samples(self, slots: Tensor, count: int, seed: int, epoch: int) -> Tensor:
-        """The samples at these places of an unshuffled epoch of `count`, both int64 and of one shape."""
+        """The samples at these places of an unshuffled epoch of `count`, both int64 and of one shape.
+
+        One that comes again in the epoch has `number` added each time: its augmentation is drawn anew.
+        """
         offset = int((derive_seed(seed, 3) % FINE / FINE + epoch * GOLDEN) % 1 * FINE) / FINE
-        points = (slots.numpy() + offset) * (self.ends[-1] / count)
+        spacing = self.ends[-1] / count
+        points = (slots.numpy() + offset) * spacing
         points = np.minimum(points, np.nextafter(self.ends[-1], 0))
         groups = np.searchsorted(self.ends, points, side="right") - 1  # never one without a share
         sizes = self.begins[groups + 1] - self.begins[groups]
-        within = (points - self.ends[groups]) / (self.ends[groups + 1] - self.ends[groups]) * sizes
-        places = self.begins[groups] + np.minimum(within.astype(np.int64), sizes - 1)
-        return torch.from_numpy(places if self.members is None else self.members[places])
+        each = (self.ends[groups + 1] - self.ends[groups]) / sizes  # of the line, to a member
+        beyond = points - self.ends[groups]
+        within = np.minimum((beyond / each).astype(np.int64), sizes - 1)
+        again = np.maximum((beyond - within * each) / spacing + ROUNDING, 0).astype(np.int64)
+        places = self.begins[groups] + within
+        return torch.from_numpy(
+            (places if self.members is None else self.members[places]) + again * self.number
+        )
 
 
 def of_groups(shares: Array, sizes: Array, members: Array | None, told: str) -> Drawn:
@@ -127,6 +144,19 @@ def mixed(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
     each = (f"{name} {part / number:.3g} ({part / sizes[name]:.3g} times)" for name, part in parts.items())
     told = f"data.mix: in an epoch of {number:,}: {', '.join(each)}"
     return of_groups(np.array([parts[n] / number for n in sizes]), np.array(list(sizes.values())), None, told)
+
+
+class AsInData(Around):
+    """A stream whose batches say which samples they hold by their numbers in the data."""
+
+    def __init__(self, batches: Batches, number: int) -> None:
+        super().__init__(batches)
+        self._number = number
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        for batch in self._batches.epoch(epoch, start):
+            assert batch.indices is not None
+            yield batch._replace(indices=batch.indices % self._number)
 
 
 def labels_of(source: Any) -> Array | None:

@@ -201,7 +201,7 @@ class BucketPlan(Derived):
 
     def _sorted(self, order: Tensor) -> Tensor:
         mega = torch.arange(len(order)) // (MEGA_BATCHES * self.global_size)
-        lengths = self.lengths[order]
+        lengths = self.lengths[order % len(self.lengths)]
         keys = mega * (int(lengths.max()) + 1) + lengths if len(order) else mega
         return order[torch.argsort(keys, stable=True)]
 
