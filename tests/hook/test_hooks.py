@@ -215,6 +215,7 @@ def test_two_ranks_freeze_and_unfreeze_as_one_does() -> None:
     [
         (["model.freeze=layrs.1.*"], "model.freeze=layrs.1.*: fits no name in the model; did you mean layers.1"),
         (["model.freeze=3"], "model.freeze=3: must be"),
+        (["model.freeze=*", "model.unfreeze_at=1epoch"], "model.freeze=*: freezes all that is trained; leave out"),
         (["model.unfreeze_at=1epoch"], "model.unfreeze_at=1epoch: is of frozen weights, and there are none"),
         (["model.freeze_norm=true"], "model.freeze_norm=true: is of frozen weights, and there are none"),
         ([*THAW[:1], "model.unfreeze_at=2h"], "model.unfreeze_at=2h: must be a duration, as 500step or 2epoch"),

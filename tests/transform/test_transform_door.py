@@ -44,7 +44,7 @@ SHORT = [
     "monitor.hardware=false", "trainer.num_threads=1",
 ]  # fmt: skip
 LORA = [
-    "transform.lora._target_=trainrun.transform.lora.lora", "transform.lora.rank=4",
+    "transform=lora", "transform.lora.rank=4",
     "transform.lora.target=[layers.1,layers.3]", "init_from=base",
 ]  # fmt: skip
 
@@ -155,6 +155,11 @@ def test_transforms_are_applied_in_the_order_of_the_config_at_a_load_too(base: o
         (["transform.mine=own.tagged"], "transform.mine.tag: own.tagged needs it"),
         (["transform.mine=own.tagged", "transform.mine.tga=1"], "did you mean tag?"),
         ([*LORA[:1], "transform.lora.target=layers.9"], "target=layers.9: fits no name in the model"),
+        (["transform=lora", "transform.lora.rank=0"], "transform.lora.rank=0: must be a whole number, 1 or more"),
+        (["transform=lora", "transform.lora.rank=2.5"], "transform.lora.rank=2.5: must be a whole number"),
+        (["transform=lora", "transform.lora.alpha=0"], "transform.lora.alpha=0: must be a number, more than 0"),
+        (["transform=lora", "transform.lora.train=head.*"], "train=head.*: fits no name in the model"),
+        (["transform=lara"], "transform=lara: holds things by name"),
         (["transform.lora=1"], "transform.lora=1: must name a class or function"),
     ],
 )  # fmt: skip

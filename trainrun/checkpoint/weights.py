@@ -190,7 +190,9 @@ def _selected(
     kinds = tensor_kinds(found)
     taken = {name: found[name] for name in expected if expected[name] == kinds.get(name)}
     if chosen.strict or not taken:
-        check_tensors(place, "this model", expected, kinds, MOST_SHOWN, _way_out(expected, kinds))
+        check_tensors(
+            place, "this model", expected, kinds, MOST_SHOWN, _way_out(expected, kinds, chosen.strict)
+        )
     if not taken:
         raise CheckpointError(f"{place}: nothing is left to take; init.skip leaves all of it out")
     reasons = {
@@ -211,7 +213,7 @@ def _selected(
     ]
 
 
-def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind]) -> str:
+def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bool) -> str:
     """What to write where names differ by their beginning, or only some tensors fit."""
     here = next((name for name in expected if name not in found), "")
     there = next((name for name in found if here and name not in expected), "")
@@ -220,7 +222,7 @@ def _way_out(expected: Mapping[str, Kind], found: Mapping[str, Kind]) -> str:
         beginning = longer.removesuffix(shorter)
         pair = f"{beginning}: ''" if longer == there else f"*: {beginning}"
         return f'other names may do: "init.rename={{{pair}}}"'
-    return f"{SAME_MODEL}, or take a part of it: init.skip=PATTERN, init.strict=false"
+    return f"{SAME_MODEL}{', or take a part of it: init.skip=PATTERN, init.strict=false' if strict else ''}"
 
 
 def _renamed(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Tensor]:

@@ -89,6 +89,7 @@ BY_NAMES: tuple[tuple[str, Cases], ...] = (
     ("group_by_length", {"true": ("data.padding=bucket",)}),
     ("auto_find_batch_size", {"true": ("trainer.out_of_memory=split",)}),
     ("eval_strategy evaluation_strategy", {"epoch": ("trainer.val_check_interval=1.0",), "no": ("data.val=null",)}),
+    ("transform", {"lora": ("transform.lora._target_=trainrun.transform.lora.lora",)}),
     ("save_strategy", {"no": ("checkpoint.enabled=false",)}),
     ("report_to logger", {
         "none": ("monitor.tracker=null",), **{name: (f"monitor.tracker={name}",) for name in get_args(TrackerName)},

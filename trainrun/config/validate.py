@@ -195,10 +195,10 @@ def _beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, An
 
 
 def argument_faults(config: RunConfig) -> dict[str, str]:
-    """By key one line for each wrong argument of the optimizer, the schedule, the task, the network, data and hooks."""
+    """By key one line for each wrong argument of the optimizer, schedule, task, network, data, hooks, transforms."""
     faults: dict[str, str] = {}
     sets = (f"data.{split.replace('/', '.')}" for split in validation_nodes(config.data))
-    for group in (*GROUPS, "hook", *sets):
+    for group in (*GROUPS, "hook", "transform", *sets):
         node = value_of(config, group)
         if not isinstance(node, dict):
             continue

@@ -26,6 +26,10 @@ class Frozen:
         found = dict(model.named_parameters())
         names = matching(found, patterns, "model.freeze")
         self.params = [found[name] for name in names if found[name].requires_grad]
+        if sum(param.requires_grad for param in found.values()) == len(self.params) > 0:
+            raise ValueError(
+                f"model.freeze={patterns}: freezes all that is trained; leave out what shall learn"
+            )
         self.norms = norms_of(model, patterns, set(names)) if norms else []
         if norms and not self.norms:
             raise ValueError("model.freeze_norm=true: no batch norm is frozen; leave it out")

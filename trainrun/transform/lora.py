@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from trainrun.limits import Count, Positive
 from trainrun.patterns import matching
 
 
@@ -46,18 +47,16 @@ class LoraLinear(nn.Module):
 
 def lora(
     model: nn.Module,
-    rank: int = 8,
-    alpha: float = 16.0,
+    rank: Count = 8,
+    alpha: Positive = 16.0,
     target: str | Sequence[str] = "*",
     train: str | Sequence[str] = (),
 ) -> nn.Module:
     """Replace the linear layers whose names fit `target`; of all other parameters only `train` is trained.
 
     train: patterns of parameters, as `head.*` for a new last layer.
-    Raises ValueError for a rank below 1, and for a pattern that fits no name.
+    Raises ValueError for a pattern that fits no name.
     """
-    if rank < 1:
-        raise ValueError(f"rank={rank}: must be a whole number, 1 or more")
     names = [name for name, _ in model.named_parameters()]
     model.requires_grad_(False)
     others = [model.get_parameter(name) for name in matching(names, train, "train")]
