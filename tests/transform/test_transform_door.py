@@ -69,7 +69,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["trainer.ema=true"], ["optimizer=muon", "trainer.gradient_clip_val=1.0"]]
+    "more",
+    [
+        [],
+        ["trainer.ema=true"],
+        ["optimizer=muon", "trainer.gradient_clip_val=1.0", "transform.lora.dropout=0.1"],
+    ],
 )
 def test_lora_trains_its_matrices_alone_from_given_weights_and_is_resumed(
     base: dict[str, torch.Tensor], more: list[str], capsys: pytest.CaptureFixture[str]
@@ -158,6 +163,7 @@ def test_transforms_are_applied_in_the_order_of_the_config_at_a_load_too(base: o
         (["transform=lora", "transform.lora.rank=0"], "transform.lora.rank=0: must be a whole number, 1 or more"),
         (["transform=lora", "transform.lora.rank=2.5"], "transform.lora.rank=2.5: must be a whole number"),
         (["transform=lora", "transform.lora.alpha=0"], "transform.lora.alpha=0: must be a number, more than 0"),
+        (["transform=lora", "transform.lora.dropout=1"], "lora.dropout=1: must be a number, 0 or more and below 1"),
         (["transform=lora", "transform.lora.train=head.*"], "train=head.*: fits no name in the model"),
         (["transform=lara"], "transform=lara: holds things by name"),
         (["transform.lora=1"], "transform.lora=1: must name a class or function"),

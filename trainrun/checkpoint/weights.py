@@ -70,7 +70,8 @@ class FrozenBase:
                 f"{ADAPTER_ONLY}: no weight of init_from={source} is frozen; add LoRA or model.freeze, or leave it out"
             )
         self._told = {"from": str(Path(source).expanduser().absolute()), "sha256": digest(self._params)}
-        saved = sum(param.numel() for param in every.values()) - sum(p.numel() for p in self._params.values())
+        left_out = {id(param) for param in self._params.values()}
+        saved = sum(param.numel() for param in model.parameters() if id(param) not in left_out)
         notes.append(
             f"{ADAPTER_ONLY}: {counted(saved, 'parameter')} saved; the others stay in {source} "
             f"(SHA-256 {self._told['sha256'][:SHOWN_DIGITS]})"

@@ -14,26 +14,29 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout as dropped
 from torch.nn.functional import linear
 
-from trainrun.limits import Count, Positive
+from trainrun.limits import BelowOne, Count, Positive
 from trainrun.patterns import matching
 
 
 class LoraLinear(nn.Module):
     """A linear layer with its correction. base: frozen; lora_a: (rank, in); lora_b: (out, rank)."""
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float = 0.0) -> None:
         super().__init__()
         empty = base.weight.new_empty
         self.base = base.requires_grad_(False)
-        self.scale = alpha / rank
+        self.scale, self.dropout = alpha / rank, dropout
         self.lora_a = nn.Parameter(empty(rank, base.in_features))
         self.lora_b = nn.Parameter(empty(base.out_features, rank).zero_())
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
+        if self.dropout:
+            x = dropped(x, self.dropout, self.training)
         return out + self.scale * linear(linear(x, self.lora_a), self.lora_b)
 
     @torch.no_grad()
@@ -51,10 +54,11 @@ def lora(
     alpha: Positive = 16.0,
     target: str | Sequence[str] = "*",
     train: str | Sequence[str] = (),
+    dropout: BelowOne = 0.0,
 ) -> nn.Module:
     """Replace the linear layers whose names fit `target`; of all other parameters only `train` is trained.
 
-    train: patterns of parameters, as `head.*` for a new last layer.
+    train: patterns of parameters, as `head.*` for a new last layer. dropout: of what the thin matrices get.
     Raises ValueError for a pattern that fits no name.
     """
     names = [name for name, _ in model.named_parameters()]
@@ -69,7 +73,7 @@ def lora(
         if type(layer) is nn.Linear and used[id(layer.weight)] == 1
     }
     for name in matching(layers, target, "target"):
-        model = _replaced(model, name, LoraLinear(layers[name], rank, alpha))
+        model = _replaced(model, name, LoraLinear(layers[name], rank, alpha, dropout))
     for param in others:  # a bias beside its layer's matrices too
         param.requires_grad_(True)
     return model
