@@ -17,7 +17,7 @@ from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA, DRAWN
 from trainrun.checkpoint.best import best_checkpoint
 from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
-from trainrun.checkpoint.weights import check_tensors, load_initial, tensor_kinds, weights_of
+from trainrun.checkpoint.weights import check_tensors, load_initial, place_of_base, tensor_kinds, weights_of
 from trainrun.config.compose import plain_config, with_overrides
 from trainrun.config.schema import RunConfig
 from trainrun.data.pipeline import open_batches
@@ -68,8 +68,8 @@ def network_of(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
     )
     device = torch.device("cpu")
     model = build_model(config, facts, Single(device).materialize)
-    if config.checkpoint.adapter_only and config.init_from is not None:
-        load_initial(model, config.init_from, Single(device), config.init)
+    if (base := place_of_base(config.init_from, loaded)) is not None:
+        load_initial(model, base, Single(device), config.init)
     model = apply_transforms(config, model, device)
     load_weights(model, loaded)
     return model.eval()

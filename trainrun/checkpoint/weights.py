@@ -104,6 +104,13 @@ class FrozenBase:
             )
 
 
+def place_of_base(init_from: str | None, loaded: Loaded) -> str | None:
+    """Where the weights are that a checkpoint leaves out: as the config says, else where they were in the training."""
+    told = loaded.shared.get(BASE) if isinstance(loaded.shared, dict) else None
+    there = init_from is not None and Path(init_from).expanduser().exists()
+    return None if told is None else init_from if there else str(told["from"])
+
+
 def put_back(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
     """The tree of a checkpoint with what it leaves out, as the model has it. Raises CheckpointError."""
     if BASE not in shared:

@@ -10,6 +10,7 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.resumption import load_weights, network_of
 from trainrun.assemble.start_choices import chosen_before
 from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
@@ -42,20 +43,19 @@ def parts_of(
             "trainer.cuda_graphs": False, "trainer.activation_offload": False, "monitor.sync_debug": False,
             "trainer.cpu_offload": "none",
         })  # fmt: skip
-    identity = read_identity(run_dir)
+    identity, folder = read_identity(run_dir), resolve(run_dir.checkpoints, which)
+    loaded = read_checkpoint(folder)
     site = RunContext(
         run_dir,
         identity["run_id"],
         Single(device),
         StopFlag(),
         [],
-        init_from=config.init_from if config.checkpoint.adapter_only else None,
+        init_from=place_of_base(config.init_from, loaded),
         chosen=chosen_before(identity),
         trains=False,
     )
     run, _ = build_components(config, site)
-    folder = resolve(run_dir.checkpoints, which)
-    loaded = read_checkpoint(folder)
     load_weights(run.model, loaded)
     kept = loaded.shared.get("task")
     if isinstance(kept, dict):
