@@ -303,6 +303,24 @@ def test_a_path_that_nothing_reads_is_refused_and_a_saved_run_follows_a_new_one(
     assert (data.train["path"], data.train["val_path"], data.val["path"]) == ("book.txt", None, "book.txt")
 
 
+def test_validation_of_a_saved_run_follows_what_it_refers_to_unless_it_was_told_otherwise(
+    tmp_path: Path,
+) -> None:
+    path, words = tmp_path / "config.yaml", ["data=text", "data.val.max_bytes=9"]
+    path.write_text(save_config(compose_run(words).config))
+    new = [
+        "data.train.val_path=v.txt",
+        "data.train.max_bytes=7",
+        "data.train.val_fraction=0.2",
+        "data.train.path=p",
+    ]
+    composed, loaded = compose_run([*words, *new]).config.data, load_config(path, new).data
+    assert (composed.train, composed.val) == (loaded.train, loaded.val)
+    assert (loaded.val["val_path"], loaded.val["max_bytes"], loaded.val["val_fraction"]) == ("v.txt", 9, 0.2)
+    assert loaded.val["path"] is None
+    assert load_config(path, [*new, "data.val.val_fraction=0.3"]).data.val["val_fraction"] == 0.3
+
+
 def test_own_things_give_the_run_their_name() -> None:
     for words, name in (
         (["model=my_net.Net"], "digits-Net"),

@@ -12,7 +12,6 @@ from torch import nn
 
 from trainrun.config.pair_rules import needs_gpu
 from trainrun.config.schema import ParallelConfig, RunConfig
-from trainrun.config.units import EPOCH, STEP, parse_duration
 from trainrun.config.validate import fault_of_value
 from trainrun.errors import ConfigError, DataError
 from trainrun.formatting import counted
@@ -97,24 +96,10 @@ def faults_of_words(config: RunConfig) -> list[str]:
     """A line for each of them that is wrong; the target must be there."""
     said = split_words(config.model)[1]
     faults = [f"model.{n}={fault}" for n, value in said.items() if (fault := fault_of_value(value, WORDS[n]))]
-    for name in ("freeze_norm", "unfreeze_at"):
-        if (value := said.get(name)) and not said.get("freeze"):
-            typed = "true" if value is True else value
-            faults.append(
-                f"model.{name}={typed}: is of frozen weights, and there are none; add model.freeze='encoder.*'"
-            )
-    if (value := said.get("unfreeze_at")) is not None:
-        try:
-            whole = parse_duration(value, STEP, EPOCH).amount.is_integer()
-            faults += (
-                [] if whole else [f"model.unfreeze_at={value}: must be whole epochs; use steps, as 500step"]
-            )
-        except ValueError as error:
-            faults.append(f"model.unfreeze_at={value}: {error}")
-        if config.parallel.static_graph:
-            faults.append(
-                "parallel.static_graph=true: model.unfreeze_at trains other parameters later; leave one of them out"
-            )
+    if said.get("freeze_norm") or said.get("unfreeze_at") is not None:
+        from trainrun.hook.unfreeze import faults_of_unfreezing
+
+        faults += faults_of_unfreezing(said, config.parallel.static_graph)
     return faults
 
 
@@ -123,18 +108,14 @@ def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfre
     said = split_words(config.model)[1]
     if not said.get("freeze"):
         return None
-    from trainrun.hook.unfreeze import Unfreeze, told
+    from trainrun.hook.unfreeze import built, told
     from trainrun.transform.freeze import Frozen
 
     with told_of_a_setting(ValueError):
         frozen = Frozen(model, said["freeze"], said.get("freeze_norm", False))
     until = said.get("unfreeze_at")
     notes.append(told(frozen, until))
-    if until is None:
-        frozen.set(model, True)
-        return Unfreeze(frozen, None, False)
-    found = parse_duration(until, STEP, EPOCH)
-    return Unfreeze(frozen, int(found.amount), found.unit == EPOCH)
+    return built(frozen, until, model)
 
 
 def ranks_of(config: RunConfig) -> ParallelConfig:

@@ -142,6 +142,25 @@ def unread_path(config: RunConfig) -> list[str]:
     ]
 
 
+def following(saved: Any, words: list[str]) -> list[str]:
+    """Words for `data.val` of a saved run, where its option says `${data.train...}` and that is given another value."""
+    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    option = conf_dir() / "data" / f"{OmegaConf.select(saved, 'data.name')}.yaml"
+    if not any(key.startswith("data.train.") for key in given) or not option.is_file():
+        return []
+    val = (yaml.safe_load(option.read_text(encoding="utf-8")) or {}).get("val") or {}
+    pairs = {
+        f"data.val.{name}": str(value).removeprefix("${").removesuffix("}") for name, value in val.items()
+    }
+    return [
+        f"{key}={given[source]}"
+        for key, source in pairs.items()
+        if source in given
+        and key not in given
+        and OmegaConf.select(saved, key) == OmegaConf.select(saved, source)
+    ]
+
+
 def follow_path(config: RunConfig, before: str | None) -> RunConfig:
     """The config with `data.path` where a saved run, whose references are resolved, has the path of `before`."""
 
@@ -269,7 +288,8 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> R
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
     wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
     faults += wrong.values()
-    put_into_saved(cfg, [word for word in words.overrides if word not in wrong], faults)
+    sound = [word for word in words.overrides if word not in wrong]
+    put_into_saved(cfg, [*sound, *following(saved, sound)], faults)
     faults += [*missing_secrets(cfg), *lower_trackers(cfg)]
     try:
         config = OmegaConf.to_object(cfg)

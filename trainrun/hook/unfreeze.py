@@ -8,14 +8,51 @@ Source: Howard and Ruder 2018 (ULMFiT), section 3.3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from trainrun.config.units import EPOCH, STEP, parse_duration
 from trainrun.formatting import counted
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from trainrun.training.components import Components
     from trainrun.training.state import TrainState
     from trainrun.transform.freeze import Frozen
+
+
+def faults_of_unfreezing(said: Mapping[str, Any], static_graph: bool) -> list[str]:
+    """A line for each mistake in `model.freeze_norm` and `model.unfreeze_at`."""
+    faults = []
+    for name in ("freeze_norm", "unfreeze_at"):
+        if (value := said.get(name)) and not said.get("freeze"):
+            typed = "true" if value is True else value
+            faults.append(
+                f"model.{name}={typed}: is of frozen weights, and there are none; add model.freeze='encoder.*'"
+            )
+    if (value := said.get("unfreeze_at")) is not None:
+        try:
+            whole = parse_duration(value, STEP, EPOCH).amount.is_integer()
+            faults += (
+                [] if whole else [f"model.unfreeze_at={value}: must be whole epochs; use steps, as 500step"]
+            )
+        except ValueError as error:
+            faults.append(f"model.unfreeze_at={value}: {error}")
+        if static_graph:
+            faults.append(
+                "parallel.static_graph=true: model.unfreeze_at trains other parameters later; leave one of them out"
+            )
+    return faults
+
+
+def built(frozen: Frozen, until: str | None, model: nn.Module) -> Unfreeze:
+    """What is frozen for good is frozen here, before any optimizer sees it."""
+    if until is None:
+        frozen.set(model, True)
+        return Unfreeze(frozen, None, False)
+    found = parse_duration(until, STEP, EPOCH)
+    return Unfreeze(frozen, int(found.amount), found.unit == EPOCH)
 
 
 def told(frozen: Frozen, until: str | None) -> str:
