@@ -192,3 +192,13 @@ def test_the_pair_with_another_task_is_refused(workdir: Path) -> None:
         ConfigError, match="model=sequence_vae: gives a reconstruction, not classes; its task is task=vae"
     ):
         package.train("model=sequence_vae", "model.vocab_size=9", "task=classification")
+
+
+def test_what_it_writes_of_a_code_is_what_the_forward_finds_likeliest() -> None:
+    torch.manual_seed(0)
+    model = SequenceVae(vocab_size=11, latent_dim=4, width=16).double().eval()
+    code = 3 * torch.randn(5, 4, dtype=torch.float64)
+    written = model.write(code, 9)
+    again = model._decoded(written, code, None).argmax(2)
+    assert len({tuple(row.tolist()) for row in written}) > 1
+    assert torch.equal(written, again)

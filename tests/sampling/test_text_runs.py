@@ -107,6 +107,33 @@ def test_lines_end_with_a_line(book: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.count("\n") == 1
 
 
+@pytest.mark.parametrize("tokenizer", ["null", "bpe:280"])
+def test_a_sequence_vae_shows_lines_beside_what_their_codes_become(book: Path, tokenizer: str) -> None:
+    words = (
+        *TEXT[:2],
+        "data.train.kind=lines",
+        "data.batch_size=8",
+        "model=sequence_vae",
+        "task=vae",
+        *QUIET,
+    )
+    more = (
+        "model.latent_dim=8",
+        "model.width=16",
+        f"data.tokenizer={tokenizer}",
+        "data.train.cache_dir=cache",
+    )
+    shown = train("shown", 6, *words, *more, "monitor.samples_every=3step")
+    assert losses(shown) == losses(train("plain", 6, *words, *more))
+    rows = samples_of(shown)
+    assert [row["step"] for row in rows] == [3] * 4 + [6] * 4
+    lines = (book / "book.txt").read_text(encoding="utf-8").splitlines()
+    assert all(str(row["original"]).strip() in lines for row in rows)
+    assert all(isinstance(row["rebuilt"], str) for row in rows)
+    page = written([{"step": 3, "original": "<b>&", "rebuilt": "<script>"}])
+    assert "<b>&lt;b&gt;&amp;</b><br>&lt;script&gt;</td>" in page
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainrun.limits import Count
 from trainrun.model.layers import checked_count
-from trainrun.model.vae import FIRST_CODE, HALF_TYPES, VaeOutput
+from trainrun.model.vae import FIRST_CODE, VaeOutput, drawn_code
 
 
 class SequenceVae(nn.Module):
@@ -50,13 +50,7 @@ class SequenceVae(nn.Module):
         else:
             ends = attention_mask.sum(1).clamp(min=1) - 1
             last = states[torch.arange(states.shape[0], device=states.device), ends]
-        code = self.code(last)
-        if code.dtype in HALF_TYPES:
-            code = code.float()  # the variance is an exponential
-        mean, log_var = code.chunk(2, dim=1)
-        if noise is None and self.training:
-            noise = torch.randn_like(mean)
-        drawn = mean if noise is None else mean + (0.5 * log_var).exp() * noise
+        mean, log_var, drawn = drawn_code(self.code(last), noise, self.training)
         return VaeOutput(self._decoded(tokens, drawn.to(self.head.weight.dtype), word_dropout), mean, log_var)
 
     def _decoded(self, tokens: Tensor, code: Tensor, dropped: Tensor | None) -> Tensor:
@@ -65,7 +59,22 @@ class SequenceVae(nn.Module):
         before = torch.cat([torch.full_like(tokens[:, :1], self.nothing), tokens[:, :-1]], dim=1)
         shown = self.tokens(before)
         beside = code[:, None].expand(-1, shown.shape[1], -1)
-        hidden, cell = self.begin(code).chunk(2, dim=1)
-        first = (hidden.tanh()[None].contiguous(), cell[None].contiguous())
-        states, _ = self.decoder(torch.cat([shown, beside.to(shown.dtype)], dim=2), first)
+        states, _ = self.decoder(torch.cat([shown, beside.to(shown.dtype)], dim=2), self._first_state(code))
         return self.head(states)  # type: ignore[no-any-return]
+
+    def _first_state(self, code: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, cell = self.begin(code).chunk(2, dim=1)
+        return hidden.tanh()[None].contiguous(), cell[None].contiguous()
+
+    def write(self, code: Tensor, length: int) -> Tensor:
+        """Tokens (B, length) of a code (B, latent_dim) alone: each the likeliest after those that were written."""
+        code = code.to(self.head.weight.dtype)
+        state, written = (
+            self._first_state(code),
+            [torch.full_like(code[:, :1], self.nothing, dtype=torch.long)],
+        )
+        for _ in range(length):
+            shown = self.tokens(written[-1])
+            states, state = self.decoder(torch.cat([shown, code[:, None].to(shown.dtype)], dim=2), state)
+            written.append(self.head(states).argmax(2))
+        return torch.cat(written[1:], dim=1)

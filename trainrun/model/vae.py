@@ -73,16 +73,20 @@ class Vae(nn.Module):
     def forward(self, x: Tensor, noise: Tensor | None = None) -> VaeOutput:
         """noise: (B, latent_dim), standard normal. Without it, training draws from torch's generator, and
         evaluation decodes the mean."""
-        code = self.encoder(x)
-        if code.dtype in HALF_TYPES:
-            code = code.float()  # the variance is an exponential
-        mean, log_var = code.chunk(2, dim=1)
-        if noise is None and self.training:
-            noise = torch.randn_like(mean)
-        drawn = mean if noise is None else mean + (0.5 * log_var).exp() * noise
+        mean, log_var, drawn = drawn_code(self.encoder(x), noise, self.training)
         if x.dtype in HALF_TYPES:  # then the weights are too
             drawn = drawn.to(x.dtype)
         return VaeOutput(self.decoder(drawn), mean, log_var)
+
+
+def drawn_code(code: Tensor, noise: Tensor | None, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, log_var and the code that the decoder gets, (B, latent_dim); code: (B, 2 latent_dim) of the encoder."""
+    if code.dtype in HALF_TYPES:
+        code = code.float()  # the variance is an exponential
+    mean, log_var = code.chunk(2, dim=1)
+    if noise is None and training:
+        noise = torch.randn_like(mean)
+    return mean, log_var, mean if noise is None else mean + (0.5 * log_var).exp() * noise
 
 
 def dense_layers(

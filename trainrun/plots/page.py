@@ -84,11 +84,16 @@ def written(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     body = "".join(
-        f'<tr><th>step {escape(str(row.get("step", "")))}</th><td class="text"><b>{escape(str(row.get("prompt", "")))}'
-        f"</b>{escape(str(row.get('text', '')))}</td></tr>\n"
-        for row in reversed(rows)
+        f"<tr><th>step {escape(str(row.get('step', '')))}</th>{_sample(row)}</tr>\n" for row in reversed(rows)
     )
     return f"{heading('Samples')}\n<table>\n{body}</table>"
+
+
+def _sample(row: Mapping[str, Any]) -> str:
+    """A prompt with what was written after it; or an original, with its reconstruction below."""
+    first, between, second = ("original", "<br>", "rebuilt") if "original" in row else ("prompt", "", "text")
+    before, after = (escape(str(row.get(name, ""))) for name in (first, second))
+    return f'<td class="text"><b>{before}</b>{between}{after}</td>'
 
 
 def folded(title: str, text: str) -> str:

@@ -3,19 +3,25 @@
 When: a training whose loss says little to people. When not: models that take a second for a token.
 How: beginnings of the same validation samples each time, continued by the model that is validated, with numbers drawn
 aside: no bit of the training is another. Rank 0 alone writes them; the others wait at the next step.
+Of a VAE whose model has `write(code, length)`, as `trainrun.model.sequence_vae`: samples, and what their codes become.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from trainrun.config.units import EPOCH, parse_rounds
 from trainrun.data.readers.text.tokenizer import Tokens
+from trainrun.instantiate import locate
 from trainrun.sampling.next_tokens import Draw, next_tokens
-from trainrun.sampling.run_tokens import context_of, encoded, pieces, tokens_of
+from trainrun.sampling.run_tokens import context_of, encoded, pieces, tokens_of, tokens_of_data
 from trainrun.seeding import kept_random_state
-from trainrun.task.batches import keywords_of
+from trainrun.task.batches import bare_model, keywords_of
 from trainrun.task.language_modeling import tokens_and_target
+from trainrun.task.vae import Vae, has_next_tokens, whole_sequences
 
 if TYPE_CHECKING:
     from trainrun.config.schema import RunConfig
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
     from trainrun.training.components import Components
     from trainrun.training.state import TrainState
 
-NUM_SAMPLES, PROMPT, LENGTH = 2, 32, 160  # tokens
+NUM_SAMPLES, NUM_REBUILT, PROMPT, LENGTH = 2, 4, 32, 160  # the last two in tokens
 TEMPERATURE = 0.8
 
 
@@ -32,7 +38,9 @@ class EpochSamples:
 
     def __init__(self, config: RunConfig, run_dir: RunDir) -> None:
         self._every = parse_rounds(config.monitor.samples_every)
-        self._tokens: Tokens = tokens_of(config, run_dir, "monitor.samples_every")
+        self._rebuilds = writes_codes(config)
+        read = tokens_of_data if self._rebuilds else tokens_of
+        self._tokens: Tokens = read(config, run_dir, "monitor.samples_every")
         self._prompts: list[list[int]] = []
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
@@ -43,15 +51,37 @@ class EpochSamples:
             return
         model, training = run.averaged, run.averaged.training
         with run.monitors.paused(), kept_random_state():
-            self._prompts = self._prompts or self._beginnings(run)
             model.eval()
             try:
-                for number, prompt in enumerate(self._prompts):
-                    text = "".join(pieces(self._tokens, self._continued(run, model, prompt, number)))
-                    begun = "".join(pieces(self._tokens, prompt))
-                    run.monitors.write_row("sample", state.step, {"prompt": begun, "text": text})
+                for row in self._rebuilt(run, model) if self._rebuilds else self._written(run, model):
+                    run.monitors.write_row("sample", state.step, row)
             finally:
                 model.train(training)
+
+    def _text(self, tokens: Iterable[int]) -> str:
+        return "".join(pieces(self._tokens, tokens))
+
+    def _written(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
+        self._prompts = self._prompts or self._beginnings(run)
+        for number, prompt in enumerate(self._prompts):
+            text = self._text(self._continued(run, model, prompt, number))
+            yield {"prompt": self._text(prompt), "text": text}
+
+    @torch.no_grad()
+    def _rebuilt(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
+        """The first validation samples, each with what its code alone says of it."""
+        batch = next(iter(run.val.epoch(0)), None) if run.val is not None else None
+        if batch is None:
+            return
+        task: Any = run.task
+        tokens, mask = whole_sequences(batch.data, with_last=has_next_tokens(batch.data))
+        with run.precision.autocast():
+            mean = task.terms(model, batch.data).mean[:NUM_REBUILT]
+            writer: Any = bare_model(model)
+            written = writer.write(mean, min(LENGTH, tokens.shape[1]))
+        for row, real, new in zip(tokens, mask, written, strict=False):
+            size = min(int(real.sum()), LENGTH)
+            yield {"original": self._text(row[:size].tolist()), "rebuilt": self._text(new[:size].tolist())}
 
     def _continued(self, run: Components, model: Any, prompt: list[int], number: int) -> Any:
         cached = "cache" in keywords_of(type(model).forward)[0]
@@ -71,3 +101,11 @@ class EpochSamples:
             row[target[i] >= 0][:PROMPT].tolist() or row[:1].tolist()
             for i, row in enumerate(rows[:NUM_SAMPLES])
         ]
+
+
+def writes_codes(config: RunConfig) -> bool:
+    """Whether this is a VAE whose network writes tokens from a code."""
+    task, model = ((node or {}).get("_target_") for node in (config.task, config.model))
+    if not task or not model or locate(task, "task") is not Vae:
+        return False
+    return callable(getattr(locate(model, "model"), "write", None))

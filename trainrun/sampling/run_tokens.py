@@ -20,13 +20,18 @@ CUT = "\ufffd"  # what decoding gives for a character that is not whole yet
 
 def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
     """Those of a run that learns to write. ConfigError: it does not. key: what asks, in the message."""
-    task, data = config.task or {}, config.data.train or {}
-    kind = locate(task["_target_"], "task")
-    if getattr(kind, "unit", "") != "tokens":
+    task = config.task or {}
+    if getattr(locate(task["_target_"], "task"), "unit", "") != "tokens":
         raise ConfigError(
             f"{key}: this run has task._target_={task['_target_']}, which writes no text; it takes one with "
             "task=language_modeling and data=text"
         )
+    return tokens_of_data(config, run_dir, key)
+
+
+def tokens_of_data(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
+    """Those of a run that reads text. ConfigError: it does not."""
+    data = config.data.train or {}
     if data.get("_target_") != TEXT:
         raise ConfigError(
             f"{key}: data.train._target_={data.get('_target_')}: only data=text says how text becomes tokens"
