@@ -112,6 +112,13 @@ def test_the_remedy_is_that_of_the_likely_cause() -> None:
         (annealed, FINE | {"gain": 0.1}, "smaller decoder"),
     ):
         assert word in remedy(task, found)
+    for dropped, word in (
+        (0.0, "rate=0.3, or more"),
+        (0.5, "rate=0.7, or more"),
+        (0.9, "rate=1"),
+        (1.0, "task.free_bits=0.1"),
+    ):
+        assert remedy(annealed, SILENT | {"tokens": 30.0}, dropped).endswith(word)
     assert line_of(FINE) == (
         "vae: beta 1  KL 9 nats  active 6/16  MI >= 6.1 (ceiling 6.24)  marginal KL <= 2.9  gain 20"
     )

@@ -381,9 +381,7 @@ class MonitorConfig:
     window_size: int = setting(20, "log points that are averaged in plots", at_least=1)
     progress_bar: bool = setting(True, "on the terminal", aliases=("trainer.enable_progress_bar",))
     samples_every: Any = setting(
-        None,
-        "text of a language model or sequence VAE in the report: 1epoch, 500step; null: none",
-        parse=parse_rounds,
+        None, "text of a language or sequence_vae model in the report: 1epoch; null: none", parse=parse_rounds
     )
     metrics_file: bool = setting(True, "metrics.jsonl in the run folder")
     hardware: bool = setting(True, "memory and load of the machine, in the metrics")

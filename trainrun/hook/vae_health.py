@@ -149,7 +149,7 @@ class VaeHealth:
         waking = self._kl[-1] > WAKING * self._kl[0] + WAKING_NATS
         if len(self._kl) < self._window or waking or self._told:
             return
-        text = f"posterior collapse: {said(found)}. {remedy(task, found)}"
+        text = f"posterior collapse: {said(found)}. {remedy(task, found, word_dropout(run))}"
         if self._action == "raise":
             raise TrainingError(f"{text} (hook.vae.on_collapse=raise)")
         if self._action == "boost_free_bits" and task.free_bits < LAST_BOOST:
@@ -285,8 +285,8 @@ def said(found: Mapping[str, Any]) -> str:
     return ", ".join([*parts, f"beta {found['beta']:.3g}"])
 
 
-def remedy(task: Any, found: Mapping[str, Any]) -> str:
-    """The likely cause, and the setting to try first."""
+def remedy(task: Any, found: Mapping[str, Any], dropped: float = 0.0) -> str:
+    """The likely cause, and the setting to try first. dropped: the share of tokens it does not see."""
     beta, spread = found["beta"], found.get("residual_variance", math.inf)
     if spread < LITTLE_SPREAD * beta:
         return (
@@ -295,10 +295,11 @@ def remedy(task: Any, found: Mapping[str, Any]) -> str:
         )
     if beta > 1:
         return f"Likely cause: beta {beta:.3g} weighs the KL more than the bound does; try task.beta=1"
-    if "tokens" in found and getattr(task, "schedule", "") != "constant":
+    if "tokens" in found and getattr(task, "schedule", "") != "constant" and dropped < 1:
+        rate = 0.3 if dropped < 0.3 else 1.0 if dropped >= 0.8 else dropped + 0.2
         return (
             "Likely cause: the decoder predicts a token from those before it and does without the code; try "
-            "data.augment.word_dropout.rate=0.3, or more"
+            f"data.augment.word_dropout.rate={rate:.3g}{', or more' if rate < 1 else ''}"
         )
     if found["kl"] >= LEAST_KL:
         return "Likely cause: the decoder does without the code; try a smaller decoder"
@@ -310,6 +311,13 @@ def remedy(task: Any, found: Mapping[str, Any]) -> str:
     if not found["free_bits"]:
         return "Likely cause: the KL of every dimension costs from its first nat on; try task.free_bits=0.1"
     return "Likely cause: the decoder learns faster than the encoder; try a smaller decoder"
+
+
+def word_dropout(run: Components) -> float:
+    """The rate in the settings; 0 where no number stands there."""
+    node = (run.config.data.augment or {}).get("word_dropout")
+    rate = node.get("rate") if isinstance(node, Mapping) else None
+    return float(rate) if isinstance(rate, (int, float)) else 0.0
 
 
 def effective_beta(task: Any, found: Mapping[str, Any]) -> str:
