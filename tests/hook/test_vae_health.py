@@ -55,6 +55,22 @@ def test_an_annealed_run_raises_no_alarm(workdir: Path, seed: int) -> None:
     assert not alarms(run)
 
 
+@pytest.mark.parametrize("annealed", [True, False])
+def test_a_code_of_sequences_is_healthy_if_annealed_and_collapses_if_not(
+    workdir: Path, annealed: bool
+) -> None:
+    """Lines whose first letter says the others: with the letters before in sight, a decoder needs no code."""
+    lines = "\n".join(letter * 6 for letter in "abcdefgh" * 60)
+    (workdir / "lines.txt").write_text(lines + "\n")
+    words = ("data=text", "data.path=lines.txt", "data.train.kind=lines", "data.train.cache_dir=kept", "monitor=vae",
+             "model=sequence_vae", "model.latent_dim=4", "model.width=32", "task=vae", "data.batch_size=32",
+             "optimizer.lr=0.01", "hook.vae.update_every_n_steps=10", *QUIET)  # fmt: skip
+    calm = ("task.beta_schedule=linear", "task.beta_steps=150", "data.augment.word_dropout.rate=0.8")
+    run = train("run", 150, *words, *(calm if annealed else ("task.beta=4",)))
+    assert bool(alarms(run)) is not annealed
+    assert (rows_of(run, "vae")[-1]["active_units"] >= 2) is annealed
+
+
 def test_the_watch_changes_no_bit_of_the_run(workdir: Path) -> None:
     more = (
         "task.likelihood=bernoulli",

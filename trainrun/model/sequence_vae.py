@@ -1,7 +1,8 @@
 """A variational autoencoder of token sequences: an LSTM reads them into a code, another writes them from it.
 
-Source: Bowman et al., 2016 (arXiv:1511.06349). Such a decoder also predicts well without the code, so it collapses
-easily: anneal beta, drop words (`data.augment.word_dropout.rate`), and look with `monitor=vae`.
+Source: Bowman et al., 2016 (arXiv:1511.06349); the code is of the largest of the states, not of the last, which keeps
+it in use far sooner (Long et al., 2019, arXiv:1911.03976). Such a decoder also predicts well without the code, so it
+collapses easily: anneal beta, drop words (`data.augment.word_dropout.rate`), and look with `monitor=vae`.
 """
 
 from __future__ import annotations
@@ -45,12 +46,9 @@ class SequenceVae(nn.Module):
         draws from torch's generator, and evaluation decodes the mean. word_dropout: (B, T or more) bool, what the
         decoder does not get to see."""
         states, _ = self.encoder(self.tokens(tokens))
-        if attention_mask is None:
-            last = states[:, -1]
-        else:
-            ends = attention_mask.sum(1).clamp(min=1) - 1
-            last = states[torch.arange(states.shape[0], device=states.device), ends]
-        mean, log_var, drawn = drawn_code(self.code(last), noise, self.training)
+        if attention_mask is not None:
+            states = states.masked_fill(~attention_mask[..., None], -1.0)  # an LSTM gives more
+        mean, log_var, drawn = drawn_code(self.code(states.amax(1)), noise, self.training)
         return VaeOutput(self._decoded(tokens, drawn.to(self.head.weight.dtype), word_dropout), mean, log_var)
 
     def _decoded(self, tokens: Tensor, code: Tensor, dropped: Tensor | None) -> Tensor:

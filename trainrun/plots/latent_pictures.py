@@ -42,11 +42,11 @@ def latents_picture(history: History, title: str) -> Figure | None:
     axes[0].invert_yaxis()
     axes[0].set_ylabel("dimension,\nlargest KL first")
     picture.colorbar(mesh, ax=axes, label="KL, nats", aspect=40)
-    lines = {"kl": "KL", "mutual_information": "mutual information", "marginal_kl": "marginal KL"}
+    lines = {"kl": "KL", "mutual_information": "mutual information (MI)", "marginal_kl": "marginal KL"}
     for color, (name, label) in zip(canvas.CYCLE, lines.items(), strict=False):
         canvas.draw_line(axes[1], series_of(rows, name), color, label)
     if ceiling := rows[-1].get("ceiling"):
-        axes[1].axhline(ceiling, color=canvas.QUIET, linewidth=1, linestyle=":", label="its ceiling")
+        axes[1].axhline(ceiling, color=canvas.QUIET, linewidth=1, linestyle=":", label="ceiling of MI")
     axes[1].set_ylabel("nats")
     canvas.start_at_zero(axes[1])
     canvas.draw_line(axes[2], series_of(rows, "beta"), canvas.VAL, "beta")
