@@ -29,7 +29,7 @@ RANK = """
     meeting = lead({"run_dir": str(run.root), "life": life}) if rank == 0 else follow()
 
     def work(parallel, flag):
-        meeting.complete.set()
+        meeting.end()
         if life == "0" and rank == 1:
             os._exit(3)
         total = parallel.sum_over_ranks([rank + 1.0])
@@ -45,7 +45,7 @@ RANK = """
 
 
 WITHOUT_FOLDER = """
-    import os
+    import os, threading
     from trainrun.runs import torchrun as external_run
     from trainrun.errors import ConfigError
     from trainrun.parallel.handshake import lead
@@ -55,6 +55,7 @@ WITHOUT_FOLDER = """
     run.config.write_text("of an older run, on a disk of this machine's own")
     if os.environ["RANK"] == "0":
         told = lead({"folder": str(run.root), "config": "0" * 64, "resume": False, "paths": []}).hear_all()
+        assert "serve" not in str(threading.enumerate())  # it would abort the exit
     else:
         try:
             external_run.follow_run()

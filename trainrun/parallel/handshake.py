@@ -39,6 +39,13 @@ class Meeting:
     payload: dict[str, Any]
     store: Store
     complete: threading.Event
+    server: threading.Thread | None = None
+
+    def end(self) -> None:
+        """Stop answering. A thread that is still inside the store when the interpreter ends aborts it (SIGABRT)."""
+        self.complete.set()
+        if self.server is not None:
+            self.server.join()
 
     def say_heard(self, fault: str = "") -> None:
         """By every rank but 0, which waits for it in `hear_all`: it may be the one that keeps the store."""
@@ -46,9 +53,13 @@ class Meeting:
 
     def hear_all(self) -> list[str]:
         """On rank 0: why other ranks cannot take part; empty if all can."""
-        with contact(), told_if_long("the other ranks"):
-            answers = [self.store.get(f"heard/{rank}") for rank in range(1, int(os.environ["WORLD_SIZE"]))]
-        self.complete.set()
+        try:
+            with contact(), told_if_long("the other ranks"):
+                answers = [
+                    self.store.get(f"heard/{rank}") for rank in range(1, int(os.environ["WORLD_SIZE"]))
+                ]
+        finally:
+            self.end()
         return [answer.decode() for answer in answers if answer]
 
 
@@ -60,8 +71,9 @@ def lead(payload: dict[str, Any], wait_seconds: float = WAIT_SECONDS) -> Meeting
     nonce = uuid.uuid4().hex
     answer = json.dumps({"payload": payload, "nonce": nonce})
     complete = threading.Event()
-    threading.Thread(target=serve, args=(side, world_size, answer, complete), daemon=True).start()
-    return Meeting(payload, PrefixStore(f"trainrun/group/{nonce}", store), complete)
+    server = threading.Thread(target=serve, args=(side, world_size, answer, complete), daemon=True)
+    server.start()
+    return Meeting(payload, PrefixStore(f"trainrun/group/{nonce}", store), complete, server)
 
 
 def serve(store: Store, world_size: int, answer: str, complete: threading.Event) -> None:

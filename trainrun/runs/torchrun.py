@@ -126,7 +126,7 @@ def _work(run: RunDir, config: RunConfig, resume: bool, meeting: Meeting) -> int
     rank = int(os.environ["RANK"])
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
-        meeting.complete.set()  # all ranks are here: nobody asks rank 0 any more
+        meeting.end()  # all ranks are here: nobody asks rank 0 any more
         return train(run, config, resume, parallel, flag, PhaseTimer(process_start()))
 
     run.rank_error(rank).unlink(missing_ok=True)
