@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 SHOWN = 8
+Patterns = str | int | Sequence[str | int]  # a layer of a Sequential is called by a number
 
 
-def matching(names: Iterable[str], patterns: str | int | Sequence[str | int], key: str) -> list[str]:
+def matching(names: Iterable[str], patterns: Patterns, key: str) -> list[str]:
     """The names that fit a pattern, in their order; a number is a name too. Raises ValueError if one fits none."""
     known = list(names)
     given = [patterns] if isinstance(patterns, str | int) else patterns

@@ -7,12 +7,11 @@ Gain: no gradients, no state of the optimizer, and no backward below the first t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
 
-from trainrun.patterns import matching
+from trainrun.patterns import Patterns, matching
 
 
 class Frozen:
@@ -22,7 +21,7 @@ class Frozen:
     statistics and use them, as in evaluation. Raises ValueError for a pattern that fits no parameter, and for no norm.
     """
 
-    def __init__(self, model: nn.Module, patterns: str | Sequence[str], norms: bool = False) -> None:
+    def __init__(self, model: nn.Module, patterns: Patterns, norms: bool = False) -> None:
         found = dict(model.named_parameters())
         names = matching(found, patterns, "model.freeze")
         self.params = [found[name] for name in names if found[name].requires_grad]
@@ -47,7 +46,7 @@ class Frozen:
                 layer.train(model.training)
 
 
-def norms_of(model: nn.Module, patterns: str | Sequence[str], frozen: set[str]) -> list[str]:
+def norms_of(model: nn.Module, patterns: Patterns, frozen: set[str]) -> list[str]:
     """The names of batch norms that are frozen whole."""
     found = []
     for name, layer in model.named_modules():
@@ -59,7 +58,7 @@ def norms_of(model: nn.Module, patterns: str | Sequence[str], frozen: set[str]) 
     return found
 
 
-def fits(name: str, patterns: str | Sequence[str]) -> bool:
+def fits(name: str, patterns: Patterns) -> bool:
     try:
         return bool(matching([name], patterns, ""))
     except ValueError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.nn.functional import dropout as dropped
 from torch.nn.functional import linear
 
 from trainrun.limits import BelowOne, Count, Positive
-from trainrun.patterns import matching
+from trainrun.patterns import Patterns, matching
 
 
 class LoraLinear(nn.Module):
@@ -52,8 +51,8 @@ def lora(
     model: nn.Module,
     rank: Count = 8,
     alpha: Positive = 16.0,
-    target: str | Sequence[str] = "*",
-    train: str | Sequence[str] = (),
+    target: Patterns = "*",
+    train: Patterns = (),
     dropout: BelowOne = 0.0,
 ) -> nn.Module:
     """Replace the linear layers whose names fit `target`; of all other parameters only `train` is trained.
