@@ -13,9 +13,9 @@ from trainrun import load_run
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.export import export_command
-from trainrun.smaller import new_run
+from trainrun.smaller import channels, new_run
 from trainrun.smaller.int8 import MODES, Int8Layer, in_floating_point, int8, measuring
-from trainrun.smaller.prune import chains, masked, narrowed, without_channels
+from trainrun.smaller.prune import masked, narrowed, without_channels
 
 SHORT = ["trainer.max_steps=20", "monitor=none", "output_dir=run"]
 
@@ -62,38 +62,102 @@ def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str) -> None:
         model.train()(X)
 
 
+class Streams(nn.Module):
+    """A residual sum, a depthwise convolution, a map made flat, and a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.wide, self.alone, self.back = (
+            nn.Conv2d(8, 12, 1), nn.Conv2d(12, 12, 3, padding=1, groups=12), nn.Conv2d(12, 8, 1)
+        )  # fmt: skip
+        self.flat, self.norm, self.gate = nn.Linear(8 * 9, 10), nn.LayerNorm(10), nn.Linear(10, 10)
+        self.head = nn.Linear(10, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn(self.stem(x)).relu()
+        x = x + self.back(self.alone(self.wide(x)).relu())
+        x = self.flat(nn.functional.avg_pool2d(x, 2).flatten(1))
+        return self.head(x * self.gate(self.norm(x)).sigmoid())
+
+
+ZEROS = {"stem": 8, "bn": 8, "back": 8, "wide": 12, "alone": 12}
+
+
+def streams() -> nn.Module:
+    torch.manual_seed(0)
+    return Streams().eval()
+
+
 @torch.no_grad()
 def test_channels_that_are_zero_can_go_without_a_trace() -> None:
-    model = picture_net()
-    for name, _ in ((0, 16), (4, 8), (7, 12)):
-        layer = model[name]
-        layer.weight[::2] = 0
-        if layer.bias is not None:
-            layer.bias[::2] = 0
-    model[1].weight[::2] = model[1].bias[::2] = 0
+    model = streams()
+    for name in ZEROS:
+        layer = model.get_submodule(name)
+        layer.weight[::2] = layer.bias[::2] = 0  # type: ignore[operator, index]
     expected = model(X)
-    sizes = without_channels(model, [X], {}, 0.5)
-    assert ["0", 8, 3] in sizes
-    assert ["7", 6, 4] in sizes
-    torch.testing.assert_close(model(X), expected)
-    again = narrowed(picture_net(), sizes).eval()
-    again.load_state_dict(model.state_dict())
-    assert torch.equal(again(X), model(X))
+    model.flat.requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patch:  # the norm counts what it gets: those channels stay here
+        patch.setattr(channels, "NORMS", (nn.BatchNorm2d,))
+        found, sizes, left = without_channels(model, [X], {}, 0.5)
+    torch.testing.assert_close(found(X), expected)
+    assert left == {"flat": "goes into layer_norm", "gate": "goes into layer_norm", "head": "is given out"}
+    assert not found.flat.weight.requires_grad
+    assert {name: outputs for name, outputs, _ in sizes} == {n: c // 2 for n, c in ZEROS.items()} | {
+        "flat": 10
+    }
+    again = narrowed(streams(), sizes).eval()
+    again.load_state_dict(found.state_dict())
+    assert torch.equal(again(X), found(X))
+    assert found.alone.groups == 6
+
+    found, sizes, left = without_channels(model, [X], {}, 0.5)
+    assert ["norm", 5, 0] in sizes
+    assert ["flat", 5, 36] in sizes
+    assert ["gate", 5, 5] in sizes
+    assert list(left) == ["head"]
+    assert model.stem.weight.shape[0] == 8  # what was given is as it was
 
 
-class Added(nn.Module):
+class Fixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x).relu()).view(-1, 4)) + x.new_zeros(2)
+
+
+class Added(Fixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c(self.b(self.a(x).relu()) + x)
 
 
-def test_channels_that_others_read_stay() -> None:
-    assert set(chains(Added(), [torch.ones(2, 4)], {})) == {"a"}  # b is added to x
-    with pytest.raises(ValueError, match="no channel can be taken"):
-        without_channels(nn.Linear(4, 4), [torch.ones(2, 4)], {}, 0.5)
+class Twice(Fixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.a(self.a(x)).chunk(2, 1)[0].repeat(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("net", "told"),
+    [
+        (Added, {"b": "goes into add", "c": "is given out"}),
+        (Fixed, {"b": "has a size that the code of the model fixes", "c": "goes into add"}),
+    ],
+)
+def test_channels_that_others_need_stay(net: type[Fixed], told: dict[str, str]) -> None:
+    _, sizes, left = without_channels(net(), [torch.ones(3, 4)], {}, 0.5)
+    assert left == told
+    assert ["a", 2, 4] in sizes
+
+
+@pytest.mark.parametrize(
+    ("net", "told"),
+    [(nn.Linear(4, 4), "the model .is given out"), (Twice(), "a .has a weight that others use too")],
+)
+def test_no_channel_can_go(net: nn.Module, told: str) -> None:
+    with pytest.raises(ValueError, match=f"no channel can be taken: {told}"):
+        without_channels(net, [torch.ones(2, 4)], {}, 0.5)
 
 
 def test_masked_weights_stay_zero() -> None:

@@ -2,14 +2,14 @@
 
 what: `masked` keeps a mask beside each weight: the size and the time stay as they were, the zeros are for kernels and
     packers of others. `narrowed` makes layers smaller: file and time shrink.
-when: after a training, with a short one behind it (`--finetune`). Channels are only taken where all that reads them is
-    known: convolutions and linear layers behind one another, with activations, pooling and batch norm between them.
+when: after a training, with a short one behind it (`--finetune`). Channels are only taken where all that they go
+    through is known (`channels.py`); those that are added to each other go together.
 source: Han et al. 2015, arXiv 1506.02626 (magnitudes); Li et al. 2017, arXiv 1608.08710 (filters by their L1 norm).
 """
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,15 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from trainrun.export.served import outputs_of
+from trainrun.smaller.channels import NORMS, Channels, groups_of
 from trainrun.smaller.int8 import fitting
-
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-# operations of a graph that keep every channel by itself
-KEEPS = {
-    "relu", "relu_", "gelu", "silu", "silu_", "sigmoid", "tanh", "leaky_relu", "leaky_relu_", "elu", "elu_", "hardtanh",
-    "hardtanh_", "hardswish", "hardswish_", "dropout", "dropout_", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
-    "contiguous", "clone", "to", "_to_copy",
-}  # fmt: skip
 
 
 class Mask(nn.Module):
@@ -65,138 +59,98 @@ def narrowed(model: nn.Module, sizes: Sequence[Sequence[Any]]) -> nn.Module:
 @torch.no_grad()
 def cut(layer: Any, outputs: Tensor, inputs: Tensor) -> None:
     """Keep these outputs and inputs of a layer."""
-    if isinstance(layer, NORMS):
-        for name in ("weight", "bias"):
-            if getattr(layer, name) is not None:
-                setattr(layer, name, nn.Parameter(getattr(layer, name)[outputs].clone()))
-        for name in ("running_mean", "running_var"):
-            if getattr(layer, name) is not None:
-                setattr(layer, name, getattr(layer, name)[outputs].clone())
-        layer.num_features = len(outputs)
-        return
-    trained = layer.weight.requires_grad
-    kept = layer.weight[outputs][:, inputs]
-    if kept.ndim == 4 and layer.weight.is_contiguous(memory_format=torch.channels_last):
-        kept = kept.contiguous(memory_format=torch.channels_last)
-    layer.weight = nn.Parameter(kept.clone(), requires_grad=trained)
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias[outputs].clone(), requires_grad=trained)
-    names = (
-        ("out_features", "in_features") if isinstance(layer, nn.Linear) else ("out_channels", "in_channels")
-    )
-    for name, kept_ones in zip(names, (outputs, inputs), strict=True):
-        setattr(layer, name, len(kept_ones))
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if (old := getattr(layer, name, None)) is None:
+            continue
+        kept = old[outputs][:, inputs] if old.ndim > 1 else old[outputs]
+        if kept.ndim == 4 and old.is_contiguous(memory_format=torch.channels_last):
+            kept = kept.contiguous(memory_format=torch.channels_last)
+        one = isinstance(old, nn.Parameter)
+        setattr(layer, name, nn.Parameter(kept.clone(), old.requires_grad) if one else kept.clone())
+    number = len(outputs)
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        layer.normalized_shape = (number,)
+    elif isinstance(layer, NORMS):
+        layer.num_features = number
+    elif isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = number, len(inputs)
+    else:
+        alone = layer.groups > 1  # a convolution of each channel alone
+        layer.out_channels, layer.in_channels = number, number if alone else len(inputs)
+        layer.groups = number if alone else 1
 
 
 def without_channels(
     model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor], amount: float
-) -> list[list[Any]]:
-    """Take this part of the outputs of every layer whose readers are known; the sizes of what changed.
-
-    Raises ValueError where no layer can be cut.
+) -> tuple[nn.Module, list[list[Any]], dict[str, str]]:
+    """A copy without this part of the channels of each group that may go, the sizes of what changed, and why other
+    layers stayed. Raises ValueError where no channel can go.
     """
+    groups = groups_of(model, args, named)
+    left = {name: group.why for group in groups if group.why for name in group.writers}
+    able = [group for group in groups if not group.why]
+    shapes = shapes_of(model, args, named)
+
+    def works(some: Sequence[Channels]) -> bool:
+        try:
+            return shapes_of(cut_groups(model, some, amount)[0], args, named) == shapes
+        except Exception:  # of the model's own code, which knows some size
+            return False
+
+    if not works(able):
+        tried, able = able, []
+        for group in tried:
+            if works([*able, group]):
+                able.append(group)
+            else:
+                left |= dict.fromkeys(group.writers, "has a size that the code of the model fixes")
+    found, sizes = cut_groups(model, able, amount)
+    if not sizes:
+        raise ValueError(
+            f"no channel can be taken{': ' * bool(left)}{stayed(left)}; without --structured single weights are pruned"
+        )
+    return found, sizes, left
+
+
+def cut_groups(
+    model: nn.Module, groups: Sequence[Channels], amount: float
+) -> tuple[nn.Module, list[list[Any]]]:
+    """A copy whose groups keep the channels with the largest weights, each layer's counted by its own mean."""
+    model = copy.deepcopy(model)
+    layers: dict[str, Any] = dict(model.named_modules())
     keep: dict[str, list[Tensor]] = {}
-    layers = dict(model.named_modules())
 
     def kept(name: str) -> list[Tensor]:
-        layer: Any = layers[name]
-        if isinstance(layer, NORMS):
-            return keep.setdefault(name, [torch.arange(layer.num_features), torch.arange(0)])
-        return keep.setdefault(name, [torch.arange(size) for size in layer.weight.shape[:2]])
+        shape = (*layers[name].weight.shape, 0)[:2]
+        return keep.setdefault(name, [torch.arange(size) for size in shape])
 
-    for name, readers in chains(model, args, named).items():
-        weight = layers[name].weight.detach().float().flatten(1)
-        number = max(1, round((1 - amount) * len(weight)))
-        if number == len(weight):
+    for group in groups:
+        norms = [layers[name].weight.detach().float().abs().flatten(1).sum(1) for name in group.writers]
+        worth = torch.stack([norm / norm.mean().clamp(min=1e-12) for norm in norms]).sum(0)
+        number = max(1, round((1 - amount) * len(worth)))
+        if number == len(worth):
             continue
-        chosen = weight.abs().sum(1).topk(number).indices.sort().values.cpu()
-        kept(name)[0] = chosen
-        for reader, block in readers:
-            if isinstance(layers[reader], NORMS):
-                kept(reader)[0] = chosen
-            else:
-                kept(reader)[1] = (chosen[:, None] * block + torch.arange(block)).flatten()
-    if not keep:
-        raise ValueError(
-            "no channel can be taken: no torch.nn.Conv2d or torch.nn.Linear whose outputs go through activations, "
-            "pooling and batch norm into other such layers alone; without --structured single weights are pruned"
-        )
+        chosen = worth.topk(number).indices.sort().values.cpu()
+        for name in (*group.writers, *group.along):
+            kept(name)[0] = chosen
+        for name, block in group.readers:
+            kept(name)[1] = (chosen[:, None] * block + torch.arange(block)).flatten()
     for name, (outputs, inputs) in keep.items():
         cut(layers[name], outputs, inputs)
-    return [[name, len(outputs), len(inputs)] for name, (outputs, inputs) in keep.items()]
+    return model, [[name, len(outputs), len(inputs)] for name, (outputs, inputs) in keep.items()]
 
 
-def chains(
-    model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]
-) -> dict[str, list[tuple[str, int]]]:
-    """The layers whose outputs are read by others alone that can be cut too: by name, the readers.
+@torch.no_grad()
+def shapes_of(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[torch.Size]:
+    found = outputs_of(model(*args, **named))
+    return [one.shape for one in ([found] if isinstance(found, Tensor) else found)]
 
-    A reader is a norm or a layer, with its inputs for each channel (several where a map was flattened).
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own tracing
-        try:
-            program = torch.export.export(model, tuple(args), named or None)
-        except Exception as error:
-            text = " ".join(str(error).split())[:200]
-            raise ValueError(f"this model cannot be traced ({type(error).__name__}: {text})") from error
-    parameters = program.graph_signature.inputs_to_parameters
-    able, layers = fitting(model), dict(model.named_modules())
 
-    def owner(node: Any) -> str:
-        """The layer of an operation, by its weight."""
-        weight = next((one for one in node.args[1:2] if isinstance(one, torch.fx.Node)), None)
-        return parameters.get(weight.name, "").rpartition(".")[0] if weight is not None else ""
-
-    def readers(node: Any, block: int) -> list[tuple[str, int]] | None:
-        """What reads the outputs of an operation; None where somebody mixes channels, or gives them out."""
-        found: list[tuple[str, int]] = []
-        for user in node.users:
-            kind = str(user.target).split(".")[1] if "." in str(user.target) else str(user.target)
-            name = owner(user)
-            if kind in ("linear", "conv2d"):
-                layer: Any = able.get(name)
-                fits = layer is not None and user.args[0] is node and getattr(layer, "groups", 1) == 1
-                dim = user.args[0].meta["val"].ndim
-                if not fits or (kind == "linear" and dim != 2 and node_is_map(node)):
-                    return None
-                found.append((name, block))
-                continue
-            if kind == "batch_norm":
-                if block != 1 or user.args[0] is not node or not isinstance(layers.get(name), NORMS):
-                    return None
-                found.append((name, 1))
-            elif kind in ("flatten", "view", "reshape"):
-                before, after = node.meta["val"].shape, user.meta["val"].shape
-                if len(after) != 2 or after[0] != before[0] or len(before) < 3:
-                    return None
-                more = readers(user, int(after[1] // before[1]))
-                if more is None:
-                    return None
-                found += more
-                continue
-            elif kind == "mean":
-                if sorted(dim % node.meta["val"].ndim for dim in user.args[1]) != [2, 3]:
-                    return None
-            elif kind not in KEEPS or user.args[0] is not node:
-                return None
-            more = readers(user, block)
-            if more is None:
-                return None
-            found += more
-        return found or None
-
-    def node_is_map(node: Any) -> bool:
-        """Whether channels are in dimension 1 of more than two: a linear layer reads the last."""
-        return bool(node.meta["val"].ndim == 4)
-
-    found = {}
-    for node in program.graph.nodes:
-        kind = str(node.target)
-        name = owner(node) if kind.startswith(("aten.linear.", "aten.conv2d.")) else ""
-        if name in able and getattr(able[name], "groups", 1) == 1 and name not in found:
-            known = readers(node, 1)
-            uses = sum(owner(other) == name for other in program.graph.nodes)
-            if known is not None and uses == 1:
-                found[name] = known
-    return found
+def stayed(left: dict[str, str]) -> str:
+    """The layers that stayed, by the reason, at most four names of each."""
+    lines = []
+    for why in dict.fromkeys(left.values()):
+        names = [name or "the model" for name, one in left.items() if one == why]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        lines.append(f"{', '.join(names[:4])}{more} ({why})")
+    return "; ".join(lines)

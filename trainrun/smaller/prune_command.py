@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from typing import Any
 
 from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
@@ -11,11 +12,12 @@ from trainrun.config.schema import with_values
 from trainrun.config.units import EPOCH, STEP, parse_duration
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.export.served import call_of
+from trainrun.formatting import counted
 from trainrun.output import say
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import open_run, resume_run
 from trainrun.smaller.new_run import close, measured, new_folder, say_both, write_run
-from trainrun.smaller.prune import masked, narrowed, without_channels
+from trainrun.smaller.prune import masked, narrowed, stayed, without_channels
 
 NAME = "pruned"  # in `transform`
 
@@ -43,15 +45,18 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{source.root}: has transform.{name} already; prune the run that it was made from")
     before = measured(parts)
     model = copy.deepcopy(parts.model).eval()
+    node: dict[str, Any]
     try:
         if words.structured:
             batch = next(iter((parts.val or parts.train).epoch(0))).data
             args, names = call_of(model, parts.task, batch)
             positional = args[: len(args) - len(names)]
             named = dict(zip(names, args[len(positional) :], strict=True))
-            node = {"_target_": f"{__package__}.prune.{narrowed.__name__}"}
-            node["sizes"] = without_channels(model, positional, named, words.amount)  # type: ignore[assignment]
-            what = f"{len(node['sizes'])} layers are smaller"
+            model, sizes, left = without_channels(model, positional, named, words.amount)
+            node = {"_target_": f"{__package__}.prune.{narrowed.__name__}", "sizes": sizes}
+            what = f"{counted(len(sizes), 'layer')} of fewer channels" + (
+                f"; outputs stayed of {stayed(left)}" if left else ""
+            )
         else:
             model = masked(model, words.amount)
             node = {"_target_": f"{__package__}.prune.{masked.__name__}", "amount": words.amount}
