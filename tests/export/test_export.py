@@ -128,7 +128,9 @@ def test_a_file_that_computes_something_else_is_an_error(
     monkeypatch.setitem(formats.FORMATS, "safetensors", (file, wrong))
     assert main(["export", "run", "--to", "safetensors"]) == 1
     assert "differs by 0.01 of the largest output, and --tolerance is 0.0001" in capsys.readouterr().err
+    assert not list(Path("run-export").iterdir())
     assert main(["export", "run", "--to", "safetensors", "--tolerance", "0.1"]) == 0
+    assert [path.name for path in Path("run-export").iterdir()] == ["model.safetensors"]
     assert main(["export", "run", "--to", "onx"]) == 2
     assert "--to onx: no such format. Did you mean onnx?" in capsys.readouterr().err
     assert main(["export", "run", "--to", "onnx", "--merge"]) == 2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +29,7 @@ from trainrun.runs.run import open_run
 from trainrun.timing.paired import Rules, compare, turn_of
 
 TOLERANCE = 1e-4
+TOLERANCE_OF_BYTES = 0.05  # numbers between two bytes may fall to either side
 SECONDS = 3.0  # of a comparison of speeds
 GRAPHS = ("onnx", "torch.export")  # the others hold weights for the same code
 
@@ -43,8 +47,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", help="a folder (default: RUN_DIR-export, beside the run)")
     parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, help=f"of the largest output (default: {TOLERANCE:g})"
-    )
+        "--tolerance", type=tolerance_of, help=f"of the largest output (default: {TOLERANCE:g}, or "
+        f"{TOLERANCE_OF_BYTES:g} where inputs of layers are rounded to bytes)",
+    )  # fmt: skip
     words = parse(parser, argv)
     formats = chosen_formats(words.to)
     run = open_run(words.run_dir)
@@ -59,17 +64,44 @@ def main(argv: list[str]) -> int:
     adapter = frozenset(shared["model"]) if BASE in shared and not words.merge else None
     order = Order(samples, words.dynamic == "batch", about, card_text(run, which, about), adapter)
     out = Path(words.out).expanduser() if words.out else run.root.with_name(f"{run.root.name}-export")
+    tolerance = words.tolerance
+    if tolerance is None:
+        tolerance = TOLERANCE_OF_BYTES if rounds_inputs(model) else TOLERANCE
+    for name in formats:
+        write_checked(name, order, out, tolerance)
+    return EXIT_DONE
+
+
+def write_checked(name: str, order: Order, out: Path, tolerance: float) -> None:
+    """One format, which gets its name when it was checked; a failure leaves nothing of it."""
+    file, write = FORMATS[name]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name in formats:
-            file, write = FORMATS[name]
-            path, runner = write(order, out / file)
-            check(name, path, runner, order, words.tolerance)
+        with TemporaryDirectory(prefix=".unchecked-", dir=out) as folder:
+            path, runner = write(order, Path(folder) / file)
+            final = out / path.name
+            told = check(name, final, runner, order, tolerance)
+            size = size_of(path)
+            if final.is_dir():
+                shutil.rmtree(final)
+            path.replace(final)
     except OSError as error:
         raise ConfigError(
-            f"--out {out}: cannot write there ({error.strerror}); name another folder"
+            f"--out {out}: cannot write there ({error.strerror or error}); name another folder"
         ) from error
-    return EXIT_DONE
+    say(f"{name}: {final} ({size}), {told}")
+
+
+def tolerance_of(text: str) -> float:
+    if not 0 < (found := float(text)) < float("inf"):
+        raise ArgumentTypeError(f"{text}: must be above 0, as 1e-4")
+    return found
+
+
+def rounds_inputs(model: nn.Module) -> bool:
+    from trainrun.smaller.int8 import Int8Layer
+
+    return any(isinstance(layer, Int8Layer) and layer.mode != "int8-weight-only" for layer in model.modules())
 
 
 def chosen_formats(text: str) -> list[str]:
@@ -99,8 +131,8 @@ def exported_model(model: nn.Module, merge: bool) -> nn.Module:
 
 
 @torch.no_grad()
-def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float) -> None:
-    """Run what was written on real samples. Raises TrainingError where it computes something else."""
+def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float) -> str:
+    """Run what was written on real samples; what was found. Raises TrainingError where it computes something else."""
     samples = order.samples
     pairs = [*zip(samples.inputs, samples.expected, strict=True), *(halves(samples) if order.dynamic else ())]
     try:
@@ -113,11 +145,10 @@ def check(name: str, path: Path, runner: Runner, order: Order, tolerance: float)
     if not worst <= tolerance:
         raise TrainingError(
             f"{path}: computes something else: on {count} samples of the run it differs by {worst:.2g} of the largest "
-            f"output, and --tolerance is {tolerance:g}; do not use this file"
+            f"output, and --tolerance is {tolerance:g}; it was not kept"
         )
     speed = f"; {compare_speed(runner, samples)} as fast as the network itself" if name in GRAPHS else ""
-    say(f"{name}: {path} ({size_of(path)}), largest difference {worst:.2g} of the largest output, on {count} samples"
-        f"{speed}")  # fmt: skip
+    return f"largest difference {worst:.2g} of the largest output, on {count} samples{speed}"
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -213,3 +213,13 @@ def _kind(node: Any) -> str:
 
 def _dims(node: Any) -> int:
     return int(node.meta["val"].ndim)
+
+
+def by_reason(left: dict[str, str]) -> str:
+    """Names of layers beside each reason, at most four names of each."""
+    lines = []
+    for why in dict.fromkeys(left.values()):
+        names = [name or "the model" for name, one in left.items() if one == why]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        lines.append(f"{', '.join(names[:4])}{more} ({why})")
+    return "; ".join(lines)

@@ -4,19 +4,22 @@ what: `int8-weight-only` stores bytes and computes in floating point. `int8-dyna
     of inputs and multiplies bytes. `int8-static` takes ranges that were measured once, on batches of the run.
 when: serving on a CPU; weight-only for the size alone. When not: the training goes on (bytes are not trained).
 source: Jacob et al. 2018, arXiv 1712.05877. The kernels are torch's own for CPUs (`torch.ops.quantized`); without them
-    (a GPU, an exported graph, a later torch) the same numbers are computed in floating point.
+    (a GPU, an exported graph, a later torch) the same numbers are computed in floating point. Embeddings and recurrent
+    layers store bytes and compute in floating point, in every mode.
 gain: a quarter of the size; `trainrun quantize` prints the times before and after, as they are on your machine.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from trainrun.errors import ConfigError
@@ -27,6 +30,9 @@ LARGEST = 127  # of a weight
 INPUT_LEVELS, OUTPUT_LEVELS = 127, 255  # seven bits of an input, or the sums of older CPUs overflow
 SMALLEST = 1e-12
 WEIGHTS, ACTIVATIONS = torch.qint8, torch.quint8
+NOT_TRAINED = (
+    "transform.int8: bytes are not trained; go on with the run that this one was made from, and quantize that"
+)
 
 
 class Int8Layer(nn.Module):
@@ -70,10 +76,7 @@ class Int8Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
-            raise ConfigError(
-                "transform.int8: bytes are not trained; go on with the run that this one was made from, and "
-                "quantize it again"
-            )
+            raise ConfigError(NOT_TRAINED)
         if self.seen:
             return self._measured(x)
         if self.mode == "int8-weight-only":
@@ -96,7 +99,7 @@ class Int8Layer(nn.Module):
 
     def _in_floating_point(self, x: Tensor) -> Tensor:
         if self.mode == "int8-dynamic":
-            return self._product(rounded(x, *x.aminmax(), INPUT_LEVELS))
+            return self._product(rounded(x, x.min(), x.max(), INPUT_LEVELS))
         out = self._product(rounded(x, self.input_range[0], self.input_range[1], INPUT_LEVELS))
         return rounded(out, self.output_range[0], self.output_range[1], OUTPUT_LEVELS)
 
@@ -142,6 +145,42 @@ class Int8Layer(nn.Module):
         return kernel(given, packed, *after).dequantize()  # type: ignore[no-any-return]
 
 
+class Int8Storage(nn.Module):
+    """An embedding or a recurrent layer with bytes for matrices, and a scale for each row; it computes in floating
+    point, in every mode. Its names are those of the layer, behind `bytes` and `scales`."""
+
+    def __init__(self, layer: nn.Embedding | nn.RNNBase) -> None:
+        super().__init__()
+        self.bytes, self.scales, self.rest = nn.Module(), nn.ParameterDict(), nn.ParameterDict()
+        for name, parameter in layer.named_parameters():
+            value = parameter.detach()
+            if value.ndim < 2:
+                self.rest[name] = nn.Parameter(value.clone())
+                continue
+            scale = (value.float().abs().amax(1) / LARGEST).clamp(min=SMALLEST)
+            self.bytes.register_buffer(name, (value.float() / scale[:, None]).round().to(torch.int8))
+            self.scales[name] = nn.Parameter(scale.to(value.dtype))
+        self._layer = (layer.eval().to("meta"),)  # not a child: it gives its code, and no weights
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix of an embedding in floating point."""
+        return self._matrix("weight")
+
+    def _matrix(self, name: str) -> Tensor:
+        scale = self.scales[name]
+        return self.bytes.get_buffer(name).to(scale.dtype).mul(scale[:, None])
+
+    def forward(self, x: Any, *more: Any) -> Any:
+        if self.training and torch.is_grad_enabled():
+            raise ConfigError(NOT_TRAINED)
+        if isinstance(self._layer[0], nn.Embedding):  # the rows alone
+            scale = self.scales["weight"][x].unsqueeze(-1)
+            return self.bytes.get_buffer("weight")[x].to(scale.dtype) * scale
+        weights = {name: self._matrix(name) for name in self.scales} | dict(self.rest.items())
+        return functional_call(self._layer[0], weights, (x, *more))
+
+
 def rounded(x: Tensor, low: Tensor, high: Tensor, levels: int) -> Tensor:
     """The nearest of `levels` + 1 even steps from low to high, of which 0 is one."""
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -158,36 +197,63 @@ def steps_of(both: Tensor, levels: int) -> tuple[float, int]:
 
 
 def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
-    """Replace linear layers and 2-D convolutions that have weights of their own.
+    """Replace linear layers, 2-D convolutions, embeddings and recurrent layers that have weights of their own.
 
     Subclasses stay, and layers whose weights stand under several names. Raises ValueError.
     """
     if to not in MODES:
         raise ValueError(f"to={to}: must be one of {', '.join(MODES)}")
-    layers = fitting(model)
-    if not layers:
+    new: dict[str, nn.Module] = {name: Int8Layer(layer, to) for name, layer in fitting(model).items()}
+    new |= {name: Int8Storage(layer) for name, layer in storable(model).items()}
+    if not new:
         raise ValueError(
-            f"to={to}: the model has no torch.nn.Linear or torch.nn.Conv2d with weights of its own"
+            f"to={to}: the model has no torch.nn.Linear, Conv2d, Embedding, LSTM or GRU with weights of its own"
         )
-    for name, layer in layers.items():
-        parent, _, child = name.rpartition(".")
+    for name, layer in new.items():
         if not name:
-            return Int8Layer(layer, to)
-        setattr(model.get_submodule(parent), child, Int8Layer(layer, to))
+            return layer
+        model.set_submodule(name, layer)
     return model
 
 
 def fitting(model: nn.Module) -> dict[str, Any]:
-    """The layers that can be replaced or pruned, by name."""
-    counts: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+    """The linear layers and convolutions that can be replaced or pruned, by name."""
     return {
         name: layer
-        for name, layer in model.named_modules()
+        for name, layer in owning(model).items()
         if (type(layer) is nn.Linear or (type(layer) is nn.Conv2d and layer.padding_mode == "zeros"))
         and not isinstance(getattr(layer, "padding", None), str)
-        and counts.get(id(layer.weight)) == 1
+    }
+
+
+def storable(model: nn.Module) -> dict[str, Any]:
+    """The embeddings and recurrent layers that can be kept in bytes, by name."""
+    return {
+        name: layer
+        for name, layer in owning(model).items()
+        if type(layer) in (nn.LSTM, nn.GRU, nn.RNN)
+        or (type(layer) is nn.Embedding and layer.max_norm is None)
+    }
+
+
+def owning(model: nn.Module) -> dict[str, Any]:
+    """The layers with matrices that stand under no other name."""
+    counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    found = {}
+    for name, layer in model.named_modules():
+        own = [*layer.parameters(recurse=False)]
+        if any(one.ndim > 1 for one in own) and all(counts[id(one)] == 1 for one in own):
+            found[name] = layer
+    return found
+
+
+def in_floats(model: nn.Module) -> dict[str, str]:
+    """The layers whose matrices are no bytes, and why."""
+    alone = owning(model)
+    return {
+        name: f"no bytes for this {type(layer).__name__}" if name in alone else "a weight under several names"
+        for name, layer in model.named_modules()
+        if any(one.ndim > 1 and one.is_floating_point() for one in layer.parameters(recurse=False))
     }
 
 

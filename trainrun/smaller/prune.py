@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trainrun.export.served import outputs_of
-from trainrun.smaller.channels import NORMS, Channels, groups_of
+from trainrun.smaller.channels import NORMS, Channels, by_reason, groups_of
 from trainrun.smaller.int8 import fitting
 
 
@@ -106,9 +106,8 @@ def without_channels(
                 left |= dict.fromkeys(group.writers, "has a size that the code of the model fixes")
     found, sizes = cut_groups(model, able, amount)
     if not sizes:
-        raise ValueError(
-            f"no channel can be taken{': ' * bool(left)}{stayed(left)}; without --structured single weights are pruned"
-        )
+        raise ValueError(f"no channel can be taken{': ' * bool(left)}{by_reason(left)}; without --structured single "
+                         "weights are pruned")  # fmt: skip
     return found, sizes, left
 
 
@@ -144,13 +143,3 @@ def cut_groups(
 def shapes_of(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[torch.Size]:
     found = outputs_of(model(*args, **named))
     return [one.shape for one in ([found] if isinstance(found, Tensor) else found)]
-
-
-def stayed(left: dict[str, str]) -> str:
-    """The layers that stayed, by the reason, at most four names of each."""
-    lines = []
-    for why in dict.fromkeys(left.values()):
-        names = [name or "the model" for name, one in left.items() if one == why]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        lines.append(f"{', '.join(names[:4])}{more} ({why})")
-    return "; ".join(lines)

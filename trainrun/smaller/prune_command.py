@@ -16,8 +16,9 @@ from trainrun.formatting import counted
 from trainrun.output import say
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import open_run, resume_run
+from trainrun.smaller.channels import by_reason
 from trainrun.smaller.new_run import close, measured, new_folder, say_both, write_run
-from trainrun.smaller.prune import masked, narrowed, stayed, without_channels
+from trainrun.smaller.prune import masked, narrowed, without_channels
 
 NAME = "pruned"  # in `transform`
 
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
             model, sizes, left = without_channels(model, positional, named, words.amount)
             node = {"_target_": f"{__package__}.prune.{narrowed.__name__}", "sizes": sizes}
             what = f"{counted(len(sizes), 'layer')} of fewer channels" + (
-                f"; outputs stayed of {stayed(left)}" if left else ""
+                f"; outputs stayed of {by_reason(left)}" if left else ""
             )
         else:
             model = masked(model, words.amount)

@@ -14,7 +14,8 @@ from trainrun.formatting import counted
 from trainrun.output import say
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import open_run
-from trainrun.smaller.int8 import MODES, Int8Layer, int8, measuring
+from trainrun.smaller.channels import by_reason
+from trainrun.smaller.int8 import MODES, Int8Layer, Int8Storage, in_floats, int8, measuring
 from trainrun.smaller.new_run import close, measured, new_folder, say_both, write_run
 
 STEP = "int8"  # its name in `transform`
@@ -44,7 +45,8 @@ def main(argv: list[str]) -> int:
         model = int8(model, words.to).to(device).eval()
     except ValueError as error:
         raise ConfigError(f"--to {error}; its path is {source.root}") from error
-    layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer | Int8Storage)]
+    left = in_floats(model)
     if words.to == "int8-static":
         with torch.no_grad(), measuring(model):
             for batch in islice(parts.train.epoch(0), CALIBRATION_BATCHES):
@@ -57,8 +59,10 @@ def main(argv: list[str]) -> int:
     })  # fmt: skip
     write_run(run, source, config, weights, f"quantized: --to {words.to}, of {source.root.name}")
     again, _, _ = parts_of(run, "last", [], trust=True)
-    share = sum(one.weight_int8.numel() for one in layers) / sum(p.numel() for p in before.model.parameters())
-    say(f"{run.root}: {counted(len(layers), 'layer')}, {share:.0%} of the numbers")
+    in_bytes = sum(one.numel() for one in model.buffers() if one.dtype == torch.int8)
+    share = in_bytes / sum(p.numel() for p in before.model.parameters())
+    stays = f"; in floating point: {by_reason(left)}" if left else ""
+    say(f"{run.root}: {counted(len(layers), 'layer')}, {share:.0%} of the numbers{stays}")
     say_both(before, measured(again), parts)
     close(parts)
     close(again)
