@@ -43,6 +43,12 @@ def test_csv(workdir: Path) -> None:
         rows = [row for row in csv.DictReader(file) if row["name"] == "train/loss"]
     assert {int(row["step"]): float(row["value"]) for row in rows} == told
     assert len(rows) == len(told)
+    before = Path("run/metrics.csv").read_bytes()
+    marks = json.loads(Path("run/unsent.json").read_text())
+    last = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()][-3]
+    Path("run/unsent.json").write_text(json.dumps(dict.fromkeys(marks, last["time"])))  # as after a kill
+    assert main(["report", "run", "--to", "csv"]) == 0
+    assert sorted(Path("run/metrics.csv").read_bytes().split()) == sorted(before.split())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -120,8 +120,11 @@ def flop_rate(rate: float) -> str:
 
 def limits_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> str:
     """`training alone 1.9k samples/s, loading alone 950k: training limits, its steps reach 98 %`"""
-    unit = "" if speed is None else f" {speed[1]}"
-    load, train = (quantity(facts[f"{side}_per_second"]) for side in ("load", "train"))
+    rates = [facts[f"{side}_per_second"] for side in ("load", "train")]
+    factor, unit = 1.0, " items/s"  # an item need not be a sample or a token
+    if speed is not None and facts["reached"] > 0:
+        factor, unit = speed[0] / (facts["reached"] * min(rates)), f" {speed[1]}"
+    load, train = (quantity(factor * rate) for rate in rates)
     reached = f"its steps reach {100 * facts['reached']:.0f} %"
     if facts["limit"] == "load":
         return f"loading alone {load}{unit}, training alone {train}: loading limits, {reached}"

@@ -19,9 +19,11 @@ class CsvFile:
 
     def __init__(self, path: str | None = None) -> None:
         self._path = Path(path) if path else None
+        self._there: set[str] = set()  # the names at the step that the run begins with
+        self._step = 0
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
-        """A resumed run writes again what lies behind the step that it begins with."""
+        """A resumed run writes again what lies behind the step that it begins with, and at that step what is new."""
         self._path = self._path or Path(run["folder"]) / "metrics.csv"
         kept: list[list[str]] = []
         if self._path.is_file():
@@ -31,6 +33,7 @@ class CsvFile:
                     for row in csv.reader(file)
                     if len(row) == 4 and row[0].isdecimal() and int(row[0]) <= step
                 ]
+        self._step, self._there = step, {row[2] for row in kept if int(row[0]) == step}
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([HEAD, *kept])
@@ -38,9 +41,10 @@ class CsvFile:
 
     def scalars(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         assert self._path is not None
+        there = self._there if step == self._step else ()
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(
-                (step, f"{seconds:.3f}", name, value) for name, value in values.items()
+                (step, f"{seconds:.3f}", name, value) for name, value in values.items() if name not in there
             )
 
     def text(self, name: str, text: str, step: int) -> None: ...
