@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MOST_LOOKS = 400  # columns of the heat map
 ACTIVE = 0.01  # as in trainrun.hook.latent_statistics, which imports torch
+ABOVE_BETA = 1.7  # room for the legend
 LEAST_ACTIVITY = 1e-6  # where the axis begins
 
 
@@ -26,11 +27,11 @@ def looks_of(history: History) -> list[Row]:
 
 
 def latents_picture(history: History, title: str) -> Figure | None:
-    """The KL of each dimension, of the whole code, and beta, over one axis of steps."""
+    """The KL of each dimension over time; the KL of the whole code, and beta, on one axis."""
     rows = looks_of(history)
     if not rows:
         return None
-    picture, axes = canvas.panels(title, 3, fitted=True)
+    picture, axes = canvas.panels(title, 2, fitted=True)
     shown = rows[:: -(-len(rows) // MOST_LOOKS)]
     table = np.array([row["kl_of_dimensions"] for row in shown]).T
     table = table[np.argsort(-table[:, -1], kind="stable")]
@@ -42,18 +43,21 @@ def latents_picture(history: History, title: str) -> Figure | None:
     axes[0].invert_yaxis()
     axes[0].set_ylabel("dimension,\nlargest KL first")
     picture.colorbar(mesh, ax=axes, label="KL, nats", aspect=40)
-    lines = {"kl": "KL", "mutual_information": "mutual information (MI)", "marginal_kl": "marginal KL"}
+    lines = {"kl": "KL", "mutual_information": "mutual information", "marginal_kl": "marginal KL"}
     for color, (name, label) in zip(canvas.CYCLE, lines.items(), strict=False):
         canvas.draw_line(axes[1], series_of(rows, name), color, label)
     if ceiling := rows[-1].get("ceiling"):
-        axes[1].axhline(ceiling, color=canvas.QUIET, linewidth=1, linestyle=":", label="ceiling of MI")
-    axes[1].set_ylabel("nats")
-    canvas.start_at_zero(axes[1])
-    canvas.draw_line(axes[2], series_of(rows, "beta"), canvas.VAL, "beta")
+        axes[1].axhline(ceiling, color=canvas.QUIET, linewidth=1, linestyle=":", label="MI at most")
     if any(row.get("free_bits") for row in rows):
-        canvas.draw_line(axes[2], series_of(rows, "free_bits"), canvas.TEST, "free bits of a dimension, nats")
-    axes[2].set_ylabel("weight of the KL")
-    canvas.start_at_zero(axes[2])
+        canvas.draw_line(axes[1], series_of(rows, "free_bits"), canvas.TEST, "free bits of a dimension")
+    axes[1].set_ylabel("nats")
+    weight = axes[1].twinx()
+    canvas.draw_line(weight, series_of(rows, "beta"), canvas.QUIET, None, style="--")
+    axes[1].plot([], [], color=canvas.QUIET, linestyle="--", label="beta (right)")
+    weight.set_ylabel("beta, weight of the KL", color=canvas.QUIET)
+    weight.set_ylim(0, max(ABOVE_BETA * weight.dataLim.y1, 1e-3))
+    weight.grid(visible=False)
+    canvas.start_at_zero(axes[1])
     canvas.label_steps(axes, history.steps_per_epoch)
     return picture
 
