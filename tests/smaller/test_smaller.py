@@ -31,7 +31,7 @@ def picture_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 4),
+        nn.Conv2d(16, 8, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 4),
     ).eval()  # fmt: skip
 
 
@@ -39,28 +39,29 @@ X = torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x", [X, X.abs(), -X.abs()], ids=["both", "above", "below"])
 @torch.no_grad()
-def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str) -> None:
-    expected = picture_net()(X)
+def test_bytes_say_nearly_the_same_with_and_without_kernels(mode: str, x: torch.Tensor) -> None:
+    expected = picture_net()(x)
     model = int8(picture_net(), mode).eval()  # type: ignore[arg-type]
     if mode == "int8-static":
         with measuring(model):
-            model(X)
-    found = model(X)
+            model(x)
+    found = model(x)
     assert (found - expected).abs().max() < 0.05 * expected.abs().max()
     assert (
         next(layer for layer in model.modules() if isinstance(layer, Int8Layer)).weight_int8.dtype
         is torch.int8
     )
     torch.testing.assert_close(
-        in_floating_point(model)(X), found, atol=0.02 * float(expected.abs().max()), rtol=0
+        in_floating_point(model)(x), found, atol=0.02 * float(expected.abs().max()), rtol=0
     )
     again = int8(picture_net(), mode).eval()  # type: ignore[arg-type]
-    again(X)  # packs what it began with
+    again(x)  # packs what it began with
     again.load_state_dict(model.state_dict())
-    assert torch.equal(again(X), found)
+    assert torch.equal(again(x), found)
     with pytest.raises(ConfigError, match="bytes are not trained"), torch.enable_grad():
-        model.train()(X)
+        model.train()(x)
 
 
 class Words(nn.Module):

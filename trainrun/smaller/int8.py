@@ -1,7 +1,8 @@
 """int8: weights in one byte, each output with a scale of its own; inputs in bytes too where kernels gain by it.
 
 what: `int8-weight-only` stores bytes and computes in floating point. `int8-dynamic` looks at the range of every batch
-    of inputs and multiplies bytes. `int8-static` takes ranges that were measured once, on batches of the run.
+    of inputs and multiplies bytes, in linear layers. `int8-static` takes ranges that were measured once, on batches of
+    the run.
 when: serving on a CPU; weight-only for the size alone. When not: the training goes on (bytes are not trained).
 source: Jacob et al. 2018, arXiv 1712.05877. The kernels are torch's own for CPUs (`torch.ops.quantized`); without them
     (a GPU, an exported graph, a later torch) the same numbers are computed in floating point. Embeddings and recurrent
@@ -51,6 +52,10 @@ class Int8Layer(nn.Module):
         self.conv: Any = None
         if isinstance(layer, nn.Conv2d):
             self.conv = (layer.stride, layer.padding, layer.dilation, layer.groups)
+            if (
+                mode == "int8-dynamic"
+            ):  # torch's kernel loses what is below 0: it rounds to the steps of the inputs
+                self.mode = "int8-weight-only"
         bytes_ = (flat / scale[:, None]).round().to(torch.int8).reshape(weight.shape)
         self.weight_int8: Tensor
         self.input_range: Tensor
@@ -135,8 +140,7 @@ class Int8Layer(nn.Module):
         packed, before, after = self._packed
         kernels = torch.ops.quantized
         if before is None:
-            kernel = kernels.linear_dynamic if self.conv is None else kernels.conv2d_dynamic
-            return kernel(x, packed, True)  # type: ignore[no-any-return]
+            return kernels.linear_dynamic(x, packed, True)  # type: ignore[no-any-return]
         step, zero = before
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
