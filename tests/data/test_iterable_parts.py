@@ -168,6 +168,23 @@ def test_every_rank_reads_its_own_part_and_keeps_step(world):
     assert sorted(number for found in whole for number in numbers(found)) == sorted(Whole().numbers)
 
 
+class OneSided(Quiet):
+    """Only the first of each three shards holds samples."""
+
+    def __init__(self, shards=None):
+        super().__init__(
+            [(n, size * (n % 3 == 0)) for n, size in enumerate(SIZES)] if shards is None else shards
+        )
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_rank_whose_part_is_empty_keeps_step_with_what_another_reads(start):
+    first, *others = of_ranks(3, OneSided, start)
+    assert sorted(numbers(of_ranks(3, OneSided)[0])) == OneSided().numbers
+    assert [[real for _, _, real, _ in found] for found in others] == [[False] * len(first)] * 2
+    assert [last for *_, last in others[0]] == [last for *_, last in first]
+
+
 def test_a_resume_behind_the_end_of_a_part_goes_on_with_fillers():
     ranks = of_ranks(2, Quiet)
     real = [sum(is_real for _, _, is_real, _ in found) for found in ranks]
@@ -209,6 +226,12 @@ def test_a_worker_that_dies_changes_no_batch(tmp_path, monkeypatch):
     whole = contents(opened(Both(), num_workers=2).epoch(0))
     assert contents(opened(Dying(), num_workers=2).epoch(0)) == whole
     assert (tmp_path / "died").exists()
+
+
+def test_an_empty_source_is_refused_by_any_number_of_readers():
+    for workers in (0, 2):
+        with pytest.raises(DataError, match="gave no batch in epoch 0"):
+            list(opened(Quiet([(0, 0), (1, 0)]), num_workers=workers).epoch(0))
 
 
 def test_refusals():

@@ -136,7 +136,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         spare = next(self._samples(SourcePlace(), mine), None) if self.readers else None
         if spare is not None:  # other readers, or ranks, may go on
             yield self._reading([spare], [mine], False)
-        elif self.readers < 2 and not position:
+        elif not self.readers and not position:
             raise DataError(f"{self.recipe.key}: {self._name(mine)} gave no batch in epoch {self.epoch}")
         elif not self.readers:
             all_of_them = position // size if plan.drop_last else -(-position // size)
@@ -225,6 +225,8 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                 break
         if given <= before and spare is not None:
             yield spare
+        elif given <= before and self.plan.world_size == 1 and self.readers:
+            raise DataError(f"{self.recipe.key}: {self._name(0)} gave no batch in epoch {self.epoch}")
 
 
 class InStep(Around):
@@ -243,6 +245,8 @@ class InStep(Around):
         filler, goes_on = mine, any(self._gather(mine is not None and mine.real))
         if not goes_on:
             raise DataError(f"{self._key}: no rank has a batch from batch {start} of epoch {epoch} on")
+        if not all(self._gather(mine is not None)):  # a part is empty: another rank's batch stands in
+            filler = next(batch for batch in (mine, *self._gather(mine)) if batch is not None)
         while goes_on:
             following = next(batches, None) if mine is not None and not mine.last else None
             goes_on = any(self._gather(following is not None and following.real))
