@@ -70,9 +70,11 @@ def test_a_failure_ends_the_sampling_and_not_the_run(caplog: pytest.LogCaptureFi
 def test_cpu_time_of_a_busy_process_is_seen() -> None:
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"], env={**os.environ, "RANK": "3"})
     try:
+        busy = psutil.Process(child.pid)
+        while busy.environ().get("RANK") != "3":  # until it is that program, it is a copy of this one
+            threading.Event().wait(0.01)
         sampler = Sampler(child.pid)
         assert "cpu_percent" not in sampler.read()  # nothing to compare with yet
-        busy = psutil.Process(child.pid)
         while busy.cpu_times().user < 0.5:
             threading.Event().wait(0.05)
         row = sampler.read()
