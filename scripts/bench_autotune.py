@@ -27,7 +27,7 @@ from trainrun.benchmark.search.candidates import Candidate  # noqa: E402
 from trainrun.benchmark.search.options import COMPILE, OPTIONS, SearchOption, fixed  # noqa: E402
 from trainrun.benchmark.search.search import Results, Search  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.parallel.devices import num_cores  # noqa: E402
+from trainrun.runtime.machine import usable_cores  # noqa: E402
 from trainrun.timing.paired import Ratio, Rules, compare, grouped_ratio  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "monitor.hardware=false"]
@@ -46,7 +46,7 @@ PROCESSES, PAIRS = 5, 6  # pairs of processes, and of turns in each
 def searched(settings: Sequence[str], budget: float, options: Sequence[SearchOption]) -> Results:
     with WorkerPool() as pool:
         search = Search(
-            pool.start, settings, Budget(budget), num_cores(), lambda about, left: None, "numeric"
+            pool.start, settings, Budget(budget), usable_cores(), lambda about, left: None, "numeric"
         )
         return search.run(options)
 

@@ -42,8 +42,7 @@ from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.checkpoint.policy import KeepOptions
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runtime.free_memory import host_memory
-from trainrun.runtime.host_memory import keep_freed_memory
+from trainrun.runtime.machine import host_memory, keep_freed_memory
 from trainrun.training.state import SAVE_NONE, SAVE_NOW, TrainState
 
 ALONE = 6  # steps before a save

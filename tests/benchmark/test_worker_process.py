@@ -22,7 +22,7 @@ from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerPr
 from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
-from trainrun.monitor.metrics_rows import read_rows
+from trainrun.monitor.metrics_file import read_rows
 from trainrun.timing.phases import DATA
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")]

@@ -13,7 +13,7 @@ from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir
 from trainrun.config.compose import compose_run, load_config, save_config
 from trainrun.config.saved_values import leaves_of
-from trainrun.masking import is_secret, masked, masked_lines, masked_word
+from trainrun.output import is_secret, masked, masked_lines, masked_word
 
 NET = """
 from torch import nn

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
+from trainrun.autotune.own_generators import own_generator
 from trainrun.data.engines.auto_stream import AutoStream, Option
-from trainrun.data.rng_in_dataset import own_generator
 from trainrun.interfaces import MicroBatch
 
 

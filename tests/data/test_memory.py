@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from trainrun.data.engines import choice as memory
+from trainrun.data.engines.choice import MemoryLoad, too_much
+from trainrun.data.engines.workers import memory_line
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
-from trainrun.runtime import free_memory as memory
-from trainrun.runtime.free_memory import MemoryLoad, host_memory, memory_line, too_much
+from trainrun.runtime.machine import host_memory
 
 
 class Large(Dataset):
@@ -85,7 +87,7 @@ def test_what_is_too_much(monkeypatch):
 
 
 def test_the_memory_of_a_container(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr("trainrun.runtime.machine.CGROUP", tmp_path)
     machine = psutil.virtual_memory()
     assert host_memory().total == machine.total
     (tmp_path / "memory.max").write_text("max\n")

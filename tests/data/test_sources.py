@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainrun.data.order.split import hold_out
+from trainrun.data.order.sampler import hold_out
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.readers.arrays.idx_files import read_idx

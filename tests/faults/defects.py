@@ -72,9 +72,9 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-    from trainrun.monitor import metrics_rows
+    from trainrun.monitor import metrics_file
 
-    metrics_rows.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
+    metrics_file.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
 
 
 def rows_after_the_commit() -> None:

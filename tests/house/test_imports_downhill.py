@@ -32,12 +32,12 @@ FLOORS = {
         "training/recovery/", "training/without_trace", "config/"],
     2: ["runs/trusted_code",
         "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/", "hook/", "trackers/"],
-    1: ["smaller/int8", "seeding", "sums", "instantiate", "here", "satellites", "training/state",
+    1: ["smaller/int8", "seeding", "sums", "instantiate", "here", "training/state",
         "runs/run_folder", "runs/lock", "runs/environment",
         "config/schema", "config/units", "config/aliases",
         "runtime/", "timing/", "optimizer/", "scheduler/", "transform/"],
     0.5: ["model/"],
-    0: ["errors", "limits", "output", "masking", "formatting", "interfaces", "timing/phases", "runtime/foreach_copy",
+    0: ["errors", "limits", "output", "formatting", "interfaces", "timing/phases", "runtime/foreach_copy",
         "runtime/without_dynamo", "patterns"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli"}  # part of it

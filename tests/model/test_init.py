@@ -3,8 +3,7 @@ import torch
 from torch import nn
 
 from trainrun.model.cnn import Cnn
-from trainrun.model.init import initialize
-from trainrun.model.layers import Residual
+from trainrun.model.layers import Residual, initialize
 from trainrun.transform.residual_ends import last_norms, zero_gammas
 
 

@@ -45,7 +45,7 @@ def test_number_of_ranks(mode: str, accelerator: str, wanted: object, num_gpus: 
 def test_a_cpu_gets_two_ranks_where_it_has_the_cores(
     cores: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "num_cores", lambda: cores)
+    monkeypatch.setattr(devices, "usable_cores", lambda: cores)
     assert num_devices("ddp", "cpu", "auto")[0] == count
     assert str(cores) in num_devices("ddp", "auto", "auto", num_gpus=0)[1]
 

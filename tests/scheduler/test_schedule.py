@@ -33,8 +33,7 @@ from torch.optim.lr_scheduler import (
 
 from trainrun.errors import CheckpointError, ConfigError, PluginError
 from trainrun.scheduler import curves
-from trainrun.scheduler.build_schedule import build_schedule
-from trainrun.scheduler.schedule import Schedule
+from trainrun.scheduler.schedule import Schedule, build_schedule
 
 TOTAL, WARMUP = 40, 7
 BASES = (0.3, 0.002)

@@ -86,7 +86,7 @@ from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
 from trainrun.runs.run_folder import RunDir
 from trainrun.runtime.collector import Tidy
-from trainrun.runtime.free_memory import host_memory
+from trainrun.runtime.machine import host_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.scheduler.schedule import Schedule
 from trainrun.timing.phases import PhaseTimer

@@ -17,7 +17,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
 from trainrun.precision.autocast import is_tiny, matmul_note, set_matmul
-from trainrun.runtime.host_memory import kept_host_memory
+from trainrun.runtime.machine import kept_host_memory
 
 FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
 SMALLEST = 1e-40  # below the smallest float32 with all its bits

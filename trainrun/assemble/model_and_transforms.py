@@ -56,7 +56,7 @@ def build_model(
             with told_of_a_setting(ValueError):
                 zero_gammas(model)
         elif "init" in said:
-            from trainrun.model.init import initialize
+            from trainrun.model.layers import initialize
 
             initialize(model, said["init"])
         return model

@@ -12,12 +12,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import RunConfig
+from trainrun.instantiate import satellite
 from trainrun.interfaces import Monitor
 from trainrun.monitor.bus import Bus
 from trainrun.monitor.console import Console
 from trainrun.monitor.metrics_file import MetricsFile, mend_end
 from trainrun.runs.run_folder import RunDir, check_there
-from trainrun.satellites import satellite
 from trainrun.timing.phases import DATA, LOGGING, PLOTS, PhaseTimer
 from trainrun.training.components import Components
 from trainrun.training.state import TrainState
@@ -83,7 +83,7 @@ class Listeners:
     def attach(self, run: Components, state: TrainState) -> None:
         """Rows behind the step that a resume starts from are redone, so they are cut."""
         if self._has_file and self._run.metrics.exists():
-            from trainrun.monitor.metrics_rows import cut_rows_after
+            from trainrun.monitor.metrics_file import cut_rows_after
 
             cut_rows_after(self._run.metrics, state.step, state.validated_step == state.step)
         if self._keeps_rows and self._config.monitor.hardware:

@@ -15,8 +15,7 @@ from trainrun.formatting import counted
 from trainrun.instantiate import CHECK, bind_faults, locate, named_nodes
 from trainrun.interfaces import Precision
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.scheduler.build_schedule import build_schedule, resolve_warmup, scaled_lr
-from trainrun.scheduler.schedule import Schedule
+from trainrun.scheduler.schedule import Schedule, build_schedule, resolve_warmup, scaled_lr
 from trainrun.training.triggers import Intervals
 
 if TYPE_CHECKING:

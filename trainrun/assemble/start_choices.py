@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from trainrun.config.schema import RunConfig
+from trainrun.instantiate import satellite
 from trainrun.interfaces import Batches, Parallel
 from trainrun.model.choices import attention_layers
 from trainrun.precision.autocast import emulates_bfloat16, type_by_rule
-from trainrun.runtime.free_memory import free_bytes
-from trainrun.runtime.host_memory import can_keep, keep_freed_memory, return_freed_memory
-from trainrun.satellites import satellite
+from trainrun.runtime.machine import can_keep, free_bytes, keep_freed_memory, return_freed_memory
 from trainrun.training.components import Components
 
 AMPLE: Final = 1 / 3  # of the free memory may come: holes that fit no other tensor can double it

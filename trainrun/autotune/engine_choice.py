@@ -32,9 +32,9 @@ from trainrun.autotune.timed_step import (
 )
 from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream, Option, simplicity
-from trainrun.data.engines.choice import usable_cores
 from trainrun.formatting import duration, quantity
 from trainrun.interfaces import Batches, MicroBatch
+from trainrun.runtime.machine import usable_cores
 from trainrun.seeding import kept_random_state
 from trainrun.training.components import Components
 

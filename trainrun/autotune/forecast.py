@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD, Optimizer
 
 from trainrun.data.split_batch import num_rows, rows_of, tensors_in
-from trainrun.runtime.free_memory import free_bytes
+from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
 from trainrun.training.without_trace import snapshot
 

@@ -43,7 +43,7 @@ from trainrun.interfaces import Batches, Parallel
 from trainrun.model.choices import attention_layers
 from trainrun.precision.autocast import AUTOCAST_TYPES, FULL, MIXED, type_by_rule
 from trainrun.precision.update import build_context
-from trainrun.runtime.free_memory import free_bytes
+from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 from trainrun.training.recovery.oom import batch_norm_in
 

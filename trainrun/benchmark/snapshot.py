@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from trainrun.runtime.free_memory import free_bytes
+from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
 
 MAX_DEPTH: Final = 16  # of what an optimizer keeps: a tree that holds itself has no end

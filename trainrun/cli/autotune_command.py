@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainrun.cli.run_arguments import Parser, known_and_words, take_seconds
 from trainrun.errors import EXIT_DONE
-from trainrun.masking import masked_words
-from trainrun.output import say
+from trainrun.output import masked_words, say
 
 if TYPE_CHECKING:
     from trainrun.benchmark.search.search import Results
@@ -98,10 +97,10 @@ def measured(wish: Namespace, typed: list[str], budget: float) -> Results:
     from trainrun.benchmark.run_overrides import progress_line
     from trainrun.benchmark.search.search import Search
     from trainrun.benchmark.worker_process import WorkerPool
-    from trainrun.parallel.devices import num_cores
+    from trainrun.runtime.machine import usable_cores
 
     with WorkerPool() as pool, progress_line() as progress:
-        return Search(pool.start, typed, Budget(budget), num_cores(), progress, wish.allow).run()
+        return Search(pool.start, typed, Budget(budget), usable_cores(), progress, wish.allow).run()
 
 
 def measured_table(typed: list[str], budget: float) -> TechniqueTable:
@@ -111,11 +110,11 @@ def measured_table(typed: list[str], budget: float) -> TechniqueTable:
     from trainrun.benchmark.search.search import Search
     from trainrun.benchmark.search.technique_table import measure_table
     from trainrun.benchmark.worker_process import WorkerPool
-    from trainrun.parallel.devices import num_cores
+    from trainrun.runtime.machine import usable_cores
 
     with WorkerPool() as pool, progress_line() as progress:
         return measure_table(
-            Search(pool.start, typed, Budget(budget), num_cores(), progress, SHOWN, turns=0.5)
+            Search(pool.start, typed, Budget(budget), usable_cores(), progress, SHOWN, turns=0.5)
         )
 
 

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     arguments += [f"--split={asked.split}"] if asked.split else []
     arguments += [f"--shard-size={asked.shard_size}"] if asked.shard_size else []
     from trainrun.convert.conversion import convert
-    from trainrun.data.engines.choice import usable_cores
+    from trainrun.runtime.machine import usable_cores
 
     num_workers = min(usable_cores(), 8) if asked.num_workers is None else asked.num_workers
     try:

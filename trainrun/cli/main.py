@@ -101,8 +101,8 @@ def report_fault(error: TrainrunError) -> int:
 
 def report_crash(error: Exception) -> int:
     """An exception of the user's own code: their lines of it. A bug of ours keeps the whole traceback."""
+    from trainrun.instantiate import missing_satellite
     from trainrun.runtime.user_traceback import of_the_system, user_traceback
-    from trainrun.satellites import missing_satellite
 
     if missing := missing_satellite(error):
         say(f"trainrun: {missing}", file=sys.stderr)

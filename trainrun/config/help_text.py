@@ -165,7 +165,7 @@ def hydra_question(words: CommandLine, folders: list[Path]) -> int:
     import hydra
 
     from trainrun.config.overrides import composed, opened
-    from trainrun.masking import masked_lines
+    from trainrun.output import masked_lines
 
     faults: list[str] = []
     composed([word for word in words.overrides if not word.lstrip("+~").startswith("hydra")], folders, faults)

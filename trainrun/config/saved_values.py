@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from trainrun.errors import ConfigError
-from trainrun.masking import HIDDEN, hides
+from trainrun.output import HIDDEN, hides
 from trainrun.runs.run_folder import read_bytes
 
 ENVIRONMENT = "${oc.env:"

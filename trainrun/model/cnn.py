@@ -13,8 +13,14 @@ from torch import Tensor, nn
 
 from trainrun.limits import BelowOne, Count
 from trainrun.model.choices import Norm, Scheme
-from trainrun.model.init import initialize
-from trainrun.model.layers import Residual, checked_count, checked_sizes, dropout_layers, norm_layers
+from trainrun.model.layers import (
+    Residual,
+    checked_count,
+    checked_sizes,
+    dropout_layers,
+    initialize,
+    norm_layers,
+)
 
 HEAD_SIDE = 7  # larger maps are averaged down to about this side before the last layer
 

@@ -9,8 +9,14 @@ from torch import Tensor, nn
 
 from trainrun.limits import BelowOne, Count
 from trainrun.model.choices import Activation, Norm, Scheme
-from trainrun.model.init import initialize
-from trainrun.model.layers import activation, checked_count, checked_sizes, dropout_layers, norm_layers
+from trainrun.model.layers import (
+    activation,
+    checked_count,
+    checked_sizes,
+    dropout_layers,
+    initialize,
+    norm_layers,
+)
 
 
 class Mlp(nn.Module):

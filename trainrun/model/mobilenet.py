@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from trainrun.limits import BelowOne, Count
 from trainrun.model.choices import Scheme
 from trainrun.model.cnn import checked_picture
-from trainrun.model.init import initialize
-from trainrun.model.layers import Residual, checked_count, dropout_layers
+from trainrun.model.layers import Residual, checked_count, dropout_layers, initialize
 
 BLOCKS = ((1, 2), (2, 1), (2, 1), (4, 2), (4, 1))  # channels of each in widths, and its stride
 

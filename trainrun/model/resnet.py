@@ -10,8 +10,14 @@ from torch import Tensor, nn
 from trainrun.limits import BelowOne, Count
 from trainrun.model.choices import RESNET_SIZES, STEMS, Norm, ResnetSize, Scheme, Stem
 from trainrun.model.cnn import checked_picture
-from trainrun.model.init import initialize
-from trainrun.model.layers import Residual, checked_count, checked_sizes, dropout_layers, norm_layers
+from trainrun.model.layers import (
+    Residual,
+    checked_count,
+    checked_sizes,
+    dropout_layers,
+    initialize,
+    norm_layers,
+)
 
 # blocks of the four stages, and whether a block is a bottleneck
 SIZES: dict[str, tuple[tuple[int, ...], bool]] = {

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from trainrun.limits import Count
 from trainrun.model.choices import BODIES, Body, Scheme
-from trainrun.model.init import initialize
-from trainrun.model.layers import checked_count, checked_sizes
+from trainrun.model.layers import checked_count, checked_sizes, initialize
 
 SMALLEST_SIDE = 8  # of pictures for which `auto` takes convolutions
 FIRST_CODE = 0.1  # how large the code is at the start, against what `init` makes of it

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.errors import ConfigError
+from trainrun.runtime.machine import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def num_devices(mode: str, accelerator: str, devices: Any, num_gpus: int | None 
         return devices, f"parallel.devices={devices}"
     if num_gpus > 0:
         return num_gpus, f"one for each of {num_gpus} GPU(s)"
-    cores = num_cores()
+    cores = usable_cores()
     return min(2, cores), f"on a CPU ({cores} core(s)) two ranks, at most one for each core"
 
 
@@ -64,13 +64,6 @@ def check_listed(listed: list[int], num_gpus: int) -> None:
         raise ConfigError(
             f"parallel.devices={listed}: no GPU {wrong[0]}, {num_gpus} GPU(s) visible here, 0 to {num_gpus - 1}"
         )
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def count_gpus() -> int:

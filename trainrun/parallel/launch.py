@@ -23,11 +23,11 @@ from typing import BinaryIO
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
 from trainrun.output import say
-from trainrun.parallel.devices import num_cores
 from trainrun.parallel.rank_place import listening_file
 from trainrun.parallel.scratch import scratch_folder
 from trainrun.runs.lock import passed_on
 from trainrun.runs.run_folder import RunDir, read_json
+from trainrun.runtime.machine import usable_cores
 from trainrun.runtime.signals import AGAIN_SECONDS, catch_stops, stops_held_back
 
 POLL_SECONDS = 0.02
@@ -192,7 +192,7 @@ def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: 
         "LOCAL_WORLD_SIZE": str(world_size),
         "TRAINRUN_STORE": str(store),
         "TRAINRUN_DRIVER": str(os.getpid()),
-        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(1, num_cores() // world_size)),
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // world_size)),
         "PYTHONUNBUFFERED": env.get("PYTHONUNBUFFERED") or "1",  # the log of a killed rank is complete
     }
     if Path("/sys/class/net/lo").exists():  # the sockets between our ranks are nobody else's business

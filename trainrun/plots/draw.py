@@ -1,4 +1,4 @@
-"""What a run asks for when its pictures are due: see `trainrun.satellites`."""
+"""What a run asks for when its pictures are due: see `trainrun.instantiate`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainrun.config.compose import compose_run, load_config
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.monitor.metrics_rows import read_rows
+from trainrun.monitor.metrics_file import read_rows
 from trainrun.output import say
 from trainrun.runs.run import LaunchSpec, begun, open_run, start
 from trainrun.runs.run_folder import RunDir, read_json

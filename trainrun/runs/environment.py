@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from trainrun.masking import masked_word
+from trainrun.output import masked_word
 
 MOST_DIFF_BYTES = 2**20
 GIT_SECONDS = 5.0

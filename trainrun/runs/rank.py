@@ -23,7 +23,7 @@ from trainrun.assemble.start_choices import Chosen, choose_engine, chosen_before
 from trainrun.checkpoint.manifest import committed_steps
 from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PluginError, TrainingError
-from trainrun.instantiate import build, locate
+from trainrun.instantiate import build, locate, satellite
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
@@ -33,7 +33,6 @@ from trainrun.runtime.collector import collect_as_usual, collect_between_steps, 
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.watchdog import Hung, Watchdog
 from trainrun.runtime.without_dynamo import unloaded_compiler
-from trainrun.satellites import satellite
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.timing.phases import (
     CHECKPOINT,
@@ -47,8 +46,8 @@ from trainrun.timing.phases import (
     process_start,
 )
 from trainrun.training import loop
-from trainrun.training.checks.sanity_validation import check_monitors
 from trainrun.training.components import Components
+from trainrun.training.evaluate import check_monitors
 from trainrun.training.state import SAVE_NOW, RollBack, TrainState
 
 

@@ -20,7 +20,7 @@ from trainrun.config.compose import is_as_saved, load_config, plain_config, with
 from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.monitor.metrics_rows import sound_rows
+from trainrun.monitor.metrics_file import sound_rows
 from trainrun.output import say
 from trainrun.parallel.external import external_ranks
 from trainrun.runs.run_folder import (

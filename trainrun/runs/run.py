@@ -16,8 +16,7 @@ from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.formatting import counted
-from trainrun.masking import masked_word
-from trainrun.output import say
+from trainrun.output import masked_word, say
 from trainrun.parallel.devices import num_devices
 from trainrun.parallel.external import external_ranks
 from trainrun.runs.environment import describe, uncommitted

@@ -25,8 +25,7 @@ from trainrun.errors import (
     TrainingError,
     TrainrunError,
 )
-from trainrun.masking import masked
-from trainrun.output import plain
+from trainrun.output import masked, plain
 from trainrun.runs.run_folder import RunDir, check_there, is_there, read_json, write_json, write_text
 from trainrun.runtime.signals import StopFlag, stop_deadline
 from trainrun.runtime.user_traceback import of_the_system

@@ -22,7 +22,7 @@ from trainrun.formatting import counted
 from trainrun.instantiate import TARGET, build
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision.autocast import AUTOCAST_TYPES, cast_inputs
-from trainrun.runtime.free_memory import free_bytes
+from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 from trainrun.task.batches import inputs_and_target
 from trainrun.task.distillation import LOGITS, Distillation, Teacher, check_layer, outputs_of

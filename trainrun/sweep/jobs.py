@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 
 from trainrun.config.messages import unreadable
 from trainrun.errors import ConfigError
-from trainrun.masking import masked_words
+from trainrun.output import masked_words
 from trainrun.runs.run_folder import read_json, write_json
 from trainrun.runs.trusted_code import check_files
 from trainrun.sweep.results import Result

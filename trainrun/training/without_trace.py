@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainrun.runtime.free_memory import free_bytes
+from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 from trainrun.training.recovery.step_snapshot import put_back
 

@@ -22,7 +22,7 @@ from trainrun.config.compose import Composition, load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import check
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError
-from trainrun.monitor.metrics_rows import read_rows
+from trainrun.monitor.metrics_file import read_rows
 from trainrun.runs.run import LaunchSpec, execute, new_run, resume_run
 from trainrun.runs.run_folder import RunDir, read_json, write_json
 from trainrun.training import loop

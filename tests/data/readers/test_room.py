@@ -25,7 +25,7 @@ from trainrun.data.readers.records import lmdb_file, tfrecord
 from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.data.readers.text import text, tokenizer
 from trainrun.errors import DataError
-from trainrun.runtime.free_memory import Memory
+from trainrun.runtime.machine import Memory
 
 SMALL = 1_000_000  # bytes that are free here
 

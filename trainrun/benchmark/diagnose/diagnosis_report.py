@@ -11,7 +11,7 @@ import torch
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf
 from trainrun.benchmark.diagnose.verdict import verdict
 from trainrun.formatting import duration, quantity
-from trainrun.masking import masked_words
+from trainrun.output import masked_words
 from trainrun.plots.bars import draw_what_ifs
 from trainrun.runs.run_folder import write_json, write_text
 

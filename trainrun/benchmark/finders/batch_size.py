@@ -19,8 +19,8 @@ from trainrun.formatting import quantity
 from trainrun.output import say
 from trainrun.parallel.devices import choose_device
 from trainrun.plots.compare import text_table
-from trainrun.runtime.free_memory import host_memory
-from trainrun.scheduler.build_schedule import scaled_lr
+from trainrun.runtime.machine import host_memory
+from trainrun.scheduler.schedule import scaled_lr
 from trainrun.timing.paired import Comparison, Rules, compare
 
 if TYPE_CHECKING:

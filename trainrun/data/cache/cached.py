@@ -26,14 +26,14 @@ from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.probe import Probe, look_at
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, MISSING, Store, in_memory, shared_store
 from trainrun.data.engines.batch_reader import WorkerFailure
-from trainrun.data.engines.choice import MAX_AUTO_WORKERS, usable_cores
+from trainrun.data.engines.choice import MAX_AUTO_WORKERS
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.map_style import thread_safe
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.formatting import quantity
-from trainrun.runtime.free_memory import host_memory
+from trainrun.runtime.machine import host_memory, usable_cores
 from trainrun.seeding import kept_random_state
 
 LOG = logging.getLogger(__name__)

@@ -13,7 +13,16 @@ from trainrun.data.bad_samples import Skips
 from trainrun.data.batch import Preparation, map_leaves
 from trainrun.data.engines.auto_stream import AutoStream, Option
 from trainrun.data.engines.batch_reader import BatchReader, Key, Recipe
-from trainrun.data.engines.choice import Choice, choose, describe_workers, ways_to_read
+from trainrun.data.engines.choice import (
+    Choice,
+    MemoryLoad,
+    check_fits,
+    choose,
+    describe_workers,
+    roomy,
+    too_much,
+    ways_to_read,
+)
 from trainrun.data.engines.generators import GlobalDraw
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.engines.iterable import InStep, StreamReader, has_parts
@@ -23,7 +32,6 @@ from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.stream_options import Collate, PreparedStream, StreamOptions, limit_key, new_plan, plan_of
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
-from trainrun.runtime.free_memory import MemoryLoad, check_fits, roomy, too_much
 from trainrun.seeding import kept_random_state
 
 SequencePlanner = Callable[[Plan], Any]  # a `SequencePlan`, or None

@@ -1,17 +1,24 @@
-"""Which engine reads the data, and how many at once: the choice together with its reason."""
+"""Which engine reads the data, and how many at once: the choice with its reason, and whether workers fit in here."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainrun.data.engines.in_memory import fits, gathered_in_place, resident_reason, size_in_memory
 from trainrun.data.map_style import thread_safe
 from trainrun.data.stream_options import PreparedStream, StreamOptions, unused
+from trainrun.errors import DataError
+from trainrun.runtime.machine import usable_cores
 
 MAX_AUTO_WORKERS = 8
 MAX_AUTO_THREADS = 4
+SHARED = Path("/dev/shm")
+ROOMY_SHARED, ROOMY_FILES = 2**34, 2**13
+FILES_OF_A_WORKER = 6  # its queue, its sentinel, and what starting it takes
+FILES_TO_SPARE = 32  # checkpoints, metrics, sockets
 READERS_THAT_WAIT = 4  # are tried also on fewer cores: reading may wait for a disk
 
 
@@ -110,7 +117,75 @@ def describe_threads(number: int) -> str:
     return f"{number} loader thread{'s' if number > 1 else ''}"
 
 
-def usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def roomy() -> bool:
+    """Whether so much is left that no number of workers has to be counted out."""
+    shared, files = shared_free_bytes(), files_left()
+    return (shared is None or shared >= ROOMY_SHARED) and (files is None or files >= ROOMY_FILES)
+
+
+class MemoryLoad(NamedTuple):
+    """What worker processes hold at once: `batches` batches of `batch_bytes` in `tensors` tensors each."""
+
+    workers: int
+    prefetch: int
+    batch_bytes: int
+    tensors: int
+
+    @property
+    def batches(self) -> int:
+        return self.workers * self.prefetch + 1
+
+
+def too_much(load: MemoryLoad) -> str:
+    """Why so many workers cannot run here, as a message; empty if they can."""
+    if load.workers == 0:
+        return ""
+    way_out = "fewer data.num_workers, a smaller data.prefetch_factor or data.engine=threads"
+    need, free = load.batches * load.batch_bytes, shared_free_bytes()
+    if free is not None and need > free:
+        return (
+            f"data.num_workers={load.workers}: {load.workers} x data.prefetch_factor={load.prefetch} batches "
+            f"of {_size(load.batch_bytes)} need {_size(need)} of shared memory, but {SHARED} has "
+            f"{_size(free)} free; make it larger (docker run --shm-size), or use {way_out}"
+        )
+    files, left = load.batches * load.tensors + load.workers * FILES_OF_A_WORKER, files_left()
+    if left is not None and files + FILES_TO_SPARE > left:
+        return (
+            f"data.num_workers={load.workers}: needs about {files} open files ({load.batches} batches of "
+            f"{load.tensors} tensors), but this process may open only {left} more; raise the limit "
+            f"(ulimit -n 65536), or use {way_out}"
+        )
+    return ""
+
+
+def check_fits(load: MemoryLoad) -> None:
+    """Raises DataError if the workers could not run."""
+    if message := too_much(load):
+        raise DataError(message)
+
+
+def shared_free_bytes() -> int | None:
+    """None if there is no such place, as on macOS."""
+    try:
+        place = os.statvfs(SHARED)
+    except OSError:
+        return None
+    return place.f_bavail * place.f_frsize
+
+
+def files_left() -> int | None:
+    """How many files this process may still open; None if it is not known."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    import psutil
+
+    return int(limit - psutil.Process().num_fds())
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"

@@ -12,7 +12,7 @@ from trainrun.data.stream_options import PreparedStream, Sizes, unused
 from trainrun.data.tensor_dataset import Column, Columns, is_mapped, tensor_view
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
-from trainrun.runtime.free_memory import free_bytes
+from trainrun.runtime.machine import free_bytes
 
 BLOCK_BYTES = 2**26  # of a mapped file on its way to a GPU
 BLOCK_ROWS = 4096  # whose items are counted at once

@@ -32,7 +32,7 @@ from trainrun.data.batch import map_leaves
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
-from trainrun.runtime.free_memory import memory_line
+from trainrun.runtime.machine import host_memory
 from trainrun.seeding import derive_seed
 
 POLL_SECONDS: Final = 0.5  # of waiting between two looks at the workers
@@ -295,3 +295,15 @@ def describe_exits(dead: list[BaseProcess]) -> str:
 
 def _exit_of(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def memory_line() -> str:
+    """For a message about a process that died."""
+    import psutil
+
+    memory = host_memory()
+    own = psutil.Process().memory_info().rss
+    return (
+        f"{memory.free / 1e9:.1f} of {memory.total / 1e9:.1f} GB of memory are free now, "
+        f"this process holds {own / 1e9:.1f} GB"
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainrun.errors import DataError
-from trainrun.runtime.free_memory import host_memory
+from trainrun.runtime.machine import host_memory
 
 GZIP_MAGIC = b"\x1f\x8b"
 SHARE = 4  # of the free memory, for one part: train and val are both kept, and a step needs room too

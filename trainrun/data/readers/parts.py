@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainrun.data.order.permutation import KeyedPermutation
-from trainrun.data.order.split import check_split, hold_out
+from trainrun.data.order.sampler import check_split, hold_out
 from trainrun.errors import DataError
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]

@@ -14,8 +14,7 @@ import numpy as np
 
 from trainrun.data.batch import as_tensor
 from trainrun.data.order.permutation import KeyedPermutation
-from trainrun.data.order.sampler import LISTED
-from trainrun.data.order.split import check_split
+from trainrun.data.order.sampler import LISTED, check_split
 from trainrun.data.readers.free_space import check_memory, in_memory
 from trainrun.data.readers.parts import RandomRows, held_out
 from trainrun.data.readers.paths import plain_file

@@ -12,7 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 
-from trainrun.data.order.split import check_split, hold_out
+from trainrun.data.order.sampler import check_split, hold_out
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne

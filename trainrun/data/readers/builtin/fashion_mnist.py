@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainrun.data.order.split import check_split, hold_out
+from trainrun.data.order.sampler import check_split, hold_out
 from trainrun.data.readers.arrays.idx_files import read_idx
 from trainrun.data.scale import Scale
 from trainrun.data.tensor_dataset import Arrays

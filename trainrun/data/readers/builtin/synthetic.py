@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from trainrun.data.order.split import check_split
+from trainrun.data.order.sampler import check_split
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 from trainrun.limits import Count, NotNegative

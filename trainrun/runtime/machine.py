@@ -1,4 +1,6 @@
-"""What becomes of the host memory of freed tensors: it stays for the next step, or goes back to the system.
+"""What this machine has left: cores and memory; and what becomes of the host memory of freed tensors.
+
+That stays for the next step, or goes back to the system:
 
 what: switches of glibc's allocator, which gives blocks of more than 32 MB back at once, and has them cleared again page
     by page at the next step. `keep`: blocks up to 2 GB stay. `return`: tensors of a megabyte or more go back at once,
@@ -15,6 +17,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h of glibc
 MOST_MAPS = 65536  # glibc's own M_MMAP_MAX
@@ -70,3 +77,48 @@ def _set(parameter: int, value: int) -> bool:
 
 def _glibc(name: str) -> ctypes._NamedFuncPointer | None:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class Memory(NamedTuple):
+    """Bytes of memory of this machine, or of the container of this process if that has less."""
+
+    free: int
+    total: int
+
+
+def host_memory() -> Memory:
+    import psutil  # imported where it is needed: most streams never ask
+
+    machine = psutil.virtual_memory()
+    limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
+    if limit is None or used is None or limit >= machine.total:
+        return Memory(int(machine.available), int(machine.total))
+    return Memory(min(int(machine.available), max(limit - used, 0)), limit)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that is free now; on a GPU also what torch's allocator keeps to use it again."""
+    if device.type == "cuda":
+        import torch
+
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    return host_memory().free
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
