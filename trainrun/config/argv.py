@@ -238,7 +238,7 @@ def translate(
         else:
             value = with_bare_keys(value) if key == RENAME else value_of_today(key, value)
             meant = [sign + key + equals + value]
-        if meant[-1].replace('"', "") != shown and not noted:
+        if meant[-1].replace('"', "") != shown.replace('"', "") and not noted:
             words.notes.append(f"{shown} is read as {meant[-1]}")
         for part in meant:
             if part != shown:

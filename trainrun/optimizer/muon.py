@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from trainrun.errors import PluginError
+from trainrun.formatting import counted
 from trainrun.limits import BelowOne, Limits, NotNegative
 from trainrun.optimizer.fused_adam import plain_step
 
@@ -194,4 +195,5 @@ def shares(groups: Iterable[dict[str, Any]]) -> str:
     counts = {True: 0, False: 0}
     for group in groups:
         counts[group["muon"]] += len(group["params"])
-    return f"{counts[True]} matrices by Muon, {counts[False]} other parameters by AdamW"
+    matrices = "1 matrix" if counts[True] == 1 else f"{counts[True]} matrices"
+    return f"{matrices} by Muon, {counted(counts[False], 'other parameter')} by AdamW"
