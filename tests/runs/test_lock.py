@@ -143,7 +143,7 @@ def test_resume_and_a_sweep_are_held_off_too(workdir: Path, capsys: pytest.Captu
     assert (workdir / "run" / "status.json").read_bytes() == before
     (workdir / "sweep").mkdir()
     with only_writer(RunDir(workdir / "sweep")):
-        assert main(["-m", "seed=1,2", "hydra.sweep.dir=sweep", *QUIET]) == 75
+        assert main(["-m", "seed=1,2", "output_dir=sweep", *QUIET]) == 75
     assert capsys.readouterr().err.count("trains there") == 2
 
 

@@ -47,7 +47,7 @@ ELSEWHERE = (
     "on a GPU",
     *(f"needs {name}" for name in ("transformers", "timm") if lacks(name)),
 )
-ALIKE = ("trainrun parallel=ddp  ", "hydra.sweep.dir=sweeps/first")  # another page runs the like
+ALIKE = ("trainrun parallel=ddp  ", "output_dir=sweeps/first")  # another page runs the like
 
 
 def lines_of(text: str) -> list[str]:

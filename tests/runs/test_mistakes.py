@@ -149,6 +149,8 @@ def project(workdir: Path) -> Iterator[Path]:
         (["evaluate", "nowhere"], "no run is there"),
         (["report", "nowhere"], "nowhere"),
         (["resume"], "RUN_DIR"),
+        (["hydra.sweep.dir=b"], "one run has output_dir=..."),
+        (["--multirun", "seed=1,2", "output_dir=a", "hydra.sweep.dir=b"], "two folders for one sweep"),
         (["--multirun", "model=cnnn,mlp"], "Did you mean cnn?"),
         (["--multirun", "model.activation=relu,reul"], "model.activation=reul: must be one of relu"),
     ],

@@ -181,7 +181,7 @@ def test_a_column_of_a_table_weighs_its_rows(folder, capsys):
 
 @pytest.mark.process
 def test_a_sweep_over_folds_ends_with_their_mean(folder, capsys):
-    words = [*WORDS, *TRAIN, "data.folds=2", "data.fold=range(2)", "trainer.max_steps=1", "hydra.sweep.dir=s"]
+    words = [*WORDS, *TRAIN, "data.folds=2", "data.fold=range(2)", "trainer.max_steps=1", "output_dir=s"]
     assert main(["--multirun", *words]) == 0
     table = (folder / "s" / "sweep.csv").read_text().splitlines()
     values = [float(line.split(",")[2]) for line in table[1:]]

@@ -113,8 +113,8 @@ def test_secrets_are_in_no_file_and_in_the_words_of_the_jobs_all_the_same(tmp_pa
 
 def test_a_place_that_cannot_be_used_is_one_message(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*cannot write there"):
+    with pytest.raises(ConfigError, match=r"output_dir=.*cannot write there"):
         open_sweep(["lr=1,2"], tmp_path / "file" / "sweep")
     (tmp_path / "sweep.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*cannot be read"):
+    with pytest.raises(ConfigError, match=r"output_dir=.*cannot be read"):
         open_sweep(["lr=1,2"], tmp_path)

@@ -74,7 +74,7 @@ def test_a_failing_job_hides_no_other(tmp_path: Path, command: Command, capsys: 
         "die": ("failed", "killed by SIGKILL"),
     }
     assert table(tmp_path)[0]["do"] == "train"
-    assert f"hydra.sweep.dir={tmp_path}" in capsys.readouterr().out  # the way out
+    assert f"output_dir={tmp_path}" in capsys.readouterr().out  # the way out
 
 
 def test_a_job_that_ends_well_without_a_result_has_failed(tmp_path: Path, command: Command):

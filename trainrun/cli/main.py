@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainrun.config.argv import CommandLine
 from trainrun.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -183,33 +182,14 @@ def train_command(words: list[str]) -> int:
             raise ConfigError(
                 "--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks"
             )
+        from trainrun.sweep.run_sweep import sweep_command
+
         return sweep_command(prepared)
+    if "hydra.sweep.dir" in prepared.own:
+        raise ConfigError(
+            "hydra.sweep.dir: is the folder of a sweep (--multirun); one run has output_dir=..."
+        )
     return train_one(words, paths)
-
-
-def sweep_command(prepared: CommandLine) -> int:
-    """Every value of every word is composed once before the first job starts."""
-    from trainrun.config.compose import compose_run
-    from trainrun.sweep.jobs import expand
-    from trainrun.sweep.run_sweep import run_sweep
-
-    for note in prepared.notes:
-        say(f"note: {note}", file=sys.stderr)
-    words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides]
-    seen: set[str] = set()
-    faults: list[str] = []
-    for job in expand(words):
-        if seen.issuperset(job):
-            continue
-        seen.update(job)
-        try:
-            compose_run(list(job))
-        except ConfigError as error:
-            faults += [fault for fault in error.faults if fault not in faults]
-    if faults:
-        raise ConfigError(*faults)
-    folder = prepared.own.get("hydra.sweep.dir")
-    return run_sweep(words, Path(folder) if folder else None)
 
 
 def train_one(words: list[str], paths: list[str]) -> int:

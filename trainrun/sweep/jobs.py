@@ -94,8 +94,8 @@ def open_sweep(words: list[str], folder: Path | None) -> Sweep:
         sweep.save()
     except OSError as error:
         raise ConfigError(
-            f"hydra.sweep.dir={folder}: cannot write there ({error.strerror}); "
-            "name another folder with hydra.sweep.dir=..."
+            f"output_dir={folder}: cannot write there ({error.strerror}); "
+            "name another folder with output_dir=..."
         ) from error
     return sweep
 
@@ -118,7 +118,7 @@ def load_sweep(folder: Path) -> Sweep:
         return Sweep(folder, saved["calls"], {job.num: job for job in jobs}, [])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"hydra.sweep.dir={folder}: its sweep.json cannot be read ({error}); name another folder"
+            f"output_dir={folder}: its sweep.json cannot be read ({error}); name another folder"
         ) from error
 
 

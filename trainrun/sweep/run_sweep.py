@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from trainrun.config.argv import OWN_KEYS, CommandLine
+from trainrun.config.compose import compose_run
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.formatting import counted
 from trainrun.output import say
 from trainrun.parallel.launch import module_command
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import RunDir
 from trainrun.runtime.signals import catch_stops
-from trainrun.sweep.jobs import Job, Sweep, open_sweep
+from trainrun.sweep.jobs import Job, Sweep, expand, open_sweep
 from trainrun.sweep.results import OUTPUT, Result, has_checkpoint, is_done, read_result, read_status
 from trainrun.sweep.table import conclude, shown_value
 
@@ -78,6 +80,32 @@ def job_command(words: list[str], folder: Path) -> list[str]:
     if has_checkpoint(folder):
         return module_command("trainrun", "resume", str(folder))
     return module_command("trainrun", *words, f"hydra.run.dir={folder}")
+
+
+def sweep_command(prepared: CommandLine) -> int:
+    """Every value of every word is composed once before the first job starts."""
+    for note in prepared.notes:
+        say(f"note: {note}", file=sys.stderr)
+    words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides]
+    seen: set[str] = set()
+    faults: list[str] = []
+    for job in expand(words):
+        if seen.issuperset(job):
+            continue
+        seen.update(job)
+        try:
+            compose_run(list(job))
+        except ConfigError as error:
+            faults += [fault for fault in error.faults if fault not in faults]
+    if faults:
+        raise ConfigError(*faults)
+    named = [prepared.own[key] for key in OWN_KEYS if key in prepared.own]
+    if len(named) > 1:
+        raise ConfigError(
+            f"output_dir={named[0]} and hydra.sweep.dir={named[1]}: two folders for one sweep; leave one out"
+        )
+    folder = named[0] if named else None
+    return run_sweep(words, Path(folder) if folder else None)
 
 
 def run_sweep(words: list[str], folder: Path | None, command: Command = job_command) -> int:

@@ -43,7 +43,7 @@ def conclude(sweep: Sweep) -> None:
         except OSError as error:  # the table is what counts
             say(f"picture: {sweep.folder / 'sweep.png'} cannot be written ({error.strerror})")
     if any(sweep.jobs[num].result.state != "done" for num in sweep.wanted):
-        say(f"the same words with hydra.sweep.dir={sweep.folder} run what is not done", flush=True)
+        say(f"the same words with output_dir={sweep.folder} run what is not done", flush=True)
 
 
 def ranked(jobs: list[Job]) -> list[Job]:
