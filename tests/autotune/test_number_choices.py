@@ -18,7 +18,8 @@ import trainrun as package
 from trainrun.assemble import start_choices
 from trainrun.autotune import number_choices, start
 from trainrun.autotune.timed_step import TimedStep, fastest
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.interfaces import MicroBatch

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint.load import read_checkpoint
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.errors import EXIT_FAILED, CheckpointError, SaveError
 from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW
 

@@ -15,16 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from trainrun.checkpoint.format import (
-    DTYPES,
-    dumps,
-    flatten,
-    is_dense,
-    loads,
-    read_tensors,
-    stream,
-    unflatten,
-)
+from trainrun.checkpoint.format import DTYPES, dumps, flatten, is_dense, loads, stream
+from trainrun.checkpoint.reading import read_tensors, unflatten
 from trainrun.errors import CheckpointError
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.policy import Entry, Ranking
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.errors import ConfigError
 
 MakeRun = Callable[..., Any]

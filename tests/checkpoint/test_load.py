@@ -18,8 +18,8 @@ import torch
 from trainrun.checkpoint.commit import write_metric
 from trainrun.checkpoint.files import FileLayer, Incompatible
 from trainrun.checkpoint.format import dumps
-from trainrun.checkpoint.load import is_sound, read_checkpoint
-from trainrun.checkpoint.manifest import Metric, read_manifest
+from trainrun.checkpoint.manifest import Metric
+from trainrun.checkpoint.reading import is_sound, read_checkpoint, read_manifest
 from trainrun.errors import CheckpointError
 
 FILES = ("MANIFEST.json", "state.json", "shared.safetensors")

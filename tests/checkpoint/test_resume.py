@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from trainrun.checkpoint.files import Incompatible
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.errors import CheckpointError
 
 MakeRun = Callable[..., Any]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trainrun
-from trainrun.checkpoint.format import read_tensors
+from trainrun.checkpoint.reading import read_tensors
 from trainrun.cli.import_command import TORCH_NEEDED, convert
 from trainrun.cli.main import main
 from trainrun.errors import CheckpointError

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from trainrun import load_run
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.cli.main import main
 
 pytestmark = pytest.mark.process

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import trainrun as package
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.errors import ConfigError
 
 QUIET = (

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import trainrun as package
 from trainrun.assemble import assemble as building
 from trainrun.autotune.forecast import forecast
-from trainrun.checkpoint.load import read_checkpoint
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.cli.main import main
 from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt

@@ -14,7 +14,8 @@ import pytest
 from faults.evidence import facts_of, same
 
 import trainrun as package
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.cli.main import main
 
 # A dataset that draws random numbers for every sample, a network with dropout and running

@@ -15,8 +15,8 @@ from torch import nn
 from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA, DRAWN
-from trainrun.checkpoint.best import best_checkpoint
-from trainrun.checkpoint.load import Loaded, read_checkpoint, resolve
+from trainrun.checkpoint.load import best_checkpoint, resolve
+from trainrun.checkpoint.reading import Loaded, read_checkpoint
 from trainrun.checkpoint.weights import check_tensors, load_initial, place_of_base, tensor_kinds, weights_of
 from trainrun.config.compose import plain_config, with_overrides
 from trainrun.config.schema import RunConfig

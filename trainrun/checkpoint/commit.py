@@ -18,15 +18,7 @@ from torch import Tensor
 
 from trainrun.checkpoint.files import FileLayer, Written, file_faults, free_bytes, set_aside
 from trainrun.checkpoint.format import MAX_STATE_BYTES, dumps, flatten, stream
-from trainrun.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    Metric,
-    folder_name,
-    manifest_bytes,
-    rank_files,
-    read_manifest,
-)
+from trainrun.checkpoint.manifest import MANIFEST, Manifest, Metric, folder_name, manifest_bytes, rank_files
 from trainrun.checkpoint.state_copy import num_bytes
 from trainrun.errors import CheckpointError
 
@@ -78,7 +70,7 @@ def prepare(root: Path, facts: Manifest, needed: int, files: FileLayer) -> str |
     with file_faults(f"cannot save checkpoint {target}", root, needed):
         files.make_root(root)
         if os.path.lexists(target):
-            from trainrun.checkpoint.load import is_sound
+            from trainrun.checkpoint.reading import is_sound
 
             if is_sound(target, facts.run_id):
                 return None
@@ -117,6 +109,8 @@ def commit(temporary: Path, facts: Manifest, reports: list[Report], files: FileL
 
 def write_metric(folder: Path, metric: Metric, files: FileLayer) -> None:
     """Add a metric that was measured after the checkpoint was committed; its manifest is replaced as a whole."""
+    from trainrun.checkpoint.reading import read_manifest
+
     manifest = replace(read_manifest(folder), metric=metric)
     temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
     with file_faults(f"cannot add {metric.name} to checkpoint {folder}", folder.parent):

@@ -22,13 +22,11 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainrun.errors import CheckpointError
@@ -81,22 +79,6 @@ def stream(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
             yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, contiguous and in memory of their own. Raises CheckpointError."""
-    tensors: dict[str, Tensor] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no dict
-                tensor = file.get_tensor(name)
-                if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
-                    raise ValueError(f"{name[:200]!r} holds a byte that is neither true nor false")
-                tensors[name] = tensor.clone()  # it shows the mapped file
-    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        problem = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path}: not a sound safetensors file ({problem})") from error
-    return tensors
-
-
 def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     """The JSON form of a tree and the tensors it names; nothing is copied.
 
@@ -104,19 +86,6 @@ def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     """
     writer = _Writer()
     return writer.encode(tree, ()), writer.tensors
-
-
-def unflatten(plain: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """The tree again, from contiguous tensors; `place` begins the message of every CheckpointError."""
-    reader = _Reader(tensors, place)
-    try:
-        tree = reader.decode(plain, ())
-    except RecursionError as error:
-        raise CheckpointError(f"{place}: nested deeper than {MAX_DEPTH}") from error
-    unused = tensors.keys() - reader.views.keys()
-    if unused:
-        raise CheckpointError(f"{place}: nothing names the tensor {min(unused)!r}")
-    return tree
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -147,7 +116,7 @@ class _Writer:
         if kind is bytes:
             return {"$bytes": value.hex()}
         if len(path) >= MAX_DEPTH:
-            raise TypeError(f"cannot save {_name(path[:8])}/...: nested deeper than {MAX_DEPTH}")
+            raise TypeError(f"cannot save {place_of(path[:8])}/...: nested deeper than {MAX_DEPTH}")
         if kind in (list, tuple):
             items = [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
             return items if kind is list else {"$tuple": items}
@@ -159,12 +128,14 @@ class _Writer:
             return str.__str__(value)
         if isinstance(value, numpy.generic) and type(value.item()) is not kind:
             return self.encode(value.item(), path)
-        raise TypeError(f"cannot save {_name(path)}: {kind.__module__}.{kind.__qualname__} is no plain value")
+        raise TypeError(
+            f"cannot save {place_of(path)}: {kind.__module__}.{kind.__qualname__} is no plain value"
+        )
 
     def _dict(self, value: dict[Any, Any], path: Keys) -> Any:
         for key in value:
             if type(key) not in (str, int):
-                raise TypeError(f"cannot save {_name(path)}: the key {key!r} is neither str nor int")
+                raise TypeError(f"cannot save {place_of(path)}: the key {key!r} is neither str nor int")
         items = [(key, self.encode(item, (*path, str(key)))) for key, item in value.items()]
         if type(value) is Counter or not all(
             type(key) is str and not key.startswith("$") for key, _ in items
@@ -175,13 +146,15 @@ class _Writer:
 
     def _tensor(self, tensor: Tensor, path: Keys) -> Any:
         if type(tensor) not in (Tensor, nn.Parameter):
-            raise TypeError(f"cannot save {_name(path)}: a {type(tensor).__name__} is no plain tensor")
+            raise TypeError(f"cannot save {place_of(path)}: a {type(tensor).__name__} is no plain tensor")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            raise TypeError(f"cannot save {_name(path)}: a tensor without plain memory")
+            raise TypeError(f"cannot save {place_of(path)}: a tensor without plain memory")
         if tensor.dtype is torch.complex128:
             return {"$complex": self._tensor(torch.view_as_real(tensor.detach().resolve_conj()), path)}
         if tensor.dtype not in DTYPES:
-            raise TypeError(f"cannot save {_name(path)}: {tensor.dtype} has no place in a safetensors file")
+            raise TypeError(
+                f"cannot save {place_of(path)}: {tensor.dtype} has no place in a safetensors file"
+            )
         shape, stride = tuple(tensor.shape), tensor.stride()
         bits = (tensor.is_conj(), tensor.is_neg())  # lazy: the memory is the same, the values are not
         view = (tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, bits)
@@ -194,7 +167,7 @@ class _Writer:
         return {"$tensor": [name, list(stride)]}
 
     def _new_name(self, path: Keys) -> str:
-        name = plain = _name(path).encode("utf-8", "replace").decode()
+        name = plain = place_of(path).encode("utf-8", "replace").decode()
         number = 1
         while name in self.tensors or name == "__metadata__":
             number += 1
@@ -202,87 +175,6 @@ class _Writer:
         return name
 
 
-class _Reader:
-    """One walk over the JSON form. `views` holds what was handed out, by name."""
-
-    def __init__(self, tensors: dict[str, Tensor], place: str) -> None:
-        self._tensors, self._place = tensors, place
-        self.views: dict[str, Tensor] = {}
-        self._tags: dict[str, Callable[[Any, Keys], Any]] = {
-            "$int": lambda text, path: int(text, 16),
-            "$float": lambda text, path: struct.unpack(">d", bytes.fromhex(text))[0],
-            "$str": lambda text, path: bytes.fromhex(text).decode(
-                "utf-8", "surrogatepass"
-            ),  # earlier versions
-            "$bytes": lambda text, path: bytes.fromhex(text),
-            "$tuple": lambda items, path: tuple(self.decode(_list(items), path)),
-            "$dict": self._pairs,
-            "$counter": lambda pairs, path: Counter(self._pairs(pairs, path)),
-            "$tensor": self._tensor,
-            "$complex": self._complex,
-        }
-
-    def decode(self, value: Any, path: Keys) -> Any:
-        if len(path) > MAX_DEPTH:
-            raise CheckpointError(f"{self._place}: nested deeper than {MAX_DEPTH}")
-        if isinstance(value, list):
-            return [self.decode(item, (*path, str(i))) for i, item in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
-        tag = next((key for key in value if key.startswith("$")), None)
-        if tag is None:
-            return {key: self.decode(item, (*path, key)) for key, item in value.items()}
-        if len(value) != 1 or tag not in self._tags:
-            raise self._problem(path, f"unknown tag {tag[:40]!r}")
-        try:
-            return self._tags[tag](value[tag], path)
-        except (TypeError, ValueError, LookupError, struct.error, RuntimeError) as error:
-            if isinstance(error, RecursionError):
-                raise
-            raise self._problem(path, f"no {tag[1:]} ({' '.join(str(error).split())[:200]})") from error
-
-    def _problem(self, path: Keys, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._place}: {_name(path)[:200]}: {what}")
-
-    def _pairs(self, pairs: Any, path: Keys) -> dict[Any, Any]:
-        result: dict[Any, Any] = {}
-        for key, item in map(_list, _list(pairs)):
-            key = self.decode(key, path)
-            if type(key) not in (str, int) or key in result:
-                raise TypeError("a key of another type, or there twice")
-            result[key] = self.decode(item, (*path, str(key)))
-        return result
-
-    def _tensor(self, content: Any, path: Keys) -> Tensor:
-        name, *more = _list(content)
-        stored = self._tensors[name]
-        stride = stored.stride()
-        if more:
-            (steps,) = more
-            stride = tuple(_list(steps))
-            if not all(type(step) is int for step in stride) or not is_dense(tuple(stored.shape), stride):
-                raise ValueError(f"no memory format for the shape {tuple(stored.shape)}")
-        if name not in self.views:
-            view = stored
-            if stride != stored.stride():
-                view = torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
-            self.views[name] = view
-        if self.views[name].stride() != stride:
-            raise ValueError(f"{name[:200]!r} has two memory formats")
-        return self.views[name]
-
-    def _complex(self, content: Any, path: Keys) -> Tensor:
-        halves = self.decode(content, path)
-        if not isinstance(halves, Tensor) or halves.dtype is not torch.float64:
-            raise TypeError("no real and imaginary parts")
-        return torch.view_as_complex(halves)
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"a {type(value).__name__} in place of a list")
-    return value
-
-
-def _name(path: Keys) -> str:
+def place_of(path: Keys) -> str:
+    """How a message names a place of the tree."""
     return "/".join(path) or "the tree"

@@ -1,122 +1,33 @@
-"""Reading checkpoints, which trusts nothing, and the choice of the one to go on from, the same on every rank."""
+"""Which checkpoint is the best, and which to go on from: the same on every rank."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from trainrun.checkpoint.best import BEST, best_checkpoint
-from trainrun.checkpoint.collective import on_rank_zero
 from trainrun.checkpoint.files import (
     FileLayer,
     Incompatible,
-    Written,
     file_faults,
     open_regular,
-    readable,
     set_aside,
-    sha256_of,
 )
-from trainrun.checkpoint.format import MAX_STATE_BYTES, loads, read_tensors, unflatten
+from trainrun.checkpoint.format import loads
 from trainrun.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
+    Metric,
     committed_steps,
     folder_name,
-    rank_files,
-    read_manifest,
     step_of,
 )
+from trainrun.checkpoint.policy import BEST, Entry, Ranking
+from trainrun.checkpoint.reading import MAX_MANIFEST_BYTES, Loaded, read_checkpoint, read_manifest
+from trainrun.checkpoint.save import on_rank_zero
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import Parallel
 
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle")
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A verified checkpoint: what all ranks share, and the own tree of the rank that asked.
-
-    own: None if the run that was saved had fewer ranks; `manifest.world_size` says how many.
-    """
-
-    folder: Path
-    manifest: Manifest
-    shared: Any
-    own: Any
-
-
-def is_sound(folder: Path, run_id: str) -> bool:
-    """Whether a complete, undamaged checkpoint of this run lies there."""
-    try:
-        manifest = read_manifest(folder)
-        _check_listing(folder, manifest)
-        for name in manifest.files:
-            _check_file(folder / name, manifest.files[name])
-    except CheckpointError:
-        return False
-    return manifest.run_id == run_id
-
-
-def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> Loaded:
-    """Read and verify; rank 0 looks at the files of all ranks, the others at what they need.
-
-    run_id: the run that the checkpoint must be of. Raises CheckpointError that names the file and
-    what is wrong with it; Incompatible where nothing is damaged.
-    """
-    manifest = read_manifest(folder)
-    if run_id is not None and manifest.run_id != run_id:
-        raise Incompatible(f"{folder}: of another run ({manifest.run_id}; this one is {run_id})")
-    _check_listing(folder, manifest)
-    if rank == 0:
-        for other in range(1, manifest.world_size):
-            for name in rank_files(other):
-                _check_file(folder / name, manifest.files[name])
-    first = _read_part(folder, manifest, 0)
-    own: dict[str, Any] = {"rank": None}
-    if rank < manifest.world_size:
-        own = first if rank == 0 else _read_part(folder, manifest, rank)
-    return Loaded(folder, manifest, first["shared"], own["rank"])
-
-
-def _check_listing(folder: Path, manifest: Manifest) -> None:
-    with readable(folder):
-        found = set(os.listdir(folder))
-    expected = {MANIFEST, *manifest.files}
-    if found != expected:
-        name = min(found ^ expected)
-        raise CheckpointError(f"{folder / name}: {'missing' if name in expected else 'not in the manifest'}")
-
-
-def _check_file(path: Path, expected: Written) -> None:
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected.size:
-            raise CheckpointError(f"{path}: damaged ({size} bytes, expected {expected.size})")
-        _check_hash(path, sha256_of(file, expected.piece_bytes), expected)
-
-
-def _check_hash(path: Path, sha256: str, expected: Written) -> None:
-    if sha256 != expected.sha256:
-        raise CheckpointError(f"{path}: damaged (SHA-256 {sha256}, expected {expected.sha256})")
-
-
-def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    text_path, tensors_path = (folder / name for name in rank_files(rank))
-    if manifest.files[text_path.name].size > MAX_STATE_BYTES:
-        raise CheckpointError(f"{text_path}: longer than {MAX_STATE_BYTES} bytes")
-    for path in (text_path, tensors_path):
-        _check_file(path, manifest.files[path.name])
-    with open_regular(text_path) as file:
-        text = file.read(MAX_STATE_BYTES)
-    tree = unflatten(loads(text, str(text_path)), read_tensors(tensors_path), str(text_path))
-    if not isinstance(tree, dict) or tree.keys() != ({"shared", "rank"} if rank == 0 else {"rank"}):
-        raise CheckpointError(f"{text_path}: not the state of rank {rank}")
-    return tree
 
 
 def resolve(folder: Path, which: str | Path) -> Path:
@@ -246,3 +157,58 @@ def set_newer_aside(folder: Path, step: int, files: FileLayer, note: Callable[[s
             note(f"{path.name} is newer than the step resumed from: set aside as {target.name}")
         if newer:
             files.fsync_dir(folder)
+
+
+def committed_metrics(folder: Path, up_to: int | None = None) -> dict[int, Metric]:
+    """What the sound manifests of a folder say of their steps' metric, oldest first."""
+    found: dict[int, Metric] = {}
+    for step in committed_steps(folder):
+        if up_to is not None and step > up_to:
+            break
+        try:
+            metric = read_manifest(folder / folder_name(step)).metric
+        except CheckpointError:  # said when somebody wants to load it
+            continue
+        if metric is not None:
+            found[step] = metric
+    return found
+
+
+def committed_values(folder: Path, metric: str | None, up_to: int) -> list[tuple[int, float]]:
+    """Step and value of those that were measured by this metric."""
+    found = committed_metrics(folder, up_to)
+    return [(step, one.value) for step, one in found.items() if one.name == metric]
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The folder of the best committed step by the manifests; None if none of them was measured.
+
+    Raises CheckpointError if a manifest is damaged that could be of a better one: `best.json` alone is not
+    believed, and says only which step was the best while all manifests were sound.
+    """
+    metrics = committed_metrics(folder)
+    metric = list(metrics.values())[-1] if metrics else None
+    entries = [Entry(step, m.value) for step, m in metrics.items() if metric and m.name == metric.name]
+    ranked = Ranking(metric.mode, 1, entries).entries if metric else []
+    best = folder / folder_name(ranked[0].step) if ranked else None
+    names = _names_in_best(folder)
+    if (best is not None or names) and best not in [folder / name for name in names[:1]]:
+        try:
+            for step in committed_steps(folder):
+                read_manifest(folder / folder_name(step))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"best: {error}, so which checkpoint is the best is not known; name one, as last"
+            ) from error
+    return best
+
+
+def _names_in_best(folder: Path) -> list[str]:
+    """Best first; empty if there is no readable `best.json`: it is a convenience, not a record."""
+    try:
+        with open_regular(folder / BEST) as file:
+            value = loads(file.read(MAX_MANIFEST_BYTES), str(folder / BEST))
+        names = [entry["folder"] for entry in value["entries"]]
+    except (CheckpointError, KeyError, TypeError):
+        return []
+    return [name for name in names if isinstance(name, str) and step_of(name) is not None]

@@ -20,19 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from trainrun.checkpoint.best import Retention, committed_values, sweep
-from trainrun.checkpoint.collective import on_rank_zero
 from trainrun.checkpoint.commit import CommitPart, Record, build_part, write_metric
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.manifest import Manifest, folder_name
-from trainrun.checkpoint.policy import Entry, KeepOptions, Ranking, kind_of, metric_of
-from trainrun.checkpoint.save import Note, Saves
+from trainrun.checkpoint.policy import Entry, KeepOptions, Ranking, Retention, kind_of, metric_of, sweep
+from trainrun.checkpoint.save import Note, Saves, on_rank_zero
 from trainrun.checkpoint.state_copy import LARGE_BYTES, Snapshots
 from trainrun.interfaces import Parallel
 from trainrun.training.state import SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState
 
 if TYPE_CHECKING:
-    from trainrun.checkpoint.load import Loaded
+    from trainrun.checkpoint.reading import Loaded
 
 DEFER_SECONDS = 10.0
 DEFER_BYTES = 256 * 10**6  # of one rank, over all that wait
@@ -285,7 +283,7 @@ class CheckpointManager:
 
     def _go_on_from(self, loaded: Loaded) -> None:
         """Forget what lies beyond the step; the ranking is told from the manifests up to it."""
-        from trainrun.checkpoint.load import set_newer_aside
+        from trainrun.checkpoint.load import committed_values, set_newer_aside
 
         step, options = loaded.manifest.step, self.options
 

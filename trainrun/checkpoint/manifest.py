@@ -19,18 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainrun.checkpoint.files import Incompatible, Written, open_regular, readable
-from trainrun.checkpoint.format import dumps, flatten, loads, unflatten
+from trainrun.checkpoint.files import Written
+from trainrun.checkpoint.format import dumps, flatten
 from trainrun.errors import CheckpointError
 
 FORMAT = 2  # 1: without `piece_bytes`, which only earlier versions write
 MANIFEST = "MANIFEST.json"
-MAX_MANIFEST_BYTES = 16 * 2**20
 MAX_STEP = 10**8 - 1
-KINDS = ("last", "best", "periodic", "final", "stopped")
-MAX_NAME = 100  # letters of a run's id
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**16, 2**26
-SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
 
 
@@ -106,78 +101,3 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 def _entry(written: Written) -> dict[str, Any]:
     entry = written._asdict()
     return entry if written.piece_bytes else {"size": entry["size"], "sha256": entry["sha256"]}
-
-
-def parse_manifest(data: bytes, place: str) -> Manifest:
-    """Raises CheckpointError for damage, Incompatible for what a newer version wrote."""
-    text, last_line = data[:-65], data[-65:]
-    digest = hashlib.sha256(text).hexdigest()
-    if last_line != digest.encode() + b"\n":
-        found = last_line.decode("ascii", "replace").strip()
-        raise CheckpointError(f"{place}: damaged (its last line is {found!r}, expected {digest})")
-    value = unflatten(loads(text, place), {}, place)
-    version = value.pop("format", None) if isinstance(value, dict) else None
-    if type(version) is not int or version < 1:
-        raise CheckpointError(f"{place}: no format version")
-    if version > FORMAT:
-        raise Incompatible(
-            f"{place}: made by a newer version of trainrun (checkpoint format {version}; this version reads "
-            f"up to {FORMAT}): install that version to go on"
-        )
-    kinds = {
-        "run_id": str, "step": int, "epoch": int, "world_size": int, "kind": str,
-        "metric": type(None) if value.get("metric") is None else dict, "fingerprint": dict, "files": dict,
-    }  # fmt: skip
-    _check(value, kinds, place)
-    if not 0 <= value["step"] <= MAX_STEP or value["epoch"] < 0 or value["kind"] not in KINDS:
-        raise CheckpointError(f"{place}: no step, epoch or kind of a checkpoint")
-    if len(value["run_id"]) > MAX_NAME or not value["run_id"].isprintable():
-        raise CheckpointError(f"{place}: no id of a run")
-    if value["metric"] is not None:
-        _check(value["metric"], {"name": str, "mode": str, "value": float}, f"{place}: metric")
-        value["metric"] = Metric(**value["metric"])
-    files, world_size = value["files"], value["world_size"]
-    if world_size < 1 or len(files) != 2 * world_size:  # before a list as long as the ranks is made
-        raise CheckpointError(f"{place}: {len(files)} files for {world_size} ranks")
-    expected = {name for rank in range(world_size) for name in rank_files(rank)}
-    if files.keys() != expected:
-        names = [name[:40] for name in sorted(map(str, files))[:8]]
-        raise CheckpointError(f"{place}: names {names}, expected {sorted(expected)[:8]}")
-    value["files"] = {name: _written(entry, f"{place}: {name}") for name, entry in files.items()}
-    return Manifest(**value)
-
-
-def _written(entry: Any, place: str) -> Written:
-    in_pieces = isinstance(entry, dict) and "piece_bytes" in entry
-    _check(entry, {"size": int, "sha256": str} | ({"piece_bytes": int} if in_pieces else {}), place)
-    if entry["size"] < 0 or not SHA256.fullmatch(entry["sha256"]):
-        raise CheckpointError(f"{place}: no size and SHA-256")
-    if in_pieces and not MIN_PIECE_BYTES <= entry["piece_bytes"] <= MAX_PIECE_BYTES:
-        raise CheckpointError(f"{place}: hashed in pieces of {entry['piece_bytes']} bytes")
-    return Written(**entry)
-
-
-def _check(value: Any, kinds: Mapping[str, type], place: str) -> None:
-    if not isinstance(value, dict) or value.keys() != kinds.keys():
-        raise CheckpointError(f"{place}: needs exactly {', '.join(sorted(kinds))}")
-    for key, kind in kinds.items():
-        if type(value[key]) is not kind:
-            raise CheckpointError(f"{place}: {key} is no {kind.__name__}")
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The checked manifest of a checkpoint folder; its files are not looked at."""
-    path = folder / MANIFEST
-    with readable(path):
-        if folder.is_dir() and not os.path.lexists(path):
-            raise CheckpointError(f"{folder}: not a finished checkpoint (it has no {MANIFEST})")
-    with open_regular(path) as file:
-        data = file.read(MAX_MANIFEST_BYTES + 1)
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{path}: longer than {MAX_MANIFEST_BYTES} bytes")
-    manifest = parse_manifest(data, str(path))
-    if step_of(folder.name) != manifest.step:
-        raise CheckpointError(
-            f"{folder}: the folder is {folder.name}, its manifest says step {manifest.step}"
-        )
-    return manifest

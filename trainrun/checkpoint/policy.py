@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from trainrun.checkpoint.manifest import Metric
+from trainrun.checkpoint.files import FileLayer, file_faults
+from trainrun.checkpoint.format import dumps
+from trainrun.checkpoint.manifest import Metric, committed_steps, folder_name
 from trainrun.errors import ConfigError
 from trainrun.training.state import SAVE_NOW, TrainState
 
@@ -105,3 +111,75 @@ def metric_of(options: KeepOptions, state: TrainState) -> Metric | None:
         raise ConfigError(f"checkpoint.monitor={name}: validation does not measure it; it measures {known}")
     value = float(state.last_metrics[name])
     return Metric(name, options.mode, value) if math.isfinite(value) else None
+
+
+BEST = "best.json"
+_LEFTOVER = re.compile(r"\.(tmp|trash)-(step-\d{8}|best)-[0-9a-f]{8}", re.ASCII)
+
+
+def write_best(folder: Path, metric: str, mode: str, entries: list[Entry], files: FileLayer) -> None:
+    """Replace `best.json` as a whole. A lost one can be told from the manifests again."""
+    value = {
+        "metric": metric,
+        "mode": mode,
+        "entries": [{"step": e.step, "value": e.value, "folder": folder_name(e.step)} for e in entries],
+    }
+    temporary = folder / f".tmp-best-{secrets.token_hex(4)}"
+    try:
+        files.write(temporary, [dumps(value, indent=1) + b"\n"])
+        files.rename(temporary, folder / BEST)
+    except OSError:
+        with suppress(OSError):  # what cannot be removed now is swept when the run is opened again
+            files.remove_tree(temporary)
+        raise
+
+
+@dataclass(frozen=True)
+class Retention:
+    """newest: how many stay whatever they measured. metric, mode: of `best.json`; no metric, no file."""
+
+    folder: Path
+    newest: int
+    metric: str | None
+    mode: str
+
+    def tidy(self, ranked: list[Entry], files: FileLayer, note: Callable[[str], None]) -> None:
+        """ranked: the best, some of which may not be committed. Raises CheckpointError."""
+        steps = committed_steps(self.folder)
+        entries = [entry for entry in ranked if entry.step in steps]
+        if self.metric is not None and entries:
+            with file_faults(f"cannot write best.json in {self.folder}", self.folder):
+                write_best(self.folder, self.metric, self.mode, entries, files)
+        kept = {*steps[-self.newest :], *(entry.step for entry in entries)}
+        _delete(self.folder, [step for step in steps if step not in kept], files, note)
+
+
+def sweep(folder: Path, files: FileLayer, note: Callable[[str], None]) -> None:
+    """Remove what a killed save or deletion left."""
+    for path in sorted(folder.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            _remove(path, files, note)
+
+
+def _delete(folder: Path, old: list[int], files: FileLayer, note: Callable[[str], None]) -> None:
+    """By way of a name that nobody reads; a deletion that fails is only noted."""
+    trash: list[Path] = []
+    try:
+        for path in [folder / folder_name(step) for step in old]:
+            target = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+            files.rename(path, target)
+            trash.append(target)
+        if trash:
+            files.fsync_dir(folder)
+    except OSError as error:
+        note(f"an old checkpoint could not be deleted: {error}")
+        return
+    for path in trash:
+        _remove(path, files, note)
+
+
+def _remove(path: Path, files: FileLayer, note: Callable[[str], None]) -> None:
+    try:
+        files.remove_tree(path)
+    except OSError as error:
+        note(f"{path} could not be removed: {error}")

@@ -15,14 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from trainrun.checkpoint.collective import on_every_rank, on_rank_zero
 from trainrun.checkpoint.commit import Record, Report, commit, prepare, write_part
 from trainrun.checkpoint.files import FileLayer, file_faults
 from trainrun.checkpoint.format import dumps, loads
 from trainrun.checkpoint.manifest import folder_name
-from trainrun.errors import CheckpointError
+from trainrun.errors import CheckpointError, SaveError
 from trainrun.interfaces import Parallel
 from trainrun.training.state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE
 
@@ -211,3 +210,37 @@ class Saves:
         if problem is not None:
             steps = ", ".join(str(one.facts.step) for one in save.records)
             self._note(f"the checkpoint of step {steps} that was being written is lost: {problem}")
+
+
+Answer = tuple[Any, str, bool]  # a plain result, or a fault's text and whether it is a SaveError
+
+
+def on_rank_zero(parallel: Parallel, action: Callable[[], Any]) -> Any:
+    """The plain result of what rank 0 alone does, on every rank; its fault is every rank's fault."""
+    answer: Answer = None, "", False
+    fault: Exception | None = None
+    if parallel.rank == 0:
+        answer, fault = _try(action)
+    result, text, unsaved = parallel.gather(answer)[0]
+    if text:
+        raise fault or (SaveError if unsaved else CheckpointError)(text)
+    return result
+
+
+def on_every_rank(parallel: Parallel, action: Callable[[], Any]) -> list[Any]:
+    """The plain results of all ranks, on every rank; the first fault is every rank's fault."""
+    answer, fault = _try(action)
+    answers = parallel.gather(answer)
+    for rank, (_, text, unsaved) in enumerate(answers):
+        if text:
+            raise fault or (SaveError if unsaved else CheckpointError)(f"rank {rank}: {text}")
+    return [result for result, _, _ in answers]
+
+
+def _try(action: Callable[[], Any]) -> tuple[Answer, Exception | None]:
+    try:
+        return (action(), "", False), None
+    except CheckpointError as error:
+        return (None, str(error), isinstance(error, SaveError)), error
+    except Exception as error:  # a bug, raised again on this rank: the others must not wait for it
+        return (None, f"{type(error).__name__}: {error}", False), error

@@ -62,7 +62,7 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
 
 def checkpoint_of(run: RunDir, which: str | None) -> str:
     """What `--which` says; without it the best, or the last where no metric chose a best one."""
-    from trainrun.checkpoint.best import best_checkpoint
+    from trainrun.checkpoint.load import best_checkpoint
 
     if which is not None:
         return which

@@ -9,7 +9,8 @@ from torch import nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.resumption import load_weights, network_of
 from trainrun.assemble.start_choices import chosen_before
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.checkpoint.weights import place_of_base
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.parallel.devices import choose_device

@@ -17,7 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainrun.checkpoint.load import read_checkpoint, resolve
+from trainrun.checkpoint.load import resolve
+from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.config.compose import Composition, load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import check
