@@ -114,6 +114,16 @@ def test_a_data_set_with_workers_and_a_second_run_of_the_same_network(workdir: P
     assert same(model, again.load_model("last"))
 
 
+def test_validation_sets_with_names(workdir: Path) -> None:
+    sets = {"day": points(60), "night": Points(40)}
+    run = fit("checkpoint.monitor=val/night/acc", "output_dir=run", model=net(), data=points(200), val=sets)
+    metrics = run.metrics[-1]["summary"]["metrics"]
+    assert metrics.keys() == {"val/day/loss", "val/day/acc", "val/night/loss", "val/night/acc"}
+    assert run.status["value"] == metrics["val/night/acc"]
+    with pytest.raises(trainrun.TrainrunError, match=r"trainrun\.train\(\.\.\., 'ckpt_path="):
+        fit("output_dir=run", model=net(), data=points(200), val=sets["day"])
+
+
 def test_a_task_is_the_callers_own_and_is_left_as_it_was(workdir: Path) -> None:
     task = Doubled()
     for _ in range(2):
@@ -174,6 +184,7 @@ def test_a_network_whose_names_change_is_left_as_it_was(
         ((), {"model": 3}, "a int is no torch.nn.Module"),
         ((), {"data": DataLoader(TensorDataset(*points(8)), batch_size=4)}, "data=loader.dataset, and 'data.batch_"),
         ((), {"val": points(8)}, "give data=... too"),
+        ((), {"data": points(8), "val": {"at night": points(8)}}, "'at night' is no name of a set"),
         (("model=mlp",), {"model": net()}, "model= says it too"),
         (("data.train._target_=a.b",), {"data": points(8)}, "data.train._target_= says it too"),
         (("parallel=ddp",), {"model": net(), "data": points(8)}, "ranks are processes of their own"),

@@ -41,7 +41,9 @@ def rows(folder, name):
 def test_each_has_metrics_of_its_own_and_the_first_is_the_default(folder, capsys):
     assert main([*WORDS, "trainer.max_steps=4", "hydra.run.dir=both"]) == 0
     said = capsys.readouterr().out
-    assert "validation: val/day, val/night; best and early stopping look at val/day/acc by default" in said
+    assert (
+        "validation: val/day, val/night; best is by val/day/acc (the default, as of early stopping)" in said
+    )
     assert "best    val/day/acc" in said
     sets = {"day": ["n=33", "seed=1"], "night": ["seed=2"]}
     for name, arguments in sets.items():

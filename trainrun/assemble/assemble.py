@@ -208,8 +208,8 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     monitors = build_monitors(config, site, schedule, rhythm, task, tally, ema.module, validation)
     default_metric = default_monitor(task, list(validation))
     if len(validation) > 1:
-        names = ", ".join(validation)
-        notes.append(f"validation: {names}; best and early stopping look at {default_metric} by default")
+        best = config.checkpoint.monitor or f"{default_metric} (the default, as of early stopping)"
+        notes.append(f"validation: {', '.join(validation)}; best is by {best}")
     keep = keep_options(config, default_metric, lengths, task)
     checkpoints = build_checkpoints(config, site, keep, monitors.note, drawn)
     trainer = config.trainer

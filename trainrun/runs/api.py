@@ -95,9 +95,9 @@ def train(
     """Trains as the command `trainrun` with the same words does, and returns the run.
 
     model: a network, which has the last weights afterwards. data, val, test: data sets, or tensors or arrays of equal
-        length, as `(x, y)`; without `val` nothing is validated. task: an object as `trainrun help tasks` has it.
-        They stay in this process. A run of them goes on if it is given the like again, with the same `output_dir=`
-        or with `ckpt_path=`.
+        length, as `(x, y)`; `val` may be a dictionary of such, sets with names; without it nothing is validated. task:
+        an object as `trainrun help tasks` has it. They stay in this process. A run of them goes on if it is given the
+        like again, with the same `output_dir=` or with `ckpt_path=`.
     Raises TrainrunError; a run that was stopped by a signal is returned, with `status["state"]`
     "stopped".
     """
@@ -108,6 +108,12 @@ def train(
             )
     began = time.perf_counter()
     named = {"model": model, "data": data, "val": val, "test": test, "task": task}
+    if isinstance(val, Mapping) and not any(hasattr(part, "shape") for part in val.values()):  # not columns
+        if wrong := [name for name in val if not (isinstance(name, str) and name.isidentifier())]:
+            raise ConfigError(
+                f"trainrun.train(val=...): {wrong[0]!r} is no name of a set; use letters, digits and _"
+            )
+        named |= {"val": None, **{f"val.{name}": part for name, part in val.items()}}
     objects = {name: found for name, found in named.items() if found is not None}
     all_words = [*words_of(objects, list(words)), *words]
     composition = compose_run(all_words)
@@ -137,6 +143,12 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {}
 PLACES = {"model": "model", "data": "data.train", "val": "data.val", "test": "data.test", "task": "task"}
 
 
+def place_of(name: str) -> str:
+    """Where it stands in the config: `data.val.day` of `val.day`."""
+    head, dot, rest = name.partition(".")
+    return PLACES[head] + dot + rest
+
+
 @contextmanager
 def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Inside, a config finds these objects. Gives what the run works with: copies of some."""
@@ -159,13 +171,13 @@ def given(name: str, about: str) -> Any:
     """
     if name not in GIVEN:
         raise ConfigError(
-            f"{PLACES[name]}: this run was given it from Python ({about}); give the like again, as "
-            f"trainrun.train(..., {name}=...)"
+            f"{place_of(name)}: this run was given it from Python ({about}); give the like again, as "
+            f"trainrun.train(..., {name.partition('.')[0]}=...)"
             + (" or load_model(run_dir, model=...)" if name == "model" else "")
         )
     found, used = GIVEN[name]
     if about_of(found) != about:
-        raise ConfigError(f"{PLACES[name]}: this run was given {about}, and now {about_of(found)}")
+        raise ConfigError(f"{place_of(name)}: this run was given {about}, and now {about_of(found)}")
     if name == "model":
         found = copy.deepcopy(found)
     elif name == "task":
@@ -184,8 +196,8 @@ def words_of(objects: Mapping[str, Any], words: list[str]) -> list[str]:
     said = {word.lstrip("+~").partition("=")[0] for word in words}
     out = []
     for name, found in objects.items():
-        group = PLACES[name].partition(".")[0]
-        if twice := said & {group, PLACES[name], f"{PLACES[name]}._target_"}:
+        place = place_of(name)
+        if twice := said & {place.partition(".")[0], place, f"{place}._target_"}:
             raise ConfigError(
                 f"trainrun.train({name}=...): {twice.pop()}= says it too; leave one of them out"
             )
@@ -196,10 +208,10 @@ def words_of(objects: Mapping[str, Any], words: list[str]) -> list[str]:
                 f"trainrun.train({name}=...): give the loader's data set, as {name}=loader.dataset, and "
                 f"'data.batch_size={found.batch_size}'; the order, the workers and the resume are the run's own"
             )
-        if name in ("val", "test") and "data" not in objects:
+        if name != "data" and place.startswith("data.") and "data" not in objects:
             raise ConfigError(f"trainrun.train({name}=...): give data=... too")
         node = {"_target_": f"{__name__}.given", "name": name, "about": quoted(about_of(found))}
-        out += [f"+{PLACES[name]}.{key}={value}" for key, value in node.items()]
+        out += [f"+{place}.{key}={value}" for key, value in node.items()]
     if "model" in objects and "run_name" not in said:
         out.append(f"run_name={type(objects['model']).__name__}")
     return [*(f"{group}=custom" for group in ("model", "task", "data") if group in objects), *out]

@@ -137,9 +137,12 @@ def found_config(run: RunDir, config: RunConfig) -> RunConfig | None:
         changed = [Difference(key, there.get(key, ABSENT), here.get(key, ABSENT)) for key, _, _ in found]
         shown = ", ".join(f"{key}={word(old)} (here {word(new)})" for key, old, new in changed[:SHOWN])
         more = f" and {len(changed) - SHOWN} other values" if len(changed) > SHOWN else ""
+        way = f"{resume}{with_values(changed, resume)}"
+        if "trainrun.runs.api.given" in run.config.read_text():  # its objects are in no other process
+            way = f"trainrun.train(..., 'ckpt_path={run.root}')"
         raise ConfigError(
             f"output_dir={run.root}: holds a run already, which has {shown}{more}; name another folder, or go on with "
-            f"that run: {resume}{with_values(changed, resume)}"
+            f"that run: {way}"
         )
     restore_config(run)
     return config
