@@ -22,8 +22,7 @@ from trainrun.parallel import ddp
 from trainrun.runs import resume as runner
 from trainrun.runs.run_folder import RunDir, write_text
 from trainrun.scheduler.schedule import Schedule
-from trainrun.training import components as parts
-from trainrun.training.components import Components
+from trainrun.training.recovery import restore
 from trainrun.training.triggers import Triggers
 
 
@@ -32,7 +31,7 @@ def plant(name: str) -> None:
 
 
 def no_random_state() -> None:
-    parts.set_random_state = lambda state: None  # type: ignore[assignment]
+    restore.set_random_state = lambda state: None  # type: ignore[assignment]
 
 
 def random_state_before_iter() -> None:
@@ -48,7 +47,7 @@ def random_state_before_iter() -> None:
 
 def no_position() -> None:
     """A resume begins its epoch again."""
-    Components._position = lambda self, place, shared: 0  # type: ignore[method-assign]
+    restore.position = lambda run, place, shared: 0
 
 
 def no_optimizer_state() -> None:

@@ -27,7 +27,7 @@ SATELLITES = {
     "watch",
 }
 # Smaller each time; the goals are 90 modules and 10,000 lines.
-MOST_MODULES, MOST_LINES = 97, 17_715
+MOST_MODULES, MOST_LINES = 95, 17_480
 
 TRAINED = """
 import json, sys

@@ -45,7 +45,7 @@ def fit(model: nn.Module, ema: Ema | None, steps: range, dtype: torch.dtype = to
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_average_is_the_closed_form(decay: float, every: int) -> None:
     model = Net().double()
-    ema = Ema(model, enabled=True, decay=decay, every=every)
+    ema = Ema(model, decay=decay, every=every)
     path = fit(model, ema, range(11), torch.float64)[every - 1 :: every]
     weights = [decay ** (len(path) - 1 - i) for i in range(len(path))]
     expected = sum(w * p for w, p in zip(weights, path, strict=True)) / sum(weights)
@@ -55,26 +55,16 @@ def test_the_average_is_the_closed_form(decay: float, every: int) -> None:
 
 def test_before_the_first_update_it_is_the_model() -> None:
     model = Net()
-    ema = Ema(model, enabled=True, decay=0.9, every=1)
+    ema = Ema(model, decay=0.9, every=1)
     assert ema.module is not model
     assert torch.equal(ema.module.linear.weight, model.linear.weight)
     assert not any(param.requires_grad for param in ema.module.parameters())
 
 
-def test_off_is_the_model_itself() -> None:
-    model = Net()
-    ema = Ema(model, enabled=False, decay=0.9, every=1)
-    fit(model, ema, range(3))
-    assert ema.module is model
-    assert ema.state_dict() == {}
-    ema.load_state_dict({"count": 3, "module": {}, "averages": {}})  # switched off for a resume
-    assert ema.module is model
-
-
 def test_the_training_does_not_notice() -> None:
     plain, averaged = Net(), Net()
     left = fit(plain, None, range(6))
-    right = fit(averaged, Ema(averaged, enabled=True, decay=0.9, every=2), range(6))
+    right = fit(averaged, Ema(averaged, decay=0.9, every=2), range(6))
     assert all(map(torch.equal, left, right))
     for name, value in plain.state_dict().items():
         assert torch.equal(value, averaged.state_dict()[name])
@@ -82,7 +72,7 @@ def test_the_training_does_not_notice() -> None:
 
 def test_buffers_are_copied_also_when_the_model_replaces_them() -> None:
     model = Net()
-    ema = Ema(model, enabled=True, decay=0.9, every=1)
+    ema = Ema(model, decay=0.9, every=1)
     fit(model, ema, range(4))
     for kept, buffer in zip(ema.module.buffers(), model.buffers(), strict=True):
         assert torch.equal(kept, buffer)
@@ -93,7 +83,7 @@ def test_buffers_are_copied_also_when_the_model_replaces_them() -> None:
 def test_averages_of_bfloat16_weights_are_kept_in_float32() -> None:
     """In bfloat16 a step of 1/1000 of the difference rounds to nothing, and the average would stand still."""
     model = nn.Linear(1, 1, bias=False).bfloat16()
-    ema = Ema(model, enabled=True, decay=0.999, every=1)
+    ema = Ema(model, decay=0.999, every=1)
     seen = []
     for step in range(400):
         nn.init.constant_(model.weight, 1.0 if step < 200 else 2.0)
@@ -114,7 +104,7 @@ def test_a_resume_goes_on_bit_by_bit(dtype: torch.dtype, at: int) -> None:
         torch.manual_seed(1)
         nn.init.normal_(model.weight)
         nn.init.zeros_(model.bias)
-        return model, Ema(model, enabled=True, decay=0.9, every=3)
+        return model, Ema(model, decay=0.9, every=3)
 
     def nudge(model: nn.Module, ema: Ema, steps: range) -> None:
         for step in steps:
@@ -140,7 +130,7 @@ def test_a_resume_goes_on_bit_by_bit(dtype: torch.dtype, at: int) -> None:
 def test_switched_on_for_a_resume_it_starts_from_the_loaded_weights() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = nn.Linear(2, 2).to(dtype)
-        ema = Ema(model, enabled=True, decay=0.9, every=1)
+        ema = Ema(model, decay=0.9, every=1)
         nn.init.constant_(model.weight, 7.0)
         ema.load_state_dict({})
         assert torch.equal(ema.module.weight, model.weight)
@@ -149,7 +139,7 @@ def test_switched_on_for_a_resume_it_starts_from_the_loaded_weights() -> None:
 
 
 def test_the_average_of_another_model_is_refused() -> None:
-    ema = Ema(nn.Linear(2, 2), enabled=True, decay=0.9, every=1)
-    other = Ema(nn.Linear(3, 3), enabled=True, decay=0.9, every=1)
+    ema = Ema(nn.Linear(2, 2), decay=0.9, every=1)
+    other = Ema(nn.Linear(3, 3), decay=0.9, every=1)
     with pytest.raises(CheckpointError, match=r"trainer\.ema: the averaged weights .* another model"):
         ema.load_state_dict(other.state_dict())

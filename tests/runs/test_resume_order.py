@@ -25,7 +25,7 @@ def test_an_order_that_changed_is_not_gone_on_with(
         before.setattr("trainrun.training.components.ORDER", 1)
         package.train("trainer.max_steps=2", "output_dir=run", *QUIET)
     with monkeypatch.context() as large:
-        large.setattr("trainrun.training.components.LISTED", 1000)  # digits has 1,437 samples
+        large.setattr("trainrun.training.recovery.restore.LISTED", 1000)  # digits has 1,437 samples
         assert main(["resume", "run", "trainer.max_steps=3"]) == 2
         assert "put more than 1,000 samples in another order" in capsys.readouterr().err
     assert main(["resume", "run", "trainer.max_steps=3"]) == 0

@@ -81,7 +81,6 @@ from trainrun.interfaces import (
 )
 from trainrun.model.choices import WORDS
 from trainrun.monitor.metric_logger import MetricLogger
-from trainrun.optimizer.ema import Ema
 from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
 from trainrun.runs.run_folder import RunDir
@@ -100,6 +99,7 @@ from trainrun.training.triggers import Intervals, Triggers
 if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
     from trainrun.hook.unfreeze import Unfreeze
+    from trainrun.optimizer.ema import Ema
     from trainrun.timing.cuda_events import DeviceTimes
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.training.recovery.nonfinite import BadSteps
@@ -203,9 +203,9 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     notes += more
     wrapped = parallel.wrap(model)
     optimizer, schedule, precision, optimizers = build_updates(config, site, model, guarded, rhythm, notes)
-    average = config.trainer.ema
-    ema = Ema(model, average.enabled, average.decay, average.update_every_n_steps)
-    monitors = build_monitors(config, site, schedule, rhythm, task, tally, ema.module, validation)
+    ema = build_average(config, model)
+    validated = model if ema is None else ema.module
+    monitors = build_monitors(config, site, schedule, rhythm, task, tally, validated, validation)
     default_metric = default_monitor(task, list(validation))
     if len(validation) > 1:
         best = config.checkpoint.monitor or f"{default_metric} (the default, as of early stopping)"
@@ -297,6 +297,15 @@ def with_text(config: RunConfig, site: RunContext, notes: list[str]) -> RunConfi
     from trainrun.sampling.run_tokenizer import with_tokenizer
 
     return with_tokenizer(config, site.run, site.parallel, notes)
+
+
+def build_average(config: RunConfig, model: nn.Module) -> Ema | None:
+    wanted = config.trainer.ema
+    if not wanted.enabled:
+        return None
+    from trainrun.optimizer.ema import Ema
+
+    return Ema(model, wanted.decay, wanted.update_every_n_steps)
 
 
 def build_hooks(config: RunConfig, site: RunContext, frozen: Unfreeze | None) -> Hooks:

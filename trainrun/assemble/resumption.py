@@ -28,6 +28,7 @@ from trainrun.parallel.single import Single
 from trainrun.runs.run_folder import RunDir, note_saved, read_identity, says_saved
 from trainrun.runs.trusted_code import check_run
 from trainrun.training.components import Components
+from trainrun.training.recovery.restore import load_tree
 from trainrun.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
     if loaded is None:
         return TrainState()
     same_ranks = loaded.manifest.world_size == run.parallel.world_size
-    state = run.load_tree(loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
+    state = load_tree(run, loaded.folder.name, loaded.shared, loaded.own if same_ranks else None)
     if state.step != loaded.manifest.step:
         raise CheckpointError(f"checkpoint {loaded.folder.name}: holds the state of step {state.step}")
     state.saved_step = state.step

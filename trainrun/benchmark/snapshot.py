@@ -103,7 +103,7 @@ def tensors_of(run: Components) -> dict[str, Tensor]:
     state = {
         "weights": dict(run.model.named_parameters()),
         "buffers": dict(run.model.named_buffers()),
-        "average": run.ema.state_dict(),
+        "average": {} if run.ema is None else run.ema.state_dict(),
         "optimizer": list(run.optimizer.state.values()),
         "precision": run.precision.state_dict(),
     }

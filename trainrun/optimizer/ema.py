@@ -24,33 +24,28 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Ema:
-    """module: the average where `enabled`, else the model itself; never swapped in place.
+    """module: the average; never swapped in place.
 
     every: updates between two looks at the weights; `decay` is per look.
     """
 
-    def __init__(self, model: nn.Module, enabled: bool, decay: float, every: int) -> None:
+    def __init__(self, model: nn.Module, decay: float, every: int) -> None:
         self._model = model
-        self.enabled = enabled
         self._decay = decay
         self._every = every
         self._count = 0  # calls of update
-        self.module = model
-        self._averages: list[Tensor] = []  # of the parameters, in their order, at least float32
-        if enabled:
-            self.module = copy.deepcopy(model).requires_grad_(False).eval()
-            self._averages = [_roomy(param) for param in self.module.parameters()]
+        self.module = copy.deepcopy(model).requires_grad_(False).eval()
+        # of the parameters, in their order, at least float32
+        self._averages = [_roomy(param) for param in self.module.parameters()]
 
     def update(self) -> None:
         """Once after every update of the weights that was not skipped."""
-        if not self.enabled:
-            return
         self._count += 1
         if self._count % self._every == 0:
             looks = self._count // self._every
             self._look(newest=(1 - self._decay) / (1 - self._decay**looks))
 
-    @torch.no_grad()  # here, because it takes 1.2 us where there is nothing to average
+    @torch.no_grad()
     def _look(self, newest: float) -> None:
         """Mix the weights in; `newest` is the weight of what is seen now, 1 at the first look."""
         average: Any = get_ema_multi_avg_fn(1 - newest)  # type: ignore[no-untyped-call]
@@ -62,8 +57,6 @@ class Ema:
             copy_(targets, sources)
 
     def state_dict(self) -> dict[str, Any]:
-        if not self.enabled:
-            return {}
         averages = {
             name: average
             for (name, shown), average in zip(self.module.named_parameters(), self._averages, strict=True)
@@ -74,8 +67,6 @@ class Ema:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """To be called after the model has its weights: without a stored average, it starts from them."""
-        if not self.enabled:
-            return
         try:
             self.module.load_state_dict(state["module"] if state else self._model.state_dict())
         except RuntimeError as error:

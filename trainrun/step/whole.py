@@ -29,8 +29,8 @@ from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, c
 from trainrun.step.graphs import Function, OnCuda, captured, compiled, rehearse
 from trainrun.sums import add_sums, flat_sums
 from trainrun.timing.phases import FORWARD, RANKS
-from trainrun.training.checks.user_state import saves_itself
 from trainrun.training.components import Accumulate, Components, Step
+from trainrun.training.task_calls import saves_itself
 from trainrun.transform.compile import check_options
 from trainrun.transform.compile_log import CompileLog
 

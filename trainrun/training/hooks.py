@@ -9,7 +9,7 @@ from typing import Any
 from trainrun.errors import CheckpointError, PluginError
 from trainrun.interfaces import KeepsState
 from trainrun.timing.phases import HOOKS
-from trainrun.training.checks.user_state import check_halves
+from trainrun.training.task_calls import check_halves
 
 METHODS = (
     "on_start", "on_epoch_start", "on_step_end", "on_epoch_end", "on_validation_end", "on_checkpoint", "on_end",

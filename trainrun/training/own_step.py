@@ -15,8 +15,8 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, locate
 from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport
 from trainrun.timing.phases import FORWARD, RUNNER
-from trainrun.training.checks.user_state import check_halves
 from trainrun.training.components import Components, Step
+from trainrun.training.task_calls import check_halves
 
 
 def build_own_step(node: Mapping[str, Any]) -> Any:
@@ -59,6 +59,6 @@ class OwnStep:
             )
         if report.agreed is NOT_AGREED:
             report.agreed = run.agree(report.items)
-        if run.optimizers and not report.grad.skipped:
+        if run.optimizers and run.ema is not None and not report.grad.skipped:
             run.ema.update()
         return report

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainrun.training.checks.user_state import saves_itself
 from trainrun.training.components import Components
+from trainrun.training.task_calls import saves_itself
 
 OF_MODULES = frozenset(vars(nn.Module()))  # torch's own: parameters, buffers, hooks, the mode
 DEEPEST = 4

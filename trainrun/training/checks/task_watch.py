@@ -23,7 +23,6 @@ from torch.nn.parameter import is_lazy
 
 from trainrun.interfaces import KeepsState
 from trainrun.runtime.user_traceback import is_users_class
-from trainrun.training.checks.user_state import saves_itself
 
 MOST_STEPS = 50  # without a log point
 NORMED_CALLS = (
@@ -40,14 +39,16 @@ OF_MODULES = frozenset(vars(nn.Module()))
 class TaskWatch:
     """Stands in front of `task.step` until `after_step` has returned True, or `end` was called.
 
-    lost: what a resume would not bring back, known then.
+    saves: whether the task says itself what it keeps. lost: what a resume would not bring back, known then.
     """
 
-    def __init__(self, task: Any, model: nn.Module, accumulates: bool, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, task: Any, model: nn.Module, accumulates: bool, note: Callable[[str], None], saves: bool
+    ) -> None:  # fmt: skip
         self.lost: list[str] = []
         self._task, self._model, self._note = task, model, note
         self._plain, self._own = task.step, vars(task).get("step") if hasattr(task, "__dict__") else None
-        self._saves = saves_itself(task)
+        self._saves = saves
         self._parameters = watched_parameters(model)
         self._moved: dict[str, None] = {}
         self._calls = self._steps = 0

@@ -1,0 +1,133 @@
+"""A saved tree copied into the components of a run that goes on from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainrun.data.order.sampler import LISTED, ORDER
+from trainrun.errors import CheckpointError
+from trainrun.interfaces import KeepsState
+from trainrun.seeding import set_random_state
+from trainrun.training.components import Components
+from trainrun.training.recovery.oom import no_memory
+from trainrun.training.state import TrainState
+from trainrun.training.task_calls import load_state
+
+ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
+
+
+def load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
+    """Copy a saved tree into the components, random states last. own: None if the ranks changed.
+
+    Raises CheckpointError, before anything is copied, where model or data are others.
+    """
+    try:
+        return _load_tree(run, place, shared, own)
+    except ODD_TREE as error:  # its bytes are those that were written, but not by this program
+        if no_memory(error):
+            raise
+        text = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"checkpoint {place}: not the state of such a run ({type(error).__name__}: {text})"
+        ) from error
+
+
+def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
+    from trainrun.checkpoint.weights import check_tensors, put_back, tensor_kinds
+
+    live = run.model.state_dict()
+    if run.base is not None:
+        run.base.check(place, shared)
+    shared = put_back(place, run.parallel.load_state_dict(shared, live), live)
+    check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
+    kept = {**shared, **(own or {})}.get("task", {})
+    run.task_calls.check_state(place, kept)
+    kept_step = {**shared, **(own or {})}.get("step", {})
+    if kept_step and not isinstance(run.own_step, KeepsState):
+        raise CheckpointError(f"checkpoint {place}: holds the state of a step; name the step of before")
+    shared["train"]["batches"] = position(run, place, shared)
+    per_rank = shared["stream"].get("ranks", run.parallel.world_size) / run.parallel.world_size
+    for name in ("items", "step_items"):  # a mean over ranks
+        shared["train"][name] = shared["train"].get(name, 0.0) * per_rank
+    run.model.load_state_dict(shared["model"])
+    if run.ema is not None:
+        run.ema.load_state_dict(shared["ema"])
+    _load_optimizers(run, place, shared["optimizer"])
+    run.schedule.load_state_dict(shared["schedule"])
+    run.precision.load_state_dict(shared["precision"])
+    if "retry" in shared:  # else the checkpoint is older than this
+        run.retry.load_state_dict(shared["retry"])
+    if told := run.task_calls.load_state_dict(place, kept):
+        run.monitors.note(told)
+    run.hooks.load_state_dict(place, {**shared, **(own or {})}.get("hooks", {}))
+    if kept_step:
+        load_state(place, run.own_step, kept_step, run.parallel.device)
+    state = TrainState()
+    device = run.parallel.device
+    if own is None:
+        state.load_state_dict(shared["train"] | {"losses": None, "logged_items": 0})
+        return state
+    if "source" in own and shared["stream"]["samples_per_batch"] == run.stream()["samples_per_batch"]:
+        run.places.keep(shared["train"]["epoch"], shared["train"]["batches"], own["source"]["stands"])
+    losses = own["train"]["losses"]
+    moved = None if losses is None else losses.to(device)
+    state.load_state_dict(shared["train"] | own["train"] | {"losses": moved})
+    set_random_state(own["random"])
+    return state
+
+
+def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
+    if run.optimizers:
+        from trainrun.training.named_optimizers import load_optimizer_states
+
+        load_optimizer_states(run.optimizers, run.model, place, tree, run.config.optimizer)
+        return
+    from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state
+
+    configured = configured_fields(run.config.optimizer)
+    host = torch.device("cpu") if run.config.trainer.cpu_offload == "optimizer" else None
+    load_named_optimizer_state(run.optimizer, run.model, tree, configured, host)
+
+
+def position(run: Components, place: str, shared: dict[str, Any]) -> int:
+    """Micro-batches done in the epoch, converted where their size changed: no sample twice, none lost."""
+    then, now = shared["stream"], run.stream()
+    size = then["samples_per_batch"]
+    if type(size) is not int or size < 1 or type(then["num_samples"]) not in (int, type(None)):
+        raise CheckpointError(f"checkpoint {place}: no place in the data")
+    if shared["train"]["batches"] and then["num_samples"] != now["num_samples"]:
+        raise CheckpointError(
+            f"checkpoint {place}: saved in the middle of an epoch of {then['num_samples']} samples, and data.train "
+            f"has {now['num_samples']} now; use the same data, or its weights alone: init_from=RUN_DIR"
+        )
+    number = now["num_samples"] or 0  # of a limited epoch: of how many, nobody knows here
+    large = number > LISTED or (number and run.config.trainer.limit_train_batches != 1.0)
+    if shared["train"]["batches"] and large and then.get("order") != ORDER:
+        raise CheckpointError(
+            f"checkpoint {place}: saved in the middle of an epoch by a version of trainrun that put more than "
+            f"{LISTED:,} samples in another order; go on with that version, or begin with these weights alone: "
+            "init_from=..."
+        )
+    before, by = then.get("by", {}), now["by"]
+    other = [f"{key}={before[key]} (now {by[key]})" for key in by if before.get(key, by[key]) != by[key]]
+    if shared["train"]["batches"] and other:
+        told = ", ".join(other).replace("'", "")
+        raise CheckpointError(
+            f"checkpoint {place}: saved in the middle of an epoch with {told}: samples of it would come again or "
+            "never; go on as before, or begin with these weights alone: init_from=RUN_DIR"
+        )
+    parts = then.get("parts", 1)
+    if shared["train"]["batches"] and parts != now["parts"]:
+        raise CheckpointError(
+            f"checkpoint {place}: saved in the middle of an epoch whose source was divided among {parts} readers, "
+            f"and now there are {now['parts']}; use parallel.devices and data.num_workers as before"
+        )
+    samples = shared["train"]["batches"] * then["samples_per_batch"]
+    if samples % now["samples_per_batch"]:
+        raise CheckpointError(
+            f"checkpoint {place}: saved after {samples} samples of the epoch, which is no multiple of "
+            f"batch_size x ranks = {now['samples_per_batch']}; use {then['samples_per_batch']} as before"
+        )
+    return int(samples // now["samples_per_batch"])
