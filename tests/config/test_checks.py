@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.config.units import (
+from trainrun.config.validate import check, nearest
+from trainrun.limits import (
     Duration,
     parse_distance,
     parse_interval,
@@ -15,7 +16,6 @@ from trainrun.config.units import (
     parse_seconds,
     parse_whole,
 )
-from trainrun.config.validate import check, nearest
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ SATELLITES = {
     "verify",
     "watch",
 }
-# Smaller each time; the goals are 90 modules and 10,000 lines.
-MOST_MODULES, MOST_LINES = 95, 17_480
+# Smaller each time; the goal of 10,000 lines is not reached yet.
+MOST_MODULES, MOST_LINES = 90, 17_445
 
 TRAINED = """
 import json, sys

@@ -29,7 +29,7 @@ LEAVES = ("model/", "task/")  # what a user's own file would be in place of
 SEEN_AT = 6  # a step in the steady state, behind the first log points
 
 STEP = {
-    "checkpoint/manager.py", "interfaces.py", "optimizer/fused_adam.py", "parallel/single.py",
+    "checkpoint/manager.py", "interfaces.py", "optimizer/plain_step.py", "parallel/single.py",
     "precision/gradients.py", "precision/update.py", "scheduler/schedule.py", "timing/phases.py",
     "training/components.py", "training/recovery/oom.py", "training/train_step.py", "training/triggers.py",
 }  # fmt: skip

@@ -34,11 +34,11 @@ FLOORS = {
         "data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/", "hook/", "trackers/"],
     1: ["smaller/int8", "seeding", "sums", "instantiate", "here", "training/state",
         "runs/run_folder", "runs/lock", "runs/environment",
-        "config/schema", "config/units", "config/aliases",
+        "config/schema", "config/aliases",
         "runtime/", "timing/", "optimizer/", "scheduler/", "transform/"],
     0.5: ["model/"],
     0: ["errors", "limits", "output", "formatting", "interfaces", "timing/phases", "runtime/foreach_copy",
-        "runtime/without_dynamo", "patterns"],
+        "patterns"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli"}  # part of it
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it

@@ -19,8 +19,7 @@ from trainrun.formatting import counted, duration, figure, quantity
 from trainrun.interfaces import RunFacts
 from trainrun.monitor import notebook
 from trainrun.monitor.bar import ProgressBar
-from trainrun.monitor.console import Console
-from trainrun.monitor.screen_lines import place_line, start_lines
+from trainrun.monitor.console import Console, place_line, start_lines
 
 FACTS = RunFacts(
     "digits-mlp", "runs/x", "cpu", 2, 32, 4, 1437, 360, 45, 900, 20, "MLP (layers)", 19210, 19210,

@@ -17,10 +17,10 @@ from trainrun.model.gpt import Gpt
 from trainrun.model.mlp import Mlp
 from trainrun.model.resnet import ResNet
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.optimizer.fused_adam import FusedAdam, plain_step
 from trainrun.optimizer.groups import GroupRules, without_decay
 from trainrun.optimizer.layer_depth import layers_above
 from trainrun.optimizer.muon import Muon
+from trainrun.optimizer.plain_step import FusedAdam, plain_step
 from trainrun.precision.in_backward import InBackward
 from trainrun.precision.master_weights import Shadow
 from trainrun.precision.update import Update

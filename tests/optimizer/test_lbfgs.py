@@ -11,7 +11,7 @@ from torch.optim import LBFGS
 
 import trainrun as package
 from trainrun.cli.main import main
-from trainrun.optimizer.fused_adam import plain_step
+from trainrun.optimizer.plain_step import plain_step
 
 pytestmark = pytest.mark.train
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 RANK = """
     import os, time
     from types import SimpleNamespace
-    from trainrun.parallel.external import external_ranks
+    from trainrun.parallel.devices import external_ranks
     from trainrun.parallel.handshake import follow, lead
     from trainrun.parallel.worker import run_as_rank
     from trainrun.runs.run_folder import write_json

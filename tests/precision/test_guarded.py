@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.optimizer.fused_adam import plain_step
+from trainrun.optimizer.plain_step import plain_step
 from trainrun.parallel.single import Single
 from trainrun.precision.autocast import (
     PrecisionOptions,

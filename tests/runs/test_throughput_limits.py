@@ -9,7 +9,7 @@ import exact_parts
 import pytest
 import torch
 
-from trainrun.monitor.screen_lines import end_lines, limits_line
+from trainrun.monitor.console import end_lines, limits_line
 from trainrun.summary.at_end import hint, limit_facts
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import Session

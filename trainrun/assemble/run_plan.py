@@ -18,7 +18,10 @@ import torch
 
 from trainrun.checkpoint.policy import KeepOptions
 from trainrun.config.schema import RunConfig
-from trainrun.config.units import (
+from trainrun.errors import ConfigError
+from trainrun.formatting import counted
+from trainrun.interfaces import Batches, Parallel
+from trainrun.limits import (
     EPOCH,
     Duration,
     parse_distance,
@@ -28,9 +31,6 @@ from trainrun.config.units import (
     parse_seconds,
     parse_whole,
 )
-from trainrun.errors import ConfigError
-from trainrun.formatting import counted
-from trainrun.interfaces import Batches, Parallel
 from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from torch import nn
 
 from trainrun.autotune.own_generators import own_generator
 from trainrun.config.schema import RunConfig
-from trainrun.config.units import SECOND, parse_seconds, parse_whole
 from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.interfaces import Batches, Parallel
+from trainrun.limits import SECOND, parse_seconds, parse_whole
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.without_trace import copy_obstacle, stand_ins
 

@@ -100,8 +100,8 @@ def report_fault(error: TrainrunError) -> int:
 
 def report_crash(error: Exception) -> int:
     """An exception of the user's own code: their lines of it. A bug of ours keeps the whole traceback."""
+    from trainrun.errors import of_the_system, user_traceback
     from trainrun.instantiate import missing_satellite
-    from trainrun.runtime.user_traceback import of_the_system, user_traceback
 
     if missing := missing_satellite(error):
         say(f"trainrun: {missing}", file=sys.stderr)
@@ -162,7 +162,7 @@ def no_command(word: str) -> str:
 def train_command(words: list[str]) -> int:
     """A new run, a sweep, or one of Hydra's own questions."""
     from trainrun.config.compose import prepare
-    from trainrun.parallel.external import external_ranks
+    from trainrun.parallel.devices import external_ranks
 
     if follows_others():
         from trainrun.runs.torchrun import follow_run
@@ -218,7 +218,7 @@ def train_one(words: list[str], paths: list[str]) -> int:
 @contextlib.contextmanager
 def others_dismissed() -> Iterator[None]:
     """End the other ranks that torchrun or Slurm started, which wait for rank 0, if it finds a mistake."""
-    from trainrun.parallel.external import external_ranks
+    from trainrun.parallel.devices import external_ranks
 
     try:
         yield
@@ -232,7 +232,7 @@ def others_dismissed() -> Iterator[None]:
 
 def follows_others() -> bool:
     """Whether this process is a rank above 0 that torchrun or Slurm started."""
-    from trainrun.parallel.external import external_ranks
+    from trainrun.parallel.devices import external_ranks
 
     return external_ranks() and os.environ["RANK"] != "0"
 

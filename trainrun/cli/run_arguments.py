@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
-from trainrun.config.units import parse_seconds
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
+from trainrun.limits import parse_seconds
 from trainrun.output import say
 from trainrun.runs.run_folder import RunDir
 

@@ -18,9 +18,9 @@ from trainrun.config.aliases import CASES, answers
 from trainrun.config.argv import OWN_KEYS, conf_dir, groups
 from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
 from trainrun.config.schema import RunConfig, open_nodes, settings
-from trainrun.config.units import parse_duration
 from trainrun.config.validate import closest, nearest
 from trainrun.errors import ConfigError
+from trainrun.limits import parse_duration
 from trainrun.model.choices import WORDS
 
 KINDS = {

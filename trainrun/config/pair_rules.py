@@ -7,9 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from trainrun.config.schema import SAME, RunConfig
-from trainrun.config.units import EPOCH, Duration, parse_interval
 from trainrun.instantiate import TARGET, is_node, named_nodes
-from trainrun.limits import is_finite
+from trainrun.limits import EPOCH, Duration, is_finite, parse_interval
 
 VAES = ("trainrun.model.vae.Vae", "trainrun.model.sequence_vae.SequenceVae")
 VAE_TASK, VAE_HEALTH = "trainrun.task.vae.Vae", "trainrun.hook.vae_health.VaeHealth"

@@ -14,18 +14,6 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from trainrun.config.units import (
-    parse_cache,
-    parse_distance,
-    parse_interval,
-    parse_limit,
-    parse_names,
-    parse_rounds,
-    parse_saving,
-    parse_seconds,
-    parse_shares,
-    parse_whole,
-)  # fmt: skip
 from trainrun.limits import (
     ANY,
     Auto,
@@ -37,9 +25,19 @@ from trainrun.limits import (
     choice,
     node,
     nodes,
+    parse_cache,
+    parse_distance,
+    parse_interval,
+    parse_limit,
+    parse_names,
+    parse_rounds,
+    parse_saving,
+    parse_seconds,
+    parse_shares,
+    parse_whole,
     section,
     setting,
-)
+)  # fmt: skip
 
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "auto")
 SAME = "same"  # of data.val_transform: that of data.transform

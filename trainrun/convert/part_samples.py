@@ -14,8 +14,7 @@ from torch.utils.data import IterableDataset
 from trainrun.data.facts import facts_of, length_of
 from trainrun.data.readers.pictures.image_folder import ImageFolder, content_of
 from trainrun.data.tensor_dataset import Columns, columns_of
-from trainrun.errors import DataError, TrainrunError
-from trainrun.runtime.user_traceback import line_of
+from trainrun.errors import DataError, TrainrunError, line_of
 
 MAX_BLOCK = 256
 BLOCK_BYTES = 4 * 2**20

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainrun.config.units import EPOCH, STEP, parse_duration
 from trainrun.formatting import counted
+from trainrun.limits import EPOCH, STEP, parse_duration
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainrun.errors import PluginError
+from trainrun.errors import ANY_FAULT, PluginError, line_of
 from trainrun.interfaces import RunFacts
-from trainrun.runtime.user_traceback import ANY_FAULT, line_of
 
 METHODS = ("on_start", "on_step", "on_eval", "on_row", "on_note", "on_end", "close")
 

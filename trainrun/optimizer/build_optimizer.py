@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 from trainrun.errors import OF_ARGUMENTS, PluginError, is_of_torch, named
-from trainrun.optimizer.fused_adam import plain_step
+from trainrun.optimizer.plain_step import plain_step
 
 if TYPE_CHECKING:
     from trainrun.optimizer.groups import GroupRules

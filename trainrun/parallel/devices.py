@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and how many ranks there are.
+"""Which device a rank computes on, how many ranks there are, and whether torchrun or Slurm started them.
 
 The driver counts without torch, which would cost it two seconds.
 """
@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.errors import ConfigError
@@ -173,3 +178,53 @@ def unseen(accelerator: str, count: int, driver: str) -> str:
         f"parallel.accelerator={accelerator}: {count} GPU(s) here ({driver}), but torch sees none; {build}. Install "
         "the build of torch for this driver (trainrun help gpus-and-drivers), or say parallel.accelerator=cpu"
     )
+
+
+TORCHRUN_WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+def external_ranks(env: MutableMapping[str, str] = os.environ) -> bool:
+    """Whether this process is one of several ranks that are not ours; the rank is then in `RANK`.
+
+    Slurm's variables are translated into torchrun's on the way, and only inside a job step: the batch
+    script itself sees the job's tasks too, but is one process.
+    """
+    if "TRAINRUN_STORE" in env:
+        return False
+    if all(word in env for word in TORCHRUN_WORDS):
+        return True
+    num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+    if not env.get("SLURM_STEP_ID", "").isdigit() or "SLURM_PROCID" not in env or num_tasks < 2:
+        return False
+    env["RANK"] = env["SLURM_PROCID"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["WORLD_SIZE"] = str(num_tasks)
+    if env.get("SLURM_STEP_NUM_NODES") == "1":
+        env["LOCAL_WORLD_SIZE"] = env["WORLD_SIZE"]
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
+    env["MASTER_ADDR"] = env.get("MASTER_ADDR") or address_of(first_node(nodes))
+    # one port per job step: two of them on a node must not meet
+    number = int(env["SLURM_JOB_ID"]) * 7 + int(env["SLURM_STEP_ID"])
+    env.setdefault("MASTER_PORT", str(20000 + number % 10000))
+    return True
+
+
+def first_node(nodes: str) -> str:
+    """The first name of a Slurm node list: `gpu[03-05,9]-b,cpu1` -> `gpu03-b`; every bracket gives its first number."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "the pattern matches every text"
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
+
+
+def address_of(node: str) -> str:
+    """The node's name, or the address that Slurm itself uses for it if the name does not resolve here."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        if shutil.which("scontrol"):
+            asked = subprocess.run(
+                ["scontrol", "show", "node", node], capture_output=True, text=True, check=False
+            )
+            if found := re.search(r"\bNodeAddr=(\S+)", asked.stdout):
+                return found.group(1)
+    return node

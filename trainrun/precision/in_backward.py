@@ -20,7 +20,7 @@ from torch.optim import LBFGS, Optimizer
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Precision
-from trainrun.optimizer.fused_adam import plain_step
+from trainrun.optimizer.plain_step import plain_step
 
 
 class InBackward:

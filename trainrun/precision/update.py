@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Parallel
-from trainrun.optimizer.fused_adam import plain_step
+from trainrun.optimizer.plain_step import plain_step
 from trainrun.precision.gradients import (
     Groups,
     backward,

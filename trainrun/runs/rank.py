@@ -25,6 +25,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, PluginError, TrainingError
 from trainrun.instantiate import build, locate, satellite
 from trainrun.interfaces import Parallel, RunFacts
+from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.run_folder import RunDir, check_there, note_saved, read_identity, read_json, write_identity
@@ -32,7 +33,6 @@ from trainrun.runs.status import end_process, leave_now, write_status
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.watchdog import Hung, Watchdog
-from trainrun.runtime.without_dynamo import unloaded_compiler
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.timing.phases import (
     CHECKPOINT,
@@ -190,7 +190,7 @@ def end_hung(run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, 
         from trainrun.parallel.rank_place import LostContact, report_failure
 
         report_failure(run_dir, parallel.rank, LostContact(text) if account == RANKS else TrainingError(text))
-    from trainrun.parallel.external import external_ranks
+    from trainrun.parallel.devices import external_ranks
 
     if parallel.world_size == 1 or (parallel.rank == 0 and external_ranks()):
         leave_now(run_dir, config, "failed", EXIT_FAILED, text)

@@ -22,7 +22,7 @@ from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.monitor.metrics_file import sound_rows
 from trainrun.output import say
-from trainrun.parallel.external import external_ranks
+from trainrun.parallel.devices import external_ranks
 from trainrun.runs.run_folder import (
     SEED,
     SEED_DRAWN,

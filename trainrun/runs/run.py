@@ -17,8 +17,7 @@ from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.formatting import counted
 from trainrun.output import masked_word, say
-from trainrun.parallel.devices import num_devices
-from trainrun.parallel.external import external_ranks
+from trainrun.parallel.devices import external_ranks, num_devices
 from trainrun.runs.environment import describe, uncommitted
 from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import (

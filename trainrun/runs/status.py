@@ -24,11 +24,11 @@ from trainrun.errors import (
     SaveError,
     TrainingError,
     TrainrunError,
+    of_the_system,
 )
 from trainrun.output import masked, plain
 from trainrun.runs.run_folder import RunDir, check_there, is_there, read_json, write_json, write_text
 from trainrun.runtime.signals import StopFlag, stop_deadline
-from trainrun.runtime.user_traceback import of_the_system
 
 STATES = ("running", "done", "stopped", "failed")
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainrun.config.units import EPOCH, parse_rounds
 from trainrun.data.readers.text.tokenizer import Tokens
 from trainrun.instantiate import locate
+from trainrun.limits import EPOCH, parse_rounds
 from trainrun.sampling.next_tokens import Draw, next_tokens
 from trainrun.sampling.run_tokens import context_of, encoded, pieces, tokens_of, tokens_of_data
 from trainrun.seeding import kept_random_state

@@ -9,10 +9,10 @@ from typing import Any
 from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.schema import with_values
-from trainrun.config.units import EPOCH, STEP, parse_duration
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.export.served import call_of
 from trainrun.formatting import counted
+from trainrun.limits import EPOCH, STEP, parse_duration
 from trainrun.output import say
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import open_run, resume_run

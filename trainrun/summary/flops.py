@@ -30,7 +30,7 @@ from torch.utils.flop_counter import (
 
 from trainrun.data.batch import map_leaves
 from trainrun.interfaces import counts_before
-from trainrun.runtime.without_dynamo import unloaded_compiler
+from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.seeding import kept_random_state
 from trainrun.training.components import Components
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainrun.errors import TrainrunError
+from trainrun.errors import ANY_FAULT, TrainrunError
 from trainrun.instantiate import build
 from trainrun.runs.run_folder import RunDir
-from trainrun.runtime.user_traceback import ANY_FAULT
 from trainrun.trackers.sender import Service, deliver, mark, marks
 
 

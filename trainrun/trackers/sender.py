@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from trainrun.errors import ANY_FAULT
 from trainrun.formatting import counted
 from trainrun.interfaces import RunFacts
 from trainrun.runs.run_folder import RunDir, read_json, write_json
-from trainrun.runtime.user_traceback import ANY_FAULT
 
 MOST_WAITING = 10_000  # rows: an hour and more of a usual run
 CLOSE_SECONDS = 8.0  # what the end of a run waits for a service

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.checkpoint.format import flatten
-from trainrun.errors import CheckpointError, PluginError
+from trainrun.errors import CheckpointError, PluginError, line_of
 from trainrun.interfaces import KeepsState, StepInfo
-from trainrun.runtime.user_traceback import line_of
 from trainrun.seeding import derive_seed
 from trainrun.training.state import TrainState
 

@@ -6,8 +6,8 @@ import sys
 import time
 
 from trainrun.cli.run_arguments import Parser, add_trust
-from trainrun.config.units import parse_seconds
 from trainrun.errors import EXIT_DONE, EXIT_FAILED
+from trainrun.limits import parse_seconds
 from trainrun.output import say
 from trainrun.runs.run import open_run
 from trainrun.runs.run_folder import named_folder

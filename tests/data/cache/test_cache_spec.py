@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from trainrun.config.compose import compose_run
-from trainrun.config.units import parse_cache
 from trainrun.errors import ConfigError
+from trainrun.limits import parse_cache
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from trainrun.benchmark.diagnose.rounds import Rounds, Side, freed
 from trainrun.benchmark.run_overrides import config_of, own_choices, replaced
 from trainrun.benchmark.worker_messages import SAVING, Load, Profile, Profiled, RunInfo, Save, Turn, Validate
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
-from trainrun.config.units import parse_seconds
 from trainrun.errors import TrainrunError
+from trainrun.limits import parse_seconds
 from trainrun.timing.paired import Ratio
 from trainrun.timing.phases import COMPILE, DATA, LOGGING
 

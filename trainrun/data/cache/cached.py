@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from trainrun.config.units import CacheSpec, parse_cache
 from trainrun.data.cache.disk import open_or_build
 from trainrun.data.cache.fingerprint import content_key, own_fingerprint
 from trainrun.data.cache.probe import Probe, look_at
@@ -33,6 +32,7 @@ from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.formatting import quantity
+from trainrun.limits import CacheSpec, parse_cache
 from trainrun.runtime.machine import host_memory, usable_cores
 from trainrun.seeding import kept_random_state
 

@@ -15,8 +15,7 @@ from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, take_apart
 from trainrun.data.cache.store import ALIGNMENT, HEADER_BYTES, Layout, kind_of, record_of
 from trainrun.data.engines.generators import takes
 from trainrun.data.map_style import innermost
-from trainrun.errors import DataError
-from trainrun.runtime.user_traceback import line_of
+from trainrun.errors import DataError, line_of
 from trainrun.seeding import kept_random_state
 
 NUM_PROBES = 9

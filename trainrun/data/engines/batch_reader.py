@@ -24,9 +24,8 @@ from trainrun.data.map_style import describe, innermost, name_of, reads_at_once,
 from trainrun.data.scale import Scale
 from trainrun.data.stream_options import Collate
 from trainrun.data.tensor_dataset import Columns
-from trainrun.errors import DataError
+from trainrun.errors import ANY_FAULT, DataError, line_of
 from trainrun.interfaces import MicroBatch
-from trainrun.runtime.user_traceback import ANY_FAULT, line_of
 from trainrun.seeding import kept_random_state
 
 TRANSFORM, COLLATE = 1, 2  # their numbers do not depend on how many the reading drew before

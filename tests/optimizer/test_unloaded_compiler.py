@@ -21,7 +21,7 @@ import sys
 import trainrun
 run = trainrun.train("trainer.max_steps=2", "trainer.limit_val_batches=1", "output_dir={out}", {word!r})
 import torch
-from trainrun.runtime.without_dynamo import MARK, lazily_disabled
+from trainrun.optimizer.plain_step import MARK, lazily_disabled
 print(run.status["step"], *(name in sys.modules for name in ("torch._dynamo", "torch._inductor", "sympy")))
 if "torch._dynamo" not in sys.modules:
     names = {{function.__name__ for function in lazily_disabled()}}

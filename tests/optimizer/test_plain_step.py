@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from trainrun.optimizer.fused_adam import FusedAdam, plain_step
+from trainrun.optimizer.plain_step import FusedAdam, plain_step
 
 
 def network() -> nn.Module:
