@@ -27,7 +27,7 @@ from trainrun.model import gpt
 from trainrun.model.attention import causal_attention
 from trainrun.model.gpt import Gpt
 from trainrun.parallel.single import Single
-from trainrun.precision import autocast
+from trainrun.precision import other_types
 from trainrun.runs.restore_config import parts_of as restored
 from trainrun.runs.run_folder import RunDir, read_identity, write_identity
 from trainrun.seeding import random_state
@@ -75,10 +75,13 @@ class TimedTask:
         return self.inner.step(model, batch)
 
 
+EMULATES = other_types.emulates_bfloat16
+
+
 @pytest.fixture(autouse=True)
 def _native(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever CPU the tests run on."""
-    monkeypatch.setattr(start_choices, "emulates_bfloat16", lambda device: False)
+    monkeypatch.setattr(other_types, "emulates_bfloat16", lambda device: False)
 
 
 @pytest.fixture
@@ -159,9 +162,9 @@ def test_not_measured_where_it_may_not_or_need_not_be(
 
 
 def test_a_type_that_is_emulated_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_choices, "emulates_bfloat16", autocast.emulates_bfloat16)
-    monkeypatch.setattr(autocast, "cpu_has", lambda *features: False)
-    monkeypatch.setattr(autocast, "is_x86", lambda: True)
+    monkeypatch.setattr(other_types, "emulates_bfloat16", EMULATES)
+    monkeypatch.setattr(other_types, "cpu_has", lambda *features: False)
+    monkeypatch.setattr(other_types, "is_x86", lambda: True)
     run = parts_of((), count=64)
     config, chosen, notes, spent = told(run, lambda: 0.001 if in_bfloat16() else 0.013, monkeypatch)
     assert config.precision.mode == chosen["precision"] == "32-true"
@@ -201,7 +204,9 @@ def test_what_breaks_in_a_trial_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_type_that_does_not_fit_into_memory_is_not_taken_and_ends_no_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(number_choices, "type_by_rule", lambda *_: ("bf16-mixed", "as on a GPU"))
+    monkeypatch.setattr(
+        "trainrun.precision.other_types.type_by_rule", lambda *_: ("bf16-mixed", "as on a GPU")
+    )
 
     def seconds() -> float:
         if not in_bfloat16():

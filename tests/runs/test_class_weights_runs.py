@@ -12,7 +12,7 @@ from test_parameter_groups import QUIET
 from trainrun.cli.main import main
 from trainrun.data.facts import facts_of
 from trainrun.data.readers.builtin.digits import load
-from trainrun.task.classification import balanced
+from trainrun.task.losses import balanced
 
 WORDS = ("task.class_weights=balanced", "precision=64", "data.batch_size=48", *QUIET)
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from trainrun.data.facts import facts_of
 from trainrun.errors import ConfigError
-from trainrun.task.classification import Classification, balanced
+from trainrun.task.classification import Classification
+from trainrun.task.losses import balanced
 
 
 class Same(nn.Module):

@@ -385,7 +385,7 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
     if takes and node.get("bytes_per_token") is None:
         node["bytes_per_token"] = facts.bytes_per_token
     if node.get("class_weights") == "balanced":
-        from trainrun.task.classification import balanced
+        from trainrun.task.losses import balanced
 
         node["class_weights"] = balanced(facts.class_counts)
     task = build(node, "task")

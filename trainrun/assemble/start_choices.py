@@ -18,7 +18,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.instantiate import satellite
 from trainrun.interfaces import Batches, Parallel
 from trainrun.model.choices import attention_layers
-from trainrun.precision.autocast import emulates_bfloat16, type_by_rule
+from trainrun.precision.autocast import is_tiny
 from trainrun.runtime.machine import can_keep, free_bytes, keep_freed_memory, return_freed_memory
 from trainrun.training.components import Components
 
@@ -51,8 +51,11 @@ def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
     open_type = config.precision.mode == "auto"
     layers = [layer for layer in attention_layers(model) if layer.kernel == "auto"]
     wanted = []
-    if open_type and "precision" not in chosen and not emulates_bfloat16(parallel.device):
-        wanted.append("precision")
+    if open_type and "precision" not in chosen:
+        from trainrun.precision import other_types
+
+        if not other_types.emulates_bfloat16(parallel.device):
+            wanted.append("precision")
     if layers and "attention" not in chosen:
         wanted.append("attention")
     if config.trainer.num_threads == "auto" and "num_threads" not in chosen:
@@ -60,7 +63,8 @@ def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
     if measures and wanted and (tuner := autotune([])):
         tuner.choose_numbers(config, model, task, train, parallel, num_batches, wanted, chosen, notes)
     if open_type and "precision" not in chosen:
-        mode, why = type_by_rule(model, config.data.batch_size, parallel.device)
+        tiny = is_tiny(model, config.data.batch_size)
+        mode, why = other_types.type_by_rule(parallel.device, tiny)
         chosen["precision"] = mode
         notes.append(f"precision: {mode}, not measured: {why}")
     if layers:

@@ -41,8 +41,8 @@ from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.interfaces import Batches, Parallel
 from trainrun.model.choices import attention_layers
-from trainrun.precision.autocast import AUTOCAST_TYPES, FULL, MIXED, type_by_rule
-from trainrun.precision.update import build_context
+from trainrun.precision.autocast import is_tiny
+from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_context
 from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 from trainrun.training.recovery.oom import batch_norm_in
@@ -87,8 +87,11 @@ class NumberTrial:
     def __init__(self, config: RunConfig, step: TimedStep, data: Any) -> None:
         self._config, self._step, self._data = config, step, data
         self._device, self._count = step.parallel.device, num_rows(data)
-        rule = type_by_rule(step.model, config.data.batch_size, self._device)[0]
-        self._mode = rule if config.precision.mode == "auto" else config.precision.mode
+        self._mode = config.precision.mode
+        if self._mode == "auto":
+            from trainrun.precision.other_types import type_by_rule
+
+            self._mode = type_by_rule(self._device, is_tiny(step.model, config.data.batch_size))[0]
         self._layers = [layer for layer in attention_layers(step.model) if layer.kernel == "auto"]
         self._inputs: torch.Size | None = None  # of a layer
 

@@ -24,7 +24,7 @@ from trainrun.export.card import about_network, card_text
 from trainrun.export.formats import FORMATS, Order, Runner
 from trainrun.export.served import RealSamples, halves, served_samples
 from trainrun.output import say
-from trainrun.precision.autocast import cast_inputs
+from trainrun.precision.other_types import cast_inputs
 from trainrun.runs.resume import trusted_config
 from trainrun.runs.run import open_run
 from trainrun.timing.paired import Rules, compare, turn_of

@@ -33,6 +33,8 @@ from trainrun.precision.gradients import (
 )
 from trainrun.timing.phases import CHECK, CLIP, OPTIMIZER, PhaseTimer
 
+AUTOCAST_TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+FULL, MIXED = "32-true", "bf16-mixed"
 MAX_SKIPS_IN_A_ROW = 100
 MAX_OVERFLOWS_IN_A_ROW = 25
 MAX_CACHED_SHARES = 64

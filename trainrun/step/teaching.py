@@ -21,7 +21,8 @@ from trainrun.errors import ConfigError, DataError
 from trainrun.formatting import counted
 from trainrun.instantiate import TARGET, build
 from trainrun.interfaces import Batches, Parallel
-from trainrun.precision.autocast import AUTOCAST_TYPES, cast_inputs
+from trainrun.precision.other_types import cast_inputs
+from trainrun.precision.update import AUTOCAST_TYPES
 from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 from trainrun.task.batches import inputs_and_target

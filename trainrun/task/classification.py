@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,6 @@ from trainrun.task.batches import (
     output_tensor,
     run_model,
 )
-from trainrun.task.losses import Loss, is_summed, no_sum, with_reduction
 
 if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import ClassMetrics
@@ -78,11 +77,18 @@ class Classification:
             "reduction": "sum",
             "label_smoothing": label_smoothing,
         }
-        own: Any = partial(cross_entropy, **how)
+        self.loss: Callable[[Tensor, Tensor], Tensor] = partial(cross_entropy, **how)
+        self.is_summed = True
         if class_weights is not None:  # a module, which moves its weights to the device
-            own = nn.CrossEntropyLoss(checked_weights(class_weights, loss), **how)
+            from trainrun.task.losses import checked_weights
+
+            self.loss = nn.CrossEntropyLoss(checked_weights(class_weights, loss), **how)
         self.weighted = 0 if class_weights is None else len(class_weights)
-        self.loss: Loss = own if loss is None else with_reduction(loss, "sum")
+        if loss is not None:
+            from trainrun.task.losses import is_summed, with_reduction
+
+            self.loss = with_reduction(loss, "sum")
+            self.is_summed = is_summed(self.loss)
         self.class_dim = class_dim
         self.ignore_index = ignore_index
         self.checked = False
@@ -191,7 +197,9 @@ class Classification:
             raise DataError(f"data: {error} The model gives {logits.shape[1]} classes") from error
         if loss.ndim:
             return loss.sum()
-        if not is_summed(self.loss):
+        if not self.is_summed:
+            from trainrun.task.losses import no_sum
+
             raise no_sum(self.loss)
         return loss
 
@@ -221,31 +229,6 @@ class Classification:
             raise ConfigError(
                 f"task.class_weights: {self.weighted} numbers, but the model gives {logits.shape[1]} classes"
             )
-
-
-def checked_weights(weights: Any, loss: Any) -> Tensor:
-    """One number a class. Raises ConfigError."""
-    if loss is not None:
-        raise ConfigError("task.class_weights: has no effect on task.loss; give the loss its weights there")
-    if isinstance(weights, str) or not weights or not sum(weights) > 0 or min(weights) < 0:
-        raise ConfigError(
-            f"task.class_weights={weights}: must be numbers, 0 or more and not all 0, one for each class"
-        )
-    return torch.tensor(weights, dtype=torch.float32)
-
-
-def balanced(counts: Sequence[int]) -> list[float]:
-    """N / (C x items of the class), for `task.class_weights`. Raises ConfigError."""
-    key = "task.class_weights=balanced"
-    if not counts:
-        raise ConfigError(
-            f"{key}: the training data has no labels of classes in memory to count; give one number a class"
-        )
-    if absent := [str(number) for number, count in enumerate(counts) if not count]:
-        raise ConfigError(
-            f"{key}: no training sample has class {', '.join(absent[:8])}; give one number a class"
-        )
-    return [sum(counts) / (len(counts) * count) for count in counts]
 
 
 def check_target_type(target: Tensor) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, PluginError
@@ -53,3 +54,28 @@ def no_sum(loss: Any) -> PluginError:
         'and ranks, and divides once. Return one number per item (reduction="none"), or the sum, '
         f'and say so with an attribute: {name}.reduction = "sum"'
     )
+
+
+def checked_weights(weights: Any, loss: Any) -> Tensor:
+    """One number a class. Raises ConfigError."""
+    if loss is not None:
+        raise ConfigError("task.class_weights: has no effect on task.loss; give the loss its weights there")
+    if isinstance(weights, str) or not weights or not sum(weights) > 0 or min(weights) < 0:
+        raise ConfigError(
+            f"task.class_weights={weights}: must be numbers, 0 or more and not all 0, one for each class"
+        )
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def balanced(counts: Sequence[int]) -> list[float]:
+    """N / (C x items of the class), for `task.class_weights`. Raises ConfigError."""
+    key = "task.class_weights=balanced"
+    if not counts:
+        raise ConfigError(
+            f"{key}: the training data has no labels of classes in memory to count; give one number a class"
+        )
+    if absent := [str(number) for number, count in enumerate(counts) if not count]:
+        raise ConfigError(
+            f"{key}: no training sample has class {', '.join(absent[:8])}; give one number a class"
+        )
+    return [sum(counts) / (len(counts) * count) for count in counts]
