@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from trainrun.config.argv import conf_dir
-from trainrun.config.compose import compose_run, load_config, save_config
+from trainrun.config.compose import compose_run, save_config
+from trainrun.config.saved_config import load_config
 from trainrun.config.schema import with_values
 from trainrun.config.validate import argument_faults, check, kinds_of
 from trainrun.errors import ConfigError

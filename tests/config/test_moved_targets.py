@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainrun.config import aliases as moved
-from trainrun.config.compose import compose_run, load_config, save_config
+from trainrun.config.compose import compose_run, save_config
+from trainrun.config.saved_config import load_config
 from trainrun.instantiate import locate
 
 OLD, NEW = "trainrun.data.digits.load", "trainrun.data.readers.builtin.digits.load"

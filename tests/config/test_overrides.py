@@ -8,7 +8,8 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.config import overrides
-from trainrun.config.compose import compose_run, load_config, save_config
+from trainrun.config.compose import compose_run, save_config
+from trainrun.config.saved_config import load_config
 from trainrun.errors import ConfigError
 
 

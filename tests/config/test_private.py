@@ -11,7 +11,8 @@ import yaml
 import trainrun
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir
-from trainrun.config.compose import compose_run, load_config, save_config
+from trainrun.config.compose import compose_run, save_config
+from trainrun.config.saved_config import load_config
 from trainrun.config.saved_values import leaves_of
 from trainrun.output import is_secret, masked, masked_lines, masked_word
 

@@ -30,7 +30,7 @@ from faults.taps import Operation, Tap
 from trainrun.checkpoint import save as saving
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.load import load_latest
-from trainrun.config.compose import load_config
+from trainrun.config.saved_config import load_config
 from trainrun.errors import TrainrunError
 from trainrun.monitor.metrics_file import cut_rows_after, read_rows
 from trainrun.parallel.single import Single

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli import main as cli
-from trainrun.config.compose import load_config
+from trainrun.config.saved_config import load_config
 from trainrun.runs import run as runner
 from trainrun.runs.run_folder import RunDir
 

@@ -12,9 +12,10 @@ import pytest
 
 import trainrun
 from trainrun.cli.main import main
+from trainrun.config.saved_values import foreign_parts
 from trainrun.errors import ConfigError
 from trainrun.runs.run_folder import RunDir, read_identity, write_identity
-from trainrun.runs.trusted_code import add_to_list, check_files, foreign_parts, list_file, listed
+from trainrun.runs.trusted_code import add_to_list, check_files, list_file, listed
 
 NET = """
 from torch import nn

@@ -18,7 +18,7 @@ from trainrun.assemble.run_plan import DATA, DRAWN
 from trainrun.checkpoint.load import best_checkpoint, resolve
 from trainrun.checkpoint.reading import Loaded, read_checkpoint
 from trainrun.checkpoint.weights import check_tensors, load_initial, place_of_base, tensor_kinds, weights_of
-from trainrun.config.compose import plain_config, with_overrides
+from trainrun.config.saved_config import plain_config, with_overrides
 from trainrun.config.schema import RunConfig
 from trainrun.data.pipeline import open_batches
 from trainrun.errors import CheckpointError, ConfigError

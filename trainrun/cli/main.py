@@ -193,7 +193,7 @@ def train_command(words: list[str]) -> int:
 
 
 def train_one(words: list[str], paths: list[str]) -> int:
-    from trainrun.config.compose import compose_run, load_config
+    from trainrun.config.compose import compose_run
 
     with others_dismissed():
         composition = compose_run(words)
@@ -206,6 +206,8 @@ def train_one(words: list[str], paths: list[str]) -> int:
     if earlier is not None:  # torchrun restarted the ranks
         config = composition.config
         if config.seed is None:  # the one that was drawn at its first start
+            from trainrun.config.saved_config import load_config
+
             config = replace(config, seed=load_config(earlier.config, []).seed)
         with only_writer(earlier):
             return execute(earlier, config, LaunchSpec(True, paths))

@@ -5,7 +5,6 @@ The other names of a setting stand beside its field in `config/schema.py`; here 
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, get_args
 
 import yaml
 
-from trainrun.config.schema import SAME, RunConfig, TrackerName, settings
+from trainrun.config.schema import RunConfig, TrackerName, settings
 from trainrun.limits import fits
 from trainrun.output import say
 
@@ -188,45 +187,6 @@ def value_of_today(key: str, value: str, schema: type = RunConfig) -> str:
     return found.words.get(value.lower(), value) if found is not None else value
 
 
-def with_names_of_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The plain values of a saved config in which settings that were renamed since have their new names."""
-    saved = copy.deepcopy(saved)
-    for old, key in aliases().items():
-        found = settings().get(key)
-        if "." in old and found is not None and found.section is None:
-            _move(saved, old, key, path)
-    _move(saved, "trainer.compile.enabled", "trainer.compile.scope", path)
-    _move(saved, "trainer.return_freed_memory", "trainer.cpu_allocator", path)
-    data, parallel = (
-        section if isinstance(section, dict) else {} for section in map(saved.get, ("data", "parallel"))
-    )
-    if data.get("transform") and "val_transform" not in data:
-        data["val_transform"] = SAME  # its validations went through data.transform too
-        _note(f"{path}: data.transform is of training alone now; data.val_transform=same goes on as before")
-    if "stop_grace_seconds" in parallel:
-        del parallel["stop_grace_seconds"]  # it was of the ranks alone; the run's own has another meaning
-        _note(f"{path}: parallel.stop_grace_seconds is left out; it is trainer.stop_grace_seconds now")
-    return saved
-
-
-def _move(saved: dict[str, Any], old: str, key: str, path: Path) -> None:
-    """Give the value at an old key to the key of today, in its words."""
-    above, _, name = old.rpartition(".")
-    node: Any = saved
-    for part in above.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or name not in node:
-        return
-    value = node.pop(name)
-    meant = settings()[key].words.get(str(value).lower(), value)
-    target = saved
-    *sections, last = key.split(".")
-    for part in sections:
-        target = target.setdefault(part, {})
-    target.setdefault(last, meant)
-    _note(f"{path}: {old}={value} is read as {key}={meant}")
-
-
 def target_of_today(target: Any) -> Any:
     """The path of a target whose module has moved; any other value as it is."""
     module, dot, name = target.rpartition(".") if isinstance(target, str) else ("", "", "")
@@ -243,11 +203,11 @@ def with_targets_of_today(value: Any) -> Any:
     target = found.get("_target_")
     if target is not None and (today := target_of_today(target)) != target:
         found["_target_"] = today
-        _note(f"_target_={target} is read as {today}")
+        say_once(f"_target_={target} is read as {today}")
     return found
 
 
 @cache
-def _note(text: str) -> None:
+def say_once(text: str) -> None:
     """Print once, though a run reads its config several times."""
     say(f"note: {text}", file=sys.stderr)

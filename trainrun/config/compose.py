@@ -5,17 +5,15 @@ Nothing of Hydra or OmegaConf is left afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from trainrun.config.aliases import value_of_today, with_names_of_today, with_targets_of_today
+from trainrun.config.aliases import value_of_today, with_targets_of_today
 from trainrun.config.argv import (
     CUSTOM,
     CommandLine,
@@ -31,25 +29,17 @@ from trainrun.config.overrides import (
     composed,
     lower_trackers,
     override_fault,
-    put_into_saved,
-    raise_trackers,
-    schema_node,
 )
 from trainrun.config.saved_values import (
-    changed,
-    is_environment,
     leaves_of,
-    missing_secrets,
     public,
-    read_yaml_text,
     remember,
-    with_secrets,
 )
 from trainrun.config.schema import RunConfig, plain, settings, value_of, with_values
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError
 from trainrun.limits import NODES, choices_of
-from trainrun.runs.run_folder import RunDir, read_json, write_json, write_text
+from trainrun.runs.run_folder import RunDir, write_json, write_text
 
 SEAL = "# sha256 of the lines above: "
 
@@ -142,36 +132,6 @@ def unread_path(config: RunConfig) -> list[str]:
     ]
 
 
-def following(saved: Any, words: list[str]) -> list[str]:
-    """Words for `data.val` of a saved run, where its option says `${data.train...}` and that is given another value."""
-    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
-    option = conf_dir() / "data" / f"{OmegaConf.select(saved, 'data.name')}.yaml"
-    if not any(key.startswith("data.train.") for key in given) or not option.is_file():
-        return []
-    val = (yaml.safe_load(option.read_text(encoding="utf-8")) or {}).get("val") or {}
-    pairs = {
-        f"data.val.{name}": str(value).removeprefix("${").removesuffix("}") for name, value in val.items()
-    }
-    return [
-        f"{key}={given[source]}"
-        for key, source in pairs.items()
-        if source in given
-        and key not in given
-        and OmegaConf.select(saved, key) == OmegaConf.select(saved, source)
-    ]
-
-
-def follow_path(config: RunConfig, before: str | None) -> RunConfig:
-    """The config with `data.path` where a saved run, whose references are resolved, has the path of `before`."""
-
-    def follow(key: str, value: Any) -> Any:
-        is_it = value == before and (before is not None or key.rpartition(".")[2] == "path")
-        return config.data.path if is_it else value
-
-    sets = ("train", "val", "test")
-    return with_values(config, {f"data.{name}": changed(getattr(config.data, name), follow) for name in sets})
-
-
 def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
     """What was typed for a section that is off, as the patience of no early stopping; off by its own word is fine."""
     typed = dict.fromkeys(word.lstrip("+").partition("=")[0] for word in overrides)
@@ -199,14 +159,14 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
     if faults := lower_trackers(cfg):
         raise ConfigError(*faults)
     try:
-        found = _of_today(RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)}))
+        found = of_today(RunConfig(**{item.name: _plain(cfg[item.name]) for item in fields(RunConfig)}))
         return remember(cfg, found)
     except MissingMandatoryValue as error:
         missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
         raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
 
 
-def _of_today(config: RunConfig) -> RunConfig:
+def of_today(config: RunConfig) -> RunConfig:
     """The config with other words for values, and sources of data that have moved, as they are named today."""
     sets = {
         f"data.{name}": with_targets_of_today(getattr(config.data, name)) for name in ("train", "val", "test")
@@ -238,78 +198,3 @@ def write_config(run: RunDir, config: RunConfig) -> None:
     if secrets := public(config)[1]:
         write_json(run.secrets, secrets, durable=True)
     write_text(run.config, save_config(config), durable=True)
-
-
-def is_as_saved(path: Path) -> bool:
-    """Whether a saved config has the hash that its last line names; one that names none may be by hand."""
-    text, seal, digest = read_yaml_text(path).rpartition(SEAL)
-    return not seal or digest.strip() == hashlib.sha256(text.encode()).hexdigest()
-
-
-def plain_config(path: Path) -> dict[str, Any]:
-    """The plain values of a config that a run has saved; raises ConfigError. Nothing in it is looked up or run."""
-    text = read_yaml_text(path)
-    try:
-        found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: not a config of a run ({_first_line(error)})") from error
-    except AssertionError:  # OmegaConf's answer to a single number
-        found = None
-    if not isinstance(found, dict) or not found.get("model"):
-        raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
-    for key, value in leaves_of(found):
-        if isinstance(value, str) and "${" in value and not is_environment(value):
-            raise ConfigError(
-                f"{path}: {key}={value[:80]}: a reference; a run saves its config with all of them resolved"
-            )
-    return {str(name): value for name, value in found.items()}
-
-
-def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """A saved config with single values changed. Raises ConfigError; group choices are fixed by now."""
-    return with_overrides(plain_config(path), path, overrides)
-
-
-def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> RunConfig:
-    """The config that `path` holds as plain values, with the overrides of a command line."""
-    try:
-        kept: Any = None
-        with contextlib.suppress(OSError, ValueError):
-            kept = read_json(RunDir(path.parent).secrets)
-        saved = OmegaConf.create(with_names_of_today(with_secrets(found, kept), path))
-        cfg = OmegaConf.merge(schema_node(), saved)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
-        key = str(getattr(error, "full_key", None) or "config")
-        raise ConfigError(f"{path}: not a config of a run ({key}: {_first_line(error)})") from error
-    assert isinstance(cfg, DictConfig)
-    raise_trackers(cfg)
-    words = split_command_line(overrides)
-    translate(words, lambda *_: False, lambda name: False)
-    faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
-    wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
-    faults += wrong.values()
-    sound = [word for word in words.overrides if word not in wrong]
-    put_into_saved(cfg, [*sound, *following(saved, sound)], faults)
-    faults += [*missing_secrets(cfg), *lower_trackers(cfg)]
-    try:
-        config = OmegaConf.to_object(cfg)
-    except OmegaConfBaseException as error:
-        from trainrun.config.messages import explain_reference
-
-        raise ConfigError(*faults, explain_reference(error)) from error
-    assert isinstance(config, RunConfig)
-    config = remember(cfg, _of_today(config))
-    config = follow_path(config, OmegaConf.select(saved, "data.path"))
-    faults += check(config)
-    faults += untold(idle_settings(config, words.overrides), faults)
-    # With its other values it has trained.
-    changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
-    faults += unread_path(config) if "data.path" in changed else []
-    faults += untold({key: fault for key, fault in argument_faults(config).items() if key in changed}, faults)
-    if faults:
-        raise ConfigError(*[words.as_typed(fault) for fault in faults])
-    return config
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

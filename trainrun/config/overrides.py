@@ -33,7 +33,6 @@ from trainrun.limits import ANY, NODES
 from trainrun.model.choices import WORDS
 
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
-NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"
 BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
 # Options of Hydra's own that no run reads; without them composing takes 0.8x its time.
 LEFT_OUT = (
@@ -109,7 +108,7 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
         if broken := [fault for path in files if (fault := limit_fault(path))]:
             faults += broken
             return None
-    read = [override for word in opened(words, folders) if (override := _read(word, faults))]
+    read = [override for word in opened(words, folders) if (override := read_override(word, faults))]
     known = groups(folders)
     choices, settings = [], []
     for override in read:
@@ -172,7 +171,7 @@ def lower_trackers(cfg: DictConfig) -> list[str]:
     return faults
 
 
-def _read(word: str, faults: list[str], if_several: str = SWEEP) -> Override | None:
+def read_override(word: str, faults: list[str], if_several: str = SWEEP) -> Override | None:
     typed = word.lstrip("+") or word
     override = None
     with contextlib.suppress(HydraException):
@@ -300,29 +299,7 @@ def _take_away(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str
     return ""
 
 
-def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None:
-    """Single values of a run whose options are chosen; below an open node they may be new."""
-    fixed = groups([conf_dir()])
-    for word in words:
-        override = _read(word, faults, NO_SWEEP)
-        if override is None:
-            continue
-        key, text = override.key_or_group, word.partition("=")[2]
-        may_be_new = any(key.startswith(f"{node}.") for node in open_nodes()) or _in_tracker(key)
-        if key == "monitor.tracker":
-            add_trackers(cfg, override.value())
-        if key in fixed:
-            fault = (
-                f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"
-            )
-        elif override.is_delete():
-            fault = f"{word}: nothing of a run can be taken away; give it another value, as {key}=null"
-        else:
-            fault = put(cfg, key, override.value(), text, may_be_new, [conf_dir()])
-        faults += [fault] if fault else []
-
-
-def _in_tracker(key: str) -> bool:
+def in_tracker(key: str) -> bool:
     return is_tracker(key) and key.count(".") > 1
 
 
@@ -337,7 +314,7 @@ def opened(overrides: list[str], folders: list[Path]) -> list[str]:
         group = key.partition(".")[0]
         if any(key == f"{node}._target_" or key.startswith(f"{node}.") for node in named):
             return True
-        if key.startswith(BY_NAME) or key in MODEL_KEYS or _in_tracker(key):
+        if key.startswith(BY_NAME) or key in MODEL_KEYS or in_tracker(key):
             return True
         if not any(key.startswith(node + ".") for node in open_nodes()):
             return False

@@ -8,16 +8,19 @@ reference again, and a run that goes on looks it up again. Texts of settings tha
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from trainrun.config.aliases import target_of_today
 from trainrun.errors import ConfigError
+from trainrun.instantiate import TARGET
 from trainrun.output import HIDDEN, hides
 from trainrun.runs.run_folder import read_bytes
 
@@ -110,24 +113,6 @@ def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
     return changed(config, shown), secrets
 
 
-def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
-    """Saved values with their secrets, as far as they are known."""
-    known = secrets if isinstance(secrets, dict) else {}
-    filled: dict[str, Any] = changed(
-        found, lambda key, value: known.get(key, value) if value == HIDDEN and hides(key, value) else value
-    )
-    return filled
-
-
-def missing_secrets(cfg: DictConfig) -> list[str]:
-    """A line for each secret that was not kept."""
-    return [
-        f"{key}: a secret that is not kept in this folder (.secrets.json); give it again, as {key}=..."
-        for key, value in leaves_of(OmegaConf.to_container(cfg, resolve=False))
-        if value == HIDDEN and hides(key, value)
-    ]
-
-
 def read_yaml_text(path: Path, aliases: bool = False) -> str:
     """The text of a YAML file that is safe to parse. Raises ConfigError that names the limit, or the fault's line.
 
@@ -184,3 +169,44 @@ def yaml_place(error: yaml.YAMLError) -> str:
         getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).partition("\n")[0]
     )
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark is not None else str(problem)
+
+
+OURS = re.compile(
+    r"trainrun\.(?:(?:model|task|optimizer|scheduler)\.\w+|data\.augment\.\w+)\.[A-Z]\w*"
+    r"|trainrun\.data\.readers\.\w+\.\w+\.load"
+    r"|trainrun\.scheduler\.curves\.[a-z]\w*"
+    r"|trainrun\.transform\.(?:lora\.lora|freeze\.freeze)|trainrun\.hook\.\w+\.[A-Z]\w*"
+    r"|trainrun\.smaller\.(?:int8\.int8|prune\.(?:masked|narrowed))"
+    r"|trainrun\.trackers\.\w+\.[A-Z]\w*"
+    r"|torch\.(?:nn|optim|optim\.lr_scheduler)\.[A-Z]\w*",
+    re.ASCII,
+)
+
+
+class Foreign(NamedTuple):
+    """What is not ours in a run folder: the key as typed, its value, and all that it stands for."""
+
+    key: str
+    value: Any
+    content: Any
+
+
+def foreign_parts(value: Any, key: str = "") -> Iterator[Foreign]:
+    """The outermost nodes whose target is not ours, wherever they stand in plain values; folders to write to too."""
+    items: Any = enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        target = value.get(TARGET)
+        is_ours = isinstance(target, str) and OURS.fullmatch(target_of_today(target))
+        if target is not None and not is_ours:
+            yield Foreign(f"{key}.{TARGET}", target, value)
+            return
+        items = value.items()
+    elif isinstance(value, str):
+        is_written = (
+            value.startswith("disk:") if key == "data.cache" else key.endswith((".cache_dir", ".log_dir"))
+        )
+        names_code = key == "task.teacher" and os.sep not in value  # a target, not the folder of a run
+        if is_written or names_code or "${oc.env:" in value:
+            yield Foreign(key, value, value)
+    for name, item in items:
+        yield from foreign_parts(item, f"{key}.{name}" if key else str(name))

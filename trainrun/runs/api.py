@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.config.compose import compose_run, load_config
+from trainrun.config.compose import compose_run
+from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.monitor.metrics_file import read_rows

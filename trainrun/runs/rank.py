@@ -308,7 +308,7 @@ def hidden_syncs(run: Components) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """The entry of a rank that the launcher started."""
-    from trainrun.config.compose import load_config
+    from trainrun.config.saved_config import load_config
     from trainrun.output import complain
     from trainrun.parallel.worker import run_as_rank
     from trainrun.runs.lock import take_over

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainrun.config.argv import is_path
-from trainrun.config.compose import is_as_saved, load_config, plain_config, with_overrides
+from trainrun.config.saved_config import is_as_saved, load_config, plain_config, with_overrides
 from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError

@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainrun.config.compose import Composition, plain_config, write_config
-from trainrun.config.saved_values import public
+from trainrun.config.compose import Composition, write_config
+from trainrun.config.saved_values import foreign_parts, public
 from trainrun.config.schema import RunConfig, plain
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.formatting import counted
@@ -31,7 +31,6 @@ from trainrun.runs.run_folder import (
     write_text,
 )
 from trainrun.runs.status import deadline, run_status
-from trainrun.runs.trusted_code import add_to_list, check_found, foreign_parts, links_out
 from trainrun.runtime.signals import StopFlag, catch_signals, patience
 from trainrun.timing.phases import command_start
 
@@ -124,7 +123,10 @@ def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
     write_config(run, config)
-    if any(foreign_parts(plain(public(config)[0]))) or any(links_out(run.root)):
+    if any(foreign_parts(plain(public(config)[0]))) or any(path.is_symlink() for path in run.root.rglob("*")):
+        from trainrun.config.saved_config import plain_config
+        from trainrun.runs.trusted_code import add_to_list
+
         add_to_list(run, plain_config(run.config))
     if external_ranks():
         from trainrun.runs.torchrun import lead_run
@@ -179,7 +181,9 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
 
 
 def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
+    from trainrun.config.saved_config import plain_config
     from trainrun.runs import resume
+    from trainrun.runs.trusted_code import add_to_list, check_found
 
     config = resume.trusted_config(run, overrides, trust)
     resume.check_reachable(run)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from trainrun.assemble.model_and_transforms import ranks_of
-from trainrun.config.compose import load_config
+from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.interfaces import Parallel

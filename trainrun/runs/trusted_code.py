@@ -13,59 +13,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import stat
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from trainrun.config.aliases import target_of_today
+from trainrun.config.saved_values import Foreign, foreign_parts
 from trainrun.errors import ConfigError
 from trainrun.instantiate import TARGET
 from trainrun.runs.run_folder import RunDir, read_identity, read_json
 
 SHOWN = 5
-OURS = re.compile(
-    r"trainrun\.(?:(?:model|task|optimizer|scheduler)\.\w+|data\.augment\.\w+)\.[A-Z]\w*"
-    r"|trainrun\.data\.readers\.\w+\.\w+\.load"
-    r"|trainrun\.scheduler\.curves\.[a-z]\w*"
-    r"|trainrun\.transform\.(?:lora\.lora|freeze\.freeze)|trainrun\.hook\.\w+\.[A-Z]\w*"
-    r"|trainrun\.smaller\.(?:int8\.int8|prune\.(?:masked|narrowed))"
-    r"|trainrun\.trackers\.\w+\.[A-Z]\w*"
-    r"|torch\.(?:nn|optim|optim\.lr_scheduler)\.[A-Z]\w*",
-    re.ASCII,
-)
-
-
-class Foreign(NamedTuple):
-    """What is not ours in a run folder: the key as typed, its value, and all that it stands for."""
-
-    key: str
-    value: Any
-    content: Any
-
-
-def foreign_parts(value: Any, key: str = "") -> Iterator[Foreign]:
-    """The outermost nodes whose target is not ours, wherever they stand in plain values; folders to write to too."""
-    items: Any = enumerate(value) if isinstance(value, list) else ()
-    if isinstance(value, dict):
-        target = value.get(TARGET)
-        is_ours = isinstance(target, str) and OURS.fullmatch(target_of_today(target))
-        if target is not None and not is_ours:
-            yield Foreign(f"{key}.{TARGET}", target, value)
-            return
-        items = value.items()
-    elif isinstance(value, str):
-        is_written = (
-            value.startswith("disk:") if key == "data.cache" else key.endswith((".cache_dir", ".log_dir"))
-        )
-        names_code = key == "task.teacher" and os.sep not in value  # a target, not the folder of a run
-        if is_written or names_code or "${oc.env:" in value:
-            yield Foreign(key, value, value)
-    for name, item in items:
-        yield from foreign_parts(item, f"{key}.{name}" if key else str(name))
 
 
 def links_out(root: Path) -> Iterator[Foreign]:

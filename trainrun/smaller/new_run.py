@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.start_choices import chosen_before
-from trainrun.config.compose import Composition, plain_config
+from trainrun.config.compose import Composition
+from trainrun.config.saved_config import plain_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import ConfigError
 from trainrun.export.served import call_of, outputs_of

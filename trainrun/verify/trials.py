@@ -19,7 +19,8 @@ from typing import Any
 
 from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.reading import read_checkpoint
-from trainrun.config.compose import Composition, load_config
+from trainrun.config.compose import Composition
+from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.config.validate import check
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError

@@ -1,0 +1,227 @@
+"""The config that a run has saved: read, its names and secrets brought up to date, single values of it changed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainrun.config.aliases import aliases, say_once
+from trainrun.config.argv import (
+    conf_dir,
+    groups,
+    split_command_line,
+    translate,
+)
+from trainrun.config.compose import SEAL, idle_settings, of_today, unread_path, untold
+from trainrun.config.overrides import (
+    add_trackers,
+    in_tracker,
+    lower_trackers,
+    override_fault,
+    put,
+    raise_trackers,
+    read_override,
+    schema_node,
+)
+from trainrun.config.saved_values import changed, is_environment, leaves_of, read_yaml_text, remember
+from trainrun.config.schema import SAME, RunConfig, open_nodes, settings, with_values
+from trainrun.config.validate import argument_faults, check
+from trainrun.errors import ConfigError
+from trainrun.output import HIDDEN, hides
+from trainrun.runs.run_folder import RunDir, read_json
+
+
+def following(saved: Any, words: list[str]) -> list[str]:
+    """Words for `data.val` of a saved run, where its option says `${data.train...}` and that is given another value."""
+    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    option = conf_dir() / "data" / f"{OmegaConf.select(saved, 'data.name')}.yaml"
+    if not any(key.startswith("data.train.") for key in given) or not option.is_file():
+        return []
+    val = (yaml.safe_load(option.read_text(encoding="utf-8")) or {}).get("val") or {}
+    pairs = {
+        f"data.val.{name}": str(value).removeprefix("${").removesuffix("}") for name, value in val.items()
+    }
+    return [
+        f"{key}={given[source]}"
+        for key, source in pairs.items()
+        if source in given
+        and key not in given
+        and OmegaConf.select(saved, key) == OmegaConf.select(saved, source)
+    ]
+
+
+def follow_path(config: RunConfig, before: str | None) -> RunConfig:
+    """The config with `data.path` where a saved run, whose references are resolved, has the path of `before`."""
+
+    def follow(key: str, value: Any) -> Any:
+        is_it = value == before and (before is not None or key.rpartition(".")[2] == "path")
+        return config.data.path if is_it else value
+
+    sets = ("train", "val", "test")
+    return with_values(config, {f"data.{name}": changed(getattr(config.data, name), follow) for name in sets})
+
+
+def is_as_saved(path: Path) -> bool:
+    """Whether a saved config has the hash that its last line names; one that names none may be by hand."""
+    text, seal, digest = read_yaml_text(path).rpartition(SEAL)
+    return not seal or digest.strip() == hashlib.sha256(text.encode()).hexdigest()
+
+
+def plain_config(path: Path) -> dict[str, Any]:
+    """The plain values of a config that a run has saved; raises ConfigError. Nothing in it is looked up or run."""
+    text = read_yaml_text(path)
+    try:
+        found = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: not a config of a run ({_first_line(error)})") from error
+    except AssertionError:  # OmegaConf's answer to a single number
+        found = None
+    if not isinstance(found, dict) or not found.get("model"):
+        raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
+    for key, value in leaves_of(found):
+        if isinstance(value, str) and "${" in value and not is_environment(value):
+            raise ConfigError(
+                f"{path}: {key}={value[:80]}: a reference; a run saves its config with all of them resolved"
+            )
+    return {str(name): value for name, value in found.items()}
+
+
+def load_config(path: Path, overrides: list[str]) -> RunConfig:
+    """A saved config with single values changed. Raises ConfigError; group choices are fixed by now."""
+    return with_overrides(plain_config(path), path, overrides)
+
+
+def with_overrides(found: dict[str, Any], path: Path, overrides: list[str]) -> RunConfig:
+    """The config that `path` holds as plain values, with the overrides of a command line."""
+    try:
+        kept: Any = None
+        with contextlib.suppress(OSError, ValueError):
+            kept = read_json(RunDir(path.parent).secrets)
+        saved = OmegaConf.create(with_names_of_today(with_secrets(found, kept), path))
+        cfg = OmegaConf.merge(schema_node(), saved)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        key = str(getattr(error, "full_key", None) or "config")
+        raise ConfigError(f"{path}: not a config of a run ({key}: {_first_line(error)})") from error
+    assert isinstance(cfg, DictConfig)
+    raise_trackers(cfg)
+    words = split_command_line(overrides)
+    translate(words, lambda *_: False, lambda name: False)
+    faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
+    wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
+    faults += wrong.values()
+    sound = [word for word in words.overrides if word not in wrong]
+    put_into_saved(cfg, [*sound, *following(saved, sound)], faults)
+    faults += [*missing_secrets(cfg), *lower_trackers(cfg)]
+    try:
+        config = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        from trainrun.config.messages import explain_reference
+
+        raise ConfigError(*faults, explain_reference(error)) from error
+    assert isinstance(config, RunConfig)
+    config = remember(cfg, of_today(config))
+    config = follow_path(config, OmegaConf.select(saved, "data.path"))
+    faults += check(config)
+    faults += untold(idle_settings(config, words.overrides), faults)
+    # With its other values it has trained.
+    changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
+    faults += unread_path(config) if "data.path" in changed else []
+    faults += untold({key: fault for key, fault in argument_faults(config).items() if key in changed}, faults)
+    if faults:
+        raise ConfigError(*[words.as_typed(fault) for fault in faults])
+    return config
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"
+
+
+def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None:
+    """Single values of a run whose options are chosen; below an open node they may be new."""
+    fixed = groups([conf_dir()])
+    for word in words:
+        override = read_override(word, faults, NO_SWEEP)
+        if override is None:
+            continue
+        key, text = override.key_or_group, word.partition("=")[2]
+        may_be_new = any(key.startswith(f"{node}.") for node in open_nodes()) or in_tracker(key)
+        if key == "monitor.tracker":
+            add_trackers(cfg, override.value())
+        if key in fixed:
+            fault = (
+                f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"
+            )
+        elif override.is_delete():
+            fault = f"{word}: nothing of a run can be taken away; give it another value, as {key}=null"
+        else:
+            fault = put(cfg, key, override.value(), text, may_be_new, [conf_dir()])
+        faults += [fault] if fault else []
+
+
+def with_names_of_today(saved: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The plain values of a saved config in which settings that were renamed since have their new names."""
+    saved = copy.deepcopy(saved)
+    for old, key in aliases().items():
+        found = settings().get(key)
+        if "." in old and found is not None and found.section is None:
+            _move(saved, old, key, path)
+    _move(saved, "trainer.compile.enabled", "trainer.compile.scope", path)
+    _move(saved, "trainer.return_freed_memory", "trainer.cpu_allocator", path)
+    data, parallel = (
+        section if isinstance(section, dict) else {} for section in map(saved.get, ("data", "parallel"))
+    )
+    if data.get("transform") and "val_transform" not in data:
+        data["val_transform"] = SAME  # its validations went through data.transform too
+        say_once(
+            f"{path}: data.transform is of training alone now; data.val_transform=same goes on as before"
+        )
+    if "stop_grace_seconds" in parallel:
+        del parallel["stop_grace_seconds"]  # it was of the ranks alone; the run's own has another meaning
+        say_once(f"{path}: parallel.stop_grace_seconds is left out; it is trainer.stop_grace_seconds now")
+    return saved
+
+
+def _move(saved: dict[str, Any], old: str, key: str, path: Path) -> None:
+    """Give the value at an old key to the key of today, in its words."""
+    above, _, name = old.rpartition(".")
+    node: Any = saved
+    for part in above.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or name not in node:
+        return
+    value = node.pop(name)
+    meant = settings()[key].words.get(str(value).lower(), value)
+    target = saved
+    *sections, last = key.split(".")
+    for part in sections:
+        target = target.setdefault(part, {})
+    target.setdefault(last, meant)
+    say_once(f"{path}: {old}={value} is read as {key}={meant}")
+
+
+def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
+    """Saved values with their secrets, as far as they are known."""
+    known = secrets if isinstance(secrets, dict) else {}
+    filled: dict[str, Any] = changed(
+        found, lambda key, value: known.get(key, value) if value == HIDDEN and hides(key, value) else value
+    )
+    return filled
+
+
+def missing_secrets(cfg: DictConfig) -> list[str]:
+    """A line for each secret that was not kept."""
+    return [
+        f"{key}: a secret that is not kept in this folder (.secrets.json); give it again, as {key}=..."
+        for key, value in leaves_of(OmegaConf.to_container(cfg, resolve=False))
+        if value == HIDDEN and hides(key, value)
+    ]
