@@ -10,7 +10,7 @@ import pytest
 
 from trainrun.assemble import start_choices
 from trainrun.assemble.start_choices import FreedMemory
-from trainrun.runtime import host_memory
+from trainrun.runtime import machine
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ def test_what_is_asked_for_is_done_or_said(
 def test_the_environment_goes_first(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: bool
 ) -> None:
-    for each in (*host_memory.USERS, "GLIBC_TUNABLES"):
+    for each in (*machine.USERS, "GLIBC_TUNABLES"):
         monkeypatch.delenv(each, raising=False)
-    monkeypatch.setattr(host_memory, "_glibc", lambda name: object())
+    monkeypatch.setattr(machine, "_glibc", lambda name: object())
     monkeypatch.setenv(name, value)
-    assert host_memory.can_keep() is allowed
+    assert machine.can_keep() is allowed

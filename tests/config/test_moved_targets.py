@@ -16,7 +16,7 @@ OLD, NEW = "trainrun.data.digits.load", "trainrun.data.readers.builtin.digits.lo
 
 @pytest.fixture(autouse=True)
 def forgotten() -> None:
-    moved._note.cache_clear()
+    moved.say_once.cache_clear()
 
 
 @pytest.mark.parametrize("module", moved.MOVED)

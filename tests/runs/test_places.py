@@ -15,7 +15,6 @@ import pytest
 from faults.forks import run_forked
 
 from trainrun.cli.main import main
-from trainrun.runs import run as runner
 from trainrun.runs.resume import KILLED
 from trainrun.runs.run_folder import RunDir
 from trainrun.runs.status import read_status
@@ -179,7 +178,9 @@ def test_an_interrupt_ahead_of_a_resume_leaves_no_run_at_running(
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     before = json.loads((run / "status.json").read_text()) | {"state": "running", "exit_code": None}
     (run / "status.json").write_text(json.dumps(before))
-    monkeypatch.setattr(runner, "check_found", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(
+        "trainrun.runs.trusted_code.check_found", lambda *_: os.kill(os.getpid(), signal.SIGINT)
+    )
 
     def work() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 START = """
 import resource, sys, torch
 from pathlib import Path
-from trainrun.runtime import host_memory
+from trainrun.runtime import machine
 
 def megabytes():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -25,7 +25,7 @@ def megabytes():
 # Blocks of 8 MB, every second of which lives on: the holes between them are 160 MB.
 HOLES = """
 if sys.argv[1] == "on":
-    assert host_memory.return_freed_memory()
+    assert machine.return_freed_memory()
 del_me = torch.ones(7 << 20)  # glibc learns from its end that such sizes come from the heap
 del del_me
 before = megabytes()
@@ -41,9 +41,9 @@ def step():
     del a
     c = torch.ones(20 << 18)
 
-with host_memory.kept_host_memory():
+with machine.kept_host_memory():
     if sys.argv[1] == "on":
-        assert host_memory.keep_freed_memory()
+        assert machine.keep_freed_memory()
     for _ in range(8):  # until there is a hole for each
         step()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
