@@ -52,7 +52,7 @@ def test_the_norm_is_not_rounded_to_sixteen_bits() -> None:
 def test_clipping_never_scales_up() -> None:
     params = parameters(torch.float32, torch.float32)
     groups = gradient_groups(params, uniform=True)
-    clip_norm_(groups, total_norm(groups, CPU), limit=100.0)
+    clip_norm_(params, total_norm(groups, CPU), limit=100.0)
     assert [grad.tolist() for grad in groups[0]] == [[1.0, 1.0], [2.0, 2.0]]
 
 
@@ -79,7 +79,7 @@ def test_complex_gradients_are_clipped_and_checked_as_torch_does(kinds: tuple[to
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in torch_says]))
     groups = gradient_groups(params, is_uniform(params))
     assert total_norm(groups, CPU).item() == pytest.approx(norm.item(), rel=1e-6)
-    clip_norm_(groups, total_norm(groups, CPU), limit=1.0)
+    clip_norm_(params, total_norm(groups, CPU), limit=1.0)
     for param, before in zip(params, torch_says, strict=True):
         torch.testing.assert_close(param.grad, before * (1.0 / (norm.item() + 1e-6)))
     found, one = torch.zeros(()), torch.ones(())

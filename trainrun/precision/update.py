@@ -192,7 +192,7 @@ class Update:
         if norm is None or not self._clips_norm:
             clip_value_(groups, self._limit)
         elif self._device.type != "cpu" or not norm.item() + 1e-6 <= self._limit:  # else it multiplies by 1
-            clip_norm_(groups, norm, self._limit)
+            clip_norm_(self._params, norm, self._limit)
 
     @property
     def scales(self) -> bool:

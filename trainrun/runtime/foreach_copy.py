@@ -15,8 +15,6 @@ from torch import Tensor
 Lists = tuple[list[Tensor], list[Tensor]]
 
 COPY: Any = getattr(torch, "_foreach_copy_", None)
-MUL: Any = getattr(torch, "_foreach_mul_", None)
-NORM: Any = getattr(torch, "_foreach_norm", None)
 
 
 def by_type(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Lists]:
@@ -35,17 +33,3 @@ def copy_(targets: list[Tensor], sources: Sequence[Tensor], non_blocking: bool =
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=non_blocking)
-
-
-def mul_(tensors: list[Tensor], factor: Tensor) -> None:
-    if MUL is not None:
-        MUL(tensors, factor)
-        return
-    for tensor in tensors:
-        tensor.mul_(factor)
-
-
-def norms(tensors: list[Tensor], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
-    if NORM is not None:
-        return list(NORM(tensors, order, dtype=dtype))
-    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainrun.config.schema import RunConfig
+from trainrun.data.batch import map_leaves
 from trainrun.errors import ConfigError, PluginError, TrainingError
 from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, counts_before
 from trainrun.step.graphs import Function, OnCuda, captured, compiled, rehearse
@@ -265,13 +265,19 @@ def flattened(data: Any) -> Flattened:
     """A batch's kind (all that a graph is specialised on), its tensors, and the way back."""
     if type(data) is tuple and all(isinstance(leaf, Tensor) for leaf in data):
         return tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in data]), list(data), tuple
-    leaves, spec = tree_flatten(data)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tensors: list[Tensor] = []
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return Tensor  # the class stands where a tensor stood
+
+    form = map_leaves(data, place)
 
     def rebuild(flat: Flat) -> Any:
         rest = iter(flat)
-        return tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        return map_leaves(form, lambda leaf: next(rest) if leaf is Tensor else leaf)
 
     shapes = tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in tensors])
-    return (repr(spec), repr(others), shapes), tensors, rebuild
+    return (repr(form), shapes), tensors, rebuild

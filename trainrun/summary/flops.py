@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import (
     FlopCounterMode,
-    _FlopCounterMode,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
@@ -100,7 +99,7 @@ def flops_per_item(run: Components) -> float:
 
     batch = _first_batch(run)
     model, task = stand_ins(run.model, run.task)
-    with eagerly(), counter() as counted:
+    with counter() as counted, eagerly(counted):
         with run.precision.autocast():
             out = task.step(model, batch)
         out.loss_sum.backward()
@@ -109,11 +108,12 @@ def flops_per_item(run: Components) -> float:
 
 
 @contextmanager
-def eagerly() -> Iterator[None]:
+def eagerly(counted: FlopCounterMode) -> Iterator[None]:
     """What is compiled is not run as such; where nothing is, torch's compiler stays unloaded, which takes 1.3 s."""
     loaded = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
-    with unloaded_compiler([_FlopCounterMode.__torch_dispatch__]), stance:
+    mode: Any = counted.mode
+    with unloaded_compiler([type(mode).__torch_dispatch__]), stance:
         yield
 
 

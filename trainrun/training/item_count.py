@@ -56,7 +56,8 @@ class CountedAfter:
         mean = total / self._parallel.world_size
         with torch.no_grad():
             for grads in gradient_groups(self._model.parameters(), uniform=False):
-                torch._foreach_div_(grads, (mean or 1.0) / self.expected)
+                for grad in grads:
+                    grad.div_((mean or 1.0) / self.expected)
         agreed: Agreed = found.agreed._replace(items=mean)
         return found._replace(items=int(items), agreed=agreed)
 
