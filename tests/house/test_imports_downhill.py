@@ -28,7 +28,7 @@ FLOORS = {
     5: ["training/", "autotune/", "step/", "sampling/",
         "timing/cuda_events", "training/recovery/restore"],
     4: ["training/components", "runs/status", "runs/trusted_code", "plots/"],
-    3: ["training/triggers", "training/task_calls", "training/checks/task_watch",
+    3: ["training/triggers", "training/task_calls", "training/checks/task_watch", "training/checks/task_pictures",
         "training/recovery/", "training/without_trace", "config/"],
     2: ["data/", "task/", "precision/", "parallel/", "monitor/", "checkpoint/", "hook/", "trackers/"],
     1: ["smaller/int8", "seeding", "sums", "instantiate", "here", "training/state",

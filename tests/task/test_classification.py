@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import Predicts, Sums
-from trainrun.task.classification import Classification, confusion
+from trainrun.task.classification import Classification
 
 
 def value(sums: Sums, name: str) -> float:
@@ -219,10 +219,3 @@ def test_under_autocast_the_loss_is_summed_in_float32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = Classification().step(nn.Linear(5, 5), (x, y))
     assert out.loss_sum.dtype is torch.float32
-
-
-def test_confusion_has_targets_in_rows() -> None:
-    prediction, target = torch.tensor([0, 2, 2, 1, 9, 0]), torch.tensor([0, 1, 1, 1, 0, -100])
-    counts = confusion(prediction, target, 3)
-    assert counts.tolist() == [[1, 0, 0], [0, 1, 2], [0, 0, 0]]
-    assert counts.dtype is torch.int64

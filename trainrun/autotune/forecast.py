@@ -18,7 +18,6 @@ from torch.optim import SGD, Optimizer
 from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
-from trainrun.training.without_trace import snapshot
 
 Forecast = tuple[int, int, int]  # bytes: gradients, what the forward keeps, the optimizer's state
 ROWS = 4  # of the small batch
@@ -28,6 +27,8 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
     """step: forward and backward of a batch. Model and random states are as before, its gradients are None."""
     count = num_rows(data)
     rows = rows_of(data, 0, min(ROWS, count), count)
+    from trainrun.training.without_trace import snapshot
+
     there = {
         start_of(tensor) for tensor in [*model.parameters(), *model.buffers(), *tensors_in([data, rows])]
     }

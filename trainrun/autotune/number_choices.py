@@ -67,8 +67,9 @@ def choose_numbers(
     wanted: of precision, attention and num_threads. num_batches: of the whole run. Every rank calls it, and chooses the
     same.
     """
-    problem = other_cost(config, train) or obstacle(config, model, train, parallel)
-    if num_batches < FEW_BATCHES or any(parallel.gather(problem)):
+    if num_batches < FEW_BATCHES:
+        return
+    if any(parallel.gather(other_cost(config, train) or obstacle(config, model, train, parallel))):
         return
     with kept_random_state(), without_cudnn_search():
         trial, seconds = None, None

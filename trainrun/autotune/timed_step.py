@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from trainrun.autotune.own_generators import own_generator
 from trainrun.config.schema import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.interfaces import Batches, Parallel
 from trainrun.limits import SECOND, parse_seconds, parse_whole
 from trainrun.training.recovery.oom import no_memory
-from trainrun.training.without_trace import copy_obstacle, stand_ins
 
 if TYPE_CHECKING:
     from trainrun.timing.paired import Turn
@@ -50,6 +48,8 @@ class TimedStep:
     """Copies of model and task, whose forward and backward are timed."""
 
     def __init__(self, model: nn.Module, task: Any, parallel: Parallel, clock: Clock = perf_counter) -> None:
+        from trainrun.training.without_trace import stand_ins
+
         self.model, self.task = stand_ins(model, task)
         self.clock, self.parallel = clock, parallel
 
@@ -133,6 +133,9 @@ def obstacle(config: RunConfig, model: nn.Module, train: Batches, parallel: Para
         return "step is your own, so what it does is not known"
     if config.loop and not str(config.loop.get("_target_")).startswith("trainrun.benchmark."):
         return "loop is your own, so the step is not known"
+    from trainrun.autotune.own_generators import own_generator
+    from trainrun.training.without_trace import copy_obstacle
+
     where = own_generator(train.source) if isinstance(train, AutoStream) else None
     if where is not None:
         return f"data.train{where} draws random numbers of its own"

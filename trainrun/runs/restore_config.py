@@ -19,6 +19,7 @@ from trainrun.runs.resume import trusted_config
 from trainrun.runs.run_folder import RunDir, read_identity
 from trainrun.runtime.signals import StopFlag
 from trainrun.training.components import Components
+from trainrun.training.recovery.restore import load_task_state
 
 
 def load_model(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
@@ -60,5 +61,5 @@ def parts_of(
     load_weights(run.model, loaded)
     kept = loaded.shared.get("task")
     if isinstance(kept, dict):
-        run.task_calls.load_state_dict(folder.name, kept)
+        load_task_state(folder.name, run.task, kept, device)
     return run, config, folder

@@ -176,3 +176,11 @@ def form_of(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)} parts"
     return f"a {type(value).__name__}"
+
+
+def check_target_type(target: Tensor) -> None:
+    if target.is_floating_point() or target.is_complex():
+        raise DataError(
+            f"data: the targets are {target.dtype}, but task=classification needs integers; "
+            "convert them, or choose task=regression"
+        )

@@ -14,6 +14,7 @@ from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.limits import Fraction, NotNegative
 from trainrun.task.batches import (
+    check_target_type,
     form_of,
     inputs_and_maybe_target,
     inputs_and_target,
@@ -127,49 +128,30 @@ class Classification:
     def of_logits(self, logits: Tensor, target: Tensor) -> StepOutput:
         """logits: (B, C, ...), as `logits` gives them."""
         if target.is_floating_point():
-            return self._soft_step(logits, target)
+            from trainrun.task.soft_targets import soft_step
+
+            return soft_step(self, logits, target)
         if not self.checked:
             self._check(logits, target)
         if target.dtype is not torch.int64:
             target = target.long()
-        loss = self._loss_sum(logits, target)
-        sums, rows = self._measured(logits, target)
+        loss = self.loss_sum(logits, target)
+        sums, rows = self.measured(logits, target)
         return StepOutput(loss, {"acc": lambda: self._num_right(logits, target), **sums}, rows=rows)
 
-    def _measured(self, logits: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def measured(self, logits: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What the metrics of an evaluation are made of. logits: (B, C, ...); target: (B, ...)."""
         if self.metrics is None or torch.is_grad_enabled():
             return {}, {}
-        return self.metrics.measure(*self._real(logits, target))
+        return self.metrics.measure(*self.real(logits, target))
 
-    def _real(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def real(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """(N, C) and (N,): the items that are not ignored."""
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
         real = (target >= 0) & (target < logits.shape[1])
         if self.ignore_index is not None:
             real &= target != self.ignore_index
         return logits[real], target[real].long()
-
-    def _soft_step(self, logits: Tensor, target: Tensor) -> StepOutput:
-        if not self.checked_soft:  # of the first such batch only: it waits for the device
-            check_soft(logits, target)
-            if self.ignore_index is not None and self.ignore_index >= 0:  # torch refuses it too
-                raise ConfigError(
-                    f"task.ignore_index={self.ignore_index}: soft targets have nothing to ignore; set "
-                    f"task.ignore_index={TORCH_IGNORES}"
-                )
-            if self.metrics is not None:
-                self.metrics.check(*self._real(logits, target.argmax(1)))
-            self._check_weights(logits)
-            if isinstance(self.loss, nn.Module):
-                self.loss.to(logits)
-            self.checked_soft = True
-        target = target.to(logits.dtype)
-        loss = self._loss_sum(logits, target)
-        sums, rows = self._measured(logits, target.argmax(1))
-        return StepOutput(
-            loss, {"acc": lambda: (logits.argmax(1) == target.argmax(1)).sum(), **sums}, rows=rows
-        )
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`prediction` (B, ...), the softmax's `confidence` in it, and `target` where the data has one."""
@@ -188,7 +170,7 @@ class Classification:
             raise ConfigError(f"task.class_dim={self.class_dim}: the model gives {form_of(logits)}")
         return logits.movedim(self.class_dim, 1)
 
-    def _loss_sum(self, logits: Tensor, target: Tensor) -> Tensor:
+    def loss_sum(self, logits: Tensor, target: Tensor) -> Tensor:
         try:
             loss = self.loss(logits, target)
         except IndexError as error:
@@ -218,42 +200,17 @@ class Classification:
         if real.numel():
             check_range(int(real.min()), int(real.max()), logits.shape[1])
         if self.metrics is not None:
-            self.metrics.check(*self._real(logits, target))
-        self._check_weights(logits)
+            self.metrics.check(*self.real(logits, target))
+        self.check_weights(logits)
         if isinstance(self.loss, nn.Module):
             self.loss.to(logits)  # class weights follow the model's device and number type
         self.checked = True
 
-    def _check_weights(self, logits: Tensor) -> None:
+    def check_weights(self, logits: Tensor) -> None:
         if self.weighted and self.weighted != logits.shape[1]:
             raise ConfigError(
                 f"task.class_weights: {self.weighted} numbers, but the model gives {logits.shape[1]} classes"
             )
-
-
-def check_target_type(target: Tensor) -> None:
-    if target.is_floating_point() or target.is_complex():
-        raise DataError(
-            f"data: the targets are {target.dtype}, but task=classification needs integers; "
-            "convert them, or choose task=regression"
-        )
-
-
-def check_soft(logits: Tensor, target: Tensor) -> None:
-    """Logits and probabilities, both (B, C)."""
-    if target.ndim == 1:
-        check_target_type(target)
-    if target.shape != logits.shape or target.ndim != 2:
-        raise PluginError(
-            f"model: the output has shape {tuple(logits.shape)}, but soft targets have shape {tuple(target.shape)}; "
-            "both must be (B, number of classes)"
-        )
-    if bool((target < 0).any()) or float((target.sum(1) - 1).abs().max()) > 0.01:
-        way_out = "task=multilabel" if bool(((target >= 0) & (target <= 1)).all()) else "task=regression"
-        raise DataError(
-            f"data: the targets are {target.dtype}, but no probabilities of classes: task=classification needs "
-            f"rows of numbers from 0 that add up to 1; choose {way_out}"
-        )
 
 
 def check_shapes(logits: Tensor, target: Tensor) -> None:
@@ -278,14 +235,3 @@ def check_range(lowest: int, highest: int, num_classes: int) -> None:
             f"data: the targets of the first batch lie between {lowest} and {highest}, but the model gives "
             f"{num_classes} classes, 0 to {num_classes - 1}; correct the labels, or the model's last layer"
         )
-
-
-def confusion(prediction: Tensor, target: Tensor, num_classes: int) -> Tensor:
-    """Count (C, C) int64: row the target, column the prediction.
-
-    Left out: pairs with a target or a prediction outside the classes (ignored places, spare outputs).
-    """
-    target, prediction = target.flatten().long(), prediction.flatten().long()
-    inside = (target >= 0) & (target < num_classes) & (prediction >= 0) & (prediction < num_classes)
-    pairs = target[inside] * num_classes + prediction[inside]
-    return torch.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.checkpoint.format import flatten
-from trainrun.errors import CheckpointError, PluginError, line_of
+from trainrun.errors import PluginError
 from trainrun.interfaces import KeepsState, StepInfo
 from trainrun.seeding import derive_seed
 from trainrun.training.state import TrainState
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from trainrun.training.checks.task_watch import TaskWatch
 
 HOOKS = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "pictures")
-MOST_PICTURES = 25  # of one name
 TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place
 
 
@@ -121,6 +120,8 @@ class TaskCalls:
     def evaluation_sees(self, model: nn.Module, batch: Any) -> None:
         """Each batch of it; the task makes pictures of the first."""
         if self._unseen and self._pictures is not None:
+            from trainrun.training.checks.task_pictures import save_pictures
+
             self._unseen = False
             save_pictures(self._pictures, self._hooks["pictures"](model, batch), self._name)
 
@@ -140,34 +141,6 @@ class TaskCalls:
             kept["lost"] = lost
         return kept
 
-    def check_state(self, place: str, kept: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if this task cannot go on from that state."""
-        if kept.get("lost") and not saves_itself(self._task):
-            raise CheckpointError(
-                f"checkpoint {place}: {self._name} kept what no checkpoint holds ({', '.join(kept['lost'])}), so "
-                "going on would give another result; give it the methods state_dict(), empty where nothing of this "
-                "matters, and load_state_dict(state), or begin a new run"
-            )
-        if "state" in kept and not isinstance(self._task, KeepsState):
-            raise CheckpointError(
-                f"checkpoint {place}: holds the state of a task, and {self._name} has no load_state_dict(state); use "
-                "the task of before"
-            )
-
-    def load_state_dict(self, place: str, kept: Mapping[str, Any]) -> str:
-        """Return what there is to say about it. Raises CheckpointError if the task's own method fails."""
-        if not isinstance(self._task, KeepsState):
-            return ""
-        if "state" not in kept:
-            lacks = bool(self._task.state_dict())
-            return (
-                f"checkpoint {place} holds no state of the task {self._name}: it begins as new"
-                if lacks
-                else ""
-            )
-        load_state(place, self._task, kept, self._place.device)
-        return ""
-
 
 def wants_info(task: Any) -> bool:
     """Whether `step` has an argument `info`. Raises PluginError for another argument that nobody would give."""
@@ -186,38 +159,6 @@ def wants_info(task: Any) -> bool:
             f"task: {type(task).__name__}.step: its third argument is named {more[2].name}; it must be info"
         )
     return False
-
-
-def save_pictures(file: Path, found: Any, name: str) -> None:
-    """Raises PluginError for what is no picture."""
-    from safetensors.torch import save_file
-
-    if not isinstance(found, Mapping):
-        raise PluginError(
-            f"task: {name}.pictures: gave a {type(found).__name__}; it must be a dict of tensors"
-        )
-    tensors = {str(key): as_pictures(value, f"task: {name}.pictures: {key}") for key, value in found.items()}
-    temporary = file.with_suffix(".tmp")
-    save_file(tensors, temporary)
-    temporary.replace(file)
-
-
-def as_pictures(value: Any, what: str) -> Tensor:
-    """(B, 1 or 3, H, W) bytes on the host."""
-    shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    if (
-        not isinstance(value, Tensor)
-        or value.ndim not in (3, 4)
-        or value.shape[-3] not in (1, 3)
-        or not value.numel()
-    ):
-        raise PluginError(
-            f"{what} is {shape}; it must be a tensor (C, H, W) or (B, C, H, W) with 1 or 3 channels"
-        )
-    pictures = value.detach().reshape(-1, *value.shape[-3:])[:MOST_PICTURES]
-    if pictures.is_floating_point():
-        pictures = (pictures.float().nan_to_num(0.0).clamp(0, 1) * 255).round()
-    return pictures.to("cpu", torch.uint8).contiguous()
 
 
 def check_halves(owner: Any, key: str) -> None:
@@ -248,22 +189,6 @@ def saved_state(owner: Any, device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         mapped(state, (), lambda path, tensor: on_cpu.append("/".join(path)) if tensor.is_cpu else None)
     return {"state": state} | ({} if device.type == "cpu" else {"on_cpu": on_cpu})
-
-
-def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: torch.device) -> None:
-    """Raises CheckpointError if the owner's own method fails."""
-    on_cpu = set(kept.get("on_cpu", ()))
-
-    def moved(path: tuple[str, ...], tensor: Tensor) -> Tensor:
-        return tensor if "/".join(path) in on_cpu else tensor.to(device)
-
-    try:
-        owner.load_state_dict(mapped(kept["state"], (), moved))
-    except Exception as error:  # of code of the user's
-        raise CheckpointError(
-            f"checkpoint {place}: {type(owner).__name__}.load_state_dict failed: {type(error).__name__}: {error}"
-            f"{line_of(error)}"
-        ) from error
 
 
 def mapped(tree: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], Tensor], Any]) -> Any:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainrun.data.order.sampler import LISTED, ORDER
-from trainrun.errors import CheckpointError
+from trainrun.errors import CheckpointError, line_of
 from trainrun.interfaces import KeepsState
 from trainrun.seeding import set_random_state
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
 from trainrun.training.state import TrainState
-from trainrun.training.task_calls import load_state
+from trainrun.training.task_calls import mapped, saves_itself
 
 ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
@@ -43,7 +45,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     shared = put_back(place, run.parallel.load_state_dict(shared, live), live)
     check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
     kept = {**shared, **(own or {})}.get("task", {})
-    run.task_calls.check_state(place, kept)
+    check_task_state(place, run.task, kept)
     kept_step = {**shared, **(own or {})}.get("step", {})
     if kept_step and not isinstance(run.own_step, KeepsState):
         raise CheckpointError(f"checkpoint {place}: holds the state of a step; name the step of before")
@@ -59,7 +61,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     run.precision.load_state_dict(shared["precision"])
     if "retry" in shared:  # else the checkpoint is older than this
         run.retry.load_state_dict(shared["retry"])
-    if told := run.task_calls.load_state_dict(place, kept):
+    if told := load_task_state(place, run.task, kept, run.parallel.device):
         run.monitors.note(told)
     run.hooks.load_state_dict(place, {**shared, **(own or {})}.get("hooks", {}))
     if kept_step:
@@ -131,3 +133,48 @@ def position(run: Components, place: str, shared: dict[str, Any]) -> int:
             f"batch_size x ranks = {now['samples_per_batch']}; use {then['samples_per_batch']} as before"
         )
     return int(samples // now["samples_per_batch"])
+
+
+def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: torch.device) -> None:
+    """Raises CheckpointError if the owner's own method fails."""
+    on_cpu = set(kept.get("on_cpu", ()))
+
+    def moved(path: tuple[str, ...], tensor: Tensor) -> Tensor:
+        return tensor if "/".join(path) in on_cpu else tensor.to(device)
+
+    try:
+        owner.load_state_dict(mapped(kept["state"], (), moved))
+    except Exception as error:  # of code of the user's
+        raise CheckpointError(
+            f"checkpoint {place}: {type(owner).__name__}.load_state_dict failed: {type(error).__name__}: {error}"
+            f"{line_of(error)}"
+        ) from error
+
+
+def check_task_state(place: str, task: Any, kept: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if this task cannot go on from that state."""
+    name = type(task).__name__
+    if kept.get("lost") and not saves_itself(task):
+        raise CheckpointError(
+            f"checkpoint {place}: {name} kept what no checkpoint holds ({', '.join(kept['lost'])}), so "
+            "going on would give another result; give it the methods state_dict(), empty where nothing of this "
+            "matters, and load_state_dict(state), or begin a new run"
+        )
+    if "state" in kept and not isinstance(task, KeepsState):
+        raise CheckpointError(
+            f"checkpoint {place}: holds the state of a task, and {name} has no load_state_dict(state); use "
+            "the task of before"
+        )
+
+
+def load_task_state(place: str, task: Any, kept: Mapping[str, Any], device: torch.device) -> str:
+    """Return what there is to say about it. Raises CheckpointError if the task's own method fails."""
+    if not isinstance(task, KeepsState):
+        return ""
+    if "state" not in kept:
+        lacks = bool(task.state_dict())
+        return (
+            f"checkpoint {place} holds no state of the task {type(task).__name__}: it begins as new" * lacks
+        )
+    load_state(place, task, kept, device)
+    return ""

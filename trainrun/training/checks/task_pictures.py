@@ -1,0 +1,46 @@
+"""What a task draws at a validation, checked and written for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainrun.errors import PluginError
+
+MOST_PICTURES = 25  # of one name
+
+
+def save_pictures(file: Path, found: Any, name: str) -> None:
+    """Raises PluginError for what is no picture."""
+    from safetensors.torch import save_file
+
+    if not isinstance(found, Mapping):
+        raise PluginError(
+            f"task: {name}.pictures: gave a {type(found).__name__}; it must be a dict of tensors"
+        )
+    tensors = {str(key): as_pictures(value, f"task: {name}.pictures: {key}") for key, value in found.items()}
+    temporary = file.with_suffix(".tmp")
+    save_file(tensors, temporary)
+    temporary.replace(file)
+
+
+def as_pictures(value: Any, what: str) -> Tensor:
+    """(B, 1 or 3, H, W) bytes on the host."""
+    shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    if (
+        not isinstance(value, Tensor)
+        or value.ndim not in (3, 4)
+        or value.shape[-3] not in (1, 3)
+        or not value.numel()
+    ):
+        raise PluginError(
+            f"{what} is {shape}; it must be a tensor (C, H, W) or (B, C, H, W) with 1 or 3 channels"
+        )
+    pictures = value.detach().reshape(-1, *value.shape[-3:])[:MOST_PICTURES]
+    if pictures.is_floating_point():
+        pictures = (pictures.float().nan_to_num(0.0).clamp(0, 1) * 255).round()
+    return pictures.to("cpu", torch.uint8).contiguous()
