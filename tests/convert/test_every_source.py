@@ -28,12 +28,8 @@ def refused(kind: str, to: str) -> str:
     return ""
 
 
-ALIKE = {
-    "hdf5": "npy",
-    "lmdb": "tfrecord",
-    "webdataset": "tfrecord",
-}  # these share most of their code with others
-EVERY_FORMAT = ("csv_regression", "pictures", "npz", "text_lines", "own_map_style", "own_iterable")
+ALIKE = ("hdf5", "lmdb", "webdataset")  # these share most of their code with others
+EVERY_FORMAT = ("pictures", "npz", "text_lines")
 
 
 @pytest.mark.parametrize(

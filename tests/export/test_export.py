@@ -89,9 +89,23 @@ def test_the_graph_begins_with_bytes_and_takes_any_batch(
     [
         ["model=resnet", "model.width=8"],
         ["data=text", "data.path=book.txt", "model=gpt", "task=language_modeling"],
-        ["data=text", "data.path=book.txt", "model=lstm", "model.width=16", "task=language_modeling"],
+        [
+            "data=text",
+            "data.path=book.txt",
+            "model=lstm",
+            "data.train.block_size=32",
+            "model.width=16",
+            "task=language_modeling",
+        ],
         ["precision=bf16-true"],
-        ["data=text", "data.path=book.txt", "model=sequence_vae", "model.width=16", "task=vae"],
+        [
+            "data=text",
+            "data.path=book.txt",
+            "model=sequence_vae",
+            "data.train.block_size=32",
+            "model.width=16",
+            "task=vae",
+        ],
     ],
     ids=lambda words: words[-1] if len(words) == 1 else words[-2],
 )

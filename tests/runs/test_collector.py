@@ -82,7 +82,7 @@ def test_cycles_of_a_users_model_do_not_pile_up(workdir: object):
     words = (
         "trainer.val_check_interval=10",
         "monitor.log_every_n_steps=10",
-        f"trainer.max_steps={10 * STEPS}",
+        f"trainer.max_steps={3 * STEPS}",
     )
     package.train(*SHORT, *words)
     assert EVERY <= max(most) < 10 * EVERY
