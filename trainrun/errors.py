@@ -9,6 +9,8 @@ import errno
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 FULL = {  # what a place says that takes no more, and what to do about it
@@ -143,3 +145,12 @@ def _is_users(filename: str) -> bool:
     if filename.startswith(("<", _PACKAGE)):
         return False
     return not (filename.startswith(_LIBRARY) or "site-packages" in filename or "dist-packages" in filename)
+
+
+@contextmanager
+def told_of_a_setting(kind: type[Exception] = RuntimeError) -> Iterator[None]:
+    """A technique refuses with an error that names the setting: no such device, package, compiler or name."""
+    try:
+        yield
+    except kind as error:
+        raise ConfigError(str(error)) from error

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from trainrun.checkpoint.commit import write_metric
-from trainrun.checkpoint.files import FileLayer, Incompatible
+from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.format import dumps
 from trainrun.checkpoint.manifest import Metric
-from trainrun.checkpoint.reading import is_sound, read_checkpoint, read_manifest
+from trainrun.checkpoint.reading import Incompatible, is_sound, read_checkpoint, read_manifest
 from trainrun.errors import CheckpointError
 
 FILES = ("MANIFEST.json", "state.json", "shared.safetensors")

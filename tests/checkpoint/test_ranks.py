@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainrun.checkpoint.files import Incompatible
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.reading import Incompatible, read_checkpoint
 from trainrun.errors import CheckpointError, SaveError
 
 MakeRun = Callable[..., Any]

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.checkpoint.files import Incompatible
 from trainrun.checkpoint.load import resolve
-from trainrun.checkpoint.reading import read_checkpoint
+from trainrun.checkpoint.reading import Incompatible, read_checkpoint
 from trainrun.errors import CheckpointError
 
 MakeRun = Callable[..., Any]

@@ -8,8 +8,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset
 
 from trainrun.data.augment.augmented import Augmented, NamedAugmentation
-from trainrun.data.batch import map_leaves, pinned
-from trainrun.data.engines.device_feed import DeviceFeed
+from trainrun.data.batch import map_leaves
+from trainrun.data.engines.device_feed import DeviceFeed, pinned
 from trainrun.data.pipeline import open_batches
 from trainrun.data.split_batch import cut
 from trainrun.data.stream_options import StreamOptions

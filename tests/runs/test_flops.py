@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainrun.monitor.console import compute_line
+from trainrun.monitor.measured_lines import compute_line
 from trainrun.runs.api import train
 from trainrun.summary import at_end, flops
 from trainrun.summary.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work

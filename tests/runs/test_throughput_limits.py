@@ -9,7 +9,8 @@ import exact_parts
 import pytest
 import torch
 
-from trainrun.monitor.console import end_lines, limits_line
+from trainrun.monitor.console import end_lines
+from trainrun.monitor.measured_lines import limits_line
 from trainrun.summary.at_end import hint, limit_facts
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import Session

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from trainrun.config.pair_rules import needs_gpu
 from trainrun.config.schema import ParallelConfig, RunConfig
 from trainrun.config.validate import fault_of_value
-from trainrun.errors import ConfigError, DataError
+from trainrun.errors import ConfigError, DataError, told_of_a_setting
 from trainrun.formatting import counted
 from trainrun.instantiate import TARGET, build, locate, parameters_of
 from trainrun.interfaces import DataFacts, Parallel
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
     from trainrun.checkpoint.weights import FrozenBase
     from trainrun.hook.unfreeze import Unfreeze
 
-NO_BLOCKS = (
-    "the model has no blocks to compute again: no torch.nn.ModuleList or torch.nn.Sequential with several children "
-    "of one class that have layers of their own, and in a Sequential no runs of layers that save more than their input"
-)
 EXAMPLES = {
     "in_shape": "data.shape=[1,28,28]",
     "num_classes": "data.num_classes=10 for ten classes, model.num_classes=1 for one real number a sample",
@@ -172,60 +167,18 @@ def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, no
 
         channels_last(model)
     if trainer.cpu_offload == "parameters":
+        from trainrun.assemble.built_in import offload_parameters
+
         notes.append(offload_parameters(model, device))
     elif trainer.gradient_checkpointing != "none":  # not on top of blocks whose weights come and go
+        from trainrun.assemble.built_in import checkpoint_gradients
+
         notes.append(checkpoint_gradients(model, config))
     if trainer.activation_offload:
         from trainrun.transform.activation_offload import activation_offload
 
         activation_offload(model)
     if trainer.compile.scope in ("model", "regional"):
+        from trainrun.assemble.built_in import use_compiler
+
         use_compiler(model, config, device)
-
-
-@contextmanager
-def told_of_a_setting(kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """A technique refuses with an error that names the setting: no such device, package, compiler or name."""
-    try:
-        yield
-    except kind as error:
-        raise ConfigError(str(error)) from error
-
-
-def offload_parameters(model: nn.Module, device: torch.device) -> str:
-    from trainrun.transform.parameter_offload import parameter_offload
-
-    if not (number := parameter_offload(model, device)):
-        raise ConfigError(f"trainer.cpu_offload=parameters: {NO_BLOCKS}; use trainer.cpu_offload=optimizer")
-    return f"trainer.cpu_offload: the weights of {number} blocks lie in the host's memory"
-
-
-def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:
-    """By itself (`auto`) not in steps that are recorded."""
-    from trainrun.transform.gradient_checkpointing import gradient_checkpointing
-
-    trainer, key = config.trainer, "trainer.gradient_checkpointing"
-    mode, is_auto = trainer.gradient_checkpointing, trainer.gradient_checkpointing == "auto"
-    if is_auto and (trainer.compile.scope != "off" or trainer.cuda_graphs or config.parallel.sync_batchnorm):
-        return f"{key}: off, with compiled or recorded steps or synchronised batch norm (auto)"
-    number = gradient_checkpointing(model, "full" if is_auto else mode)
-    if not number and not is_auto:
-        raise ConfigError(f"{key}={mode}: {NO_BLOCKS}; use {key}=none")
-    what = f"{number} blocks are computed again in the backward" if number else "off, the model has no blocks"
-    return f"{key}: {what}" + (" (auto)" if is_auto else "")
-
-
-def use_compiler(model: nn.Module, config: RunConfig, device: torch.device) -> None:
-    """Compile the model alone or its blocks; a whole step is compiled elsewhere."""
-    from trainrun.transform.compile import WITH_CUDA_GRAPHS, compile_model, keep_gradients
-
-    wanted = config.trainer.compile
-    sizes = {config.data.batch_size, config.data.val_batch_size or config.data.batch_size}
-    with told_of_a_setting():
-        compile_model(
-            model, sizes, wanted.scope == "regional", mode=wanted.mode, backend=wanted.backend,
-            fullgraph=wanted.fullgraph, dynamic=wanted.dynamic,
-        )  # fmt: skip
-    adds_up = config.trainer.accumulate_grad_batches > 1
-    if adds_up and device.type == "cuda" and wanted.mode in WITH_CUDA_GRAPHS:
-        keep_gradients(model)

@@ -1,4 +1,4 @@
-"""The file layer: every change that a checkpoint makes on disk goes through one object, and how its files are read."""
+"""The file layer: every change that a checkpoint makes on disk goes through one object; messages of disk errors."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ import hashlib
 import os
 import shlex
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from trainrun.errors import FULL, CheckpointError, SaveError
+from trainrun.errors import FULL, SaveError
 
 PIECE_BYTES = 8 << 20  # written and hashed at a time
-PASSING = (
-    errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT,
-    errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN,
-)  # fmt: skip
-
-
-class Incompatible(CheckpointError):
-    """One that is not for this program or this run, or cannot be read just now: never set aside as damaged."""
 
 
 class Written(NamedTuple):
@@ -129,37 +120,6 @@ def set_aside(folder: Path, files: FileLayer, prefix: str = ".bad") -> Path:
         number += 1
     files.rename(folder, target)
     return target
-
-
-def sha256_of(file: BinaryIO, piece_bytes: int = 0) -> str:
-    """In hex, from where the file stands to its end; see `Written`."""
-    whole = hashlib.sha256()
-    while data := file.read(piece_bytes or PIECE_BYTES):
-        whole.update(hashlib.sha256(data).digest() if piece_bytes else data)
-    return whole.hexdigest()
-
-
-@contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """A plain file to read; no link, pipe or device. OSErrors of the block become CheckpointErrors."""
-    with readable(path):
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise CheckpointError(f"{path}: not a plain file")
-        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
-            yield file
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """OSErrors of the block become CheckpointErrors; Incompatible where the reason lies outside of the disk."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing") from error
-    except OSError as error:
-        if error.errno in PASSING:
-            raise Incompatible(f"{path}: cannot be read now ({error.strerror})") from error
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 @contextmanager

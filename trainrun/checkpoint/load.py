@@ -6,13 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from trainrun.checkpoint.files import (
-    FileLayer,
-    Incompatible,
-    file_faults,
-    open_regular,
-    set_aside,
-)
+from trainrun.checkpoint.files import FileLayer, file_faults, set_aside
 from trainrun.checkpoint.format import loads
 from trainrun.checkpoint.manifest import (
     MANIFEST,
@@ -22,7 +16,14 @@ from trainrun.checkpoint.manifest import (
     step_of,
 )
 from trainrun.checkpoint.policy import BEST, Entry, Ranking
-from trainrun.checkpoint.reading import MAX_MANIFEST_BYTES, Loaded, read_checkpoint, read_manifest
+from trainrun.checkpoint.reading import (
+    MAX_MANIFEST_BYTES,
+    Incompatible,
+    Loaded,
+    open_regular,
+    read_checkpoint,
+    read_manifest,
+)
 from trainrun.checkpoint.save import on_rank_zero
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import Parallel

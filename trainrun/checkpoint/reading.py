@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import stat
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainrun.checkpoint.files import (
-    Incompatible,
-    Written,
-    open_regular,
-    readable,
-    sha256_of,
-)
+from trainrun.checkpoint.files import PIECE_BYTES, Written
 from trainrun.checkpoint.format import MAX_DEPTH, MAX_STATE_BYTES, Keys, is_dense, loads, place_of
 from trainrun.checkpoint.manifest import (
     FORMAT,
@@ -317,3 +314,44 @@ def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     if not isinstance(tree, dict) or tree.keys() != ({"shared", "rank"} if rank == 0 else {"rank"}):
         raise CheckpointError(f"{text_path}: not the state of rank {rank}")
     return tree
+
+
+PASSING = (
+    errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EAGAIN, errno.EBUSY, errno.EHOSTDOWN,
+)  # fmt: skip
+
+
+class Incompatible(CheckpointError):
+    """One that is not for this program or this run, or cannot be read just now: never set aside as damaged."""
+
+
+def sha256_of(file: BinaryIO, piece_bytes: int = 0) -> str:
+    """In hex, from where the file stands to its end; see `Written`."""
+    whole = hashlib.sha256()
+    while data := file.read(piece_bytes or PIECE_BYTES):
+        whole.update(hashlib.sha256(data).digest() if piece_bytes else data)
+    return whole.hexdigest()
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """A plain file to read; no link, pipe or device. OSErrors of the block become CheckpointErrors."""
+    with readable(path):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(f"{path}: not a plain file")
+        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            yield file
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """OSErrors of the block become CheckpointErrors; Incompatible where the reason lies outside of the disk."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing") from error
+    except OSError as error:
+        if error.errno in PASSING:
+            raise Incompatible(f"{path}: cannot be read now ({error.strerror})") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""Tensors inside samples and batches: conversion, casts, cuts and the move to the device."""
+"""Tensors inside samples and batches: conversion, casts and cuts."""
 
 from __future__ import annotations
 
@@ -108,25 +108,3 @@ class Preparation:
 
 def arrays_to_tensors(leaf: Any) -> Any:
     return as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-
-def to_device(batch: Any, device: torch.device, pinned: bool) -> Any:
-    """The batch on the device; other objects that can be moved (they have `.to`) are moved too."""
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=pinned) if hasattr(leaf, "to") else leaf
-
-    return batch if device.type == "cpu" else map_leaves(batch, move)
-
-
-def pinned(data: Any) -> Any:
-    """The batch in page-locked memory, from which a copy to a GPU does not hold up the host.
-
-    What lies on a GPU already stays there.
-    """
-
-    def pin(leaf: Any) -> Any:
-        there = isinstance(leaf, Tensor) and leaf.is_cuda
-        return leaf.pin_memory() if hasattr(leaf, "pin_memory") and not there else leaf
-
-    return map_leaves(data, pin)

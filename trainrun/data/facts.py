@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
-from trainrun.data.map_style import parts_of, said
-from trainrun.data.tensor_dataset import Columns, columns_of
+from trainrun.data.tensor_dataset import Columns, columns_of, parts_of, said
 from trainrun.errors import DataError
 from trainrun.interfaces import DataFacts
 from trainrun.seeding import kept_random_state

@@ -1,16 +1,13 @@
-"""What a map-style data set can be asked besides its samples; a Subset passes the question on."""
+"""How a map-style data set can be read: many samples at once, from several threads; a Subset passes it on."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import Subset
 
 from trainrun.data.tensor_dataset import Columns
-
-OF_ALL_SAMPLES = ("class_names", "classes", "num_classes", "bytes_per_token")
 
 
 @runtime_checkable
@@ -40,32 +37,6 @@ def innermost(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
         indices = [int(dataset.indices[index]) for index in indices]
         dataset = dataset.dataset
     return dataset, indices
-
-
-def parts_of(dataset: Any) -> list[Any]:
-    """The data sets that samples come from, behind torch's Subset and ConcatDataset."""
-    if type(dataset) is ConcatDataset:
-        return [part for one in dataset.datasets for part in parts_of(one)]
-    return parts_of(dataset.dataset) if type(dataset) is Subset else [dataset]
-
-
-def said(dataset: Any, name: str) -> Any:
-    """An attribute of a data set; of a Subset or ConcatDataset, that of its own samples. None: it is not known."""
-    if type(dataset) is Subset:
-        found = said(dataset.dataset, name)
-        if found is None or name in OF_ALL_SAMPLES:
-            return found
-        return None if callable(found) else np.asarray(found)[np.asarray(dataset.indices)]
-    if type(dataset) is ConcatDataset:
-        each = [said(one, name) for one in dataset.datasets]
-        if any(one is None or callable(one) for one in each):
-            return None
-        if name in OF_ALL_SAMPLES:
-            return each[0] if all(one == each[0] for one in each) else None
-        return np.concatenate([np.asarray(one) for one in each])
-    if isinstance(dataset, Columns) and name == "targets":
-        return dataset.target()
-    return getattr(dataset, name, None)
 
 
 def name_of(dataset: Any) -> str:

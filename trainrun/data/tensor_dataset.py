@@ -1,4 +1,4 @@
-"""Data that lies in memory: equal-length tensors or arrays, and the container they came in."""
+"""Data that lies in memory: equal-length tensors or arrays, their container, and what any data set says of itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from trainrun.data.batch import Preparation, as_tensor, is_integer
 from trainrun.errors import DataError
@@ -243,3 +243,32 @@ def _check_column(value: Any, where: str) -> None:
         as_tensor(value[:1])
     except TypeError as error:
         raise DataError(f"{where}: {error}; give it as an array of integers, bools or floats") from error
+
+
+OF_ALL_SAMPLES = ("class_names", "classes", "num_classes", "bytes_per_token")
+
+
+def parts_of(dataset: Any) -> list[Any]:
+    """The data sets that samples come from, behind torch's Subset and ConcatDataset."""
+    if type(dataset) is ConcatDataset:
+        return [part for one in dataset.datasets for part in parts_of(one)]
+    return parts_of(dataset.dataset) if type(dataset) is Subset else [dataset]
+
+
+def said(dataset: Any, name: str) -> Any:
+    """An attribute of a data set; of a Subset or ConcatDataset, that of its own samples. None: it is not known."""
+    if type(dataset) is Subset:
+        found = said(dataset.dataset, name)
+        if found is None or name in OF_ALL_SAMPLES:
+            return found
+        return None if callable(found) else np.asarray(found)[np.asarray(dataset.indices)]
+    if type(dataset) is ConcatDataset:
+        each = [said(one, name) for one in dataset.datasets]
+        if any(one is None or callable(one) for one in each):
+            return None
+        if name in OF_ALL_SAMPLES:
+            return each[0] if all(one == each[0] for one in each) else None
+        return np.concatenate([np.asarray(one) for one in each])
+    if isinstance(dataset, Columns) and name == "targets":
+        return dataset.target()
+    return getattr(dataset, name, None)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import IO, Any
 
+from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from trainrun.formatting import duration
@@ -13,6 +18,7 @@ from trainrun.interfaces import RunFacts
 from trainrun.output import plain
 
 WIDEST, NARROWEST = 40, 8
+REDRAWS_PER_SECOND = 5  # a redraw takes the interpreter from the training for about a millisecond
 REMEMBERED_SECONDS = 30.0  # the time left follows the speed of the last half minute
 
 
@@ -84,3 +90,34 @@ class ProgressBar:
             self._seen.popleft()
         then, before = self._seen[0]
         return duration((total - step) * (now - then) / (step - before)) if step > before else "?"
+
+
+def live_bar(
+    facts: RunFacts, position: Callable[[], int], values: Callable[[], list[str]], stream: IO[str] | None,
+    waited: Callable[[], float] | None,
+) -> Live | None:  # fmt: skip
+    """Start a bar that a thread of its own redraws; None for a terminal that cannot move its cursor."""
+    console = Console(file=stream, force_terminal=True, highlight=False)
+    if console.is_dumb_terminal:
+        return None
+    bar = ProgressBar(facts, position(), console.options.ascii_only, waited=waited)
+
+    def draw() -> Text:
+        return bar.draw(console.width, position(), values())
+
+    live = Live(console=console, get_renderable=draw, refresh_per_second=REDRAWS_PER_SECOND, transient=True)
+    live.start()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_plain_streams(sys.stdout, sys.stderr))
+    return live
+
+
+def _plain_streams(stdout: Any, stderr: Any) -> Callable[[], None]:
+    """For forked children: prints that went through the bar would wait for a lock of a thread they lack."""
+
+    def restore() -> None:
+        for name, stream in (("stdout", stdout), ("stderr", stderr)):
+            if getattr(sys, name) is stream and hasattr(stream, "rich_proxied_file"):
+                setattr(sys, name, stream.rich_proxied_file)
+
+    return restore

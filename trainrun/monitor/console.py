@@ -6,7 +6,6 @@ a pipe) there is one line per validation, and one now and then where validations
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -20,13 +19,11 @@ from trainrun.output import plain, say
 from trainrun.runs.run_folder import RunDir
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.live import Live
 
     from trainrun.monitor.notebook import NotebookBar
 
 QUIET_SECONDS = 30.0  # between lines that are no validation
-REDRAWS_PER_SECOND = 5  # a redraw takes the interpreter from the training for about a millisecond
 
 
 class Console:
@@ -74,7 +71,9 @@ class Console:
         for line in start_lines(facts, step, self._verbose):
             self._print(line)
         if self._wants_bar:
-            self._start_bar(facts)
+            from trainrun.monitor.bar import live_bar
+
+            self._live = live_bar(facts, lambda: self.position, self._values, self._stream, self._waited)
         elif self._wants_html and "IPython" in sys.modules:
             from trainrun.monitor.notebook import NotebookBar, in_notebook
 
@@ -130,27 +129,6 @@ class Console:
             except OSError:
                 self._closed = True
 
-    def _start_bar(self, facts: RunFacts) -> None:
-        import rich.console
-        from rich.live import Live
-
-        from trainrun.monitor.bar import ProgressBar
-
-        console = rich.console.Console(file=self._stream, force_terminal=True, highlight=False)
-        if console.is_dumb_terminal:  # it cannot move its cursor
-            return
-        bar = ProgressBar(facts, self.position, console.options.ascii_only, waited=self._waited)
-
-        def draw() -> RenderableType:
-            return bar.draw(console.width, self.position, self._values())
-
-        self._live = Live(
-            console=console, get_renderable=draw, refresh_per_second=REDRAWS_PER_SECOND, transient=True
-        )
-        self._live.start()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_plain_streams(sys.stdout, sys.stderr))
-
     def _speed(self) -> float | None:
         """Items over seconds: log points are unequally long, so no mean of their speeds is right."""
         items, seconds = (sum(column) for column in zip((0.0, 0.0), *self._windows, strict=True))
@@ -185,23 +163,13 @@ class Console:
             self._closed = True
 
 
-def _plain_streams(stdout: Any, stderr: Any) -> Callable[[], None]:
-    """For forked children: prints that went through the bar would wait for a lock of a thread they lack."""
-
-    def restore() -> None:
-        for name, stream in (("stdout", stdout), ("stderr", stderr)):
-            if getattr(sys, name) is stream and hasattr(stream, "rich_proxied_file"):
-                setattr(sys, name, stream.rich_proxied_file)
-
-    return restore
-
-
 def _is_shown(name: str) -> bool:
     """A metric; those of single classes (`val/f1/3`) are for the file and the trackers."""
     above, _, last = name.rpartition("/")
     return bool(above) and last != "seconds" and not ("/" in above and last.isdecimal())
 
 
+MEASURED = {"flops_per_second", "throughput_limits", "hidden_syncs"}
 LEAST_SHARE = 0.02  # of the time: smaller accounts are not named
 
 
@@ -265,16 +233,11 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     if "seconds" in summary:
         rate = "" if speed is None else f", {quantity(speed[0])} {speed[1]}"
         lines.append(entry("time", duration(summary["seconds"]) + rate))
-    if summary.get("flops_per_second"):
-        lines.append(entry("compute", compute_line(summary)))
-    if summary.get("throughput_limits"):
-        lines.append(entry("limits", limits_line(summary["throughput_limits"], speed)))
+    lines += measured_lines(summary, speed)
     if summary.get("ledger"):
         lines.append(entry("spent", spent_line(summary["ledger"])))
     if summary.get("idle"):
         lines.append(entry("idle", summary["idle"]))
-    if summary.get("hidden_syncs") is not None:
-        lines.append(entry("waits", waits_line(summary["hidden_syncs"])))
     for key, count in (summary.get("listener_faults") or {}).items():
         lines.append(entry("failed", f"{key}: {counted(count, 'call')}"))
     if summary.get("hint"):
@@ -286,41 +249,20 @@ def end_lines(summary: Mapping[str, Any], folder: str | None) -> list[str]:
     return lines
 
 
-def compute_line(summary: Mapping[str, Any]) -> str:
-    """`35 GFLOP/s, 41 % of the best matrix product measured here (80 GFLOP/s to 85 GFLOP/s)`; and on a known GPU
-    `, 33 % of its data sheet (989 TFLOP/s)`"""
-    done, peak = summary["flops_per_second"], summary.get("peak_flops_per_second")
-    line = flop_rate(done)
-    if not peak:
-        return line
-    sheet = summary.get("data_sheet_flops_per_second")
-    known = f", {100 * done / sheet:.1f} % of its data sheet ({flop_rate(sheet)})" if sheet else ""
-    measured = f"{flop_rate(summary['lowest_peak_flops_per_second'])} to {flop_rate(peak)}"
-    if not summary.get("mfu"):
-        return f"{line}{known}; the best matrix product measured here is too unsteady to compare ({measured})"
-    return (
-        f"{line}, {100 * summary['mfu']:.1f} % of the best matrix product measured here ({measured}){known}"
-    )
+def measured_lines(summary: Mapping[str, Any], speed: tuple[float, str] | None) -> list[str]:
+    """What a longer run has measured, or one that was asked to."""
+    if not MEASURED & summary.keys():
+        return []
+    from trainrun.monitor import measured_lines as found
 
-
-def flop_rate(rate: float) -> str:
-    """`35 GFLOP/s`"""
-    number = quantity(rate)
-    digits = number.rstrip("kMGT")
-    return f"{digits} {number[len(digits) :]}FLOP/s"
-
-
-def limits_line(facts: Mapping[str, Any], speed: tuple[float, str] | None) -> str:
-    """`training alone 1.9k samples/s, loading alone 950k: training limits, its steps reach 98 %`"""
-    rates = [facts[f"{side}_per_second"] for side in ("load", "train")]
-    factor, unit = 1.0, " items/s"  # an item need not be a sample or a token
-    if speed is not None and facts["reached"] > 0:
-        factor, unit = speed[0] / (facts["reached"] * min(rates)), f" {speed[1]}"
-    load, train = (quantity(factor * rate) for rate in rates)
-    reached = f"its steps reach {100 * facts['reached']:.0f} %"
-    if facts["limit"] == "load":
-        return f"loading alone {load}{unit}, training alone {train}: loading limits, {reached}"
-    return f"training alone {train}{unit}, loading alone {load}: training limits, {reached}"
+    lines = []
+    if summary.get("flops_per_second"):
+        lines.append(entry("compute", found.compute_line(summary)))
+    if summary.get("throughput_limits"):
+        lines.append(entry("limits", found.limits_line(summary["throughput_limits"], speed)))
+    if summary.get("hidden_syncs") is not None:
+        lines.append(entry("waits", found.waits_line(summary["hidden_syncs"])))
+    return lines
 
 
 def spent_line(seconds: Mapping[str, float]) -> str:
@@ -331,11 +273,3 @@ def spent_line(seconds: Mapping[str, float]) -> str:
     parts = [f"{name} {100 * seconds[name] / total:.0f} %" for name in named]
     rest = 1 - sum(seconds[name] for name in named) / total
     return f"{duration(total)} from start to end: " + ", ".join([*parts, f"the rest {100 * rest:.1f} %"])
-
-
-def waits_line(found: Mapping[str, int]) -> str:
-    """`2 lines of a step made the host wait for the GPU: /home/me/my_net.py:14 (900 times), ...`"""
-    if not found:
-        return "no line of a step made the host wait for the GPU"
-    places = ", ".join(f"{place} ({count} times)" for place, count in found.items())
-    return f"{counted(len(found), 'line')} of a step made the host wait for the GPU: {places}"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainrun.errors import CheckpointError
 from trainrun.interfaces import MicroBatch, StepReport
 
 # what a rank says at a step about saving; of all ranks the largest counts
@@ -17,7 +16,7 @@ SAVE_NOW = 1  # the time between two saves is over
 SAVE_BUSY = 2  # its part of the save under way is not done
 SAVE_FAILED = 3
 
-_OF_THIS_SESSION = ("stop_request", "save_request", "validate_request", "stop_reason", "bad")
+OF_THIS_SESSION = ("stop_request", "save_request", "validate_request", "stop_reason", "bad")
 
 
 class BadStep(NamedTuple):
@@ -87,20 +86,11 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         state = {
-            item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OF_THIS_SESSION
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in OF_THIS_SESSION
         }
         state["losses"] = torch.stack(self.losses) if self.losses else None
         state["last_metrics"] = dict(self.last_metrics)
         return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError for a value that no state of ours has."""
-        for name, value in state.items():
-            if not _fits(name, value):
-                raise CheckpointError(f"the state says {str(name)[:40]}={str(value)[:40]}")
-        for name, value in state.items():
-            setattr(self, name, value)
-        self.losses = [] if state["losses"] is None else list(state["losses"].unbind())
 
 
 class RollBack(Exception):
@@ -118,21 +108,3 @@ class RollBack(Exception):
         """To the state of that checkpoint."""
         state.epoch, state.batches = self.epoch, self.batches
         state.rollbacks, state.seconds = self.rollbacks, self.seconds
-
-
-def _fits(name: str, value: Any) -> bool:
-    """Whether a field has such values; counts are not below zero, and steps not below -1, which is none."""
-    kind = _KINDS.get(name, "")
-    if kind == "int":
-        return type(value) is int and -1 <= value < 2**53 and (value >= 0 or name.endswith("_step"))
-    if kind in ("float", "float | None"):
-        number = type(value) in (int, float)
-        return (number and value == value) if kind == "float" else number or value is None
-    if kind == "dict[str, float]":
-        return isinstance(value, dict) and all(type(item) in (int, float) for item in value.values())
-    if kind == "list[Tensor]":
-        return value is None or (isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point())
-    return kind == "str" and isinstance(value, str)
-
-
-_KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in _OF_THIS_SESSION}

@@ -14,8 +14,9 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from trainrun.data.batch import map_leaves, to_device
+from trainrun.data.batch import map_leaves
 from trainrun.data.engines.stream import Around
 from trainrun.data.stream_options import Copying, Sizes
 from trainrun.interfaces import Batches, MicroBatch
@@ -104,3 +105,25 @@ class DeviceFeed(Around):
             return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "to") else leaf
 
         return item.host._replace(data=map_leaves(item.data, use))
+
+
+def to_device(batch: Any, device: torch.device, pinned: bool) -> Any:
+    """The batch on the device; other objects that can be moved (they have `.to`) are moved too."""
+
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=pinned) if hasattr(leaf, "to") else leaf
+
+    return batch if device.type == "cpu" else map_leaves(batch, move)
+
+
+def pinned(data: Any) -> Any:
+    """The batch in page-locked memory, from which a copy to a GPU does not hold up the host.
+
+    What lies on a GPU already stays there.
+    """
+
+    def pin(leaf: Any) -> Any:
+        there = isinstance(leaf, Tensor) and leaf.is_cuda
+        return leaf.pin_memory() if hasattr(leaf, "pin_memory") and not there else leaf
+
+    return map_leaves(data, pin)

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Any
 
 from trainrun.data.bad_samples import Skips
-from trainrun.data.batch import pinned
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading, WorkerFailure
+from trainrun.data.engines.device_feed import pinned
 from trainrun.data.engines.iterable import StreamReader, with_last
 from trainrun.data.engines.workers import LoaderWorkers, WorkerDied, WorkerLate
 from trainrun.data.order.sampler import StreamPlan

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from trainrun.data.bad_samples import Skips
-from trainrun.data.batch import pinned
 from trainrun.data.engines.auto_stream import num_ahead
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading
+from trainrun.data.engines.device_feed import pinned
 from trainrun.data.engines.generators import states
 from trainrun.data.engines.loader import delivered, keys_of
 from trainrun.data.order.sampler import StreamPlan

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from trainrun.data.engines.stream import Around
-from trainrun.data.map_style import said
-from trainrun.data.tensor_dataset import columns_of
+from trainrun.data.tensor_dataset import columns_of, said
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.seeding import derive_seed

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from trainrun.data.facts import length_of
-from trainrun.data.map_style import said
-from trainrun.data.tensor_dataset import Arrays, Column, Columns, columns_of, is_mapped, rows
+from trainrun.data.tensor_dataset import Arrays, Column, Columns, columns_of, is_mapped, rows, said
 from trainrun.errors import DataError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from trainrun.interfaces import KeepsState
 from trainrun.seeding import set_random_state
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import no_memory
-from trainrun.training.state import TrainState
+from trainrun.training.state import OF_THIS_SESSION, TrainState
 from trainrun.training.task_calls import mapped, saves_itself
 
+KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in OF_THIS_SESSION}
 ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 
 
@@ -69,13 +71,13 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     state = TrainState()
     device = run.parallel.device
     if own is None:
-        state.load_state_dict(shared["train"] | {"losses": None, "logged_items": 0})
+        load_train_state(state, shared["train"] | {"losses": None, "logged_items": 0})
         return state
     if "source" in own and shared["stream"]["samples_per_batch"] == run.stream()["samples_per_batch"]:
         run.places.keep(shared["train"]["epoch"], shared["train"]["batches"], own["source"]["stands"])
     losses = own["train"]["losses"]
     moved = None if losses is None else losses.to(device)
-    state.load_state_dict(shared["train"] | own["train"] | {"losses": moved})
+    load_train_state(state, shared["train"] | own["train"] | {"losses": moved})
     set_random_state(own["random"])
     return state
 
@@ -178,3 +180,28 @@ def load_task_state(place: str, task: Any, kept: Mapping[str, Any], device: torc
         )
     load_state(place, task, kept, device)
     return ""
+
+
+def load_train_state(state: TrainState, saved: dict[str, Any]) -> None:
+    """Raises CheckpointError for a value that no state of ours has."""
+    for name, value in saved.items():
+        if not _fits(name, value):
+            raise CheckpointError(f"the state says {str(name)[:40]}={str(value)[:40]}")
+    for name, value in saved.items():
+        setattr(state, name, value)
+    state.losses = [] if saved["losses"] is None else list(saved["losses"].unbind())
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a field has such values; counts are not below zero, and steps not below -1, which is none."""
+    kind = KINDS.get(name, "")
+    if kind == "int":
+        return type(value) is int and -1 <= value < 2**53 and (value >= 0 or name.endswith("_step"))
+    if kind in ("float", "float | None"):
+        number = type(value) in (int, float)
+        return (number and value == value) if kind == "float" else number or value is None
+    if kind == "dict[str, float]":
+        return isinstance(value, dict) and all(type(item) in (int, float) for item in value.values())
+    if kind == "list[Tensor]":
+        return value is None or (isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point())
+    return kind == "str" and isinstance(value, str)

@@ -1,8 +1,8 @@
-"""`trainer.compile.scope=auto`: compiled only where that is paid back before the run ends.
+"""Our own techniques for memory and compiling, on a model: blocks computed again, weights on the host, torch.compile.
 
-A rule with measured constants, and not a
-clock: compiled code rounds differently, so a run that is resumed must choose as it did before; and what compiling gains
-is known only once it is paid for. What it cost in the end is in `status.json` (`compile_seconds`, `recompiles`).
+`trainer.compile.scope=auto`: compiled only where that is paid back before the run ends. A rule with measured constants,
+and not a clock: compiled code rounds differently, so a run that is resumed must choose as it did before; and what
+compiling gains is known only once it is paid for. What it cost is in `status.json` (`compile_seconds`, `recompiles`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from trainrun.config.pair_rules import step_obstacles
 from trainrun.config.schema import RunConfig
+from trainrun.errors import ConfigError, told_of_a_setting
 from trainrun.transform.compile import gpu_compiler_problem
 
 # A tiny step on one core: digits MLP of 9,610 weights, batch 32, Xeon with AVX-512, torch 2.13.
@@ -64,3 +66,48 @@ def with_scope(
     notes.append(note)
     trainer = replace(config.trainer, compile=replace(config.trainer.compile, scope=scope))
     return replace(config, trainer=trainer)
+
+
+NO_BLOCKS = (
+    "the model has no blocks to compute again: no torch.nn.ModuleList or torch.nn.Sequential with several children "
+    "of one class that have layers of their own, and in a Sequential no runs of layers that save more than their input"
+)
+
+
+def offload_parameters(model: nn.Module, device: torch.device) -> str:
+    from trainrun.transform.parameter_offload import parameter_offload
+
+    if not (number := parameter_offload(model, device)):
+        raise ConfigError(f"trainer.cpu_offload=parameters: {NO_BLOCKS}; use trainer.cpu_offload=optimizer")
+    return f"trainer.cpu_offload: the weights of {number} blocks lie in the host's memory"
+
+
+def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:
+    """By itself (`auto`) not in steps that are recorded."""
+    from trainrun.transform.gradient_checkpointing import gradient_checkpointing
+
+    trainer, key = config.trainer, "trainer.gradient_checkpointing"
+    mode, is_auto = trainer.gradient_checkpointing, trainer.gradient_checkpointing == "auto"
+    if is_auto and (trainer.compile.scope != "off" or trainer.cuda_graphs or config.parallel.sync_batchnorm):
+        return f"{key}: off, with compiled or recorded steps or synchronised batch norm (auto)"
+    number = gradient_checkpointing(model, "full" if is_auto else mode)
+    if not number and not is_auto:
+        raise ConfigError(f"{key}={mode}: {NO_BLOCKS}; use {key}=none")
+    what = f"{number} blocks are computed again in the backward" if number else "off, the model has no blocks"
+    return f"{key}: {what}" + (" (auto)" if is_auto else "")
+
+
+def use_compiler(model: nn.Module, config: RunConfig, device: torch.device) -> None:
+    """Compile the model alone or its blocks; a whole step is compiled elsewhere."""
+    from trainrun.transform.compile import WITH_CUDA_GRAPHS, compile_model, keep_gradients
+
+    wanted = config.trainer.compile
+    sizes = {config.data.batch_size, config.data.val_batch_size or config.data.batch_size}
+    with told_of_a_setting():
+        compile_model(
+            model, sizes, wanted.scope == "regional", mode=wanted.mode, backend=wanted.backend,
+            fullgraph=wanted.fullgraph, dynamic=wanted.dynamic,
+        )  # fmt: skip
+    adds_up = config.trainer.accumulate_grad_batches > 1
+    if adds_up and device.type == "cuda" and wanted.mode in WITH_CUDA_GRAPHS:
+        keep_gradients(model)
