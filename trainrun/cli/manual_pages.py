@@ -99,7 +99,9 @@ def _overview(known: dict[str, str]) -> list[str]:
 
 
 def _shown(text: str) -> str:
-    """Links name the topic in place of the file: `[data](data.md)` is shown as `data (trainrun help data)`."""
+    """Links name the topic in place of the file: `[data](data.md)` is shown as `data (trainrun help data)`.
+    Pictures are left out."""
+    text = re.sub(r"^!\[.*\n\n?", "", text, flags=re.MULTILINE)
     text = re.sub(r"\[([^\]]+)\]\(([\w-]+)\.md(?:#[\w-]+)?\)", r"\1 (trainrun help \2)", text)
     text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)
     return text.rstrip()
