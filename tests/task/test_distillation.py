@@ -136,3 +136,5 @@ def test_a_run_goes_on_with_its_own_teacher_alone() -> None:
     ):
         task.load_state_dict(state)
     Distillation().load_state_dict(state)  # to evaluate needs no teacher
+    assert Distillation(class_dim=-1).unit == "tokens"  # of a language model
+    assert not hasattr(Distillation(), "unit")

@@ -110,6 +110,8 @@ class Distillation:
         )  # fmt: skip
         if metrics:
             self.summarize = self.hard.summarize
+        if class_dim == -1:  # a class at every place of a text
+            self.unit = "tokens"
         self.teacher: Teacher | None = None
         self.answers: Answers | None = None
         self.mark = ""
