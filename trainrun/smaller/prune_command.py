@@ -19,6 +19,7 @@ from trainrun.runs.run import open_run, resume_run
 from trainrun.smaller.channels import by_reason
 from trainrun.smaller.new_run import close, measured, new_folder, say_both, write_run
 from trainrun.smaller.prune import masked, narrowed, without_channels
+from trainrun.transform.lora import LoraLinear
 
 NAME = "pruned"  # in `transform`
 
@@ -63,7 +64,9 @@ def main(argv: list[str]) -> int:
             node = {"_target_": f"{__package__}.prune.{masked.__name__}", "amount": words.amount}
             what = f"{words.amount:.0%} of the weights are zero, and stay so"
     except ValueError as error:
-        raise ConfigError(f"--amount {words.amount:g}: {error}") from error
+        adapted = any(isinstance(layer, LoraLinear) for layer in model.modules())
+        way = f"; or merge LoRA first: trainrun export {words.run_dir} --to huggingface --merge, and init_from that"
+        raise ConfigError(f"--amount {words.amount:g}: {error}{way if adapted else ''}") from error
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     config = with_values(config, {"transform": {**config.transform, NAME: node}, **limits})
     write_run(run, source, config, weights, f"pruned: --amount {words.amount:g}, of {source.root.name}")
