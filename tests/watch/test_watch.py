@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from trainrun.cli.main import main
 from trainrun.runs.run_folder import RunDir, write_json
 from trainrun.watch import follow
 from trainrun.watch.follow import Follower
-from trainrun.watch.live_page import live_page
+from trainrun.watch.live_page import chart, live_page
 from trainrun.watch.live_page import main as draw_pages
 from trainrun.watch.screen import SweepView, devices_line, phases_line, sparkline
 
@@ -178,6 +179,11 @@ def test_the_page_reloads_itself_while_the_run_goes_on_and_escapes_everything(tm
     assert "http://" not in page.replace("http-equiv", "")
     draw_pages([str(run.root), str(gone())])  # the training is gone: one last page
     assert "refresh" not in run.report.read_text()
+
+
+def test_a_curve_of_one_point_is_seen() -> None:
+    drawn = re.findall(r'points="([^"]+)"', chart("acc", {"train": [(1, 0.1), (9, 0.5)], "val": [(5, 0.4)]}))
+    assert drawn[1] == "288.0,50.0 312.0,50.0"
 
 
 def test_lines_of_numbers() -> None:

@@ -26,9 +26,7 @@ from trainrun.runs.run_folder import RunDir, is_there, write_text
 from trainrun.watch.follow import Follower
 from trainrun.watch.screen import ENDED, devices_line, phases_line
 
-SECONDS = (
-    5.0  # between pages; a page takes about 20 ms of a process that computes only where nobody else does
-)
+SECONDS = 5.0  # between pages; one takes about 1 ms
 WIDTH, HEIGHT, MOST = 600, 200, 300
 COLORS = ("#3d8fd1", "#e07b39", "#2aa876", "#c774a8", "#c9a227", "#7d6bb8")
 
@@ -56,7 +54,7 @@ def live_page(told: Follower, goes_on: bool) -> str:
     parts = [
         page.heading(name, level=1),
         page.paragraph(str(told.run.root)),
-        page.paragraph(f"{state}  {told.place()}"),
+        page.paragraph(f"{state}  {told.place()}".replace("  ", ", ")),
         page.beside(
             [
                 page.pairs("Now", [(name, figure(value)) for name, value in told.latest.items()]),
@@ -95,13 +93,17 @@ def chart(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     bottom, span = scale(low), (scale(high) - scale(low)) or 1.0
     first, last = min(x for x, _ in finite), max(x for x, _ in finite)
 
-    def place(x: int, y: float) -> str:
+    def place(x: float, y: float) -> str:
         across = WIDTH * (x - first) / ((last - first) or 1)
         return f"{across:.1f},{HEIGHT - HEIGHT * (scale(y) - bottom) / span:.1f}"
 
     drawn, names = "", ""
     for color, (name, points) in zip(COLORS * len(thin), thin.items(), strict=False):
-        path = " ".join(place(x, y) for x, y in points if math.isfinite(y))
+        shown: list[tuple[float, float]] = [(x, y) for x, y in points if math.isfinite(y)]
+        if len(set(shown)) == 1:  # a short line, or nothing would be seen
+            (x, y), half = shown[0], (last - first or 1) / 50
+            shown = [(x - half, y), (x + half, y)]
+        path = " ".join(place(x, y) for x, y in shown)
         drawn += f'<polyline points="{path}" stroke="{color}"/>'
         names += f' <span style="color:{color}">■</span> {escape(name)} {escape(figure(points[-1][1]))}'
     scale_name = " (log scale)" if logs else ""
