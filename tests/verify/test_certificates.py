@@ -17,7 +17,6 @@ from trainrun.data.order import sampler as order
 from trainrun.optimizer import load_named_state
 from trainrun.precision.update import Update
 from trainrun.training.recovery import restore
-from trainrun.training.state import TrainState
 from trainrun.verify import continuity
 from trainrun.verify.certificate import FAIL, NONE, PASS, NotApplicable, different_leaves, largest_difference
 from trainrun.verify.run_checks import checks
@@ -98,12 +97,12 @@ def test_a_schedule_that_moves_with_micro_batches(tmp_path, monkeypatch):
 
 def test_data_read_again_after_a_resume(tmp_path, monkeypatch):
     def forgetful(real):
-        def load(self, state):
-            real(self, state | {"batches": 0})
+        def load(state, saved):
+            real(state, saved | {"batches": 0})
 
         return load
 
-    plant(monkeypatch, TrainState, "load_state_dict", forgetful)
+    plant(monkeypatch, restore, "load_train_state", forgetful)
     assert verdict(tmp_path, "resume") == FAIL
 
 
