@@ -98,10 +98,15 @@ class MultiLabel:
 
 def check(logits: Tensor, target: Tensor, weights: Tensor | None) -> None:
     """Check shapes, targets and weights of the first batch only, as it waits for the device."""
-    if logits.shape != target.shape or logits.ndim != 2:
+    if target.ndim != 2:
+        raise DataError(
+            f"data: the targets have shape {tuple(target.shape)}, but task=multilabel needs (B, number of labels), 0 "
+            "or 1 for each; where they are one class a sample, use task=classification"
+        )
+    if logits.shape != target.shape:
         raise PluginError(
-            f"model: the output has shape {tuple(logits.shape)}, but task=multilabel needs (B, number of labels), as "
-            f"the targets {tuple(target.shape)} must be; our models take model.num_classes={target.shape[-1]}"
+            f"model: the output has shape {tuple(logits.shape)}, but task=multilabel needs that of the "
+            f"targets, {tuple(target.shape)}; our models take model.num_classes={target.shape[-1]}"
         )
     if bool((target < 0).any()) or bool((target > 1).any()):
         raise DataError(
