@@ -386,6 +386,13 @@ def test_what_cannot_be_sent_is_told_and_not_waited_for(leaf):
     stream.close()
 
 
+def test_a_worker_says_nothing_of_a_training_that_is_gone(capsys):
+    loader_workers.shown_unless_cut_off(ConnectionResetError, ConnectionResetError("by peer"), None)
+    assert capsys.readouterr().err == ""
+    loader_workers.shown_unless_cut_off(KeyError, KeyError("x"), None)
+    assert "KeyError" in capsys.readouterr().err
+
+
 def test_an_iterable_data_set_is_read_on_after_a_death(tmp_path):
     said = []
     expected = contents(opened(Stream(), num_workers=0).epoch(1, 2))
