@@ -74,7 +74,7 @@ def test_a_new_sweep_gets_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytes
     first, second = open_sweep(["lr=1,2"], None), open_sweep(["lr=1,2"], None)
     assert first.folder != second.folder
     assert re.fullmatch(
-        r"sweeps/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-lr-[0-9a-f]{4}", str(first.folder.relative_to(tmp_path))
+        r"sweeps/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-lr-[0-9a-f]{8}", str(first.folder.relative_to(tmp_path))
     )
 
 

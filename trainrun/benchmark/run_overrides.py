@@ -33,7 +33,7 @@ def begin(command: str, argv: list[str]) -> tuple[list[str], Path]:
     if (own := composition.own.get("hydra.run.dir")) is not None:
         folder = named_folder(own)
     else:
-        name = f"{datetime.now():%H-%M-%S}-{command}-{composition.config.run_name or 'run'}-{secrets.token_hex(2)}"
+        name = f"{datetime.now():%H-%M-%S}-{command}-{composition.config.run_name or 'run'}-{secrets.token_hex(4)}"
         folder = Path("outputs").absolute() / f"{datetime.now():%Y-%m-%d}" / name
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"output_dir={folder}: holds a run already; name another folder")

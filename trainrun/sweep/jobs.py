@@ -162,7 +162,7 @@ def new_folder(keys: list[str]) -> Path:
     """A folder that no other sweep has, named after what is varied."""
     now = datetime.now()
     name = slug(keys) if keys else "sweep"
-    return Path("sweeps") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{name}-{secrets.token_hex(2)}"
+    return Path("sweeps") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{name}-{secrets.token_hex(4)}"
 
 
 def slug(words: list[str] | tuple[str, ...]) -> str:
