@@ -10,15 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.autograd import DeviceType
 
 from trainrun.benchmark import budget
 from trainrun.benchmark.diagnose import diagnosis
 from trainrun.benchmark.diagnose.ablations import useful_ablations
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination, WhatIf
 from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_report
-from trainrun.benchmark.diagnose.profile import STEPS, idle_fraction, profiled
 from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.diagnose.verdict import CAUSES, REMEDIES, verdict
 from trainrun.benchmark.worker_messages import RunInfo, Turn
@@ -26,7 +23,6 @@ from trainrun.cli.main import main
 from trainrun.cli.run_arguments import take_seconds
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import ConfigError
-from trainrun.plots.bars import draw_what_ifs
 from trainrun.timing.paired import Ratio
 
 INFO = RunInfo("samples", "resident", 0, 1, "cpu", 1, 900, 45.0)
@@ -226,32 +222,6 @@ def test_a_word_that_it_does_not_know(
     assert said in capsys.readouterr().err
 
 
-def test_the_largest_operation_is_first_with_its_calls(tmp_path: Path) -> None:
-    large = torch.ones(400, 400, dtype=torch.float64)
-    taken: list[int] = []
-
-    def run(steps: int) -> None:
-        taken.append(steps)
-        for _ in range(steps):
-            large @ large
-            large @ large
-
-    told = profiled(run, torch.device("cpu"), tmp_path / "trace.json.gz")
-    first = told.operations[0]
-    assert (first.name, first.calls) == ("mm", 2)
-    assert 0 < first.seconds <= told.step_seconds
-    assert taken == [STEPS, STEPS]
-    assert told.idle is None
-
-
-def test_a_gpu_is_idle_if_no_kernel_runs() -> None:
-    def kernel(start: float, end: float, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
-        return SimpleNamespace(device_type=device, time_range=SimpleNamespace(start=start, end=end))
-
-    kernels = [kernel(10, 20), kernel(15, 30), kernel(50, 60), kernel(0, 1000, DeviceType.CPU)]
-    assert idle_fraction(kernels) == pytest.approx(0.4)
-
-
 OWN = """
 import time, torch
 
@@ -275,20 +245,13 @@ def test_a_slow_data_set_is_found(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(diagnosis, "MOST_ROUNDS", 3)
     assert main(["diagnose", "--trace", *SLOW, "--budget", "300"]) == 0
-    assert "mostly waits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "mostly waits" in printed
+    assert "aten::addmm" in printed
     (folder,) = (tmp_path / "outputs").glob("*/*-diagnose-*")
     data = json.loads((folder / "diagnosis.json").read_text())
     assert data["verdict"]["first"] == "data"
-    assert {"addmm", "mm"} <= {one["name"] for one in data["profile"]["operations"]}
     traced = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
     assert any(event.get("name") == "aten::addmm" for event in traced["traceEvents"])
     assert {row["name"] for row in data["what_ifs"]} >= {"data", "logging", "update", "dispatch"}
-    assert (folder / "whatif.png").stat().st_size > 5000
     assert {path.name for path in tmp_path.iterdir()} <= {"slow_data.py", "outputs", "__pycache__"}
-
-
-def test_a_picture_of_nothing_says_so(tmp_path: Path) -> None:
-    """If there was no time for an ablation, and nothing is known, as on a GPU."""
-    facts = {"what_ifs": [], "verdict": {"causes": []}, "items_per_second": 1500.0, "unit": "samples"}
-    draw_what_ifs(facts, tmp_path / "nothing.png")
-    assert (tmp_path / "nothing.png").stat().st_size > 1000

@@ -56,7 +56,7 @@ def test_a_search_of_seconds_on_a_model_of_ones_own(own: Path, capsys: pytest.Ca
     assert "result: " in printed.out
     assert printed.err.startswith("note: trainrun tune is now: trainrun autotune\n")
     (folder,) = own.glob("outputs/*/*-autotune-digits-Net-*")
-    assert left_in(folder) == {"autotune.json", "autotune.png"}
+    assert left_in(folder) == {"autotune.json"}
     told = json.loads((folder / "autotune.json").read_text())
     assert told["words_typed"][-3:] == SETTINGS[-3:]
     assert {trial["option"] for trial in told["trials"]} >= {"loader", "numbers", "micro-batch", "compile"}
@@ -73,7 +73,7 @@ def test_a_table_of_seconds(own: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "needs a GPU" in printed.out
     assert printed.err.startswith("note: trainrun ladder is now: trainrun autotune --table\n")
     (folder,) = own.glob("outputs/*/*-autotune-digits-Net-*")
-    assert left_in(folder) == {"autotune.json", "autotune.png"}
+    assert left_in(folder) == {"autotune.json"}
     rows = {row["title"]: row for row in json.loads((folder / "autotune.json").read_text())["rows"]}
     assert all((row["alone"] is None) == bool(row["reason"]) for row in rows.values())
     assert rows["channels-last layout"]["reason"] == "the model has no convolutions"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from trainrun.timing.phases import ACCOUNTS, COMPILE
 
@@ -136,22 +136,12 @@ class FirstSteps:
     update: str
 
 
-class Operation(NamedTuple):
-    """An operation in a step. seconds: its own, without what it calls."""
-
-    name: str
-    calls: float
-    seconds: float
-
-
 @dataclass(frozen=True)
 class Profiled:
-    """What the profiler found on rank 0. idle: fraction of the time in which a GPU ran nothing; None on a CPU.
-    trace: a gzipped file for a trace viewer."""
+    """What the profiler found on rank 0. table: the operations that take most, by their own time. trace: a gzipped file
+    for a trace viewer."""
 
-    step_seconds: float
-    operations: tuple[Operation, ...]
-    idle: float | None
+    table: str
     trace: bytes
 
 

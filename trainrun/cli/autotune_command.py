@@ -125,7 +125,7 @@ def report(
     from trainrun.benchmark.search import autotune_report
     from trainrun.benchmark.search.preset_file import write_preset
 
-    head = say_head(typed, results, budget)
+    say_head(typed, results, budget)
     for line in autotune_report.search_lines(results, wish.explain):
         say(line)
     if results.claimed:
@@ -138,8 +138,7 @@ def report(
     elif wish.allow == "exact":
         say("not tried: bfloat16 and other number types, which round more (--allow numeric)")
     write_results(folder, typed, autotune_report.as_plain(results) | {"found": list(results.found)})
-    picture = autotune_report.search_picture(results, folder / "autotune.png", head)
-    say(f"details: {shown(folder / 'autotune.json')}, {picture.name}")
+    say(f"details: {shown(folder / 'autotune.json')}")
     return EXIT_DONE
 
 
@@ -147,21 +146,19 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     from trainrun.benchmark.run_overrides import shown
     from trainrun.benchmark.search import autotune_report
 
-    head = say_head(typed, table.results, budget)
+    say_head(typed, table.results, budget)
     for line in autotune_report.table_lines(table):
         say(line)
     write_results(folder, typed, autotune_report.as_plain(table))
-    picture = autotune_report.table_picture(table, folder / "autotune.png", head)
-    say(f"details: {shown(folder / 'autotune.json')}, {picture.name}")
+    say(f"details: {shown(folder / 'autotune.json')}")
     return EXIT_DONE
 
 
-def say_head(typed: list[str], results: Results, budget: float) -> str:
+def say_head(typed: list[str], results: Results, budget: float) -> None:
     from trainrun.config.tuned_settings import machine
 
     head = f"trainrun autotune {shlex.join(masked_words(typed))}".rstrip()
     say(f"{head} | {machine()} | {results.seconds:.0f} s of {budget:.0f} s")
-    return head
 
 
 def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:

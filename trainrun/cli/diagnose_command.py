@@ -10,7 +10,7 @@ BUDGET_SECONDS = 40.0
 ABOUT = (
     "Takes the settings of a run and measures, in a folder that is thrown away, how much faster it would be without "
     "loading, logging, validation, checkpoints, padding, the update: the real loop, in turns with itself. Says what it "
-    "waits for, what this machine allows, and which settings to try. Writes diagnosis.json and pictures."
+    "waits for, what this machine allows, and which settings to try. Writes diagnosis.json."
 )
 
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         found = diagnose(typed, budget, progress, wish.trace)
     say("\n".join(lines_of(found)))
     write_report(found, typed, folder)
-    say(f"in {budget.spent:.0f} s; pictures and diagnosis.json: {shown(folder)}")
+    say(f"in {budget.spent:.0f} s; details: {shown(folder / 'diagnosis.json')}")
     return EXIT_DONE
 
 

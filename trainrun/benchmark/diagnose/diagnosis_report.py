@@ -1,4 +1,4 @@
-"""A diagnosis for people, for programs, and as pictures."""
+"""A diagnosis for people and for programs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, WhatIf
+from trainrun.benchmark.diagnose.profile import STEPS
 from trainrun.benchmark.diagnose.verdict import verdict
 from trainrun.formatting import duration, quantity
 from trainrun.output import masked_words
-from trainrun.plots.bars import draw_what_ifs
-from trainrun.runs.run_folder import write_json, write_text
+from trainrun.runs.run_folder import write_json
 
 TITLES = {"dispatch": "calls of a small batch", "threads": "other threads"}
 
@@ -28,17 +28,8 @@ def lines_of(found: Diagnosis) -> list[str]:
     ]
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   interval         measured with"]
     lines += [row(each) for each in sorted(found.what_ifs, key=lambda each: -each.gain.value)]
-    if (profiled := found.profiled) is not None:
-        step, share = profiled.step_seconds, profiled.idle
-        idle = "" if share is None else f"; the GPU runs nothing in {100 * share:.0f} % of the time"
-        lines += [
-            "",
-            f"under torch's profiler a step takes {short_time(step)}{idle}; operations by their own time:",
-        ]
-        lines += [
-            f"{one.name[:46]:<46} {one.calls:>7.4g} calls {short_time(one.seconds):>9} {one.seconds / step:>5.0%}"
-            for one in profiled.operations
-        ]
+    if found.profiled is not None:
+        lines += ["", f"{STEPS} steps under torch's profiler:", found.profiled.table]
     remedies = [f"try: {one}" for cause in conclusion.causes for one in cause.remedies]
     return [*lines, "", conclusion.text, *remedies]
 
@@ -56,7 +47,7 @@ def short_time(seconds: float) -> str:
 
 
 def as_json(found: Diagnosis, overrides: list[str]) -> dict[str, Any]:
-    conclusion, profiled = verdict(found), found.profiled
+    conclusion = verdict(found)
     causes = [
         {"name": each.what_if.name, "text": each.text, "try": each.remedies} for each in conclusion.causes
     ]
@@ -81,12 +72,6 @@ def as_json(found: Diagnosis, overrides: list[str]) -> dict[str, Any]:
             for each in found.what_ifs
         ],
         "untried": list(found.untried),
-        "profile": profiled
-        and {
-            "step_seconds": profiled.step_seconds,
-            "idle": profiled.idle,
-            "operations": [operation._asdict() for operation in profiled.operations],
-        },
         "run": dataclasses.asdict(found.info),
         "torch": torch.__version__,
     }
@@ -94,9 +79,6 @@ def as_json(found: Diagnosis, overrides: list[str]) -> dict[str, Any]:
 
 def write_report(found: Diagnosis, overrides: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    data = as_json(found, overrides)
-    write_json(folder / "diagnosis.json", data)
-    write_text(folder / "diagnosis.txt", "\n".join(lines_of(found)) + "\n")
+    write_json(folder / "diagnosis.json", as_json(found, overrides))
     if found.profiled is not None:
         (folder / "trace.json.gz").write_bytes(found.profiled.trace)
-    draw_what_ifs(data, folder / "whatif.png")

@@ -1,9 +1,8 @@
-"""What a search or a table of techniques found, for people and for programs: text, JSON and a picture."""
+"""What a search or a table of techniques found, for people and for programs: text and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any, Final
 
 from trainrun.benchmark.search.acceptance import EXACT, NUMERIC
@@ -12,7 +11,6 @@ from trainrun.benchmark.search.options import OTHER
 from trainrun.benchmark.search.search import Results
 from trainrun.benchmark.search.technique_table import Row, TechniqueTable
 from trainrun.formatting import quantity
-from trainrun.plots.bars import Bar, draw_bars, short
 from trainrun.plots.compare import text_table
 from trainrun.timing.paired import Ratio
 
@@ -105,36 +103,3 @@ def memory_and_loss(found: Trial | Row) -> list[str]:
 
 def interval(ratio: Ratio) -> str:
     return f"{ratio.low:.2f} to {ratio.high:.2f}"
-
-
-def search_picture(results: Results, path: Path, head: str) -> Path:
-    """Draw each setting over the user's own, and in the end the best, measured again."""
-    bars, gain = [bar("your settings again (noise)", results.noise)], 1.0
-    for trial in results.trials:
-        if trial.ratio is not None:
-            bars.append(bar(trial.title, trial.ratio, before=gain))
-            gain *= trial.ratio.value if trial.state == KEPT else 1.0
-    if results.claim is not None:
-        bars.append(bar("ALL THAT IS KEPT, measured again", results.claim))
-    about = ("each setting on top of what was kept before it, the dotted line it had to beat; grey: not told from it; "
-             "black: intervals, 95 %, of the last 99 %", head)  # fmt: skip
-    return draw_bars(path, results.verdict.partition(";")[0], {"": bars}, about)
-
-
-def table_picture(table: TechniqueTable, path: Path, head: str) -> Path:
-    claim, last = table.results.claim, "all that helped, measured again"
-    alone = [*(bar(row.title, row.alone, row.reason) for row in table.rows), Bar(last, None)]
-    top = [bar(row.title, row.together, "" if row.alone is None else "-") for row in table.rows]
-    title = "Well-known techniques on this run" + ("" if claim is None else f": {claim} in all")
-    about = "green: helps, orange: hurts, grey: not told from 1; lines: 95 % intervals, 99 % for all together"
-    top.append(bar(last, claim, "not measured"))
-    panels = {"alone, over your settings": alone, "on top of what helped before": top}
-    return draw_bars(path, title, panels, (about, head))
-
-
-def bar(label: str, ratio: Ratio | None, note: str = "", before: float = 1.0) -> Bar:
-    """before: the speed that the ratio is over, on the scale of the picture."""
-    if ratio is None:
-        return Bar(label, None, note=short(note))
-    value, low, high = (before * number for number in ratio[:3])
-    return Bar(label, value, low, high, before=before)
