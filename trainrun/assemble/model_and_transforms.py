@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainrun.config.pair_rules import needs_gpu
 from trainrun.config.schema import ParallelConfig, RunConfig
@@ -45,6 +46,11 @@ def build_model(
 
     def new_model() -> nn.Module:
         model = checked(build(node, "model"), f"model._target_={node[TARGET]}")
+        if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+            from trainrun.model.lazy_layers import give_sizes
+
+            with told_of_a_setting(ValueError):
+                give_sizes(model, facts.shape)
         if said.get("init") == "zero-gamma":
             from trainrun.transform.residual_ends import zero_gammas
 
