@@ -25,6 +25,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import lanes  # noqa: E402  # imports torch, which reads the environment
+from faults.forks import start_forked  # noqa: E402
+
+from trainrun.parallel import launch  # noqa: E402
+
+REAL_START = launch.start_rank
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 watch = lanes.Watch()
@@ -74,6 +79,18 @@ def forget_imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def own_list(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The runs of tests are not among the user's own."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_ranks() -> None:
+    """Ranks are forked from this process, but for a test that asks for `real_ranks`."""
+    launch.start_rank = start_forked  # type: ignore[assignment]
+
+
+@pytest.fixture
+def real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How ranks start is what is tested."""
+    monkeypatch.setattr(launch, "start_rank", REAL_START)
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """A warm parent: torch is imported once, and every life of a run is a forked child that calls the real entry point.
 
-Ranks are forked too, in place of new interpreters; everything else of the launcher is the real one.
+Ranks are forked too, in place of new interpreters; everything else of the launcher is the real one. Without faults, all
+tests start their ranks so (tests/conftest.py): an interpreter with torch takes 2.5 s of a core.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import select
 import signal
 import sys
@@ -14,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,29 +132,46 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
-def fork_ranks(prepare: Callable[[int], None]) -> None:
-    """From now on the launcher forks its ranks. prepare: called in each, with its number, before it begins."""
-    from trainrun.parallel import launch
+def start_forked(
+    command: Sequence[str],
+    rank: int,
+    run_dir: Any,
+    env: dict[str, str],
+    prepare: Callable[[int], None] | None = None,
+) -> ForkedRank:
+    """What stands for the launcher's `start_rank`. prepare: called in the rank, with its number, before it begins."""
+    from faults.warm import for_ranks
     from trainrun.runtime.signals import stops_held_back
 
-    def start_rank(command: Sequence[str], rank: int, run_dir: Any, env: dict[str, str]) -> ForkedRank:
-        with stops_held_back():
-            child = os.fork()
-            if child:
-                with suppress(ProcessLookupError):  # it has ended already
-                    os.setpgid(
-                        child, child
-                    )  # here too: whoever ends a rank finds its group, however young it is
-                return ForkedRank(child)
-            output = run_dir.rank_log(rank) if rank else Path(os.devnull)
-            _be_rank(list(command[-2:]), rank, env, output, prepare)
-        raise AssertionError("a rank does not return")
+    for_ranks()
+    with stops_held_back():
+        child = os.fork()
+        if child:
+            with suppress(ProcessLookupError):  # it has ended already
+                os.setpgid(child, child)  # here too: whoever ends a rank finds its group, however young it is
+            return ForkedRank(child)
+        output = run_dir.rank_log(rank) if rank else None
+        _be_rank(command, rank, env, output, prepare)
+    raise AssertionError("a rank does not return")
 
-    launch.start_rank = start_rank  # type: ignore[assignment]
+
+def fork_ranks(prepare: Callable[[int], None]) -> None:
+    """From now on the launcher forks its ranks, and tells the driver of faults of each."""
+    from trainrun.parallel import launch
+
+    def told(rank: int) -> None:
+        os.write(int(os.environ[ARMED]), f"{rank} {os.getpid()}\n".encode())
+        prepare(rank)
+
+    launch.start_rank = partial(start_forked, prepare=told)  # type: ignore[assignment]
 
 
 def _be_rank(
-    words: list[str], rank: int, env: dict[str, str], output: Path, prepare: Callable[[int], None]
+    command: Sequence[str],
+    rank: int,
+    env: dict[str, str],
+    output: Path | None,
+    prepare: Callable[[int], None] | None,
 ) -> None:
     code = 1
     try:
@@ -160,15 +180,24 @@ def _be_rank(
         os.environ.update(env)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
-        if rank:
+        if output is not None:
             descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
-        os.write(int(os.environ[ARMED]), f"{rank} {os.getpid()}\n".encode())
-        prepare(rank)
-        from trainrun.runs import rank as rank_module
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # pytest has its own
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        if prepare is not None:
+            prepare(rank)
+        if command[1].endswith(".py"):  # a program of the test's own
+            sys.argv = list(command[1:])
+            runpy.run_path(command[1], run_name="__main__")
+            code = 0
+        else:
+            from trainrun.runs import rank as rank_module
 
-        code = rank_module.main(words)
+            code = rank_module.main(list(command[-2:]))
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -99,7 +99,7 @@ def test_a_precision_trains_on_two_ranks(workdir: Path, mode: str) -> None:
     assert "x ranks 2 = 64" in (run.folder / "run.log").read_text()
 
 
-def test_two_ranks_equal_one_in_float64(workdir: Path) -> None:
+def test_two_ranks_equal_one_in_float64(workdir: Path, real_ranks: None) -> None:
     words = ["precision=64", "trainer.max_epochs=2", "trainer.accumulate_grad_batches=2", *QUIET]
     one = package.train(*words, "data.batch_size=50", "output_dir=one")
     two = package.train(*words, "data.batch_size=25", "parallel=ddp", "output_dir=two")
