@@ -13,7 +13,6 @@ import pytest
 from convert_kit import convert
 
 from trainrun.cli.main import main
-from trainrun.convert.folder import LOCK, locked
 from trainrun.errors import ConfigError
 
 pytestmark = pytest.mark.process
@@ -48,11 +47,10 @@ def test_the_second_is_told_and_the_first_ends_well(workdir: Path, capsys: pytes
         os.killpg(first.pid, signal.SIGCONT)
     err = capsys.readouterr().err
     assert err.strip().count("\n") == 0
-    assert f"out: another conversion writes to it (process {first.pid}); wait until it is done" in err
+    assert "out: another conversion writes to it; wait until it is done" in err
     out, err = first.communicate(timeout=300)
     assert first.returncode == 0, err
     assert "read back are the same" in out
-    assert not Path("out", LOCK).exists()
     assert convert(*SLOW, "data.train.delay=0.05") == 0  # finished: the same words say so
 
 
@@ -61,32 +59,9 @@ def test_what_a_killed_one_left_is_taken_over(workdir: Path):
     wait_for(Path("out/convert.json"), first)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate(timeout=30)
-    assert Path("out", LOCK).exists()
     assert convert(*SLOW, "data.train.delay=0.05") == 0
-    assert not Path("out", LOCK).exists()
 
 
 def test_a_fault_before_the_first_file_leaves_no_folder(workdir: Path):
     assert main(["convert", "custom", "out", "--to", "npy", "data.train._target_=own_sources.NoSuch"]) != 0
     assert not Path("out").exists()
-
-
-def test_a_lock_whose_file_was_removed_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import fcntl
-
-    real = fcntl.flock
-
-    def flock(descriptor: int, how: int) -> None:
-        (tmp_path / "out" / LOCK).unlink()  # the conversion before ended between our opening and our locking
-        real(descriptor, how)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(fcntl, "flock", flock)
-        with pytest.raises(ConfigError, match="another conversion"), locked(tmp_path / "out"):
-            pass
-    with locked(tmp_path / "out"):
-        assert (tmp_path / "out" / LOCK).read_text() == f"{os.getpid()}\n"
-        with pytest.raises(ConfigError, match="another conversion"), locked(tmp_path / "out"):
-            pass
-        assert (tmp_path / "out" / LOCK).exists()
-    assert not (tmp_path / "out").exists()

@@ -14,9 +14,9 @@ from test_parameter_groups import QUIET
 
 import trainrun as package
 from trainrun.cli.main import main
+from trainrun.convert.array_files import ArrayFiles
 from trainrun.convert.write import Target
 from trainrun.embedding import embed_command
-from trainrun.embedding.array_parts import ArrayParts
 from trainrun.errors import ConfigError
 
 pytestmark = pytest.mark.train
@@ -76,7 +76,7 @@ def test_a_stopped_one_goes_on_and_gives_the_same_bytes(
     assert main(["embed", run, "--which=last", "--out", f"whole.{ending}"]) == 0
     from trainrun.convert import parquet_shards
 
-    kind: Any = ArrayParts if ending == "npy" else parquet_shards.Tables
+    kind: Any = ArrayFiles if ending == "npy" else parquet_shards.Tables
     write, calls = kind.write, []
 
     def stopping(self: Target, *arguments: Any) -> None:

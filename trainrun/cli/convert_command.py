@@ -33,21 +33,15 @@ def main(argv: list[str]) -> int:
     arguments = [place, f"--to={asked.to}", f"--data={group}"]
     arguments += [f"--split={asked.split}"] if asked.split else []
     arguments += [f"--shard-size={asked.shard_size}"] if asked.shard_size else []
-    from trainrun.convert.conversion import convert
+    from trainrun.convert.conversion import convert, parts_of
     from trainrun.runtime.machine import usable_cores
 
     num_workers = min(usable_cores(), 8) if asked.num_workers is None else asked.num_workers
     try:
         convert(
-            asked.to,
-            dest,
-            config,
-            asked.split,
-            arguments + asked.overrides,
-            asked.shard_size,
-            num_workers,
-            say,
-        )
+            asked.to, dest, lambda: parts_of(config, asked.split), arguments + asked.overrides,
+            asked.shard_size, num_workers, say,
+        )  # fmt: skip
     except KeyboardInterrupt:
         say("trainrun: interrupted; the same words go on where it stopped", file=sys.stderr)
         return EXIT_INTERRUPTED

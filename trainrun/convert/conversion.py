@@ -27,18 +27,14 @@ SPLITS = ("train", "val", "test")
 PLAIN = re.compile(r"[\w./{}-]*")
 
 
-def convert(to: str, dest: Path, config: DataConfig, split: str | None, arguments: list[str], size: int | None,
-            num_workers: int, say: Callable[[str], None]) -> None:  # fmt: skip
-    """Write DEST or what is missing of it, check it, and say how it is used. arguments: those that change DEST."""
-    write_converted(to, dest, lambda: _parts_of(config, split), arguments, size, num_workers, say)
-
-
-def write_converted(
+def convert(
     to: str, dest: Path, parts_of: Callable[[], tuple[str, dict[str, Samples]]], arguments: list[str],
-    size: int | None, num_workers: int, say: Callable[[str], None], make: Callable[..., Any] = target_of,
-    source: str = "the source is",
+    size: int | None, num_workers: int, say: Callable[[str], None], source: str = "the source is",
 ) -> None:  # fmt: skip
-    """The same of other parts. parts_of: what tells them from others, and the parts. make: what writes one of them."""
+    """Write DEST or what is missing of it, check it, and say how it is used.
+
+    parts_of: what tells the parts from others, and the parts. arguments: those that change DEST. size: samples a file.
+    """
     check_folder(dest, arguments)
     with locked(dest):
         journal = check_folder(dest, arguments)
@@ -46,7 +42,7 @@ def write_converted(
         if journal is not None and journal.identity != identity:
             fault = f"{source} not what it was when this conversion began"
             raise ConfigError(f"{dest}: {fault}; delete {dest} and write it again, or name another folder")
-        found = {name: make(to, dest, name, samples, size) for name, samples in parts.items()}
+        found = {name: target_of(to, dest, name, samples, size) for name, samples in parts.items()}
         targets = {name: target for name, (target, _) in found.items()}
         use = [
             f"data={'arrays' if to == 'npy' else to}",
@@ -73,7 +69,7 @@ def write_converted(
         say(f"with test data: {shlex.join(filled(test, dest))}")
 
 
-def _parts_of(config: DataConfig, split: str | None) -> tuple[str, dict[str, Samples]]:
+def parts_of(config: DataConfig, split: str | None) -> tuple[str, dict[str, Samples]]:
     """The parts of the source, and what tells them from others: files by size and time of change, or the content."""
     nodes = {name: node for name in SPLITS if (node := getattr(config, name))}
     if split is not None and split not in nodes:

@@ -13,14 +13,8 @@ from typing import IO
 from trainrun.errors import ConfigError, DataError
 from trainrun.runs.run_folder import read_json, sync_path, write_json
 
-NAME, LOCK, ENDING = "convert.json", ".convert.json.lock", ".tmp"
+NAME, ENDING = "convert.json", ".tmp"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-BUSY = (errno.EAGAIN, errno.EACCES)
-NO_LOCKS = (
-    errno.ENOLCK,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-)  # of some network folders: no two are kept apart there
 
 
 @dataclass(frozen=True)
@@ -80,38 +74,26 @@ def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
 def locked(dest: Path) -> Iterator[None]:
     """Make the folder and keep other conversions out of it. ConfigError: one writes to it.
 
-    The lock ends with the process that holds it, however that ends.
+    The lock, of the folder itself, ends with the process that holds it, however that ends.
     """
     import fcntl  # not on Windows
 
-    place = dest / LOCK
     with writing_to(dest):
         dest.mkdir(parents=True, exist_ok=True)
-        lock = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+        folder = os.open(dest, os.O_RDONLY)
     try:
-        with writing_to(dest):
+        with suppress(OSError):  # some network folders have no locks: no two are kept apart there
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                busy = not place.exists() or not os.path.samestat(os.fstat(lock), os.stat(place))
-            except OSError as error:
-                busy = error.errno in BUSY
-                if not busy and error.errno not in NO_LOCKS:
-                    raise
-            if busy:  # or it ended a moment ago and has removed its file
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
                 raise ConfigError(
-                    f"{dest}: another conversion writes to it (process {os.pread(lock, 20, 0).decode().strip()}); "
-                    "wait until it is done, or name another folder"
-                )
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        try:
-            yield
-        finally:
-            place.unlink(missing_ok=True)  # while it is held
-            with suppress(OSError):  # not empty, as it should be
-                dest.rmdir()
+                    f"{dest}: another conversion writes to it; wait until it is done, or name another folder"
+                ) from error
+        yield
     finally:
-        os.close(lock)
+        with suppress(OSError):  # not empty, as it should be
+            dest.rmdir()
+        os.close(folder)
 
 
 def temporary_of(path: Path) -> Path:
@@ -125,15 +107,15 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         with temporary_of(path).open("wb") as file:
             yield file
-        publish(path)
+        publish(temporary_of(path), path)
     finally:
         temporary_of(path).unlink(missing_ok=True)
 
 
-def publish(path: Path) -> None:
-    """Give a temporary file its final name, when its content is on the disk."""
-    sync_path(temporary_of(path))
-    os.replace(temporary_of(path), path)
+def publish(place: Path, path: Path) -> None:
+    """Give a file its final name, when its content is on the disk."""
+    sync_path(place)
+    os.replace(place, path)
     sync_path(path.parent)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,15 @@ from trainrun.errors import DataError
 
 GROUP_BYTES = 2**20  # of a row group, which is decoded as a whole for each sample that is not in memory
 MOST_ROWS = 4096
-MOST_TARGETS = 64  # numbers of a target that have columns of their own
 
 
 @dataclass(frozen=True)
 class Tables:
-    """inputs, targets: one leaf for each column. rows: of a row group. class_names: of the target."""
+    """layout: a column for each leaf. rows: of a row group. class_names: of the target."""
 
     layout: SampleLayout
-    targets: tuple[LeafLayout, ...]
     rows: int
     class_names: tuple[str, ...]
-
-    @property
-    def columns(self) -> tuple[LeafLayout, ...]:
-        return (*self.layout.inputs, *self.targets)
 
     def write(self, path: Path, samples: Samples, unit: Unit) -> None:
         """One shard."""
@@ -50,7 +44,7 @@ class Tables:
         ):
             for begin in range(unit.begin, unit.end, self.rows):
                 rows = self._rows(samples, begin, min(begin + self.rows, unit.end))
-                cells = zip(self.columns, zip(*rows, strict=True), strict=True)
+                cells = zip(self.layout.leaves, zip(*rows, strict=True), strict=True)
                 table = pyarrow().table([_column(leaf, values) for leaf, values in cells], schema=schema)
                 writer.write_table(table, row_group_size=self.rows)
 
@@ -60,17 +54,16 @@ class Tables:
                 yield [{"bytes": content, "path": f"{number:08d}.{ending}"}, target]
             return
         for number, sample in samples.read(begin, end):
-            values = self.layout.values(samples, number, sample)
-            yield [*values[:-1], *values[-1]] if len(self.targets) > 1 else values
+            yield self.layout.values(samples, number, sample)
 
     def _schema(self) -> Any:
         features: dict[str, Any] = {
-            leaf.name: {"_type": "Image"} for leaf in self.columns if leaf.form == "picture"
+            leaf.name: {"_type": "Image"} for leaf in self.layout.leaves if leaf.form == "picture"
         }
-        if self.class_names:
-            features[self.targets[0].name] = {"names": list(self.class_names), "_type": "ClassLabel"}
+        if self.class_names and self.layout.target is not None:
+            features[self.layout.target.name] = {"names": list(self.class_names), "_type": "ClassLabel"}
         noted = json.dumps({"info": {"features": features}}).encode()
-        fields = [pyarrow().field(leaf.name, _type(leaf), nullable=False) for leaf in self.columns]
+        fields = [pyarrow().field(leaf.name, _type(leaf), nullable=False) for leaf in self.layout.leaves]
         return pyarrow().schema(fields, metadata={b"huggingface": noted})
 
 
@@ -90,13 +83,8 @@ def tables_of(samples: Samples) -> Tables:
         error = f"inputs have the name {goal.name!r} of the target"
     if error:
         raise DataError(f"{samples.key}: {error}; {OTHERS}")
-    targets: tuple[LeafLayout, ...] = () if goal is None else (goal,)
-    if goal is not None and goal.dtype.kind == "f" and goal.form == "array":
-        size = int(np.prod(goal.shape))
-        if 1 < size <= MOST_TARGETS:
-            targets = tuple(replace(goal, name=f"{goal.name}{i}", shape=()) for i in range(size))
     classes = samples.class_names if goal is not None and goal.shape == () and goal.dtype.kind in "iu" else ()
-    return Tables(layout, targets, max(1, min(MOST_ROWS, GROUP_BYTES // samples.sample_bytes)), classes)
+    return Tables(layout, max(1, min(MOST_ROWS, GROUP_BYTES // samples.sample_bytes)), classes)
 
 
 def _column(leaf: LeafLayout, cells: tuple[Any, ...]) -> Any:

@@ -29,7 +29,7 @@ from trainrun.errors import DataError
 
 SHARD_BYTES = 128 * 2**20
 UNIT_BYTES = 4 * 2**20
-FIRST_MAP_BYTES = 2**24
+MAP_BYTES = 2**40  # of addresses: the file is as large as what is in it
 KEPT_ORDER = 10**8  # below, the order of the keys is that of the numbers
 PICTURE = "jpg;jpeg;png"
 
@@ -172,22 +172,18 @@ class Lmdb:
     def finish(self) -> None:
         if not self.files[0].is_file():
             self._put([(META_KEY, self._facts)])
-            publish(self.files[0])
+            publish(temporary_of(self.files[0]), self.files[0])
 
     def _put(self, pairs: list[tuple[bytes, bytes]], append: bool = False) -> None:
-        """Write in one transaction; the map doubles until they fit, in the same way for the same samples."""
+        """Write in one transaction."""
         lmdb, place = extra("lmdb", "lmdb", "lmdb"), temporary_of(self.files[0])
-        size = max(FIRST_MAP_BYTES, place.stat().st_size if place.is_file() else 0)
-        size = 2 ** (size - 1).bit_length()
+        options = {"subdir": False, "map_size": MAP_BYTES, "lock": False, "sync": False}
         try:
-            with lmdb.open(str(place), subdir=False, map_size=size, lock=False, sync=False) as environment:
-                while True:
-                    try:
-                        with environment.begin(write=True) as transaction:
-                            transaction.cursor().putmulti(pairs, append=append)
-                        return
-                    except lmdb.MapFullError:
-                        environment.set_mapsize(2 * environment.info()["map_size"])
+            with (
+                lmdb.open(str(place), **options) as environment,
+                environment.begin(write=True) as transaction,
+            ):
+                transaction.cursor().putmulti(pairs, append=append)
         except lmdb.Error as error:  # without a number; half a page written (EIO) means that the disk is full
             is_full = any(os.strerror(number) in str(error) for number in (*DISK_FULL, errno.EIO))
             raise OSError(errno.ENOSPC if is_full else errno.EIO, str(error), str(place)) from error

@@ -25,7 +25,7 @@ def target_of(
 ) -> tuple[Target, list[str]]:
     """What writes the part, and the settings a run needs besides the paths. DataError: the part does not fit."""
     if to in ("npy", "hdf5"):
-        arrays = ArrayFiles(to, dest, split, samples)
+        arrays = ArrayFiles(to, dest, split, samples, size)
         return arrays, _array_settings(to, arrays.layout) + _classes(samples)
     if to == "lmdb":
         return Lmdb(dest, split, samples), []
@@ -72,7 +72,7 @@ def _array_settings(to: str, layout: SampleLayout) -> list[str]:
 
 
 def _parquet_settings(tables: Tables, samples: Samples) -> list[str]:
-    inputs, targets = tables.layout.inputs, tables.targets
+    inputs, target = tables.layout.inputs, tables.layout.target
     if samples.pictures:
         settings = _picture_settings(samples)
     else:
@@ -80,20 +80,20 @@ def _parquet_settings(tables: Tables, samples: Samples) -> list[str]:
         settings = [f"data.train.dtype={dtype}"] if dtype != "float32" else []
         if not tables.layout.named and len(inputs[0].shape) > 1:
             settings.append(f"data.shape={_listed(inputs[0].shape)}")
-    if not targets:
+    if target is None:
         return [*settings, "data.train.target=none"]
-    if len(targets) > 1:
-        settings.append(f"data.train.target=[{','.join(leaf.name for leaf in targets)}]")
-    elif sum(leaf.name.lower() in TARGET_NAMES for leaf in tables.columns) != 1:
-        settings.append(f"data.train.target={targets[0].name}")
-    wide = targets[0].single and targets[0].dtype == "float64"
+    if sum(leaf.name.lower() in TARGET_NAMES for leaf in tables.layout.leaves) != 1:
+        settings.append(f"data.train.target={target.name}")
+    wide = target.single and target.dtype == "float64"
     return [*settings, "data.train.target_dtype=float64"] if wide else settings
 
 
 def _input_dtype(tables: Tables) -> str:
     """The widest real type, or that of whole numbers if there is no other."""
-    lists = [leaf for leaf in tables.targets if not leaf.single]  # read in the type of the inputs
-    leaves = [*tables.layout.inputs, *lists]
+    target = tables.layout.target
+    leaves = [*tables.layout.inputs]
+    if target is not None and not target.single:  # read in the type of the inputs
+        leaves.append(target)
     if any(leaf.dtype == "float64" for leaf in leaves):
         return "float64"
     if all(leaf.dtype == "uint8" for leaf in leaves):

@@ -39,8 +39,7 @@ def main(argv: list[str]) -> int:
     which = checkpoint_of(run_dir, asked.which)
 
     from trainrun.checkpoint.load import resolve
-    from trainrun.convert.conversion import write_converted
-    from trainrun.embedding.array_parts import target_in_parts
+    from trainrun.convert.conversion import convert
 
     checkpoint = resolve(run_dir.checkpoints, which)
     config = _quiet(_config(run_dir, asked.overrides, asked.trust))
@@ -48,9 +47,9 @@ def main(argv: list[str]) -> int:
     assert size is not None
     arguments = [str(run_dir.root), checkpoint.name, f"--layer={asked.layer or ''}", *asked.overrides]
     try:
-        write_converted(
+        convert(
             FORMATS[out.suffix], out, lambda: _parts(run_dir, config, checkpoint, asked.layer, asked.trust), arguments,
-            -(-PART // size) * size, 0, say, target_in_parts, "the run, or its data, is",
+            -(-PART // size) * size, 0, say, "the run, or its data, is",
         )  # fmt: skip
     except KeyboardInterrupt:
         say("trainrun: interrupted; the same words go on where it stopped", file=sys.stderr)
