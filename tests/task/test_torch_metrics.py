@@ -59,6 +59,18 @@ def test_two_classes_labels_and_numbers() -> None:
         assert found[name] == pytest.approx(float(metric(scores[:, 0].double(), (scores[:, 1] + 3).double())))
 
 
+@pytest.mark.parametrize("name", ["R2Score", "ExplainedVariance"])
+def test_states_that_grow_with_the_outputs_are_those_of_one_update(name: str) -> None:
+    output, target = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(0))
+    for how in ("uniform_average", "raw_values"):
+        metric = getattr(tm, name)(multioutput=how)
+        found = evaluated(Regression(metrics=getattr(tm, name)(multioutput=how)), output, target, 7, 9)
+        wanted = metric(output.double(), target.double())
+        assert [found[key] for key in found if key not in ("loss", "mae")] == pytest.approx(
+            wanted.flatten().tolist()
+        )
+
+
 def test_an_ignored_item_is_none() -> None:
     logits, target = of_classes(2)
     image, target = logits.T.reshape(1, 4, 6, 10), target.reshape(1, 6, 10).clone()

@@ -1,7 +1,8 @@
 """Metrics of `torchmetrics`, or classes like its own, by `_target_` in `task.metrics`.
 
-what: where the states of a metric are sums, those of each batch are added up in float64 (`StepOutput.sums`); any other
-    metric sees all items at once, which the evaluation keeps (`StepOutput.rows`). Both are exact however it is cut.
+what: where the states of a metric are sums of one shape, those of each batch are added up in float64
+    (`StepOutput.sums`); any other metric sees all items at once, which the evaluation keeps (`StepOutput.rows`). Both
+    are exact however it is cut.
 when: what `by_name.py` does not have. Probabilities are given, never logits, which torchmetrics would
     recognise by their range, batch by batch.
 when not: millions of items with a metric that is no sum: 8 bytes a score on the host of every rank.
@@ -89,6 +90,8 @@ class TorchMetrics:
                     ArithmeticError, IndexError, RuntimeError, ValueError
                 ):  # too few for it, perhaps
                     numbers(name, metric.compute())
+                if name in self._summed and grows(metric):
+                    self._summed.remove(name)
 
     def measure(self, scores: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Sums and rows of a batch."""
@@ -147,6 +150,13 @@ def adds_up(metric: Any) -> bool:
         return False
     sums = all(getattr(one, "__name__", "") == "dim_zero_sum" for one in reductions.values())
     return sums and all(isinstance(value, Tensor) for value in metric.metric_state.values())
+
+
+def grows(metric: Any) -> bool:
+    """Whether an update gave its states other shapes, as R2Score of several outputs does; a reset is of the first."""
+    shapes = [value.shape for value in metric.metric_state.values()]
+    metric.reset()
+    return shapes != [value.shape for value in metric.metric_state.values()]
 
 
 def set_states(metric: Any, flat: Tensor) -> None:
