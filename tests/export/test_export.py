@@ -151,6 +151,27 @@ def test_a_file_that_computes_something_else_is_an_error(
     assert "this run has no LoRA layers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "told"),
+    [
+        ("torch.export", "x if x.mean() > 0 else -x", "this model cannot be exported (GuardOnDataDependent"),
+        ("torch.export", "x + x.new_zeros(len(x), 1)", "fixes the size of its batches, as len(x)"),
+        ("onnx", "x + x.new_zeros(len(x), 1)", "fixes the size of its batches, as len(x)"),
+    ],
+)
+def test_what_cannot_be_a_graph_is_one_line(
+    workdir: Path, name: str, first: str, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    net = "from torch import nn\nclass Net(nn.Linear):\n    def forward(self, x):\n        x = x.flatten(1)\n"
+    Path("one_line_net.py").write_text(f"{net}        return super().forward({first})\n")
+    assert main(["model=one_line_net.Net", "model.in_features=64", "model.out_features=10", *SHORT]) == 0
+    capfd.readouterr()
+    assert main(["export", "run", "--to", name, "--dynamic", "batch"]) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("note:")]
+    assert len(lines) == 1
+    assert told in lines[0]
+
+
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)])
 def test_what_is_not_a_number_is_the_largest_difference(order: tuple[int, int]) -> None:
     expected = [torch.tensor([1.0, float("-inf")]), torch.tensor([2.0, 1.0])]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import json
-import logging
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +15,15 @@ from safetensors.torch import load_model, save_file, save_model
 from torch import Tensor
 
 from trainrun.errors import ConfigError
-from trainrun.export.served import RealSamples, as_tuple
+from trainrun.export.served import RealSamples, as_tuple, quietly
 from trainrun.runs.run_folder import write_json
 
 Runner = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 ONNX_EXTRA = "--to onnx: needs {}; pip install 'trainrun[onnx]'"
+FIXED_BATCH = (
+    "this model fixes the size of its batches, as len(x) in its forward does and x.shape[0] does not; change that, or "
+    "leave out --dynamic batch"
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def to_onnx(order: Order, path: Path) -> tuple[Path, Runner]:
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    if order.dynamic and any(isinstance(one.shape[0], int) for one in session.get_inputs()):
+        raise ConfigError(f"--to onnx: {FIXED_BATCH}")
     names = [one.name for one in session.get_inputs()]
 
     def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -134,12 +137,8 @@ def _shapes(order: Order) -> Any:
 @contextlib.contextmanager
 def told(name: str) -> Iterator[None]:
     """What the exporter prints is kept back; what it cannot do is one line."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with quietly():
             yield
     except ConfigError:
         raise
@@ -148,10 +147,7 @@ def told(name: str) -> Iterator[None]:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         text = " ".join(str(cause).split())[:300]
-        way = (
-            "; with --dynamic batch, a model must not fix the size of its batches" if "batch" in text else ""
-        )
+        if "marked batch as dynamic" in text:
+            raise ConfigError(f"--to {name}: {FIXED_BATCH}") from error
         text = f"{type(cause).__name__}: {text}"
-        raise ConfigError(f"--to {name}: this model cannot be exported ({text}){way}") from error
-    finally:
-        logger.setLevel(level)
+        raise ConfigError(f"--to {name}: this model cannot be exported ({text})") from error

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -156,6 +160,23 @@ def first_of(batch: Any) -> Tensor:
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """What torch's tracer and exporters print, log and warn of is kept back."""
+    before, nowhere = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.ERROR)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def halves(samples: RealSamples) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:

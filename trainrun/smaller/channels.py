@@ -7,14 +7,14 @@ nobody's; what mixes channels, or gives them out, fixes the groups that go into 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainrun.smaller.int8 import fitting
+from trainrun.export.served import quietly
+from trainrun.smaller.int8 import owning
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm, nn.RMSNorm)
 # operations of a graph that keep every channel by itself
@@ -58,13 +58,12 @@ Place = tuple[Channels, int, int]  # the group; the dimension of its channels; h
 
 def groups_of(model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]) -> list[Channels]:
     """The groups of all layers that can be cut. Raises ValueError if the network cannot be traced."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own tracing
-        try:
+    try:
+        with quietly():
             program = torch.export.export(model, tuple(args), named or None)
-        except Exception as error:
-            text = " ".join(str(error).split())[:200]
-            raise ValueError(f"this model cannot be traced ({type(error).__name__}: {text})") from error
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise ValueError(f"this model cannot be traced ({type(error).__name__}: {text})") from error
     reading = _Reading(model, program)
     for node in program.graph.nodes:
         reading.read(node)
@@ -77,7 +76,7 @@ class _Reading:
 
     def __init__(self, model: nn.Module, program: Any) -> None:
         self._parameters = program.graph_signature.inputs_to_parameters
-        self._layers, self._able = dict(model.named_modules()), fitting(model)
+        self._layers, self._alone = dict(model.named_modules()), owning(model)
         owners = [self._owner(node) for node in program.graph.nodes]
         self._shared = {name for name in owners if name is not None and owners.count(name) > 1}
         self._places: dict[Any, Place] = {}
@@ -94,7 +93,11 @@ class _Reading:
             return
         place = self._places.get(next(iter(node.all_input_nodes), None))
         after = None
-        if place is not None and (kind not in PAIRS or len(node.all_input_nodes) == 1):
+        if (
+            place is not None
+            and isinstance(node.args[0], torch.fx.Node)
+            and not (kind in PAIRS and len(node.all_input_nodes) > 1)
+        ):
             after = self._after(node, kind, name, place)
         elif kind in PAIRS:
             after = self._pair(node)
@@ -104,11 +107,13 @@ class _Reading:
             self._places[node] = after
 
     def _layer(self, node: Any, kind: str, name: str) -> None:
-        layer: Any = self._able.get(name)
+        layer: Any = self._alone.get(name)
+        own = layer is not None and name not in self._shared
+        able = own and type(layer) in (nn.Linear, nn.Conv2d)
         place, dims = self._places.get(node.args[0]), _dims(node)
         groups = getattr(layer, "groups", 1)
         channel = dims - 1 if kind == "linear" else dims - 3
-        if layer is not None and name not in self._shared and place is not None and place[1] == channel:
+        if able and place is not None and place[1] == channel:
             if groups == len(layer.weight) > 1 and layer.weight.shape[1] == place[2] == 1:
                 place[0].root().along.append(name)
                 self._places[node] = place
@@ -119,7 +124,8 @@ class _Reading:
         if place is not None:
             self._fix(node, f"goes into {name}")
         why = (
-            "has a weight that others use too" if layer is None or name in self._shared
+            "has a weight that others use too" if not own
+            else f"is a {type(layer).__name__}" if not able
             else "is a convolution in groups" if groups != 1 else ""
         )  # fmt: skip
         group = Channels([name], why)
@@ -140,7 +146,7 @@ class _Reading:
             return place
         if kind in ("mean", "sum", "amax") and len(node.args) > 1:
             gone = sorted(one % dims for one in node.args[1])
-            if dim in gone:
+            if dim in gone or not gone:
                 return None
             kept = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
             return group, dim if kept else dim - sum(one < dim for one in gone), block
