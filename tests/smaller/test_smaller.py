@@ -16,7 +16,7 @@ from trainrun.errors import ConfigError
 from trainrun.export import export_command
 from trainrun.smaller import channels, new_run
 from trainrun.smaller.int8 import MODES, Int8Layer, in_floating_point, in_floats, int8, measuring
-from trainrun.smaller.prune import masked, narrowed, without_channels
+from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels
 
 SHORT = ["trainer.max_steps=20", "monitor=none", "output_dir=run"]
 
@@ -30,7 +30,7 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def picture_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(3, 16, 3, padding="same", bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 8, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 4),
     ).eval()  # fmt: skip
 
@@ -165,6 +165,11 @@ class Added(Fixed):
         return self.c(self.b(self.a(x).relu()) + x)
 
 
+class Beside(Fixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(torch.cat([self.a(x), x], 1)[:, :4]))
+
+
 class Twice(Fixed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c(self.a(self.a(x)).chunk(2, 1)[0].repeat(1, 2))
@@ -174,13 +179,14 @@ class Twice(Fixed):
     ("net", "told"),
     [
         (Added, {"b": "goes into add", "c": "is given out"}),
+        (Beside, {"a": "goes into cat", "c": "is given out"}),
         (Fixed, {"b": "has a size that the code of the model fixes", "c": "goes into add"}),
     ],
 )
 def test_channels_that_others_need_stay(net: type[Fixed], told: dict[str, str]) -> None:
     _, sizes, left = without_channels(net(), [torch.ones(3, 4)], {}, 0.5)
     assert left == told
-    assert ["a", 2, 4] in sizes
+    assert ["b" if net is Beside else "a", 2, 4] in sizes
 
 
 @pytest.mark.parametrize(
@@ -201,6 +207,17 @@ def test_masked_weights_stay_zero() -> None:
         [layer.weight.flatten() for layer in model if isinstance(layer, nn.Conv2d | nn.Linear)]
     )
     assert 0.74 < float((weights == 0).float().mean()) < 0.76
+
+
+def test_layers_without_masks_are_named() -> None:
+    net = nn.ModuleList(
+        [nn.Embedding(4, 2), nn.LSTM(2, 3), nn.Conv1d(3, 2, 3, padding="same"), nn.Linear(3, 2)]
+    )
+    left = unmasked(net)
+    assert left == {"0": "no mask for this Embedding", "1": "no mask for this LSTM"}
+    assert [layer for layer in masked(net).modules() if isinstance(layer, Mask)] == [
+        net[number].parametrizations.weight[0] for number in (2, 3)
+    ]
 
 
 @pytest.mark.parametrize("mode", MODES)

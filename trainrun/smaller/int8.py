@@ -51,7 +51,7 @@ class Int8Layer(nn.Module):
         self.mode, self.plain, self.seen = mode, False, False
         self.conv: Any = None
         if isinstance(layer, nn.Conv2d):
-            self.conv = (layer.stride, layer.padding, layer.dilation, layer.groups)
+            self.conv = (layer.stride, padding_of(layer), layer.dilation, layer.groups)
             if (
                 mode == "int8-dynamic"
             ):  # torch's kernel loses what is below 0: it rounds to the steps of the inputs
@@ -221,13 +221,24 @@ def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
 
 
 def fitting(model: nn.Module) -> dict[str, Any]:
-    """The linear layers and convolutions that can be replaced or pruned, by name."""
+    """The linear layers and convolutions that can be replaced, by name."""
     return {
         name: layer
         for name, layer in owning(model).items()
-        if (type(layer) is nn.Linear or (type(layer) is nn.Conv2d and layer.padding_mode == "zeros"))
-        and not isinstance(getattr(layer, "padding", None), str)
+        if type(layer) is nn.Linear
+        or (type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and padding_of(layer) is not None)
     }
+
+
+def padding_of(layer: nn.Conv2d) -> tuple[int, ...] | None:
+    """In numbers, as the kernels want it; None if `same` has another one on each side."""
+    if not isinstance(layer.padding, str):
+        return layer.padding
+    both = [
+        d * (k - 1) * (layer.padding == "same")
+        for d, k in zip(layer.dilation, layer.kernel_size, strict=True)
+    ]
+    return None if any(one % 2 for one in both) else tuple(one // 2 for one in both)
 
 
 def storable(model: nn.Module) -> dict[str, Any]:
@@ -251,11 +262,13 @@ def owning(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def in_floats(model: nn.Module) -> dict[str, str]:
+def in_floats(model: nn.Module, what: str = "bytes") -> dict[str, str]:
     """The layers whose matrices are no bytes, and why."""
     alone = owning(model)
     return {
-        name: f"no bytes for this {type(layer).__name__}" if name in alone else "a weight under several names"
+        name: f"no {what} for this {type(layer).__name__}"
+        if name in alone
+        else "a weight under several names"
         for name, layer in model.named_modules()
         if any(one.ndim > 1 and one.is_floating_point() for one in layer.parameters(recurse=False))
     }

@@ -19,7 +19,11 @@ from torch.nn.utils import parametrize
 
 from trainrun.export.served import outputs_of
 from trainrun.smaller.channels import NORMS, Channels, by_reason, groups_of
-from trainrun.smaller.int8 import fitting
+from trainrun.smaller.int8 import in_floats, owning
+
+CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+)  # fmt: skip
 
 
 class Mask(nn.Module):
@@ -35,10 +39,10 @@ class Mask(nn.Module):
 
 
 def masked(model: nn.Module, amount: float = 0.5) -> nn.Module:
-    """Mask this part of all weights of linear layers and 2-D convolutions together, the smallest."""
-    layers = fitting(model)
+    """Mask this part of all weights of linear layers and convolutions together, the smallest."""
+    layers = maskable(model)
     if not layers:
-        raise ValueError("the model has no torch.nn.Linear or torch.nn.Conv2d with weights of its own")
+        raise ValueError("the model has no torch.nn.Linear or convolution with weights of its own")
     sizes = torch.cat([layer.weight.detach().abs().flatten().float() for layer in layers.values()])
     count = int(amount * len(sizes))
     limit = sizes.kthvalue(count).values if count else sizes.new_tensor(-1.0)
@@ -47,6 +51,16 @@ def masked(model: nn.Module, amount: float = 0.5) -> nn.Module:
             layer, "weight", Mask(layer.weight.detach().abs().float() > limit)
         )
     return model
+
+
+def maskable(model: nn.Module) -> dict[str, Any]:
+    return {name: layer for name, layer in owning(model).items() if type(layer) in (nn.Linear, *CONVOLUTIONS)}
+
+
+def unmasked(model: nn.Module) -> dict[str, str]:
+    """The other layers with matrices, before `masked`, and why."""
+    able = maskable(model)
+    return {name: why for name, why in in_floats(model, "mask").items() if name not in able}
 
 
 def narrowed(model: nn.Module, sizes: Sequence[Sequence[Any]]) -> nn.Module:

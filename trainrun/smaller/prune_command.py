@@ -18,7 +18,7 @@ from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import open_run, resume_run
 from trainrun.smaller.channels import by_reason
 from trainrun.smaller.new_run import close, measured, new_folder, say_both, write_run
-from trainrun.smaller.prune import masked, narrowed, without_channels
+from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels
 from trainrun.transform.lora import LoraLinear
 
 NAME = "pruned"  # in `transform`
@@ -60,9 +60,13 @@ def main(argv: list[str]) -> int:
                 f"; outputs stayed of {by_reason(left)}" if left else ""
             )
         else:
-            model = masked(model, words.amount)
+            left = unmasked(model)
+            masks = [one.mask for one in masked(model, words.amount).modules() if isinstance(one, Mask)]
             node = {"_target_": f"{__package__}.prune.{masked.__name__}", "amount": words.amount}
-            what = f"{words.amount:.0%} of the weights are zero, and stay so"
+            zeros = sum(int((~mask).sum()) for mask in masks) / sum(p.numel() for p in model.parameters())
+            what = f"{counted(len(masks), 'layer')}, {zeros:.0%} of all numbers are zero and stay so" + (
+                f"; as they were: {by_reason(left)}" if left else ""
+            )
     except ValueError as error:
         adapted = any(isinstance(layer, LoraLinear) for layer in model.modules())
         way = f"; or merge LoRA first: trainrun export {words.run_dir} --to huggingface --merge, and init_from that"
