@@ -162,7 +162,7 @@ def test_wrong_sizes_are_refused(words: dict[str, object], text: str) -> None:
 
 
 def test_a_sequence_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(ValueError, match="25 tokens is longer than context=24"):
+    with pytest.raises(ValueError, match=r"context=24: a sequence of the data has 25 tokens; "):
         gpt()(tokens(1, 25))
     with pytest.raises(ValueError, match="outputs=all"):
         Lstm(3, outputs="all")

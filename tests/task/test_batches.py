@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from trainrun.errors import DataError, PluginError
 from trainrun.model.cnn import Cnn
+from trainrun.model.gpt import Gpt
+from trainrun.model.lstm import Lstm
 from trainrun.model.mlp import Mlp
 from trainrun.model.resnet import ResNet
+from trainrun.model.sequence_vae import SequenceVae
 from trainrun.model.vae import Vae
 from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
 
@@ -82,6 +85,20 @@ def test_samples_of_another_shape_than_the_network_was_built_for(
         PluginError, match=rf"{built_for}a sample of the data has the shape {re.escape(str(list(shape)))} "
     ):
         run_model(model, torch.zeros(2, *shape), None)
+
+
+@pytest.mark.parametrize(
+    ("model", "token"), [(Gpt(5, width=8, heads=2, layers=1), 5), (Lstm(2, vocab_size=5, width=4), 7),
+                         (SequenceVae(5, width=4, latent_dim=2), -1)],
+)  # fmt: skip
+def test_tokens_that_a_network_of_ours_does_not_know(model: nn.Module, token: int) -> None:
+    with pytest.raises(PluginError, match=rf"model\.vocab_size=5: the data has token {token}$"):
+        run_model(model, torch.tensor([[0, 1, 2, token]]), None)
+
+
+def test_a_sequence_longer_than_the_context_of_a_network_of_ours() -> None:
+    with pytest.raises(PluginError, match=r"model\.context=3: a sequence of the data has 4 tokens; "):
+        run_model(Gpt(5, context=3, width=8, heads=2, layers=1), torch.zeros(1, 4, dtype=torch.int64), None)
 
 
 class NoMemory(Mlp):

@@ -25,16 +25,8 @@ from trainrun.config.argv import (
     user_conf_dirs,
     with_one_warmup,
 )
-from trainrun.config.overrides import (
-    composed,
-    lower_trackers,
-    override_fault,
-)
-from trainrun.config.saved_values import (
-    leaves_of,
-    public,
-    remember,
-)
+from trainrun.config.overrides import composed, lower_trackers, override_fault
+from trainrun.config.saved_values import leaves_of, public, remember
 from trainrun.config.schema import RunConfig, plain, settings, value_of, with_values
 from trainrun.config.validate import argument_faults, check
 from trainrun.errors import ConfigError

@@ -13,12 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.aliases import aliases, say_once
-from trainrun.config.argv import (
-    conf_dir,
-    groups,
-    split_command_line,
-    translate,
-)
+from trainrun.config.argv import conf_dir, groups, split_command_line, translate
 from trainrun.config.compose import SEAL, idle_settings, of_today, unread_path, untold
 from trainrun.config.overrides import (
     add_trackers,

@@ -135,7 +135,10 @@ class Gpt(nn.Module):
         length = tokens.shape[1]
         before = next(iter(cache.values()))[0].shape[2] if cache else 0
         if before + length > self.context:
-            raise ValueError(f"a sequence of {before + length} tokens is longer than context={self.context}")
+            raise ValueError(
+                f"context={self.context}: a sequence of the data has {before + length} tokens; raise it, or cut them "
+                f"with data.max_sequence_length={self.context}"
+            )
         x = self.tokens(tokens)
         turn: tuple[Tensor, Tensor] | None = None
         if self.positions is not None:

@@ -120,6 +120,13 @@ def _misfit(model: nn.Module, inputs: Any, error: Exception) -> str:
     built for."""
     if not type(model).__module__.startswith("trainrun.model.") or not isinstance(inputs, Tensor):
         return ""
+    known = getattr(model, "tokens", None)
+    if isinstance(error, ValueError) and str(error).startswith("context="):
+        return f"model.{error}"
+    if isinstance(known, nn.Embedding) and isinstance(error, IndexError):
+        size = getattr(model, "nothing", known.num_embeddings)
+        wrong = inputs[(inputs < 0) | (inputs >= size)]
+        return f"model.vocab_size={size}: the data has token {int(wrong[0])}" if wrong.numel() else ""
     built_for, given = getattr(model, "in_shape", None), tuple(inputs.shape[1:])
     if built_for in (None, given) or not is_of_torch(error) or not OF_SHAPES.search(str(error)):
         return ""
