@@ -180,7 +180,8 @@ def held_samples(run: Components, num_samples: int) -> list[Any]:
     if number and samples:
         wanted = min(number, math.ceil(num_samples * number / samples))
         places = [place * number // wanted for place in range(wanted)]
-        batches = [next(iter(stream.epoch(0, place))) for place in places]
+        found = (next(iter(stream.epoch(0, place)), None) for place in places)
+        batches = [batch for batch in found if batch is not None]  # of a last one not every rank has a share
     else:
         size = run.config.data.batch_size * run.parallel.world_size
         batches = list(islice(stream.epoch(0), math.ceil(num_samples / size)))
