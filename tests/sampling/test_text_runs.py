@@ -101,10 +101,13 @@ def test_the_command_writes_the_same_with_and_without_cache(
 
 
 def test_lines_end_with_a_line(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = train("run", 3, *GPT, "data.train.kind=lines", "model.context=64")
+    run = train("run", 3, *GPT, "data.train.kind=lines", "model.context=64", "monitor.samples_every=1step")
+    assert not any("\n" in str(row["text"]) for row in samples_of(run))
     capsys.readouterr()
     assert main(["sample", run, "--prompt=the", "--max-tokens=2000", "--temperature=1.5"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
+    assert main(["sample", run]) == 2  # none begins with a newline
+    assert "--prompt: this run learned from data.train.kind=lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tokenizer", ["null", "bpe:280"])

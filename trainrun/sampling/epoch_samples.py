@@ -17,7 +17,15 @@ from trainrun.data.readers.text.tokenizer import Tokens
 from trainrun.instantiate import locate
 from trainrun.limits import EPOCH, parse_rounds
 from trainrun.sampling.next_tokens import Draw, next_tokens
-from trainrun.sampling.run_tokens import context_of, encoded, pieces, tokens_of, tokens_of_data
+from trainrun.sampling.run_tokens import (
+    context_of,
+    encoded,
+    first_line,
+    pieces,
+    tokens_of,
+    tokens_of_data,
+    writes_lines,
+)
 from trainrun.seeding import kept_random_state
 from trainrun.task.batches import bare_model, keywords_of
 from trainrun.task.language_modeling import tokens_and_target
@@ -64,7 +72,8 @@ class EpochSamples:
     def _written(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
         self._prompts = self._prompts or self._beginnings(run)
         for number, prompt in enumerate(self._prompts):
-            text = self._text(self._continued(run, model, prompt, number))
+            written = pieces(self._tokens, self._continued(run, model, prompt, number))
+            text = "".join(first_line(written) if writes_lines(run.config) else written)
             yield {"prompt": self._text(prompt), "text": text}
 
     @torch.no_grad()
@@ -95,7 +104,7 @@ class EpochSamples:
         """The first tokens of the first validation samples; without any, a new line."""
         batch = next(iter(run.val.epoch(0)), None) if run.val is not None else None
         if batch is None:
-            return [encoded(self._tokens, "\n")]
+            return [encoded(self._tokens, "\n") or [0]]  # some tokenizers leave it out
         rows, target = tokens_and_target(batch.data)
         return [
             row[target[i] >= 0][:PROMPT].tolist() or row[:1].tolist()

@@ -51,6 +51,19 @@ def context_of(model: Any, config: RunConfig, cached: bool) -> int | None:
     return data.get("block_size") if data.get("kind") == "blocks" else None
 
 
+def writes_lines(config: RunConfig) -> bool:
+    """Whether a sample ended with its line: the model has seen nothing behind a newline, and none at a beginning."""
+    return (config.data.train or {}).get("kind") == "lines"
+
+
+def first_line(text: Iterable[str]) -> Iterator[str]:
+    for piece in text:
+        line, newline, _ = piece.partition("\n")
+        yield line
+        if newline:
+            return
+
+
 def encoded(tokens: Tokens, text: str) -> list[int]:
     return list(text.encode()) if tokens.encode is None else tokens.encode([text])[0]
 

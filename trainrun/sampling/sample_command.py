@@ -23,30 +23,39 @@ def main(argv: list[str]) -> int:
     from trainrun.runs.restore_config import load_model
     from trainrun.runs.resume import trusted_config
     from trainrun.sampling.next_tokens import Draw, next_tokens
-    from trainrun.sampling.run_tokens import context_of, encoded, pieces, tokens_of
+    from trainrun.sampling.run_tokens import (
+        context_of,
+        encoded,
+        first_line,
+        pieces,
+        tokens_of,
+        writes_lines,
+    )
     from trainrun.task.batches import keywords_of
 
     config = trusted_config(run_dir, [], asked.trust)
     tokens = tokens_of(config, run_dir, "sample")
-    prompt = encoded(tokens, asked.prompt)
-    if not prompt:
+    if asked.prompt is None and writes_lines(config):
         raise ConfigError(
-            f"--prompt {asked.prompt!r}: the run's tokenizer makes no token of it; give another text"
+            "--prompt: this run learned from data.train.kind=lines, and not how a line begins; give its first "
+            'characters, as --prompt "In the"'
         )
+    given = "\n" if asked.prompt is None else asked.prompt
+    prompt = encoded(tokens, given)
+    if not prompt:
+        raise ConfigError(f"--prompt {given!r}: the run's tokenizer makes no token of it; give another text")
     model = load_model(run_dir, which, asked.trust).to(
         choose_device(config.parallel.accelerator, local_rank=0)
     )
     cached = not asked.no_cache and "cache" in keywords_of(type(model).forward)[0]
     draw = Draw(asked.temperature, asked.top_k, asked.max_tokens, asked.seed)
     found = next_tokens(model, prompt, draw, tokens.vocabulary, context_of(model, config, cached), cached)
-    by_line = (config.data.train or {}).get(
-        "kind"
-    ) == "lines"  # such a model has seen nothing behind a newline
+    text = pieces(tokens, found)
     reader = os.fstat(1)
-    say(asked.prompt, end="", flush=True)
-    for piece in pieces(tokens, found):
-        say(piece.partition("\n")[0] if by_line else piece, end="", flush=True)
-        if (by_line and "\n" in piece) or not os.path.samestat(reader, os.fstat(1)):  # closed, see streams.py
+    say(given, end="", flush=True)
+    for piece in first_line(text) if writes_lines(config) else text:
+        say(piece, end="", flush=True)
+        if not os.path.samestat(reader, os.fstat(1)):  # closed, see streams.py
             break
     say()
     return EXIT_DONE
@@ -59,7 +68,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="the folder of a run with task=language_modeling and data=text")
-    add("--prompt", default="\n", help="the text that is continued (default: a new line)")
+    add("--prompt", help="the text that is continued (default: a new line)")
     add("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
     add("--top-k", type=int, help="draw among the K likeliest tokens (default: among all)")
     add("--max-tokens", type=int, default=256, help="(default: 256)")
