@@ -24,6 +24,9 @@ def test_control_characters_are_spelled_out() -> None:
     assert plain(HOSTILE) == SHOWN
     assert plain("größer 5 µs ━━ 日本") == "größer 5 µs ━━ 日本"
     assert plain("\udcff") == "\\udcff"
+    say("größer 日本", latin := io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    latin.seek(0)
+    assert latin.read() == "größer \\u65e5\\u672c\n"
 
 
 def test_every_way_to_the_screen_goes_through_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,15 +11,16 @@ from typing import IO, Any
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def plain(text: object) -> str:
+def plain(text: object, encoding: str = "utf-8") -> str:
     """The text with its control characters spelled out, as `\\x1b`; what cannot be encoded too; secrets masked."""
     shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], masked(str(text)))
-    return shown.encode("utf-8", "backslashreplace").decode("utf-8")
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
     """As `print`, for a text that holds what others wrote. file: None is standard output."""
-    print(plain(text), file=file, end=end, flush=flush)
+    out = file or sys.stdout
+    print(plain(text, getattr(out, "encoding", None) or "utf-8"), file=out, end=end, flush=flush)
 
 
 def redraw(text: str = "") -> None:
