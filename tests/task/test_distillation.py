@@ -26,6 +26,11 @@ class Net(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+class Counting(Net):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+
 def some(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -37,6 +42,11 @@ def student(**words: Any) -> tuple[Distillation, Net, Teacher]:
     task, teacher = Distillation(**words), Teacher(Net(8, 1), None, list(words.get("hidden", {}).values()))
     task.learn_from(teacher, None)
     return task, Net(8, 2).eval(), teacher
+
+
+def test_its_weights_alone_mark_a_teacher() -> None:
+    one, same, other = (Teacher(net, None, ()).mark() for net in (Net(8, 1), Counting(8, 1), Counting(8, 2)))
+    assert one == same != other
 
 
 def test_the_loss_is_hintons_and_that_of_hidden_states() -> None:
