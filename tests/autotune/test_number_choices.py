@@ -1,11 +1,11 @@
-"""Number type, attention kernel and threads by a clock: the choice, that no run feels it, and that it lasts."""
+"""Number type and threads by a clock: the choice, that no run feels it, and that it lasts."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from exact_parts import parts_of
 from torch import nn
 
-import trainrun as package
 from trainrun.assemble import start_choices
 from trainrun.autotune import number_choices, start
 from trainrun.autotune.timed_step import TimedStep, fastest
@@ -22,16 +21,11 @@ from trainrun.checkpoint.load import resolve
 from trainrun.checkpoint.reading import read_checkpoint
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.interfaces import MicroBatch
-from trainrun.model import gpt
-from trainrun.model.attention import causal_attention
-from trainrun.model.gpt import Gpt
 from trainrun.parallel.single import Single
 from trainrun.precision import other_types
 from trainrun.runs.restore_config import parts_of as restored
 from trainrun.runs.run_folder import RunDir, read_identity, write_identity
 from trainrun.seeding import random_state
-from trainrun.task.language_modeling import LanguageModeling
 from trainrun.training.components import Components
 
 pytestmark = pytest.mark.process
@@ -310,60 +304,6 @@ def few_tokens(count: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, (tokens + 1) % 11
 
 
-class OneBatch:
-    """A stream of tokens."""
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        yield MicroBatch(few_tokens(4))
-
-    def close(self) -> None: ...
-
-
-def kernel_of(
-    seconds: dict[str, float], half: bool, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, list[str], set[str], Gpt]:
-    """The choice where a layer takes so many tenths of a millisecond, the notes, and the kernels that were used."""
-    mode, time, used = "bf16-mixed" if half else "32-true", Time(), set()
-    config = with_values(parts_of((), count=64).config, {"precision.mode": mode})
-    model = Gpt(11, context=8, layers=2, width=16, heads=2)
-
-    def timed(*given: Any) -> torch.Tensor:
-        used.add(given[5])
-        time.now += 1e-4 * seconds.get(given[5], 1)
-        return causal_attention(*given)
-
-    monkeypatch.setattr(gpt, "causal_attention", timed)
-    found, chosen, notes = chosen_of(config, model, LanguageModeling(), OneBatch(), time, monkeypatch)
-    assert found is config
-    assert {block.attention.kernel for block in model.blocks} == {chosen["attention"]}
-    return chosen["attention"], notes, used, model
-
-
-@pytest.mark.parametrize(
-    ("half", "seconds", "kernel", "line"),
-    [
-        (False, {"flash": 3, "plain": 2}, "plain", "plain, 0.4 ms a step (flash: 0.6 ms)"),
-        (False, {"flash": 1.05, "plain": 1}, "flash", "flash, 0.21 ms a step (plain: 0.2 ms)"),  # the rule's
-        (True, {"flash": 9, "fp32": 1, "plain": 2}, "fp32", "fp32, 0.2 ms a step (flash: 1.8 ms, plain: 0.4 ms)"),
-    ],
-)  # fmt: skip
-def test_the_fastest_kernel_of_the_type_is_set(
-    half: bool, seconds: dict[str, float], kernel: str, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, notes, _, _ = kernel_of(seconds, half, monkeypatch)
-    assert (found, notes) == (kernel, [f"model.attention: {line}"])
-
-
-@pytest.mark.parametrize(("flash", "kernel"), [(9, "fp32"), (300, "flash")])  # the second leaves no time
-def test_a_table_without_room_is_not_taken_by_rule_or_by_clock(
-    flash: float, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(number_choices, "free_bytes", lambda device: 1000)
-    found, _, used, _ = kernel_of({"flash": flash, "fp32": 2}, True, monkeypatch)
-    assert found == kernel
-    assert "plain" not in used
-
-
 def weights(folder: str) -> torch.Tensor:
     shared = read_checkpoint(resolve(RunDir(Path(folder)).checkpoints, "last")).shared["model"]
     return torch.cat([value.flatten() for value in shared.values()])
@@ -373,30 +313,15 @@ def test_a_choice_is_written_down_and_lasts_through_resume_and_evaluation(
     workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*GPT, *QUIET, "seed=1", "trainer.ema.enabled=true"]
-    named = ["precision=bf16", "model.attention=math"]
-    assert main([*words, *named, "trainer.max_steps=6", "output_dir=named"]) == 0
-    monkeypatch.setattr(
-        start, "choose_numbers", lambda *given: given[7].update(precision="bf16-mixed", attention="math")
-    )
+    assert main([*words, "precision=bf16", "trainer.max_steps=6", "output_dir=named"]) == 0
+    monkeypatch.setattr(start, "choose_numbers", lambda *given: given[7].update(precision="bf16-mixed"))
     assert main([*words, "precision=auto", "trainer.max_steps=3", "output_dir=open"]) == 0
     monkeypatch.setattr(start, "choose_numbers", lambda *_: pytest.fail("measured again"))
-    told = json.loads(Path("open/RUN.json").read_text())
-    assert (told["precision"], told["attention"]) == ("bf16-mixed", "math")
+    assert json.loads(Path("open/RUN.json").read_text())["precision"] == "bf16-mixed"
     assert main(["resume", "open", "trainer.max_steps=6"]) == 0
     assert torch.equal(weights("open"), weights("named"))
     run, _, _ = restored(RunDir(Path("open").absolute()), "last", [])
     assert run.config.precision.mode == "bf16-mixed"
-    assert {block.attention.kernel for block in run.model.blocks} == {"math"}
-    assert package.load_run("open").load_model("last").blocks[0].attention.kernel == "auto"
-
-
-def test_a_run_too_short_for_it_stays_with_the_rule_when_it_goes_on(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main([*GPT, *QUIET, "trainer.max_steps=2", "output_dir=short"]) == 0
-    assert json.loads(Path("short/RUN.json").read_text())["attention"] == "auto"
-    monkeypatch.setattr(start, "choose_numbers", lambda *_: pytest.fail("measured"))
-    assert main(["resume", "short", "trainer.max_steps=1000", "trainer.max_time=0.2s"]) == 0
 
 
 def test_the_number_of_threads_is_written_down_and_a_resume_uses_it(trainrun: Any, workdir: Path) -> None:

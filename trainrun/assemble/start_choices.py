@@ -1,6 +1,6 @@
 """What `auto` leaves open at a start: by rules here, and by a clock where `trainrun.autotune` is installed.
 
-What changes the numbers (their type, the attention kernel, threads) is chosen before the rest is built, written down in
+What changes the numbers (their type, threads) is chosen before the rest is built, written down in
 RUN.json, and taken from there ever after; the data engine when all parts are there.
 """
 
@@ -17,7 +17,6 @@ from torch import nn
 from trainrun.config.schema import RunConfig
 from trainrun.instantiate import satellite
 from trainrun.interfaces import Batches, Parallel
-from trainrun.model.choices import attention_layers
 from trainrun.precision.autocast import is_tiny
 from trainrun.runtime.machine import can_keep, free_bytes, keep_freed_memory, return_freed_memory
 from trainrun.training.components import Components
@@ -31,7 +30,7 @@ Chosen = dict[str, str]  # what RUN.json holds, by name
 
 def chosen_before(identity: dict[str, Any], training: bool = False) -> Chosen:
     """identity: what RUN.json holds. training: also what only a training needs."""
-    names = ("precision", "attention", "num_threads") if training else ("precision", "attention")
+    names = ("precision", "num_threads") if training else ("precision",)
     return {name: str(identity[name]) for name in names if name in identity}
 
 
@@ -42,22 +41,18 @@ def autotune(lines: list[str]) -> ModuleType | None:
 
 def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel,
                    chosen: Chosen, measures: bool, num_batches: float, notes: list[str]) -> RunConfig:  # fmt: skip
-    """The config with `precision=auto` decided; the model with its attention kernel, this process with its
-    number of threads.
+    """The config with `precision=auto` decided; this process with its number of threads.
 
     chosen: what the run began with, if it did; what is chosen here is added. num_batches: of the whole run.
     Every rank calls it, and decides the same.
     """
     open_type = config.precision.mode == "auto"
-    layers = [layer for layer in attention_layers(model) if layer.kernel == "auto"]
     wanted = []
     if open_type and "precision" not in chosen:
         from trainrun.precision import other_types
 
         if not other_types.emulates_bfloat16(parallel.device):
             wanted.append("precision")
-    if layers and "attention" not in chosen:
-        wanted.append("attention")
     if config.trainer.num_threads == "auto" and "num_threads" not in chosen:
         wanted.append("num_threads")
     if measures and wanted and (tuner := autotune([])):
@@ -67,10 +62,6 @@ def choose_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
         mode, why = other_types.type_by_rule(parallel.device, tiny)
         chosen["precision"] = mode
         notes.append(f"precision: {mode}, not measured: {why}")
-    if layers:
-        kernel = chosen.setdefault("attention", "auto")  # the rule, also when the run goes on
-        for layer in layers:
-            layer.kernel = kernel
     number = int(chosen.get("num_threads", 0))
     if config.trainer.num_threads == "auto" and 0 < number < torch.get_num_threads():
         torch.set_num_threads(number)

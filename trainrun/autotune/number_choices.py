@@ -1,16 +1,13 @@
-"""`auto` of precision, model.attention and trainer.num_threads: the rule's choice, or what is measured to be faster.
+"""`auto` of precision and trainer.num_threads: the rule's choice, or what is measured to be faster.
 
 what: forward and backward of a copy of the model on the first batch, in `32-true` and `bf16-mixed` in turns; the
-    latter is taken where it is surely 10 % faster. Then the kernels of attention in the chosen type: `plain`, `flash`
-    and in 16 bits `fp32`; the rule's (`trainrun.model.attention`) stays where none is surely 10 % faster. Then the
-    usual number of threads, its root and one; fewer are taken where they are surely 1.2x as fast, so that a quiet
-    machine always takes the same.
-when: runs long enough; at most 0.5 s and 1 % of the run for number types, half of that for kernels and for threads.
+    latter is taken where it is surely 10 % faster. Then the usual number of threads, its root and one; fewer are taken
+    where they are surely 1.2x as fast, so that a quiet machine always takes the same.
+when: runs long enough; at most 0.5 s and 1 % of the run for number types, half of that for threads.
 when not: short runs, resumes and evaluation (which take what the run began with), what is named, compiled, recomputed
-    or deterministic steps, and steps of more than 60 ms: there the rules stay. On GPUs `flash` does. `plain` keeps a
-    table of all pairs: not where those could fill an eighth of what is free.
-source: a tiny network spends its time in the casts; speed of one kernel over another is a matter of head width, length,
-    type and instructions of the CPU; two threads next to busy processes each wait for the other to be scheduled.
+    or deterministic steps, and steps of more than 60 ms: there the rules stay.
+source: a tiny network spends its time in the casts; two threads next to busy processes each wait for the other to be
+    scheduled.
 gain: none over the better of the two named by hand; it spares finding out.
 """
 
@@ -40,22 +37,18 @@ from trainrun.config.schema import RunConfig
 from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.split_batch import num_rows, rows_of, tensors_in
 from trainrun.interfaces import Batches, Parallel
-from trainrun.model.choices import attention_layers
 from trainrun.precision.autocast import is_tiny
 from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_context
-from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 from trainrun.training.recovery.oom import batch_norm_in
 
 PRECISION = TrialBudget(0.5, 0.01)
-OTHERS = TrialBudget(0.25, 0.005)
+THREADS = TrialBudget(0.25, 0.005)
 LONGEST_STEP = PRECISION.seconds / (2 * (ROUNDS + 1))
 NOTABLE = 0.1  # numbers change by the choice: less is not worth it
 NOTABLE_OF_THREADS = 0.2
 HOPELESS = 20  # times as long a whole batch would take, were its rows as slow as a few are
 LONG_FLOP = 5e10  # of the fewest samples: a second on a core
-PAIR_BYTES = 10  # of a pair of positions in every head and layer: scores, softmax and its copy in 16 bits
-MOST_MEMORY = 1 / 8  # of what is free
 
 
 def choose_numbers(
@@ -64,8 +57,7 @@ def choose_numbers(
 ) -> None:  # fmt: skip
     """Add to `chosen` what of `wanted` can be measured, and to `notes` a line about each.
 
-    wanted: of precision, attention and num_threads. num_batches: of the whole run. Every rank calls it, and chooses the
-    same.
+    wanted: of precision and num_threads. num_batches: of the whole run. Every rank calls it, and chooses the same.
     """
     if num_batches < FEW_BATCHES:
         return
@@ -83,7 +75,7 @@ def choose_numbers(
 
 
 class NumberTrial:
-    """Steps on one batch with each number type and each kernel."""
+    """Steps on one batch with each number type and number of threads."""
 
     def __init__(self, config: RunConfig, step: TimedStep, data: Any) -> None:
         self._config, self._step, self._data = config, step, data
@@ -93,8 +85,6 @@ class NumberTrial:
             from trainrun.precision.other_types import type_by_rule
 
             self._mode = type_by_rule(self._device, is_tiny(step.model, config.data.batch_size))[0]
-        self._layers = [layer for layer in attention_layers(step.model) if layer.kernel == "auto"]
-        self._inputs: torch.Size | None = None  # of a layer
 
     def usual_seconds(self) -> float | None:
         """Seconds of a step; None where it takes too long, by a few rows or by the whole batch."""
@@ -104,47 +94,33 @@ class NumberTrial:
         tokens = 1 if numbers.is_floating_point() else math.prod(numbers.shape[1:2])
         if 6.0 * weights * few * tokens > LONG_FLOP and self._device.type == "cpu":
             return None
-        kernel = ""
         # On a GPU every other number of rows would cost cuDNN's search for kernels again.
         for rows in (few, self._count) if self._device.type == "cpu" else (self._count,):
-            self._turn(self._mode, kernel, rows)  # kernels are chosen and built
-            seconds = min(self._turn(self._mode, kernel, rows) for _ in range(2))
+            self._turn(self._mode, rows)  # kernels are chosen and built
+            seconds = min(self._turn(self._mode, rows) for _ in range(2))
             if seconds > LONGEST_STEP or seconds * self._count / rows > HOPELESS * LONGEST_STEP:
                 return None
-            kernel = "" if self._tables_fit() else "flash"
         return seconds
 
     def choose(
         self, seconds: float, num_batches: float, wanted: list[str], chosen: dict[str, str], notes: list[str]
     ) -> None:
         whole, mode = run_seconds(self._config, num_batches * seconds), self._mode
-        tables_fit = all(self._step.parallel.gather(self._tables_fit()))
-        flash = "" if tables_fit else "flash"
         if "precision" in wanted:
-            turns = {name: partial(self._turn, name, flash) for name in (FULL, MIXED)}
+            turns = {name: partial(self._turn, name) for name in (FULL, MIXED)}
             found = fastest(turns, FULL, NOTABLE, PRECISION.of(whole), seconds, self._step)
             if found is not None:
                 mode = chosen["precision"] = found[0]
                 notes.append(f"precision: {mode}, {found[1]}")
-        if "attention" in wanted and self._inputs is not None and self._device.type == "cpu":
-            rule, names = self._kernels(mode, self._inputs[1], tables_fit)
-            turns = {name: partial(self._turn, mode, name) for name in names}
-            found = fastest(turns, rule, NOTABLE, OTHERS.of(whole), seconds, self._step)
-            if found is not None:
-                chosen["attention"] = found[0]
-                notes.append(f"model.attention: {found[0]}, {found[1]}")
-                flash = found[0]
-            elif flash:
-                chosen["attention"] = flash
         usual = torch.get_num_threads()
         if "num_threads" in wanted and usual > 1 and self._device.type == "cpu":
             numbers = {
-                str(number): partial(self._with_threads, number, mode, flash)
+                str(number): partial(self._with_threads, number, mode)
                 for number in (usual, math.isqrt(usual), 1)
             }
             try:
                 found = fastest(
-                    numbers, str(usual), NOTABLE_OF_THREADS, OTHERS.of(whole), 2 * seconds, self._step
+                    numbers, str(usual), NOTABLE_OF_THREADS, THREADS.of(whole), 2 * seconds, self._step
                 )
             finally:
                 torch.set_num_threads(usual)
@@ -152,39 +128,15 @@ class NumberTrial:
                 chosen["num_threads"] = found[0]
                 notes.append(f"trainer.num_threads: {found[0]}, {found[1]}")
 
-    def _kernels(self, mode: str, length: int, tables_fit: bool) -> tuple[str, list[str]]:
-        """The usual one, and all that are compared."""
-        from trainrun.model.attention import HALF_TYPES, fastest_kernel
-
-        kind = AUTOCAST_TYPES.get(mode) or next(self._step.model.parameters()).dtype
-        names = ["flash", *(["plain"] if tables_fit else []), *(["fp32"] if kind in HALF_TYPES else [])]
-        rule = fastest_kernel(self._device.type, kind, length)
-        return rule if rule in names else "flash", names
-
-    def _tables_fit(self) -> bool:
-        """Whether there is room for all pairs of positions."""
-        if self._inputs is None:
-            return True
-        pairs = self._count * self._layers[0].heads * self._inputs[1] ** 2 * len(self._layers)
-        return bool(PAIR_BYTES * pairs <= MOST_MEMORY * free_bytes(self._device))
-
-    def _turn(self, mode: str, kernel: str, rows: int = 0) -> float:
+    def _turn(self, mode: str, rows: int = 0) -> float:
         """Seconds of a step; rows: of the batch, or all."""
-        for layer in self._layers:
-            layer.kernel = kernel or "auto"
         data = rows_of(self._data, 0, rows, self._count) if rows else self._data
-        with contextlib.ExitStack() as hooks:
-            if self._layers and rows:
-                hooks.callback(self._layers[0].register_forward_pre_hook(self._see).remove)
-            return self._step.seconds(data, partial(build_context, AUTOCAST_TYPES.get(mode), self._device))
+        return self._step.seconds(data, partial(build_context, AUTOCAST_TYPES.get(mode), self._device))
 
-    def _with_threads(self, number: int, mode: str, kernel: str) -> float:
+    def _with_threads(self, number: int, mode: str) -> float:
         torch.set_num_threads(number)
-        self._turn(mode, kernel)  # wakes them
-        return self._turn(mode, kernel)
-
-    def _see(self, _: nn.Module, given: tuple[Any, ...]) -> None:
-        self._inputs = given[0].shape
+        self._turn(mode)  # wakes them
+        return self._turn(mode)
 
 
 def other_cost(config: RunConfig, train: Batches) -> str:

@@ -42,7 +42,6 @@ from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.map_style import thread_safe
 from trainrun.errors import PluginError, TrainingError
 from trainrun.interfaces import MicroBatch, StepReport, counts_before
-from trainrun.model.choices import attention_layers
 from trainrun.summary.throughput_limits import ahead, settle
 from trainrun.timing.phases import ACCOUNTS, COMPILE
 from trainrun.training import loop
@@ -57,15 +56,15 @@ PADDED: Final = 1.05  # times the positions of batches of like length
 class RemoteLoop:
     """The node `loop` of a run under measurement: it trains when a message asks for it.
 
-    address, key: of the command's socket. folder: for files that are handed over.
+    address: of the command's socket, in a folder of its own user alone. folder: for files that are handed over.
     """
 
-    def __init__(self, address: str, key: str, folder: str) -> None:
-        self._address, self._key, self._folder = address, key, Path(folder)
+    def __init__(self, address: str, folder: str) -> None:
+        self._address, self._folder = address, Path(folder)
 
     def __call__(self, run: Components, state: TrainState) -> TrainState:
         leads = run.parallel.rank == 0
-        connection: Any = Client(self._address, authkey=bytes.fromhex(self._key)) if leads else None
+        connection: Any = Client(self._address) if leads else None
         worker = Worker(run, state, self._folder)
         try:
             if leads:
@@ -112,7 +111,6 @@ def info_of(run: Components) -> RunInfo:
         layers=tuple(sorted({type(module).__name__ for module in run.model.modules()})),
         memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total,
         precision=config.precision.mode,
-        attention=next((layer.kernel for layer in attention_layers(run.model)), ""),
         thread_safe=thread_safe(auto.source) if auto else own_threads,
         reads_ahead=ahead(run) > 0,
         has_padding=run.positions.get(config.data.padding, 0)

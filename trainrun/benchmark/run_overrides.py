@@ -101,8 +101,6 @@ def own_choices(config: RunConfig, info: RunInfo) -> list[str]:
     found = [f"trainer.num_threads={info.num_threads}"] if config.trainer.num_threads == "auto" else []
     if config.precision.mode == "auto":
         found.append(f"precision.mode={info.precision}")
-    if info.attention not in ("", "auto") and (config.model or {}).get("attention") == "auto":
-        found.append(f"model.attention={info.attention}")
     return found + (loader_overrides(config, info.engine, info.number) if info.engine else [])
 
 

@@ -75,8 +75,8 @@ class RunInfo:
 
     unit: of an item (`samples`, `tokens`). engine, number: how `data.engine=auto` reads, with how many readers.
     total_steps, val_every: None without an end or without validations. layers: class names of all modules.
-    attention: the kernel that was decided for. thread_safe: threads may read the data. reads_ahead: batches are read
-    during the training. has_padding: batches are sequences of several lengths.
+    thread_safe: threads may read the data. reads_ahead: batches are read during the training. has_padding: batches are
+    sequences of several lengths.
     """
 
     unit: str
@@ -90,7 +90,6 @@ class RunInfo:
     layers: tuple[str, ...] = ()
     memory_bytes: int = 0
     precision: str = ""
-    attention: str = ""
     thread_safe: bool = False
     reads_ahead: bool = False
     has_padding: bool = False

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -121,11 +121,10 @@ class WorkerProcess:
     def __init__(self, config: RunConfig, folder: Path, paths: list[str], memory: int | None = None) -> None:
         self._folder, self._folders = folder, contextlib.ExitStack()
         address = str(self._folders.enter_context(scratch_folder(SHORT_FOLDER)) / "socket")
-        self._key = secrets.token_bytes(16)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(1)
-        node = {"address": address, "key": self._key.hex(), "folder": str(folder)}
+        node = {"address": address, "folder": str(folder)}
         config = replace(config, loop={"_target_": "trainrun.benchmark.remote_loop.RemoteLoop", **node})
         context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         self._process = context.Process(target=run_worker, args=(config, folder, paths, memory))
@@ -140,8 +139,6 @@ class WorkerProcess:
             readable = wait([self._listener, self._process.sentinel], 1.0)
             if self._listener in readable:
                 self._connection = Connection(self._listener.accept()[0].detach())
-                deliver_challenge(self._connection, self._key)
-                answer_challenge(self._connection, self._key)
             elif readable:
                 raise self._failure()
             elif time.monotonic() > deadline:

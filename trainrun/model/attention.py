@@ -2,11 +2,10 @@
 
 what: `flash` is torch's scaled_dot_product_attention; `fp32` the same on float32 copies; `plain` two matrix
     products around a softmax; `math` torch's own reference.
-when: `auto` is what a runner measured (`trainrun.autotune.number_choices`) and put in its place; until then, and
-    without one, a rule: `flash`, but on a CPU in 16 bits `plain` where a sequence is shorter than 1024.
+when: `auto` is a rule: `flash`, but on a CPU in 16 bits `plain` where a sequence is shorter than 512. What is fastest
+    on your machine, `trainrun autotune` measures.
 when not: longer sequences in `plain`, which keeps a table of all pairs for the backward: in 16 bits 2 bytes for each,
-    in every head, layer and sample. A runner that measures does not take it where that could fill an eighth of what
-    is free.
+    in every head, layer and sample.
 gain: bfloat16, one thread, an Intel Xeon with AMX, torch 2.13, times as multiples
     of the best kernel's: of 16 shapes from 16x64 to 128x256 `plain` was the best on 12 and took at most 1.31x, `flash`
     1.4x to 7x; of 12 with 512 positions at most 1.8x and 1.6x, of 8 with 768 2.4x and 1.4x, of 4 with 1024 2.1x and
@@ -24,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-LONG = 1024
+LONG = 512
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop: float,

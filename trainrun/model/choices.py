@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 Activation = Literal["relu", "gelu", "silu", "tanh"]
 Norm = Literal["none", "batch", "layer"]
@@ -21,9 +20,3 @@ Outputs = Literal["each", "last"]
 NORMS, SCHEMES, STEMS, BODIES = get_args(Norm), get_args(Scheme)[:3], get_args(Stem), get_args(Body)
 GPT_SIZES, POSITIONS, KERNELS, OUTPUTS = map(get_args, (GptSize, Positions, Kernel, Outputs))
 RESNET_SIZES = tuple(map(str, get_args(ResnetSize)))
-
-
-def attention_layers(model: Any) -> list[Any]:
-    """The attention layers of our kind; where their module was never imported, there are none."""
-    gpt = sys.modules.get("trainrun.model.gpt")
-    return [] if gpt is None else [layer for layer in model.modules() if isinstance(layer, gpt.Attention)]

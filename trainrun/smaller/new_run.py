@@ -62,7 +62,7 @@ def write_run(
     run.create()
     with only_writer(run):
         new_run(Composition(config, {}, [], {}), [f"# {words}"], run)
-        names = ("data", "precision", "attention", "num_threads")
+        names = ("data", "precision", "num_threads")
         write_identity(run, read_identity(run) | {name: told[name] for name in names if name in told})
         add_to_list(run, plain_config(run.config))  # its code is that of a run that was trusted
         identity = read_identity(run)
