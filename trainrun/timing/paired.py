@@ -21,10 +21,8 @@ from time import perf_counter
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 RESAMPLES: Final = 2000
-FEW_PAIRS: Final = 30  # below that resampling is too sure of itself: the order of the pairs decides
 STUDENT: Final = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09,
     2.09, 2.08,
@@ -63,12 +61,6 @@ class Ratio(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.value:.2f}x ({self.low:.2f} to {self.high:.2f})"
-
-    def above(self, bound: float) -> bool:
-        return self.low > bound
-
-    def below(self, bound: float) -> bool:
-        return self.high < bound
 
 
 class Spent(NamedTuple):
@@ -135,7 +127,7 @@ class Comparison:
         better = {
             name: ratio for name, ratio in seen.items()
             if name not in self.failed
-            and ratio.above(1.0)
+            and ratio.low > 1.0
             and ratio.value > 1 + (smallest if ratio.pairs > 1 else ONE_PAIR)
         }  # fmt: skip
         fastest = max((ratio.value for ratio in better.values()), default=1.0)
@@ -172,7 +164,7 @@ def survivors(found: Comparison, staying: Sequence[str], rules: Rules) -> list[s
         name for name in staying
         if name in seen
         and (name in half or seen[name].value * (1 + rules.smallest) >= leader.value)
-        and not seen[name].below(max(1 + rules.smallest, leader.low))
+        and seen[name].high >= max(1 + rules.smallest, leader.low)
     ]  # fmt: skip
     alone = len(kept) == 1 and leader.pairs >= rules.least_pairs and settled(leader, rules.smallest)
     return [] if alone or leader.pairs >= rules.most_pairs else kept
@@ -227,7 +219,7 @@ def total(several: Iterable[Spent]) -> Spent:
 def paired_ratio(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
     """Estimate the second speed over the first, from pairs (units a second) measured in turns."""
     logs = sorted(math.log(second / first) for first, second in pairs)
-    low, high = _ranked(logs, confidence) if len(logs) < FEW_PAIRS else resampled(logs, confidence)
+    low, high = _ranked(logs, confidence)
     return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs))
 
 
@@ -244,7 +236,8 @@ def grouped_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: f
     for _ in range(RESAMPLES):
         chosen = [logs[i] for i in draw.integers(len(logs), size=len(logs))]
         medians.append(np.median(np.concatenate([draw.choice(own, len(own)) for own in chosen])))
-    low, high = _outermost(np.array(medians), confidence)
+    outside = (1 - confidence) / 2
+    low, high = map(float, np.quantile(medians, (outside, 1 - outside)))
     return plain._replace(low=min(plain.low, math.exp(low)), high=max(plain.high, math.exp(high)))
 
 
@@ -289,18 +282,6 @@ def _ranked(ordered: list[float], confidence: float) -> tuple[float, float]:
         cut += 1
     cut = max(cut - 1, 0)
     return ordered[cut], ordered[-1 - cut]
-
-
-def resampled(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """The interval of the median, by resampling; the same pairs always say the same."""
-    draws = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values)))
-    return _outermost(np.median(draws, axis=1), confidence)
-
-
-def _outermost(values: npt.NDArray[np.float64], confidence: float) -> tuple[float, float]:
-    outside = (1 - confidence) / 2
-    low, high = np.quantile(values, (outside, 1 - outside))
-    return float(low), float(high)
 
 
 def settled(ratio: Ratio, smallest: float) -> bool:

@@ -147,25 +147,6 @@ def skip_other_parts(facts: SearchFacts) -> str:
     return ""
 
 
-def ranks(facts: SearchFacts) -> list[TriedSetting]:
-    config, world = facts.config, facts.info.world_size
-    batch, found = config.data.batch_size * world, []
-    for number in numbers_up_to(facts.cores):
-        if number == world or batch % number:
-            continue
-        mode = ("parallel=ddp", f"parallel.devices={number}") if number > 1 else ("parallel=single",)
-        cpu = ("parallel.accelerator=cpu",) if number > 1 and config.parallel.accelerator != "cpu" else ()
-        each = f"trainer.num_threads={max(1, facts.cores // number)}"
-        found.append(TriedSetting((*mode, *cpu, f"data.batch_size={batch // number}", each)))
-    return found
-
-
-def skip_ranks(facts: SearchFacts) -> str:
-    if not facts.on_cpu or facts.cores < 2:
-        return "ranks of one device are for CPUs with two cores or more"
-    return skip_other_parts(facts)
-
-
 def skip_kernels(facts: SearchFacts) -> str:
     return "" if "fused" in (facts.config.optimizer or {}) else "the optimizer has one kernel only"
 
@@ -202,7 +183,6 @@ OPTIONS: Final = (
     SearchOption("threads", threads, skip_threads),
     SearchOption("loader", loader, skip_loader, 2.0),
     SearchOption("micro-batch", micro_batch, skip_other_parts, 1.5),
-    SearchOption("ranks", ranks, skip_ranks, 1.5),
     SearchOption("optimizer", fixed(FUSED, NOT_FUSED), skip_kernels),
     SearchOption("collector", fixed(("trainer.python_gc=between_steps",)), weight=0.5),
     SearchOption("memory", fixed(NO_SAVING), skip_memory),

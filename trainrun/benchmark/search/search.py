@@ -38,6 +38,7 @@ from trainrun.benchmark.search.options import (
     COMPILE,
     COMPILE_SECONDS,
     OPTIONS,
+    OTHER,
     SearchFacts,
     SearchOption,
     TriedSetting,
@@ -57,6 +58,7 @@ MEMORY_FRACTION: Final = 0.9  # of the device that a setting may fill
 SURE: Final = 0.99  # the confidence of the claim
 FRESH: Final = 3  # pairs of processes: a process may be a little slower than its twin for all of its life
 MOST_PAIRS, LEAST_PAIRS = 24, 12  # of the claim; of fewer a disturbed one would be an end of the interval
+NO_TIME: Final = "no time left for it"
 START_ROOM: Final = 1.2  # times the seconds that a candidate needs to start
 Progress = Callable[[str, float], None]
 
@@ -213,7 +215,7 @@ class Search:
         ends = clock() + min(left, max(fraction * left, one))
         running: dict[str, tuple[Candidate, Trial]] = {}
         for setting in settings:
-            candidate, trial = self._start_setting(option, setting, ends, len(running))
+            candidate, trial = self.start_setting(option.name, setting, ends, len(running))
             if candidate is None:
                 self._remember(trial)
             else:
@@ -235,6 +237,10 @@ class Search:
         if best is not None:
             self._remember(best)
             self._keep(best, running[best.title][0])
+
+    def _loosest(self, *gates: str) -> str:
+        """What the best, with a setting of these gates, may differ by."""
+        return SHOWN if self._gate == SHOWN else loosest(*gates, *[part.gate for part in self.parts])
 
     def _different(self, settings: Sequence[TriedSetting]) -> list[TriedSetting]:
         """Return those that give a new config, each once; an impossible one is kept, to be refused with its reason."""
@@ -262,19 +268,19 @@ class Search:
             with suppress(ConfigError):
                 self._known.append(config_of(self._with(trial.overrides)))
 
-    def _start_setting(
-        self, option: SearchOption, setting: TriedSetting, ends: float, running: int
+    def start_setting(
+        self, option: str, setting: TriedSetting, ends: float, running: int
     ) -> tuple[Candidate | None, Trial]:
         """running: candidates that run already and need their turns too."""
-        trial, starter = Trial(option.name, *setting), self.starter
+        trial, starter = Trial(option, *setting), self.starter
         compiles = any("compile" in one for one in setting.overrides)
         if setting.gate == NUMERIC and self._gate == EXACT:
             return None, replace(trial, state=REJECTED, reason="rounds more: --allow numeric")
         left = ends - self.budget.clock() - starter.rounds_seconds(running + 1)
         if left < START_ROOM * starter.start_seconds + COMPILE_SECONDS * compiles:
-            return None, replace(trial, reason="no time left for it")
-        self.progress(f"{option.name}: {trial.title}")
-        gate = SHOWN if self._gate == SHOWN else loosest(setting.gate, *[part.gate for part in self.parts])
+            return None, replace(trial, reason=NO_TIME)
+        self.progress(f"{option}: {trial.title}")
+        gate = None if setting.gate == OTHER else self._loosest(setting.gate)
         return starter.candidate(self._with(setting.overrides), trial, left, gate, compiles)
 
     def _judged(self, found: Comparison, candidate: Candidate, trial: Trial) -> Trial:
@@ -324,7 +330,7 @@ class Search:
         The number of pairs is decided before the first: looking at them in between would find what it looks for.
         """
         starter, budget, clock = self.starter, self.budget, self.budget.clock
-        gate = SHOWN if self._gate == SHOWN else loosest(*[part.gate for part in self.parts])
+        gate = self._loosest()
         trial = Trial("best", tuple(self._found()), gate)
         groups: list[list[tuple[float, float]]] = []
         starting, lives = 2 * starter.start_seconds, 1

@@ -11,17 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from trainrun.benchmark.run_overrides import config_of, replaced
-from trainrun.benchmark.search.acceptance import SHOWN
 from trainrun.benchmark.search.candidates import FIRST_ROUNDS, Candidate, Trial
 from trainrun.benchmark.search.options import OTHER, TECHNIQUES, SearchOption, Technique, TriedSetting
-from trainrun.benchmark.search.search import SMALLEST, Results, Search
+from trainrun.benchmark.search.search import NO_TIME, SMALLEST, Results, Search
 from trainrun.errors import ConfigError
 from trainrun.timing.paired import Ratio, Rules, compare
 
 ALONE_UNTIL: Final = 0.5  # of the budget
 AT_ONCE: Final = 4  # runs besides the base: as many share its turns, and lie in memory
 MOST_ROUNDS: Final = 9
-NO_TIME: Final = "no time left for it"
 
 
 @dataclass(frozen=True)
@@ -83,20 +81,11 @@ def planned(technique: Technique, search: Search) -> Row:
 
 
 def measured_alone(search: Search, group: Sequence[Row], seconds: float) -> list[Row]:
-    clock, starter = search.budget.clock, search.starter
+    clock = search.budget.clock
     ends, running, found = clock() + seconds, dict[str, Candidate](), {}
     for row in group:
-        search.progress(row.title)
-        left = ends - clock()
-        if left < starter.start_seconds:
-            found[row.title] = replace(row, reason=NO_TIME)
-            continue
-        patient = any("compile" in one for one in row.overrides)
-        trial = Trial(row.title, row.overrides, row.gate)
-        gate = None if row.gate == OTHER else SHOWN
-        candidate, trial = starter.candidate(
-            replaced(search.overrides, row.overrides), trial, left, gate, patient
-        )
+        setting = TriedSetting(row.overrides, row.gate)
+        candidate, trial = search.start_setting(row.title, setting, ends, len(running))
         found[row.title] = replace(row, reason=trial.reason, loss=trial.loss)
         if candidate is not None:
             running[row.title] = candidate
