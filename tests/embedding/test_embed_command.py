@@ -115,6 +115,15 @@ def test_other_data_by_its_group(run: str, capsys: pytest.CaptureFixture[str]) -
     assert main([*words, "data.path=own.npz"]) == 0
     assert np.array_equal(np.load("own.npy/x_train.npy"), np.load("emb.npy/x_train.npy"))
     assert np.load("own.npy/x_val.npy").shape == (50, 12)
+    scaled = train("scaled", 2, *SMALL, "data.augment.normalize._target_=trainrun.data.augment.normalize.Normalize",
+                   "data.augment.normalize.mean=[9]", "data.augment.normalize.std=[1]", "data.val=null")  # fmt: skip
+    for more in (
+        (),
+        ("data=digits",),
+        ("data=arrays", "data.path=own.npz"),
+    ):  # through what the run's go through
+        assert main(["embed", scaled, "--which=last", f"--out={len(more)}.npy", *more, "data.val=null"]) == 0
+        assert np.array_equal(np.load(f"{len(more)}.npy/x_train.npy"), np.load("0.npy/x_train.npy"))
     assert main([*words, "data.path=elsewhere", "--out=other.npy"]) == 2
     assert "data.path=elsewhere" in capsys.readouterr().err
 
@@ -153,3 +162,13 @@ def test_a_layer_without_one_row_a_sample_is_refused(layer: str | None, told: st
 
     with pytest.raises(ConfigError, match=told):
         LayerOutput(Twice(), layer).of((torch.ones(2, 3, 4), torch.ones(2)))
+
+
+def test_of_a_vae_it_is_what_the_mean_of_the_code_becomes(workdir: Path) -> None:
+    vae = train("vae", 2, "model=vae", "task=vae", "model.body=mlp", "model.hidden=[8]", *QUIET)
+    assert main(["embed", vae, "--which=last", "--out=code.npy"]) == 0
+    model, (x, _) = package.load_run(vae).load_model("last").eval(), digits()
+    with torch.no_grad():
+        mean = model(x[:64]).mean
+        shown = torch.nn.Sequential(*list(model.decoder)[:-2])(mean)
+    assert np.allclose(np.load("code.npy/x_train.npy")[:64], shown, atol=1e-5)

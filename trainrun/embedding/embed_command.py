@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FORMATS = {".parquet": "parquet", ".npy": "npy"}
 BATCH = 256
 PART = 4096  # samples that a kill costs at most
+THROUGH = ("transform", "val_transform", "test_transform", "collate_fn", "max_sequence_length", "truncate", "padding",
+           "max_tokens", "pad_multiple")  # fmt: skip
 PROBES, TOLERANCE = 4, 1e-3  # samples that are computed again to check what was written
 
 
@@ -58,15 +60,26 @@ def main(argv: list[str]) -> int:
 
 
 def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
-    """The run's, with its data changed; or with other data, where the words begin with a group as data=csv."""
+    """The run's, with its data changed; or with other data, where the words begin with a group as data=csv.
+
+    Samples of other data go through what those of the run do, but for what the words or the group name.
+    """
     from trainrun.config.compose import compose_run
+    from trainrun.config.schema import DataConfig
     from trainrun.runs.resume import trusted_config
 
     others = [word for word in words if word.lstrip("+~").startswith(("data=", "data."))]
-    if not any(word.startswith("data=") for word in others):
-        return trusted_config(run_dir, words, trust)
     config = trusted_config(run_dir, [word for word in words if word not in others], trust)
-    return replace(config, data=compose_run(others).config.data)
+    own = f"data={config.data.name}"
+    if all(word == own for word in others if word.startswith("data=")):
+        return trusted_config(run_dir, [word for word in words if word != own], trust)
+    found, usual = compose_run(others).config.data, DataConfig()
+    kept = {
+        name: getattr(config.data, name) for name in THROUGH if getattr(found, name) == getattr(usual, name)
+    }
+    return replace(
+        config, data=replace(found, **{**kept, "augment": {**config.data.augment, **found.augment}})
+    )
 
 
 def _quiet(config: RunConfig) -> RunConfig:

@@ -43,6 +43,10 @@ class LayerOutput:
     def of(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """(B, ...) and the targets, on the host. ConfigError, DataError: the layer gives no row for each sample."""
         inputs, target = inputs_and_maybe_target(batch)
+        if isinstance(batch, Mapping) and isinstance(
+            batch.get("noise"), Tensor
+        ):  # of a VAE: the mean of its code
+            batch = {**batch, "noise": torch.zeros_like(batch["noise"])}
         self._found.clear()
         run_model(self._model, inputs, batch)
         if len(self._found) != 1:
