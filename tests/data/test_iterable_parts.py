@@ -117,6 +117,17 @@ def test_what_says_where_it_stands_is_not_read_again(buffer, most, monkeypatch):
     assert source.place == 0  # the next epoch begins at the beginning
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("source", [Placed, Both])
+def test_an_epoch_after_one_that_was_left_begins_at_the_beginning(source, workers):
+    stream = opened(source(), num_workers=workers)
+    for _ in range(2):
+        next(batches := stream.epoch(0))
+        batches.close()
+    assert sorted(numbers(contents(stream.epoch(1)))) == sorted(Whole().numbers)
+    stream.close()
+
+
 def test_a_buffer_shuffles_blocks_anew_in_every_epoch():
     first, second = (numbers(contents(opened(Whole(), shuffle_buffer=6, seed=s).epoch(0))) for s in (1, 2))
     straight = Whole().numbers

@@ -164,8 +164,9 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                 source = source.shard(num_shards=parts, index=mine)
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
+            if keeps_place(source):
+                source = copy.copy(source)  # one that is left amid an epoch begins the next at the beginning
             if place.state is not None:
-                source = copy.copy(source)  # the next epoch begins at the beginning
                 source.load_state_dict(copy.deepcopy(place.state))
             place.source, samples = source, iter(source)
             while True:
