@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -85,14 +86,20 @@ def test_what_is_no_list_of_classes_is_not_counted(target: Tensor) -> None:
     assert facts_of((some(4, 2), target)).class_counts == ()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    ["balance", [], [0.0, 0.0], [-1.0, 2.0], [1.0, math.nan], [1.0, math.inf], [1, "x"], 2.0, [True, 1]],
+)
+def test_what_is_no_weight_of_a_class_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"task\.class_weights=.*: must be .*one for each class"):
+        Classification(class_weights=wrong)
+
+
 def test_a_mistake_is_said() -> None:
     with pytest.raises(ConfigError, match="no labels of classes in memory"):
         balanced(())
     with pytest.raises(ConfigError, match="no training sample has class 1"):
         balanced((3, 0, 2))
-    for wrong in ([], [0.0, 0.0], [-1.0, 2.0]):
-        with pytest.raises(ConfigError, match="one for each class"):
-            Classification(class_weights=wrong)
     with pytest.raises(ConfigError, match=r"has no effect on task\.loss"):
         Classification(loss=nn.CrossEntropyLoss(), class_weights=[1.0, 2.0])
     with pytest.raises(ConfigError, match="2 numbers, but the model gives 3 classes"):

@@ -80,11 +80,12 @@ class Classification:
         }
         self.loss: Callable[[Tensor, Tensor], Tensor] = partial(cross_entropy, **how)
         self.is_summed = True
+        self.weighted = 0
         if class_weights is not None:  # a module, which moves its weights to the device
             from trainrun.task.losses import checked_weights
 
             self.loss = nn.CrossEntropyLoss(checked_weights(class_weights, loss), **how)
-        self.weighted = 0 if class_weights is None else len(class_weights)
+            self.weighted = len(class_weights)
         if loss is not None:
             from trainrun.task.losses import is_summed, with_reduction
 
@@ -208,9 +209,9 @@ class Classification:
 
     def check_weights(self, logits: Tensor) -> None:
         if self.weighted and self.weighted != logits.shape[1]:
-            raise ConfigError(
-                f"task.class_weights: {self.weighted} numbers, but the model gives {logits.shape[1]} classes"
-            )
+            from trainrun.task.losses import wrong_number
+
+            raise wrong_number(self.weighted, logits.shape[1])
 
 
 def check_shapes(logits: Tensor, target: Tensor) -> None:

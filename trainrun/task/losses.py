@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, PluginError
+from trainrun.limits import NotNegative, fits
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -60,11 +61,18 @@ def checked_weights(weights: Any, loss: Any) -> Tensor:
     """One number a class. Raises ConfigError."""
     if loss is not None:
         raise ConfigError("task.class_weights: has no effect on task.loss; give the loss its weights there")
-    if isinstance(weights, str) or not weights or not sum(weights) > 0 or min(weights) < 0:
+    if not weights or not fits(weights, list[NotNegative]) or not any(weights):
         raise ConfigError(
             f"task.class_weights={weights}: must be numbers, 0 or more and not all 0, one for each class"
         )
     return torch.tensor(weights, dtype=torch.float32)
+
+
+def wrong_number(weights: int, classes: int) -> ConfigError:
+    return ConfigError(
+        f"task.class_weights: {weights} numbers, but the model gives {classes} classes; give one for each (balanced "
+        "has one for each class up to the largest label of the training data)"
+    )
 
 
 def balanced(counts: Sequence[int]) -> list[float]:
