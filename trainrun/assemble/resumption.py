@@ -19,7 +19,7 @@ from trainrun.checkpoint.load import best_checkpoint, resolve
 from trainrun.checkpoint.reading import Loaded, read_checkpoint
 from trainrun.checkpoint.weights import check_tensors, load_initial, place_of_base, tensor_kinds, weights_of
 from trainrun.config.saved_config import plain_config, with_overrides
-from trainrun.config.schema import RunConfig
+from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.pipeline import open_batches
 from trainrun.errors import CheckpointError, ConfigError
 from trainrun.formatting import counted
@@ -110,7 +110,14 @@ def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
     check_run(run_dir, values, [], trust=False)
     config = with_overrides(values, run_dir.config, [])
     which = "last" if best_checkpoint(run_dir.checkpoints) is None else "best"
-    return network_of(run_dir, config, which), config
+    network = network_of(run_dir, config, which)
+    if "bpe:" in str(config.data.train):
+        from trainrun.sampling.run_tokenizer import kept_tokenizer
+
+        config = with_values(
+            config, {"data.train": {**config.data.train, "tokenizer": str(kept_tokenizer(run_dir))}}
+        )
+    return network, config
 
 
 def begin_anew(run_dir: RunDir, rank: int) -> None:

@@ -21,7 +21,8 @@ CUT = "\ufffd"  # what decoding gives for a character that is not whole yet
 def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
     """Those of a run that learns to write. ConfigError: it does not. key: what asks, in the message."""
     task = config.task or {}
-    if getattr(locate(task["_target_"], "task"), "unit", "") != "tokens":
+    of_each_place = task.get("class_dim") == -1  # of a student that is taught at every place of its text
+    if getattr(locate(task["_target_"], "task"), "unit", "") != "tokens" and not of_each_place:
         raise ConfigError(
             f"{key}: this run has task._target_={task['_target_']}, which writes no text; it takes one with "
             "task=language_modeling and data=text"

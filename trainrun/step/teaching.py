@@ -15,6 +15,8 @@ from torch.utils.data import IterableDataset
 from trainrun.config.schema import RunConfig
 from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.cache.probe import look_at
+from trainrun.data.readers.text.tokenizer import open_tokenizer
+from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.data.split_batch import num_rows, rows_of
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import ConfigError, DataError
@@ -26,6 +28,7 @@ from trainrun.precision.update import AUTOCAST_TYPES
 from trainrun.runtime.machine import free_bytes
 from trainrun.seeding import kept_random_state
 from trainrun.task.batches import inputs_and_target
+from trainrun.task.classification import check_shapes
 from trainrun.task.distillation import LOGITS, Distillation, Teacher, check_layer, outputs_of
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ def found_network(asked: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.
         if Path(asked).expanduser().is_dir() or os.sep in asked or not asked.replace(".", "_").isidentifier():
             network, trained = load_run(asked)
             check_normalized(trained, config)
+            check_tokenizer(trained, config)
             return network, trained.precision.mode
         if "." not in asked:
             raise ConfigError(
@@ -117,6 +121,22 @@ def check_normalized(trained: RunConfig, config: RunConfig) -> None:
         )
 
 
+def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
+    """And its text cut alike: another tokenizer of that size gives other tokens the same numbers."""
+    nodes = [one.data.train or {} for one in (trained, config)]
+    if not all("tokenizer" in node for node in nodes):
+        return
+    specs = [node["tokenizer"] for node in nodes]
+    files = [spec.partition("@")[2] if is_trained(spec) else spec for spec in specs]
+    theirs, ours = (None if file is None else open_tokenizer(file)[1] for file in files)
+    if theirs != ours:
+        way_out = "null" if theirs is None else files[0]
+        raise ConfigError(
+            f"{KEY}: reads other tokens than this run, whose tokenizer is not the same; set "
+            f"data.train.tokenizer={way_out}"
+        )
+
+
 def compare(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
     """Ask both of two samples. Raises ConfigError where their answers cannot be compared."""
     count = num_rows(batch)
@@ -126,7 +146,10 @@ def compare(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) 
     model.eval()
     try:
         with torch.no_grad(), outputs_of(model, list(task.hidden)) as seen:
-            task.terms(task.hard.logits(model, inputs, few), seen, teacher(few), target)
+            logits = task.hard.logits(model, inputs, few)
+            if not target.is_floating_point():
+                check_shapes(logits, target)
+            task.terms(logits, seen, teacher(few), target)
     finally:
         model.train(training)
 
