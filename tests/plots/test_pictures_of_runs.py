@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.colors
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -252,12 +252,14 @@ def test_wrong_predictions_are_red_and_right_ones_are_not(make_run: Any, tmp_pat
     titles = {text.get_text(): text.get_color() for text in ax.texts}
     assert titles == {"cat (cat)": "#333333", "cat ($dog_)": "#C00000", "$dog_ ($dog_)": "#333333"}
     assert picture.get_suptitle() == "predicted (true): 1 of 3 wrong"
-    (dots,) = (image.get_array() for image in picture.images)
-    red = (np.asarray(dots) == (0xC0, 0, 0)).all(axis=2)
-    rows, columns = np.flatnonzero(red.any(axis=1)), np.flatnonzero(red.any(axis=0))
-    height, width = np.ptp(rows) + 1 - 8, np.ptp(columns) + 1 - 8  # without the frame
-    assert (width, height) == (99, 132)  # 6 by 8: proportions stay
-    assert columns[0] > dots.shape[1] / 2  # the second of two columns
+    (image,) = ax.get_images()
+    board = np.asarray(image.get_array())
+    (red,) = [frame for frame in ax.patches if matplotlib.colors.to_hex(frame.get_edgecolor()) == "#c00000"]
+    assert (red.get_width(), red.get_height()) == (6, 8)
+    assert red.get_x() > board.shape[1] / 2  # the second of two columns
+    left, top = round(red.get_x() + 0.5), round(red.get_y() + 0.5)
+    shown = np.linspace(0, 1, 3 * 8 * 6, dtype=np.float32).reshape(3, 8, 6)[1]  # as `write_run` kept it
+    assert (board[top : top + 8, left : left + 6, 0] == (255 * shown).round()).all()
 
 
 @pytest.mark.parametrize("channels", [1, 3])

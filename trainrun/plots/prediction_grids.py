@@ -27,8 +27,8 @@ MOST_NUMBERED = 20  # classes with a count in every cell
 MOST_NAMED = 40  # names next to an axis
 LONGEST_NAME = 14
 GRID = 5
-COLUMN, TILE = 150, 132  # dots: a column, the longer side of a sample
-HEAD, LABEL = 40, 33  # dots: the title, a label
+MOST_DOTS = 132  # of the longer side of a sample, about
+TILE, HEAD = 1.32, 0.4  # inches: the longer side of a sample, the title
 LABEL_SIZES = ((14, 9.0), (20, 7.5))  # for labels of up to so many letters
 WRONG, RIGHT = "#C00000", "#333333"
 
@@ -111,45 +111,50 @@ def _named_if_damaged(path: Path, *faults: type[Exception]) -> Iterator[None]:
 def _grid(title: str, pictures: Any, labels: Sequence[str] = (), bad: Sequence[bool] = ()) -> Figure:
     """Up to GRID columns of pictures, (B, 1 or 3, H, W) in [0, 1], each below its label, the bad ones in red.
 
-    All of them are one image, dot for dot: 25 images would take ten times as long to draw.
+    All of them are one image: 25 images would take ten times as long to draw.
     """
-    columns = max(1, min(GRID, math.ceil(math.sqrt(len(pictures)))))
+    from matplotlib.patches import Rectangle
+
+    step = max(1, max(pictures.shape[2:]) // MOST_DOTS)
+    pictures = pictures[:, :, ::step, ::step]
+    columns = max(2, min(GRID, math.ceil(math.sqrt(len(pictures)))))
+    high, wide = pictures.shape[2:]
+    side = max(high, wide)
+    gap, above = max(1, side // 8), max(1, side // (4 if labels else 8))
     rows = -(-len(pictures) // columns)
-    side = pictures.shape[2:]
-    tile = max(1, TILE * side[0] // max(side)) + COLUMN - TILE  # with the space below it
-    row = tile + (LABEL if labels else 0)
-    width, height = max(columns, 2) * COLUMN, HEAD + rows * row
-    dots = np.full((height, width, 3), 255, dtype=np.uint8)
-    figure = canvas.new_figure(width / canvas.DPI, height / canvas.DPI)
-    figure.suptitle(title, fontsize=12, fontweight="bold", y=1 - 14 / height, va="top", parse_math=False)
-    ax = figure.add_axes((0, 0, 1, 1))
-    ax.set(xlim=(0, width), ylim=(height, 0))
+    board = np.full((rows * (high + above) + gap, columns * (side + gap) + gap, 3), 255, dtype=np.uint8)
+    height, width = (TILE * size / side for size in board.shape[:2])
+    figure = canvas.new_figure(width, height + HEAD)
+    figure.suptitle(
+        title, fontsize=12, fontweight="bold", y=1 - 0.14 / (height + HEAD), va="top", parse_math=False
+    )
+    ax = figure.add_axes((0, 0, 1, height / (height + HEAD)))
     ax.axis("off")
     longest = max(map(len, labels), default=0)
     size = next((size for letters, size in LABEL_SIZES if longest <= letters), 6.0)
     for i, picture in enumerate(pictures):
-        wrong = bool(bad) and bad[i]
-        middle, top = (i % columns) * COLUMN + COLUMN // 2, HEAD + (i // columns + 1) * row - tile
-        _place_tile(dots, _tile(picture), middle, top, wrong)
+        color, line, weight = (WRONG, 3.0, "bold") if bad and bad[i] else (RIGHT, 0.5, "normal")
+        top, left = (
+            i // columns * (high + above) + above,
+            i % columns * (side + gap) + gap + (side - wide) // 2,
+        )
+        board[top : top + high, left : left + wide] = _tile(picture)
+        ax.add_patch(
+            Rectangle((left - 0.5, top - 0.5), wide, high, fill=False, edgecolor=color, linewidth=line)
+        )
         if labels:
+            place = left + wide / 2 - 0.5, top - 0.5 - 0.05 * side
             ax.text(
-                middle, top - 5, labels[i], ha="center", va="bottom", fontsize=size, parse_math=False,
-                color=WRONG if wrong else RIGHT, fontweight="bold" if wrong else "normal",
-            )  # fmt: skip
-    figure.figimage(dots, origin="upper", zorder=-1)
+                *place,
+                labels[i],
+                ha="center",
+                fontsize=size,
+                parse_math=False,
+                color=color,
+                fontweight=weight,
+            )
+    ax.imshow(board, interpolation="nearest")
     return figure
-
-
-def _place_tile(dots: Bytes, pixels: Bytes, middle: int, top: int, wrong: bool) -> None:
-    """Draw one sample with its frame, of TILE dots at most, in its proportions."""
-    height, width = (max(1, TILE * side // max(pixels.shape[:2])) for side in pixels.shape[:2])
-    left, line = middle - width // 2, 4 if wrong else 1
-    frame = bytes.fromhex(WRONG[1:] if wrong else "BBBBBB")
-    dots[top - line : top + height + line, left - line : left + width + line] = tuple(frame)
-    rows, columns = (
-        np.arange(size) * side // size for size, side in zip((height, width), pixels.shape, strict=False)
-    )
-    dots[top : top + height, left : left + width] = pixels[rows][:, columns]
 
 
 def _read_samples(run: RunDir) -> tuple[Any, Any, Any, list[str]]:
