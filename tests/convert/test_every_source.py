@@ -82,7 +82,7 @@ def test_what_was_converted_is_a_source(workdir: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("to", ["parquet", "webdataset"])
 def test_pictures_keep_the_bytes_of_their_files(to: str, workdir: Path):
     source, *settings = SOURCES["pictures"](workdir)
-    assert convert(source, "out", "--to", to, "--split", "train", *settings) == 0
+    assert convert(source, "out", "--to", to, "data.val=null", *settings) == 0
     (shard,) = Path("out/train").glob("train-*")
     content = shard.read_bytes()
     kept = [path.read_bytes() in content for path in sorted(Path("pics").glob("*/*"))]
@@ -118,14 +118,3 @@ def test_shard_borders(kind: str, size: int, shards: int, workdir: Path, capsys:
     assert names == [f"train-{i:05d}-of-{shards:05d}.tfrecord" for i in range(shards)]
     after = sources_of(use_of(capsys.readouterr().out))["train"]
     assert_same(sources_of(source_words(words))["train"], after, exact=True)
-
-
-@pytest.mark.parametrize(("split", "to"), [("val", "npy"), ("test", "npy"), ("test", "hdf5"), ("val", "lmdb"),
-                                           ("test", "parquet")])  # fmt: skip
-def test_one_part_alone(split: str, to: str, workdir: Path, capsys: pytest.CaptureFixture[str]):
-    source, *settings = SOURCES["npz"](workdir)
-    assert convert(source, "out", "--to", to, "--split", split, *settings) == 0
-    out = capsys.readouterr().out
-    assert f"{split}: {5 if split == 'val' else 4} samples" in out
-    names = {path.name for path in Path("out").rglob("*")}
-    assert not any(name.startswith(("train", "x_train")) for name in names)

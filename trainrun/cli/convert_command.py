@@ -31,7 +31,6 @@ def main(argv: list[str]) -> int:
     is_place = asked.data is not None or asked.source != group
     place = str(Path(asked.source).expanduser().absolute()) if is_place else asked.source
     arguments = [place, f"--to={asked.to}", f"--data={group}"]
-    arguments += [f"--split={asked.split}"] if asked.split else []
     arguments += [f"--shard-size={asked.shard_size}"] if asked.shard_size else []
     from trainrun.convert.conversion import convert, parts_of
     from trainrun.runtime.machine import usable_cores
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> int:
     num_workers = min(usable_cores(), 8) if asked.num_workers is None else asked.num_workers
     try:
         convert(
-            asked.to, dest, lambda: parts_of(config, asked.split), arguments + asked.overrides,
+            asked.to, dest, lambda: parts_of(config), arguments + asked.overrides,
             asked.shard_size, num_workers, say,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -51,15 +50,14 @@ def main(argv: list[str]) -> int:
 def convert_parser() -> Parser:
     parser = Parser(
         prog="trainrun convert", allow_abbrev=False,
-        description="Converts data that a run can read into another format, with all its parts. Run again "
-        "with the same words, it goes on where it was stopped.",
+        description="Converts data that a run can read into another format, with all its parts (data.val=null leaves "
+        "one out). Run again with the same words, it goes on where it was stopped.",
     )  # fmt: skip
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a file or folder, or a data group as digits or custom")
     add("dest", metavar="DEST", help="a folder that does not exist")
     add("--to", required=True, choices=FORMATS, help="the format")
     add("--data", metavar="GROUP", help="the data group that reads SOURCE (default: by its ending)")
-    add("--split", choices=SPLITS, help="one part alone (default: all that are configured)")
     add(
         "--shard-size",
         metavar="N",

@@ -60,26 +60,19 @@ def convert(
             Journal(arguments, identity, True, use, test, sizes).write(dest)
     total = sum(sizes.values()) / 1e6
     say(f"{dest}: {len(sizes)} files, {total:,.1f} MB; {count} samples read back are the same")
-    if to == "npy" and "train" not in parts:
-        names = ", ".join(f"x_{name}.npy" for name in parts)
-        say(f"use it with data=arrays: move {names} (and y) beside an x_train.npy")
-        return
     say(f"use it with: {shlex.join(filled(use, dest))}")
     if test:
         say(f"with test data: {shlex.join(filled(test, dest))}")
 
 
-def parts_of(config: DataConfig, split: str | None) -> tuple[str, dict[str, Samples]]:
+def parts_of(config: DataConfig) -> tuple[str, dict[str, Samples]]:
     """The parts of the source, and what tells them from others: files by size and time of change, or the content."""
     nodes = {name: node for name in SPLITS if (node := getattr(config, name))}
-    if split is not None and split not in nodes:
-        raise ConfigError(f"--split {split}: the data has no data.{split}; it has {', '.join(nodes)}")
-    chosen = {name: node for name, node in nodes.items() if split in (None, name)}
-    errors = [error for name, node in chosen.items() for error in bind_faults(node, f"data.{name}")]
+    errors = [error for name, node in nodes.items() for error in bind_faults(node, f"data.{name}")]
     if errors:
         raise ConfigError(*errors)
     digest, parts = hashlib.sha256(), {}
-    for name, node in chosen.items():
+    for name, node in nodes.items():
         source = build(node, f"data.{name}")
         digest.update(f"{name} {node} {own_fingerprint(source)}".encode())
         parts[name] = samples = Samples(source, f"data.{name}")
@@ -97,19 +90,17 @@ def _checked(to: str, dest: Path, parts: dict[str, Samples], use: list[str]) -> 
     """
     config, count = compose_run(filled(use, dest)).config.data, 0
     test = node_of(to, config.train, DEST, "test")
-    for number, (split, samples) in enumerate(parts.items()):
-        node = config.val if split == "val" and number else config.train
-        if to == "npy" or (split == "test" and number):
+    for split, samples in parts.items():
+        node = config.val if split == "val" else config.train
+        if to == "npy" or split == "test":
             node = node_of(to, config.train, str(dest), split)
         try:
             written = Samples(build(node, f"data.{split}"), f"data.{split}")
         except DataError as error:
             raise DataError(f"{dest}: cannot be read back: {error}") from error
         count += _compare(samples, written, to in EXACT)
-    alone = "test" not in parts or len(parts) == 1
-    return [] if alone else [
-        f"data.test.{key}={_quoted(test[key])}" for key in test if test[key] is not None
-    ], count
+    settings = [f"data.test.{key}={_quoted(value)}" for key, value in test.items() if value is not None]
+    return settings if "test" in parts else [], count
 
 
 def _quoted(value: Any) -> str:

@@ -43,14 +43,13 @@ def target_of(
 
 
 def paths_in(to: str, splits: Sequence[str]) -> list[str]:
-    """The settings that name the parts; without `train`, the first part stands for it."""
+    """The settings that name the parts."""
     if to == "npy":
         return [f"data.path={DEST}", *([] if "val" in splits else ["data.val=null"])]
     ending = ENDINGS.get(to, "")
-    train = "train" if "train" in splits else splits[0]
     alone = ["data.val=null", "data.train.val_fraction=0"]
-    own = [f"data.train.val_path={DEST}/val{ending}"] if "val" in splits and train != "val" else alone
-    return [f"data.path={DEST}/{train}{ending}", *own]
+    own = [f"data.train.val_path={DEST}/val{ending}"] if "val" in splits else alone
+    return [f"data.path={DEST}/train{ending}", *own]
 
 
 def node_of(to: str, train: Mapping[str, Any], dest: str, split: str) -> dict[str, Any]:
