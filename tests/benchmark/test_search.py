@@ -13,7 +13,7 @@ from trainrun.benchmark.search.acceptance import SHOWN
 from trainrun.benchmark.search.autotune_report import as_plain, search_lines, table_lines
 from trainrun.benchmark.search.candidates import NEEDLESS, REJECTED, UNPAID, UNTRIED, Trial
 from trainrun.benchmark.search.options import EXACT, NUMERIC, OPTIONS, OTHER, SearchOption, Technique
-from trainrun.benchmark.search.search import Results, Search, refuse_too_short, verdict_of
+from trainrun.benchmark.search.search import Results, Search, verdict_of
 from trainrun.benchmark.search.technique_table import Row, measure_table
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
@@ -167,15 +167,6 @@ def test_time_that_is_short_is_kept(tmp_path: Path) -> None:
     results = searched(world, budget=30.0)
     assert world.now <= 1.1 * 30
     assert "no time left for it" in {trial.reason for trial in results.trials}
-
-
-def test_a_budget_in_which_nothing_can_be_compared_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--budget 30: a step of this run takes 1.5 s, .* --budget \d+0 at least"
-    ):
-        refuse_too_short(Budget(30.0), 1.0, 1.5, 3.0)
-    refuse_too_short(Budget(300.0), 1.0, 1.5, 3.0)
-    refuse_too_short(Budget(30.0), 1.0, 0.1, 3.0)  # short steps: some will fit in
 
 
 def test_the_best_is_told_only_of_what_was_tried(tmp_path: Path) -> None:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.start_choices import chosen_before
+from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import plain_config
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.errors import ConfigError
+from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.export.served import call_of, outputs_of
 from trainrun.formatting import quantity
 from trainrun.output import say
 from trainrun.parallel.single import Single
 from trainrun.runs.lock import only_writer
+from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import new_run
 from trainrun.runs.run_folder import RunDir, named_folder, note_saved, read_identity, write_identity
 from trainrun.runs.status import write_status
@@ -53,10 +53,9 @@ def new_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
     return RunDir(folder)
 
 
-def write_run(
-    run: RunDir, source: RunDir, config: RunConfig, weights: Mapping[str, Tensor], words: str
-) -> None:
+def write_run(run: RunDir, source: RunDir, config: RunConfig, model: nn.Module, words: str) -> None:
     """A run at step 0 that begins with these weights; `config` has the transforms that they fit."""
+    weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     config = with_values(config, {"init_from": None, "ckpt_path": None, "checkpoint.adapter_only": False})
     told = read_identity(source)
     run.create()
@@ -114,25 +113,22 @@ class CostAndWorth:
 
 
 def measured(parts: Components) -> CostAndWorth:
-    """The metrics of every validation set, and the bytes of the weights in a file."""
+    """The metrics of every validation set, and the bytes of the weights, each tensor once."""
     found: dict[str, float] = {}
     for split in parts.validation:
         found |= evaluate(parts, split)
     metrics = {name: value for name, value in found.items() if not name.endswith("/seconds")}
-    tensors = {
-        name: value.detach().cpu().contiguous().clone() for name, value in distinct(parts.model).items()
-    }
-    return CostAndWorth(metrics, len(save(tensors)), parts.model.eval())
+    tensors = {id(tensor): tensor for tensor in parts.model.state_dict(keep_vars=True).values()}
+    return CostAndWorth(metrics, sum(tensor.nbytes for tensor in tensors.values()), parts.model.eval())
 
 
-def distinct(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a network, each under one name."""
-    seen: dict[int, str] = {}
-    return {
-        name: tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if seen.setdefault(id(tensor), name) == name
-    }
+def compare_with(run: RunDir, before: CostAndWorth, parts: Components) -> int:
+    """Load the new run, and say what it costs and gives beside the old one."""
+    again, _, _ = parts_of(run, checkpoint_of(run, None), [], trust=True)
+    say_both(before, measured(again), parts)
+    close(parts)
+    close(again)
+    return EXIT_DONE
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 from trainrun.cli.main import add_import_paths
@@ -17,7 +16,7 @@ from trainrun.output import say
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import open_run, resume_run
 from trainrun.smaller.channels import by_reason
-from trainrun.smaller.new_run import close, measured, new_folder, say_both, write_run
+from trainrun.smaller.new_run import compare_with, measured, new_folder, write_run
 from trainrun.smaller.prune import Mask, masked, narrowed, unmasked, without_channels
 from trainrun.transform.lora import LoraLinear
 
@@ -71,18 +70,12 @@ def main(argv: list[str]) -> int:
         adapted = any(isinstance(layer, LoraLinear) for layer in model.modules())
         way = f"; or merge LoRA first: trainrun export {words.run_dir} --to huggingface --merge, and init_from that"
         raise ConfigError(f"--amount {words.amount:g}: {error}{way if adapted else ''}") from error
-    weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     config = with_values(config, {"transform": {**config.transform, NAME: node}, **limits})
-    write_run(run, source, config, weights, f"pruned: --amount {words.amount:g}, of {source.root.name}")
+    write_run(run, source, config, model, f"pruned: --amount {words.amount:g}, of {source.root.name}")
     say(f"{run.root}: {what}")
     if words.finetune and (code := resume_run(run, [], add_import_paths([]), trust=True)) != EXIT_DONE:
         return code
-    again, _, _ = parts_of(run, checkpoint_of(run, None), [], trust=True)
-    say_both(before, measured(again), parts)
-    close(parts)
-    close(again)
-    sys.stdout.flush()
-    return EXIT_DONE
+    return compare_with(run, before, parts)
 
 
 def training_limits(text: str | None) -> dict[str, int | None]:

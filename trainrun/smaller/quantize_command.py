@@ -9,14 +9,14 @@ import torch
 
 from trainrun.cli.run_arguments import add_checkpoint, checkpoint_of, parse, run_parser
 from trainrun.config.schema import with_values
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import ConfigError
 from trainrun.formatting import counted
 from trainrun.output import say
 from trainrun.runs.restore_config import parts_of
 from trainrun.runs.run import open_run
 from trainrun.smaller.channels import by_reason
 from trainrun.smaller.int8 import MODES, Int8Layer, Int8Storage, in_floats, int8, measuring
-from trainrun.smaller.new_run import close, measured, new_folder, say_both, write_run
+from trainrun.smaller.new_run import compare_with, measured, new_folder, write_run
 
 STEP = "int8"  # its name in `transform`
 CALIBRATION_BATCHES = 16
@@ -51,19 +51,14 @@ def main(argv: list[str]) -> int:
         with torch.no_grad(), measuring(model):
             for batch in islice(parts.train.epoch(0), CALIBRATION_BATCHES):
                 parts.task.step(model, batch.data)
-    weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     config = with_values(config, {
         "transform": {**config.transform, STEP: {"_target_": f"{int8.__module__}.int8", "to": words.to}},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}, "scheduler": None, "hook": {},
         "trainer.ema.enabled": False, "trainer.max_steps": 0, "precision.master_weights": False,
     })  # fmt: skip
-    write_run(run, source, config, weights, f"quantized: --to {words.to}, of {source.root.name}")
-    again, _, _ = parts_of(run, "last", [], trust=True)
+    write_run(run, source, config, model, f"quantized: --to {words.to}, of {source.root.name}")
     in_bytes = sum(one.numel() for one in model.buffers() if one.dtype == torch.int8)
     share = in_bytes / sum(p.numel() for p in before.model.parameters())
     stays = f"; in floating point: {by_reason(left)}" if left else ""
     say(f"{run.root}: {counted(len(layers), 'layer')}, {share:.0%} of the numbers{stays}")
-    say_both(before, measured(again), parts)
-    close(parts)
-    close(again)
-    return EXIT_DONE
+    return compare_with(run, before, parts)

@@ -25,7 +25,6 @@ from trainrun.benchmark.search.candidates import (
     NEEDLESS,
     NOISE,
     REJECTED,
-    SLOW_STEP_SECONDS,
     SLOWER,
     UNPAID,
     UNTRIED,
@@ -130,7 +129,7 @@ class Search:
     def measure_base(self) -> None:
         """Look at the run of the user's own settings, and at the noise between two of them.
 
-        Raises ConfigError if no comparison fits into the budget, TrainingError if the two are not the same training.
+        Raises TrainingError if the two are not the same training.
         """
         self._look()
         self.progress("noise: your own settings against themselves")
@@ -174,7 +173,6 @@ class Search:
         finally:
             scout.close()
         info = scout.info
-        refuse_too_short(budget, scout.worker.start_seconds, step, max(starter.turn_seconds, 2 * step))
         starter.num_steps = min(20, max(3, int(budget.seconds / 120 / step)))
         self.overrides = replaced(self.overrides, own_choices(config, info))
         self._known = [config_of(self.overrides)]
@@ -365,18 +363,6 @@ class Search:
             reason = f"only {pairs} fresh pairs fitted into the time, {LEAST_PAIRS} are needed: more --budget"
             return None, replace(trial, reason=reason)
         return grouped_ratio([group for group in groups if group], SURE), trial
-
-
-def refuse_too_short(budget: Budget, starting: float, step: float, turn: float) -> None:
-    """Raise ConfigError if not even one setting could be compared. With short steps a search ends in time, whatever it
-    has found."""
-    needed = 3 * (starting + 6 * step) + (2 + 3 * FIRST_ROUNDS) * turn
-    if step > SLOW_STEP_SECONDS and budget.spent + needed > 0.6 * budget.seconds:
-        least = math.ceil((budget.spent + needed) / 0.6 / 10) * 10
-        raise ConfigError(
-            f"--budget {budget.seconds:g}: a step of this run takes {step:.2g} s, and one setting beside your own "
-            f"about {needed:.0f} s: --budget {least} at least, {5 * least} for most settings"
-        )
 
 
 def verdict_of(claim: Ratio | None, best: Trial, trials: Sequence[Trial]) -> str:
