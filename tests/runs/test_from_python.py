@@ -106,6 +106,20 @@ def test_objects_train_as_what_is_named_and_the_network_has_the_weights(
     assert api.GIVEN == {}
 
 
+@pytest.mark.parametrize("part", ["0", ""])
+def test_a_network_in_evaluation_mode_is_trained_in_training_mode(
+    workdir: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual, model = net(), net()  # as `from_pretrained` gives one
+    inner = nn.Sequential(model)
+    inner.get_submodule(part).eval()
+    fit(model=nn.Sequential(usual), data=points(64))
+    assert "evaluation mode" not in capsys.readouterr().out
+    fit(model=inner, data=points(64))
+    assert same(usual, model)
+    assert f"model: {part or 'Sequential'} and " in capsys.readouterr().out
+
+
 def test_a_data_set_with_workers_and_a_second_run_of_the_same_network(workdir: Path) -> None:
     model = net()
     first = fit("data.num_workers=0", model=model, data=Points(200), val=TensorDataset(*points(60)))
@@ -182,6 +196,9 @@ def test_a_network_whose_names_change_is_left_as_it_was(
     ("words", "objects", "answer"),
     [
         ((), {"model": 3}, "a int is no torch.nn.Module"),
+        ((), {"model": nn.Linear}, "train(model=Linear): is a class; give an object, as model=Linear(...)"),
+        ((), {"task": "regression"}, "a name is a word, as trainrun.train('task=regression')"),
+        ((), {"data": ([[1.0]] * 8, [0] * 8)}, "lists; give tensors or arrays"),
         ((), {"data": DataLoader(TensorDataset(*points(8)), batch_size=4)}, "data=loader.dataset, and 'data.batch_"),
         ((), {"val": points(8)}, "give data=... too"),
         ((), {"data": points(8), "val": {"at night": points(8)}}, "'at night' is no name of a set"),

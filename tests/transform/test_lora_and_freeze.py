@@ -72,6 +72,13 @@ def test_a_weight_that_is_an_embeddings_too_is_left_alone() -> None:
     assert trained(lora(model, rank=1)) == ["1.lora_a", "1.lora_b"]
     with pytest.raises(ValueError, match="target=2: fits no name"):
         lora(model, target="2")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    Frozen(model, "1.weight").set(model, True)  # by either name
+    assert trained(model) == ["0.bias", "1.bias"]
+    assert trained(lora(nn.Sequential(model, nn.Linear(4, 2)), target="1", train="0.1.*")) == [
+        "0.0.weight", "0.1.bias", "1.lora_a", "1.lora_b",
+    ]  # fmt: skip
 
 
 def test_layers_whose_weights_are_read_and_tied_ones_still_work() -> None:

@@ -76,6 +76,10 @@ def build_changed(
         initial = load_initial(model, init_from, parallel, config.init)
         notes += initial.lines
     model = apply_transforms(config, model, parallel.device, notes)
+    if not all(layer.training for layer in model.modules()):
+        from trainrun.hook.unfreeze import begin_training
+
+        begin_training(model, notes)
     frozen = build_frozen(config, model, notes)
     only = initial if config.checkpoint.adapter_only else None
     return model, frozen, None if only is None else only.base(model, notes)
@@ -97,6 +101,8 @@ def faults_of_words(config: RunConfig) -> list[str]:
     """A line for each of them that is wrong; the target must be there."""
     said = split_words(config.model)[1]
     faults = [f"model.{n}={fault}" for n, value in said.items() if (fault := fault_of_value(value, WORDS[n]))]
+    if said.get("freeze") == "":
+        faults.append("model.freeze=: has no value; give one, or leave it out")
     if said.get("freeze_norm") or said.get("unfreeze_at") is not None:
         from trainrun.hook.unfreeze import faults_of_unfreezing
 

@@ -64,6 +64,18 @@ def told(frozen: Frozen, until: str | None) -> str:
     )
 
 
+def begin_training(model: nn.Module, notes: list[str]) -> None:
+    """Put all layers into training mode, as each validation leaves them; `from_pretrained` gives them otherwise."""
+    others = {name: layer for name, layer in model.named_modules() if not layer.training}
+    model.train()
+    if changed := [name or type(model).__name__ for name, layer in others.items() if layer.training]:
+        more = f" and {counted(len(changed) - 1, 'other module')}" if len(changed) > 1 else ""
+        notes.append(
+            f"model: {changed[0]}{more} came in evaluation mode (no dropout, batch norm as it is), now in training "
+            "mode; model.freeze_norm=true keeps frozen batch norms as they are"
+        )
+
+
 class Unfreeze:
     """A hook. after: so many finished epochs, or steps; None: never."""
 

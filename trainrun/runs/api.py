@@ -202,6 +202,18 @@ def words_of(objects: Mapping[str, Any], words: list[str]) -> list[str]:
             raise ConfigError(
                 f"trainrun.train({name}=...): {twice.pop()}= says it too; leave one of them out"
             )
+        if isinstance(found, type):
+            raise ConfigError(
+                f"trainrun.train({name}={found.__name__}): is a class; give an object, as {name}={found.__name__}(...)"
+            )
+        if isinstance(found, str):
+            raise ConfigError(
+                f"trainrun.train({name}={found!r}): a name is a word, as trainrun.train('{place}={found}')"
+            )
+        if isinstance(found, tuple) and found and all(isinstance(part, list) for part in found):
+            raise ConfigError(
+                f"trainrun.train({name}=...): lists; give tensors or arrays, as (torch.tensor(x), ...)"
+            )
         if name == "model" and not isinstance(found, nn.Module):
             raise ConfigError(f"trainrun.train(model=...): a {type(found).__name__} is no torch.nn.Module")
         if isinstance(found, DataLoader):

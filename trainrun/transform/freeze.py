@@ -22,10 +22,11 @@ class Frozen:
     """
 
     def __init__(self, model: nn.Module, patterns: Patterns, norms: bool = False) -> None:
-        found = dict(model.named_parameters())
+        found = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
         names = matching(found, patterns, "model.freeze")
-        self.params = [found[name] for name in names if found[name].requires_grad]
-        if sum(param.requires_grad for param in found.values()) == len(self.params) > 0:
+        chosen = dict.fromkeys(found[name] for name in names)
+        self.params = [param for param in chosen if param.requires_grad]
+        if sum(param.requires_grad for param in model.parameters()) == len(self.params) > 0:
             raise ValueError(
                 f"model.freeze={patterns}: freezes all that is trained; leave out what shall learn"
             )

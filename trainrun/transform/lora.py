@@ -60,12 +60,12 @@ def lora(
     train: patterns of parameters, as `head.*` for a new last layer. dropout: of what the thin matrices get.
     Raises ValueError for a pattern that fits no name.
     """
-    names = [name for name, _ in model.named_parameters()]
+    named = dict(model.named_parameters(remove_duplicate=False))
     model.requires_grad_(False)
-    others = [model.get_parameter(name) for name in matching(names, train, "train")]
+    others = [named[name] for name in matching(named, train, "train")]
     # Subclasses are left alone: that of nn.MultiheadAttention is never called, its weights are read. So are layers
     # whose weight is another's too, as that of an embedding: merged, the other would change with it.
-    used = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    used = Counter(map(id, named.values()))
     layers = {
         name: layer
         for name, layer in model.named_modules()
