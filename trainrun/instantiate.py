@@ -211,6 +211,8 @@ def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
     except TrainrunError:
         raise
     except Exception as error:
+        if node[TARGET].startswith("trainrun.") and str(error).partition("=")[0] in keywords:
+            raise PluginError(f"{key}.{error}") from error  # one of ours names the argument that it refuses
         given = f"its arguments: {shown(args, keywords)}" if args or keywords else "it got no arguments"
         refused = isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
         what = "does not take its arguments" if refused else "failed"

@@ -156,7 +156,7 @@ def test_a_whole_run_goes_on_as_an_adapter_only_with_the_weights_that_its_file_h
     ("words", "message"),
     [
         (["checkpoint.adapter_only=true", *LORA], "checkpoint.adapter_only=true: frozen weights stay in init_from"),
-        (ADAPTER, "checkpoint.adapter_only=true: no weight of init_from=.*base is frozen; add LoRA or model.freeze"),
+        (ADAPTER, "checkpoint.adapter_only=true: no weight of init_from=.*base stays frozen; add LoRA, or model.free"),
         ([*ADAPTER, "model.freeze=layers.1.*", "hook.own._target_=own.Thaw"],
          "layers.1.weight was frozen at the start and is trained now"),
         (["checkpoint.adapter_only=some"], "checkpoint.adapter_only=some: must be true or false"),

@@ -236,6 +236,8 @@ def test_all_faults_are_listed_at_once() -> None:
         ("optimizer/lr=3", "written with dots, as optimizer.lr="),
         ("model.hidden[0]=3", "names with dots between"),
         ("checkpoint.monitor=", "checkpoint.monitor=: has no value"),
+        ("init.skip=", "init.skip=: has no value"),
+        ("trainer.fast_dev_run=2.5", "trainer.fast_dev_run=2.5: must be a fraction above 0 up to 1.0"),
         ("output_dir=", "output_dir=: names no folder"),
         ("hydra.launcher=joblib", "changes nothing here"),
         ("hydra/job_logging=none", "changes nothing here"),

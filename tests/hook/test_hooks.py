@@ -201,6 +201,13 @@ def test_a_resume_before_they_are_trained_and_units_of_steps(workdir: Path) -> N
     assert not torch.equal(weights_of("whole")["layers.1.weight"], frozen)
 
 
+@pytest.mark.parametrize(("at", "told"), [("2epoch", False), ("3epoch", True), ("3step", True)])
+def test_a_run_that_ends_before_them_says_so(at: str, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SHORT, "trainer.limit_train_batches=1", "model.freeze=layers.1.*", f"model.unfreeze_at={at}"]
+    assert main(words) == 0
+    assert (f"model.unfreeze_at={at}: the run ends before, at step 3" in capsys.readouterr().out) == told
+
+
 def test_two_ranks_freeze_and_unfreeze_as_one_does() -> None:
     words = [*SHORT[2:], "trainer.max_epochs=2", *THAW]
     assert main([*words, "data.batch_size=128", "output_dir=one"]) == 0
@@ -216,6 +223,9 @@ def test_two_ranks_freeze_and_unfreeze_as_one_does() -> None:
     [
         (["model.freeze=layrs.1.*"], "model.freeze=layrs.1.*: fits no name in the model; did you mean layers.1"),
         (["model.freeze=3"], "model.freeze=3: must be"),
+        (["model.freeze="], "model.freeze=: has no value"),
+        (["model.init=null"], "model.init=null: must be one of"),
+        ([*THAW[:1], "model.unfreeze_at=2"], "trainrun: model.unfreeze_at=2: must be a duration, as 500step"),
         (["model.freeze=*", "model.unfreeze_at=1epoch"], "model.freeze=*: freezes all that is trained; leave out"),
         (["model.unfreeze_at=1epoch"], "model.unfreeze_at=1epoch: is of frozen weights, and there are none"),
         (["model.freeze_norm=true"], "model.freeze_norm=true: is of frozen weights, and there are none"),

@@ -65,7 +65,8 @@ class FrozenBase:
         }
         if not self._params:
             raise ConfigError(
-                f"{ADAPTER_ONLY}: no weight of init_from={source} is frozen; add LoRA or model.freeze, or leave it out"
+                f"{ADAPTER_ONLY}: no weight of init_from={source} stays frozen; add LoRA, or model.freeze without "
+                "model.unfreeze_at, or leave it out"
             )
         self._told = {"from": str(Path(source).expanduser().absolute()), "sha256": digest(self._params)}
         left_out = {id(param) for param in self._params.values()}

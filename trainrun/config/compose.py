@@ -67,7 +67,10 @@ def compose_run(argv: list[str], working_dir: Path | None = None) -> Composition
     try:
         return _composition(words, folders, working_dir or Path.cwd())
     except ConfigError as error:
-        raise ConfigError(*[words.as_typed(fault) for fault in error.faults]) from error
+        told = dict.fromkeys(
+            words.as_typed(fault) for fault in error.faults
+        )  # a word may stand for several settings
+        raise ConfigError(*told) from error
 
 
 def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:

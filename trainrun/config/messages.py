@@ -109,7 +109,10 @@ def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: 
     if "is not a subclass of" in text:
         return f"{key}={value}: is a section, not a single value; see trainrun --help all | grep '^{key}[.]'"
     if "to Dict[" in text:
-        return f"{key}={value}: holds things by name, as {key}.mine._target_=my_file.MyClass"
+        ours = (
+            f", or choose {', '.join(CASES[key])}, as {key}={next(iter(CASES[key]))}" if key in CASES else ""
+        )
+        return f"{key}={value}: holds things by name, as {key}.mine._target_=my_file.MyClass{ours}"
     if "not in" in text or "is not in struct" in text:
         above = full_key.rpartition(".")[0]
         return unknown_key(full_key, f"{key}={value}", above, names_of(error.parent_node))

@@ -12,6 +12,7 @@ import os
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import yaml
@@ -29,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config.argv import CUSTOM, conf_dir, groups, options
 from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
-from trainrun.limits import ANY, NODES
+from trainrun.limits import ANY, NODES, fits
 from trainrun.model.choices import WORDS
 
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
@@ -55,7 +56,7 @@ def override_fault(word: str) -> str:
     kind = settings()[key].kind if key in settings() else None
     if kind is bool and value.lower() not in BOOLEANS:
         return f"{key}={value}: must be true or false"
-    if not value and kind in (str, str | None):
+    if not value and (kind is str or (isinstance(kind, UnionType) and fits("", kind))):
         return f"{key}=: has no value; give one, or leave it out"
     cores = os.cpu_count() or 1
     if key == "trainer.num_threads" and value.isdigit() and int(value) > cores:

@@ -130,7 +130,8 @@ def fault_of_value(value: Any, kind: Any) -> str:
         return ""
     choices = choices_of(kind)
     near = nearest(str(value), choices)
-    return f"{value if choices else shown(value)}: must be {described(kind)}{'.' if near else ''}{near}"
+    typed = value if choices and isinstance(value, str) else shown(value)
+    return f"{typed}: must be {described(kind)}{'.' if near else ''}{near}"
 
 
 def shown(value: Any) -> str:
@@ -173,9 +174,9 @@ def _node_fault(setting: Setting, value: Any) -> str:
         key, value = f"{key}.{wrong[0]}", value[wrong[0]]
     if isinstance(value, dict):
         name, inner = next(iter(value.items()))
+        example = "transform=lora" if key == "transform.lora" else f"{key}.{TARGET}={EXAMPLE}"
         return (
-            f"{key}.{name}={inner}: belongs to a class or function that is not named; name it, as "
-            f"{key}.{TARGET}={EXAMPLE}"
+            f"{key}.{name}={inner}: belongs to a class or function that is not named; name it, as {example}"
         )
     also = "".join(f", or be {name}" for name in setting.also)
     return f"{key}={value}: must name a class or function, as {key}.{TARGET}={EXAMPLE}{also}"

@@ -52,7 +52,7 @@ def built(frozen: Frozen, until: str | None, model: nn.Module) -> Unfreeze:
         frozen.set(model, True)
         return Unfreeze(frozen, None, False)
     found = parse_duration(until, STEP, EPOCH)
-    return Unfreeze(frozen, int(found.amount), found.unit == EPOCH)
+    return Unfreeze(frozen, int(found.amount), found.unit == EPOCH, until)
 
 
 def told(frozen: Frozen, until: str | None) -> str:
@@ -79,11 +79,17 @@ def begin_training(model: nn.Module, notes: list[str]) -> None:
 class Unfreeze:
     """A hook. after: so many finished epochs, or steps; None: never."""
 
-    def __init__(self, frozen: Frozen, after: int | None, by_epoch: bool) -> None:
-        self._frozen, self._after, self._by_epoch = frozen, after, by_epoch
+    def __init__(self, frozen: Frozen, after: int | None, by_epoch: bool, said: str = "") -> None:
+        self._frozen, self._after, self._by_epoch, self._said = frozen, after, by_epoch, said
 
     def on_start(self, run: Components, state: TrainState) -> None:
         self._set(run, state)
+        rhythm = run.triggers.rhythm
+        steps = (self._after or 0) * (rhythm.steps_per_epoch or 0 if self._by_epoch else 1)
+        if rhythm.total_steps is not None and steps >= rhythm.total_steps:
+            run.monitors.note(
+                f"model.unfreeze_at={self._said}: the run ends before, at step {rhythm.total_steps}: they stay frozen"
+            )
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
         if self._after == (state.epoch if self._by_epoch else state.step):

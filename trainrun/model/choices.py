@@ -8,7 +8,7 @@ Activation = Literal["relu", "gelu", "silu", "tanh"]
 Norm = Literal["none", "batch", "layer"]
 Scheme = Literal["default", "he", "xavier", "zero-gamma"]
 # keys of `model` for any network, unless its class takes such an argument itself
-WORDS = {"init": Scheme, "freeze": str | list[str] | None, "freeze_norm": bool, "unfreeze_at": str | None}
+WORDS = {"init": Scheme, "freeze": str | list[str] | None, "freeze_norm": bool, "unfreeze_at": object}
 ResnetSize = Literal[18, 34, 50]
 Stem = Literal["auto", "small", "large"]
 Body = Literal["auto", "conv", "mlp"]
