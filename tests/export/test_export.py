@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 
 from trainrun import load_run
 from trainrun.cli.main import main
@@ -147,6 +148,13 @@ def test_a_file_that_computes_something_else_is_an_error(
     assert [path.name for path in Path("run-export").iterdir()] == ["model.safetensors"]
     assert main(["export", "run", "--to", "onx"]) == 2
     assert "--to onx: no such format. Did you mean onnx?" in capsys.readouterr().err
+    for words, told in (
+        (["--out", "run/e"], "lies in the folder of the run"),
+        (["--tolerance", "x"], "x: must be a number above 0"),
+        (["--split", "train"], "--split train: is not for training data"),
+    ):
+        assert main(["export", "run", "--to", "safetensors", *words]) == 2
+        assert told in capsys.readouterr().err
     assert main(["export", "run", "--to", "onnx", "--merge"]) == 2
     assert "this run has no LoRA layers" in capsys.readouterr().err
 
@@ -170,6 +178,28 @@ def test_what_cannot_be_a_graph_is_one_line(
     lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("note:")]
     assert len(lines) == 1
     assert told in lines[0]
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["torch.export", "safetensors"])
+def test_a_full_disk_is_told_and_what_was_there_stays(
+    workdir: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trainer.max_steps=0", *SHORT[1:]]) == 0
+    Path("out/huggingface/.git").mkdir(parents=True)
+    assert main(["export", "run", "--to", "huggingface", "--out", "out"]) == 0
+    assert {path.name for path in Path("out/huggingface").iterdir()} > {".git", "model.safetensors"}
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(
+        "safetensors.torch.serialize_file",
+        lambda *_, **__: (_ for _ in ()).throw(SafetensorError("disk full")),
+    )
+    assert main(["export", "run", "--to", name, "--out", "out"]) == 2
+    assert "--out out: cannot write there (" in capsys.readouterr().err
+    assert [path.name for path in Path("out").iterdir()] == ["huggingface"]
 
 
 @pytest.mark.parametrize("order", [(1, 0), (0, 1)])

@@ -51,8 +51,10 @@ def add_checkpoint(parser: Parser) -> None:
 
 def no_split(there: Iterable[str], split: str) -> ConfigError:
     """The fault of a `--split` that the run does not have."""
-    name = f"data.{split.replace('/', '.')}"
     there = list(there)
+    if split == "train":
+        return ConfigError(f"--split train: is not for training data; there are {', '.join(there) or 'none'}")
+    name = f"data.{split.replace('/', '.')}"
     sets = [one for one in there if one.startswith(f"{split}/")]
     way = f"use --split {sets[0]}" if sets else f"name it with {name}._target_=..."
     return ConfigError(

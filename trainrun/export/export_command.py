@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainrun.assemble.resumption import network_of
@@ -54,6 +54,11 @@ def main(argv: list[str]) -> int:
     words = parse(parser, argv)
     formats = chosen_formats(words.to)
     run = open_run(words.run_dir)
+    out = Path(words.out).expanduser() if words.out else run.root.with_name(f"{run.root.name}-export")
+    if run.root in (out.resolve(), *out.resolve().parents):
+        raise ConfigError(
+            f"--out {words.out}: lies in the folder of the run, which holds nothing else; name another"
+        )
     config = trusted_config(run, words.overrides, words.trust)
     which = checkpoint_of(run, words.which)
     model = exported_model(network_of(run, config, which), words.merge)
@@ -64,7 +69,6 @@ def main(argv: list[str]) -> int:
     about |= {BASE: shared[BASE]} if BASE in shared else {}
     adapter = frozenset(shared["model"]) if BASE in shared and not words.merge else None
     order = Order(samples, words.dynamic == "batch", about, card_text(run, which, about), adapter)
-    out = Path(words.out).expanduser() if words.out else run.root.with_name(f"{run.root.name}-export")
     tolerance = words.tolerance
     if tolerance is None:
         tolerance = TOLERANCE_OF_BYTES if rounds_inputs(model) else TOLERANCE
@@ -83,19 +87,24 @@ def write_checked(name: str, order: Order, out: Path, tolerance: float) -> None:
             final = out / path.name
             told = check(name, final, runner, order, tolerance)
             size = size_of(path)
-            if final.is_dir():
-                shutil.rmtree(final)
-            path.replace(final)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {out}: cannot write there ({error.strerror or error}); name another folder"
-        ) from error
+            if path.is_dir() and final.is_dir():  # with whatever else is there, as the `.git` of a hub
+                for file in path.iterdir():
+                    file.replace(final / file.name)
+            else:
+                path.replace(final)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--out {out}: cannot write there ({reason}); name another folder") from error
     say(f"{name}: {final} ({size}), {told}")
 
 
 def tolerance_of(text: str) -> float:
-    if not 0 < (found := float(text)) < float("inf"):
-        raise ArgumentTypeError(f"{text}: must be above 0, as 1e-4")
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise ArgumentTypeError(f"{text}: must be a number above 0, as 1e-4")
     return found
 
 

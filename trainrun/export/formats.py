@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -79,7 +80,9 @@ def to_torch_export(order: Order, path: Path) -> tuple[Path, Runner]:
     samples = order.samples
     with told("torch.export"):
         program = torch.export.export(samples.served, samples.inputs[0], dynamic_shapes=_shapes(order))
-        torch.export.save(program, path)
+        data = io.BytesIO()  # on a full disk torch's own writer ends the process
+        torch.export.save(program, data)
+        path.write_bytes(data.getbuffer())
         module = torch.export.load(path).module()
     return path, lambda inputs: as_tuple(module(*inputs))
 
@@ -140,7 +143,7 @@ def told(name: str) -> Iterator[None]:
     try:
         with quietly():
             yield
-    except ConfigError:
+    except (ConfigError, OSError):
         raise
     except Exception as error:  # of torch's compiler, the exporter or the runtime
         cause: BaseException = error
