@@ -13,6 +13,7 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.interfaces import RunFacts
+from trainrun.runs.lock import only_writer
 from trainrun.runs.run_folder import RunDir
 from trainrun.trackers import sender
 from trainrun.trackers.apart import Apart
@@ -80,7 +81,7 @@ def test_a_service_gets_the_run_and_its_numbers(own: Path, apart: bool) -> None:
     told = {call[2]: call[1]["train/loss"] for call in sent("scalars") if "train/loss" in call[1]}
     assert list(told.values()) == losses(own / "run")
     assert len(sent("finish")) == 1
-    assert marks(RunDir(own / "run")) == {"mine": None}
+    assert marks(RunDir(own / "run"))["mine"]["step"] == 4
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -109,7 +110,7 @@ def test_what_it_does_is_nothing_to_the_run(
         own / "run"
     )
     assert main(["report", "run", "--to", "mine"]) == 0
-    assert capsys.readouterr().out == "mine: has every row already\n"
+    assert "mine: has every row already; " in capsys.readouterr().out
 
 
 class Breaks:
@@ -152,7 +153,7 @@ def test_a_row_is_tried_again_and_one_that_is_refused_stops_no_other(
         time.sleep(0.001)
     assert lost in tracker.close()
     assert service.steps == steps
-    assert marks(RunDir(tmp_path)) == {"it": 10.0 if lost else None}
+    assert (marks(RunDir(tmp_path))["it"] == 10.0) == bool(lost)
 
 
 def test_a_full_queue_loses_rows_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,4 +235,23 @@ def test_rows_of_an_earlier_session_stay_to_be_sent(tmp_path: Path) -> None:
         service.up = True
     assert "2 rows not sent" in told[0]
     assert "of an earlier session" in told[1]
-    assert marks(run)["mine"] is not None
+    assert not isinstance(marks(run)["mine"], dict)
+
+
+def test_rows_of_a_session_without_the_tracker_are_sent_too(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for word in SHORT if not word.startswith(("checkpoint", "monitor.mine"))]
+    assert main(words) == 0
+    assert main(["report", "run", "--to", "csv"]) == 0
+    assert main(["resume", "run", "trainer.max_steps=6"]) == 0
+    capsys.readouterr()
+    assert main(["report", "run", "--to", "csv"]) == 0
+    assert main(["resume", "run", "trainer.max_steps=8"]) == 0
+    assert main(["resume", "run", "trainer.max_steps=9", "monitor.tracker=csv"]) == 0
+    assert "monitor.csv: it is not known whether every row has arrived" in capsys.readouterr().out
+    assert main(["report", "run", "--to", "csv"]) == 0
+    rows = [line.split(",") for line in Path("run/metrics.csv").read_text().splitlines()]
+    assert [int(row[0]) for row in rows if row[2] == "train/loss"] == list(range(1, 10))
+    with only_writer(RunDir(workdir / "run")):
+        assert main(["report", "run", "--to", "csv"]) == 75

@@ -110,6 +110,7 @@ def send(run: RunDir, names: list[str], trust: bool) -> None:
     from trainrun.config.overrides import tracker_nodes
     from trainrun.monitor.metrics_file import read_rows
     from trainrun.plots.history import read_config
+    from trainrun.runs.lock import only_writer
     from trainrun.runs.run_folder import read_identity
     from trainrun.trackers.resend import resend
 
@@ -122,8 +123,10 @@ def send(run: RunDir, names: list[str], trust: bool) -> None:
     facts = {"name": config.get("run_name") or run.root.name, "run_id": read_identity(run)["run_id"]}
     facts |= {"folder": str(run.root), "config": config}
     for name in names:
-        count = resend(run, name, (known | own)[name], facts, rows)
-        say(f"{name}: {counted(count, 'row')} sent" if count else f"{name}: has every row already")
+        with only_writer(run):
+            count = resend(run, name, (known | own)[name], facts, rows)
+        had = f"{name}: has every row already; {run.unsent} says so, and without that file all are sent again"
+        say(f"{name}: {counted(count, 'row')} sent" if count else had)
 
 
 def find_run(folder: str) -> RunDir:

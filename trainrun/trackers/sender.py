@@ -26,6 +26,7 @@ CLOSE_SECONDS = 8.0  # what the end of a run waits for a service
 TRIES, LONGEST_PAUSE = 3, 30.0  # of one row; between tries, in seconds
 PLACES = ("step", "epoch", "time")  # of a row, and no curves
 SCALARS = ("train", "eval", "test", "hardware", "vae")
+SENT = (*SCALARS, "ledger", "note", "histogram")
 
 
 @runtime_checkable
@@ -70,8 +71,8 @@ class Sender:
 
     def on_start(self, facts: RunFacts, step: int) -> None:
         self._step = step
-        self._lost_since = (
-            marks(self._run).get(self._name) or math.inf
+        self._lost_since = missing_since(
+            self._run, self._name, step
         )  # an earlier session's are still to send
         self._began = min(time.time(), self._lost_since)
         mark(self._run, self._name, self._began)  # until the end says otherwise
@@ -123,12 +124,11 @@ class Sender:
                 self._why = self._why or f"no answer within {self._patience:g} s"
         if hangs:
             getattr(self._service, "kill", lambda: None)()
-        mark(self._run, self._name, since if self._finished else self._began)
-        if self._finished and not lost:
-            if math.isinf(since):
-                return ""
-            self._why = "of an earlier session"
+        mark(self._run, self._name, since if self._finished else self._began, time.time(), self._step)
+        if self._finished and not lost and math.isinf(since):
+            return ""
         what = f"{counted(lost, 'row')} not sent" if lost else "it is not known whether every row has arrived"
+        self._why = self._why or "those of an earlier session"
         return (
             f"{self._key}: {what} ({self._why}); to send: trainrun report {self._run.root} --to {self._name}"
         )
@@ -200,8 +200,16 @@ def scalars_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield prefix + name, value
 
 
+def missing_since(run: RunDir, name: str, step: int) -> float:
+    """Of a run that begins at `step`: since when a tracker lacks rows, 0 for all of them; infinite: it has them."""
+    known = marks(run).get(name) or {"until": 0.0, "step": 0}
+    if not isinstance(known, dict):
+        return float(known)
+    return known["until"] if step > known["step"] else math.inf
+
+
 def marks(run: RunDir) -> dict[str, Any]:
-    """Since when rows are unsent, by tracker; None: all were sent."""
+    """By tracker: since when rows are unsent, or the time and step up to which all were sent."""
     try:
         found = read_json(run.unsent)
     except (OSError, ValueError):
@@ -209,9 +217,10 @@ def marks(run: RunDir) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def mark(run: RunDir, name: str, since: float) -> None:
-    """Infinite: all were sent."""
-    write_json(run.unsent, marks(run) | {name: since if math.isfinite(since) else None})
+def mark(run: RunDir, name: str, since: float, until: float = 0.0, step: int = 0) -> None:
+    """since: infinite where all were sent, `until` then and up to this step."""
+    told = since if math.isfinite(since) else {"until": until, "step": step}
+    write_json(run.unsent, marks(run) | {name: told})
 
 
 def listening(built: Any, node: Mapping[str, Any], key: str, run: RunDir) -> Any:
