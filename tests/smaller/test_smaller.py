@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainrun import load_run
+from trainrun.checkpoint import commit
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.export import export_command
@@ -209,6 +210,19 @@ def test_masked_weights_stay_zero() -> None:
     assert 0.74 < float((weights == 0).float().mean()) < 0.76
 
 
+@torch.no_grad()
+def test_masked_weights_become_bytes_and_stay_zero() -> None:
+    model = masked(picture_net(), 0.75)
+    expected = model(X)
+    found = int8(copy.deepcopy(model), "int8-weight-only").eval()
+    assert (found(X) - expected).abs().max() < 0.02 * expected.abs().max()
+    assert (
+        sum(int((one == 0).sum()) for one in found.buffers() if one.dtype == torch.int8)
+        >= 0.75 * (432 + 1152 + 96 + 48) - 1
+    )
+    assert torch.equal(model(X), expected)  # the copy alone has changed
+
+
 def test_layers_without_masks_are_named() -> None:
     net = nn.ModuleList(
         [nn.Embedding(4, 2), nn.LSTM(2, 3), nn.Conv1d(3, 2, 3, padding="same"), nn.Linear(3, 2)]
@@ -261,8 +275,24 @@ def test_a_pruned_run_goes_on(workdir: Path, words: list[str], capsys: pytest.Ca
     [
         (["--amount", "1.5"], "--amount 1.5: must be above 0 and below 1"),
         (["--finetune", "2"], "--finetune 2: must be a duration"),
+        (["--amount", "1e-9"], "--amount 1e-09: is none of 50432 weights"),
+        (["--out", "run/small"], "lies in the folder of the run"),
+        (["--out", "run/config.yaml"], "something is there already"),
     ],
 )
 def test_wrong_words(workdir: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trainer.max_steps=0", *SHORT[1:]]) == 0
     assert main(["prune", "run", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_half_of_a_run(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trainer.max_steps=0", *SHORT[1:]]) == 0
+    monkeypatch.setattr(commit, "free_bytes", lambda folder: 10)
+    assert main(["quantize", "run", "--to", "int8-dynamic", "--out", "small"]) == 1
+    told = capsys.readouterr().err
+    assert "nothing of it was kept" in told
+    assert "resume" not in told
+    assert not Path("small").exists()

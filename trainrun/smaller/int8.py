@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from trainrun.errors import ConfigError
 
@@ -207,6 +208,8 @@ def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
     """
     if to not in MODES:
         raise ValueError(f"to={to}: must be one of {', '.join(MODES)}")
+    for layer in [one for one in model.modules() if parametrize.is_parametrized(one)]:
+        _with_plain_weights(layer)
     new: dict[str, nn.Module] = {name: Int8Layer(layer, to) for name, layer in fitting(model).items()}
     new |= {name: Int8Storage(layer) for name, layer in storable(model).items()}
     if not new:
@@ -218,6 +221,15 @@ def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
             return layer
         model.set_submodule(name, layer)
     return model
+
+
+def _with_plain_weights(layer: Any) -> None:
+    """Those that masks or norms make. torch's own function takes them from copies of the layer too, by their class."""
+    made = {name: getattr(layer, name).detach().clone() for name in layer.parametrizations}
+    layer.__class__ = parametrize.type_before_parametrizations(layer)
+    del layer.parametrizations
+    for name, value in made.items():
+        layer.register_parameter(name, nn.Parameter(value))
 
 
 def fitting(model: nn.Module) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,9 +51,25 @@ def given_weights(model: nn.Module) -> nn.Module:
 def new_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
     """Where the new run goes. Raises ConfigError if something is there."""
     folder = named_folder(text) if text else source.root.with_name(f"{source.root.name}-{ending}")
-    if folder.exists() and any(folder.iterdir()):
+    if folder.is_file() or (folder.exists() and any(folder.iterdir())):
         raise ConfigError(f"--out {folder}: something is there already; name another folder")
+    if source.root in folder.parents:
+        raise ConfigError(
+            f"--out {folder}: lies in the folder of the run, which holds nothing else; name another"
+        )
     return RunDir(folder)
+
+
+@contextmanager
+def whole(run: RunDir) -> Iterator[None]:
+    """Inside, the folder is written; a fault leaves nothing of it."""
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(run.root, ignore_errors=True)
+        if isinstance(error, SaveError):  # a run that is not there cannot go on
+            raise SaveError(f"{str(error).partition('; ')[0]}; nothing of it was kept") from error
+        raise
 
 
 def write_run(run: RunDir, source: RunDir, config: RunConfig, model: nn.Module, words: str) -> None:
@@ -59,7 +78,7 @@ def write_run(run: RunDir, source: RunDir, config: RunConfig, model: nn.Module, 
     config = with_values(config, {"init_from": None, "ckpt_path": None, "checkpoint.adapter_only": False})
     told = read_identity(source)
     run.create()
-    with only_writer(run):
+    with whole(run), only_writer(run):
         new_run(Composition(config, {}, [], {}), [f"# {words}"], run)
         names = ("data", "precision", "num_threads")
         write_identity(run, read_identity(run) | {name: told[name] for name in names if name in told})

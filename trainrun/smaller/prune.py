@@ -44,8 +44,9 @@ def masked(model: nn.Module, amount: float = 0.5) -> nn.Module:
     if not layers:
         raise ValueError("the model has no torch.nn.Linear or convolution with weights of its own")
     sizes = torch.cat([layer.weight.detach().abs().flatten().float() for layer in layers.values()])
-    count = int(amount * len(sizes))
-    limit = sizes.kthvalue(count).values if count else sizes.new_tensor(-1.0)
+    if not (count := int(amount * len(sizes))):
+        raise ValueError(f"is none of {len(sizes)} weights")
+    limit = sizes.kthvalue(count).values
     for layer in layers.values():
         parametrize.register_parametrization(
             layer, "weight", Mask(layer.weight.detach().abs().float() > limit)

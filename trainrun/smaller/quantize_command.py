@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     try:
         model = int8(model, words.to).to(device).eval()
     except ValueError as error:
-        raise ConfigError(f"--to {error}; its path is {source.root}") from error
+        raise ConfigError(f"{source.root}: --{error}") from error
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Layer | Int8Storage)]
     left = in_floats(model)
     if words.to == "int8-static":

@@ -107,9 +107,9 @@ class Follower:
         return self.seconds.get("data", 0.0) / total if total > 0 else None
 
     def state(self) -> str:
-        """As in `status.json`; `dead`, where that says running and nobody is there."""
+        """As in `status.json`; `dead`, where that says running, or nothing, and nobody is there."""
         state = str(read_status(self.run).get("state", "not begun"))
-        return "dead" if state == "running" and self._nobody() else state
+        return "dead" if state in ("running", "not begun") and self._nobody() else state
 
     def _nobody(self) -> bool:
         if (there := somebody_in(self.run)) is not None:
