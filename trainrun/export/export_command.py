@@ -88,8 +88,8 @@ def write_checked(name: str, order: Order, out: Path, tolerance: float) -> None:
             told = check(name, final, runner, order, tolerance)
             size = size_of(path)
             if path.is_dir() and final.is_dir():  # with whatever else is there, as the `.git` of a hub
-                for file in path.iterdir():
-                    file.replace(final / file.name)
+                for part in path.iterdir():
+                    part.replace(final / part.name)
             else:
                 path.replace(final)
     except (OSError, SafetensorError) as error:

@@ -20,13 +20,14 @@ def resend(
     rows: Iterable[Mapping[str, Any]],
 ) -> int:
     """Return the number of rows and pictures. facts: as for `Service.open`. Raises TrainrunError."""
-    known, rows = marks(run).get(name) or 0.0, [row for row in rows if row["kind"] in SENT]
+    known: Any = marks(run).get(name) or 0.0
+    rows = [row for row in rows if row["kind"] in SENT]
     all_until = isinstance(known, dict)
     until = known["until"] if all_until else math.nextafter(known, -1)
     late = [row for row in rows if row.get("time", 0.0) > until]
     if all_until and not late:
         return 0
-    last = rows[-1] if rows else {"step": 0, "time": 0.0}
+    last: Mapping[str, Any] = rows[-1] if rows else {"step": 0, "time": 0.0}
     late += [{**last, "kind": "picture", "path": str(path)} for path in sorted(run.plots.glob("[!.]*.png"))]
     service = build(dict(node), f"monitor.{name}")
     if not isinstance(service, Service):
