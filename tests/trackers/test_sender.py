@@ -163,6 +163,7 @@ def test_a_full_queue_loses_rows_and_never_waits(tmp_path: Path, monkeypatch: py
     service.open = lambda run, step: gate.wait()  # type: ignore[method-assign,assignment,misc]
     tracker = Sender(service, "monitor.it", RunDir(tmp_path))
     tracker.on_start(facts(tmp_path), 0)
+    tracker.on_row({"kind": "confusion", "step": 0, "matrix": [[1]]})  # has no time, and no service takes it
     for step in range(8):
         tracker.on_row({"kind": "train", "step": step, "time": 1.0, "lr": 0.1})
     assert "monitor.it: 8 rows not sent (no answer within 0.01 s)" in tracker.close()

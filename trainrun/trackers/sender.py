@@ -26,7 +26,7 @@ CLOSE_SECONDS = 8.0  # what the end of a run waits for a service
 TRIES, LONGEST_PAUSE = 3, 30.0  # of one row; between tries, in seconds
 PLACES = ("step", "epoch", "time")  # of a row, and no curves
 SCALARS = ("train", "eval", "test", "hardware", "vae")
-SENT = (*SCALARS, "ledger", "note", "histogram")
+SENT = (*SCALARS, "ledger", "note", "histogram", "picture")
 
 
 @runtime_checkable
@@ -85,6 +85,8 @@ class Sender:
 
     def on_row(self, row: dict[str, Any]) -> None:
         self._step = row["step"]
+        if row["kind"] not in SENT:
+            return
         with self._changed:
             if self._closing:
                 return
