@@ -224,7 +224,7 @@ def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
 
 
 def _with_plain_weights(layer: Any) -> None:
-    """Those that masks or norms make. torch's own function takes them from copies of the layer too, by their class."""
+    """Keep the weights that masks or norms make. torch's own function would change copies of the layer too."""
     made = {name: getattr(layer, name).detach().clone() for name in layer.parametrizations}
     layer.__class__ = parametrize.type_before_parametrizations(layer)
     del layer.parametrizations

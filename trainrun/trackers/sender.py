@@ -203,7 +203,7 @@ def scalars_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def missing_since(run: RunDir, name: str, step: int) -> float:
-    """Of a run that begins at `step`: since when a tracker lacks rows, 0 for all of them; infinite: it has them."""
+    """The time since when a tracker lacks rows of a run that begins at `step`; infinite: it has them."""
     known = marks(run).get(name) or {"until": 0.0, "step": 0}
     if not isinstance(known, dict):
         return float(known)

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
             view.read()
     if view.ended == "dead":
         say(
-            "dead: nobody trains there any more, and the run did not end; go on with: trainrun resume",
+            f"dead: nobody trains there any more, and the run did not end; go on with: trainrun resume {folder}",
             file=sys.stderr,
         )
     return EXIT_FAILED if view.ended in ("failed", "dead") else EXIT_DONE
