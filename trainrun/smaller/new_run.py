@@ -19,7 +19,7 @@ from trainrun.cli.run_arguments import checkpoint_of
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import plain_config
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import EXIT_DONE, ConfigError, SaveError
 from trainrun.export.served import call_of, outputs_of
 from trainrun.formatting import quantity
 from trainrun.output import say
