@@ -122,7 +122,8 @@ def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 
 def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Trains in this process or in ranks of its own, and returns the exit code. Raises TrainrunError."""
-    write_config(run, config)
+    if order.resume:  # else `new_run` has written it
+        write_config(run, config)
     if any(foreign_parts(plain(public(config)[0]))) or any(path.is_symlink() for path in run.root.rglob("*")):
         from trainrun.config.saved_config import plain_config
         from trainrun.runs.trusted_code import add_to_list
