@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from trainrun.cli.main import main
 from trainrun.convert.part_samples import Samples
 from trainrun.convert.usage import target_of
 from trainrun.convert.write import write_parts
@@ -32,9 +31,3 @@ def test_a_bar_on_a_terminal_alone(workdir: Path):
         target, _ = target_of("tfrecord", workdir / str(is_terminal), "train", samples, 5)
         write_parts(workdir, {"train": target}, {"train": samples}, 0, console, lambda line: None)
         assert ("20/20" in console.file.getvalue()) is is_terminal
-
-
-def test_help_names_it(capsys):
-    assert main(["--help"]) == 0
-    assert "convert      data in another format" in capsys.readouterr().out
-    assert main(["--help", "convert"]) == 0

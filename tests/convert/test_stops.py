@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from convert_kit import FORMATS, convert, sources_of, use_of
+from faults.forks import ForkedCommand
 
 from trainrun.convert import array_files, record_files
 from trainrun.convert.folder import whole_file
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).parents[2]
 SLOW = ["data.train._target_=own_sources.Points", "data.train.count=120"]
 
 
@@ -27,19 +25,6 @@ def contents(folder: str) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
     }
-
-
-def start(*words: str) -> subprocess.Popen[str]:
-    """The real command, in units of few samples, so that it can be stopped between them."""
-    code = (
-        "import sys; from trainrun.convert import array_files, record_files; "
-        "array_files.RANGE_BYTES = record_files.UNIT_BYTES = 320; "
-        "from trainrun.cli.main import main; sys.exit(main(['convert', *sys.argv[1:]]))"
-    )
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen([sys.executable, "-c", code, *words], env={**os.environ, "PYTHONPATH": path},
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            start_new_session=True)  # fmt: skip
 
 
 def some_units_done(to: str, dest: str) -> bool:
@@ -66,7 +51,11 @@ def test_stopped_and_run_again_gives_the_same_bytes(
 ):
     shards = ["--shard-size", "10"] if to not in ("npy", "hdf5", "lmdb") else []
     words = ["custom", "out", "--to", to, "--num-workers", "2", *shards, *SLOW, "data.train.delay=0.02"]
-    process = start(*words)
+    monkeypatch.setattr(
+        array_files, "RANGE_BYTES", 320
+    )  # units of few samples: it can be stopped between them
+    monkeypatch.setattr(record_files, "UNIT_BYTES", 320)
+    process = ForkedCommand("convert", *words)
     deadline = time.monotonic() + 300
     while not some_units_done(to, "out"):
         assert process.poll() is None, process.communicate()
@@ -84,8 +73,6 @@ def test_stopped_and_run_again_gives_the_same_bytes(
     done = [path for path in Path("out").rglob("train-*") if path.is_file()]
     whole = [path for path in done if path.suffix != ".idx" or path.with_suffix("") in done]
     before = {path: path.stat().st_ino for path in whole}  # an index comes ahead of its shard
-    monkeypatch.setattr(array_files, "RANGE_BYTES", 320)
-    monkeypatch.setattr(record_files, "UNIT_BYTES", 320)
     assert convert(*words) == 0
     assert ("of them were there already" in capsys.readouterr().out) == (to != "lmdb")
     assert before.items() <= {path: path.stat().st_ino for path in Path("out").rglob("train-*")}.items()

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from convert_kit import convert
+from faults.forks import ForkedCommand
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).parents[2]
 SLOW = ["custom", "out", "--to", "npy", "--num-workers", "1", "data.train._target_=own_sources.Points",
         "data.train.count=60"]  # fmt: skip
 
 
-def start(*words: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen([sys.executable, "-m", "trainrun", "convert", *words], text=True, start_new_session=True,
-                            env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)  # fmt: skip
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, process: ForkedCommand) -> None:
     deadline = time.monotonic() + 300
     while not path.exists():
         assert process.poll() is None, process.communicate()
@@ -38,7 +29,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 
 def test_the_second_is_told_and_the_first_ends_well(workdir: Path, capsys: pytest.CaptureFixture[str]):
-    first = start(*SLOW, "data.train.delay=0.05")
+    first = ForkedCommand("convert", *SLOW, "data.train.delay=0.05")
     wait_for(Path("out/convert.json"), first)
     os.killpg(first.pid, signal.SIGSTOP)  # it cannot end before
     try:
@@ -55,7 +46,7 @@ def test_the_second_is_told_and_the_first_ends_well(workdir: Path, capsys: pytes
 
 
 def test_what_a_killed_one_left_is_taken_over(workdir: Path):
-    first = start(*SLOW, "data.train.delay=0.05")
+    first = ForkedCommand("convert", *SLOW, "data.train.delay=0.05")
     wait_for(Path("out/convert.json"), first)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate(timeout=30)

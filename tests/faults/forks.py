@@ -11,6 +11,7 @@ import runpy
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from trainrun.__main__ import entry
 
 KILL_CODE = -signal.SIGKILL
 POLL_SECONDS = 0.001
@@ -53,7 +56,8 @@ def run_forked(work: Callable[[], int], output: Path, timeout: float, strike: St
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _be_child(work, output)
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        _be_child(work, descriptor, descriptor)
     os.close(writer)
     strike_at = began + strike.seconds if strike is not None and strike.rank is None else None
     victim, struck = child, False
@@ -89,14 +93,13 @@ def _rank_that_began(reader: int, rank: int) -> int:
     return 0
 
 
-def _be_child(work: Callable[[], int], output: Path) -> None:
+def _be_child(work: Callable[[], int], output: int, errors: int) -> None:
     """Never returns. A process group of its own, so that nothing of it is left behind."""
     code = 1
     try:
         os.setpgid(0, 0)
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         code = work()
@@ -130,6 +133,37 @@ class ForkedRank:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+class ForkedCommand(ForkedRank):
+    """The command in a child that is forked: what a test needs of a Popen with pipes. In the working directory."""
+
+    def __init__(self, *words: str) -> None:
+        self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115  (read at its end)
+        self._said: tuple[str, str] | None = None
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            sys.argv = ["trainrun", *words]
+            _be_child(entry, *(file.fileno() for file in self._files))
+        super().__init__(child)
+
+    def communicate(self, timeout: float = 300.0) -> tuple[str, str]:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise TimeoutError(f"process {self.pid} did not end within {timeout:g} s")
+            time.sleep(0.01)
+        if self._said is None:
+            for file in self._files:
+                file.seek(0)
+            self._said = self._files[0].read().decode(), self._files[1].read().decode()
+            for file in self._files:
+                file.close()
+        return self._said
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def start_forked(

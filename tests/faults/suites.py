@@ -141,12 +141,12 @@ def f18(look: Look, rng: random.Random, size: float) -> list[Case]:
 
 
 def f19(look: Look, rng: random.Random, size: float) -> list[Case]:
-    return [
+    return some(rng, size, [
         Case(name, (at_random(look, rng, name, action, "batch"),))
-        for _ in range(round(6 * size) or 1)
+        for _ in range(6)
         for name in ("fp32", "bf16", "ddp")
         for action in CODE
-    ]
+    ])  # fmt: skip
 
 
 def f24(look: Look, rng: random.Random, size: float) -> list[Case]:

@@ -30,6 +30,6 @@ class Knotted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         alive.add(Knot(x))
         most.append(len(alive))
-        counted = gc.get_freeze_count() if len(seen) < 100 else -1  # it walks over all of them
+        counted = seen[-1][1] if len(seen) % 30 else gc.get_freeze_count()  # it walks over all of them
         seen.append((gc.get_threshold()[0], counted))
         return self.layers(x)

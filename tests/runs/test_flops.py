@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainrun.monitor.measured_lines import compute_line
-from trainrun.runs.api import train
 from trainrun.summary import at_end, flops
 from trainrun.summary.flops import Work, counter, data_sheet_flops, flops_per_item, measured_work
 
@@ -77,19 +76,6 @@ def test_a_product_that_is_only_emulated_is_no_larger_than_it_has_to_be(monkeypa
     assert flops.peak_rounds(torch.device("cuda"), torch.float64) == pytest.approx([rate] * 4)
     assert sizes[0] == 256
     assert max(sizes) == sizes[-1] == largest
-
-
-def test_the_summary_of_a_long_run_has_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(at_end, "MIN_SECONDS", 0.0)
-    monkeypatch.setattr(at_end, "MIN_STEPS", 0)
-    monkeypatch.setattr(flops, "PEAK_SECONDS", 0.0)
-    run = train("trainer.max_epochs=1", "monitor.hardware=false", "monitor.plots=false")
-    summary = run.metrics[-1]["summary"]
-    done, peak = summary["flops_per_second"], summary["peak_flops_per_second"]
-    assert summary.get("mfu") in (None, pytest.approx(done / peak))
-    assert 0 < summary["lowest_peak_flops_per_second"] <= peak
-    assert "measured here" in (run.folder / "run.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def weights_after(device: str, *words: str) -> dict[str, torch.Tensor]:
         ((*BLOCKS, "model.dropout=0.1"), ("trainer.gradient_checkpointing=selective",)),
         ((*CNN, *IN_BACKWARD), ("trainer.optimizer_in_backward=true",)),
         (CNN, ("trainer.channels_last=true",)),
-        (CNN, ("data.engine=workers", "data.num_workers=2")),
+        more(CNN, ("data.engine=workers", "data.num_workers=2")),
         (CNN, ("data.engine=threads", "data.num_threads=2")),
         more(CNN, ("data.engine=workers", "data.num_workers=1", "data.pin_memory=false")),
         ((*CNN, "checkpoint.every_n_train_steps=3"), ("checkpoint.async_save=false",)),
@@ -83,7 +83,7 @@ def flat(found: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("words", "technique"),
     [
-        ((*DROPS, BF16), ("trainer.gradient_checkpointing=selective",)),
+        more((*DROPS, BF16), ("trainer.gradient_checkpointing=selective",)),
         more((*DROPS, BF16), ("trainer.gradient_checkpointing=full",)),
         more((*DROPS, BF16), ("trainer.activation_offload=true",)),
         ((*PLAIN, BF16), ("trainer.cuda_graphs=true",)),
@@ -91,7 +91,7 @@ def flat(found: dict[str, torch.Tensor]) -> torch.Tensor:
         more((*PLAIN, BF16), ("data.batch_size=4", "trainer.accumulate_grad_batches=4")),
         pytest.param((*PLAIN, BF16), ("data.batch_size=8", "parallel=ddp", "parallel.devices=2"),
                      marks=[TWO, pytest.mark.slow]),
-        ((*PICTURES, BF16), ("trainer.channels_last=true",)),
+        more((*PICTURES, BF16), ("trainer.channels_last=true",)),
         more((*PICTURES, BF16), ("trainer.accumulate_grad_batches=2", "data.batch_size=32")),
         more((*PICTURES, TF32), ("trainer.channels_last=true",)),
         more((*PICTURES, TF32), ("trainer.cuda_graphs=true",)),
@@ -139,7 +139,7 @@ def test_two_ranks_under_nccl_are_one(words: tuple[str, ...], technique: tuple[s
         (*LINES, "data.padding=pack"),
         more((*LINES[:-1], "data.padding=token_budget", "data.max_tokens=512")),
         more((*CNN, f"{AUGMENT}.flip._target_={NAMES}.flip.AlternatingFlip")),
-        (*CNN, f"{AUGMENT}.crop._target_={NAMES}.crop.RandomCrop"),
+        more((*CNN, f"{AUGMENT}.crop._target_={NAMES}.crop.RandomCrop")),
         (*CNN, f"{AUGMENT}.mixup._target_={NAMES}.mix.MixUp", f"{AUGMENT}.mixup.num_classes=10"),
     ],
 )
@@ -185,7 +185,7 @@ class HostFirst(torch.nn.Module):
         return self.out(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["64-true", more("bf16-mixed")])
 def test_a_block_is_computed_again_alike_whatever_it_is_given_first(precision: str) -> None:
     words = ("data=digits", "trainer.max_steps=5", "optimizer=sgd", f"precision={precision}")
     words = (*words, "model._target_=test_gpu_equals.HostFirst", "trainer.deterministic=true")

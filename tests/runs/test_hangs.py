@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from faults.forks import ForkedCommand
 
 from trainrun.cli.main import main
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).parents[2]
 CODE = """
 import ctypes, os, signal, time
 import torch
@@ -78,24 +76,16 @@ def status_of(project: Path) -> dict[str, object]:
     return json.loads((project / "run" / "status.json").read_text())
 
 
-def start(project: Path, *words: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainrun", *WORDS, *words], cwd=project, text=True,
-        env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
 def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path) -> None:
-    """All at once, since each waits for an interpreter of its own to start."""
-    hung = start(
-        project, "data.train.at=30", "data.train.how=c", "output_dir=run", "trainer.watchdog_seconds=10"
+    """All at once, since each waits."""
+    hung = ForkedCommand(
+        *WORDS, "data.train.at=30", "data.train.how=c", "output_dir=run", "trainer.watchdog_seconds=6"
     )
     # step 4 is saved once step 2 is
     words = [f"monitor.listeners.stop.{name}={value}" for name, value in
              {"_target_": "own.Stop", "at": 5, "name": "SIGTERM", "how": "c"}.items()]  # fmt: skip
-    late = start(project, *words, "output_dir=late", "trainer.stop_grace_seconds=1")
-    twice = start(project, *[word.replace("how=c", "how=python") for word in words],
+    late = ForkedCommand(*WORDS, *words, "output_dir=late", "trainer.stop_grace_seconds=1")
+    twice = ForkedCommand(*WORDS, *[word.replace("how=c", "how=python") for word in words],
                   "monitor.listeners.stop.times=2", "output_dir=twice")  # fmt: skip
     ends = {}
     said = {}
@@ -111,7 +101,7 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path)
             process.kill()
             process.communicate()
     stacks = project / "run" / "stacks-rank0.txt"
-    told = "no progress for 10 s after step 7, in the account 'data' (trainer.watchdog_seconds)"
+    told = "no progress for 6 s after step 7, in the account 'data' (trainer.watchdog_seconds)"
     assert told in said["run"]
     assert str(stacks.relative_to(project)) in said["run"]
     assert "own.py" in stacks.read_text()
@@ -127,8 +117,8 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(project: Path)
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes")
 def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(project: Path) -> None:
     (project / "only_once").touch()
-    words = ["parallel=ddp", "parallel.devices=2", "parallel.max_restarts=2", "trainer.watchdog_seconds=10"]
-    process = start(project, *words, "output_dir=run", "data.train.at=45", "data.train.rank=1")
+    words = ["parallel=ddp", "parallel.devices=2", "parallel.max_restarts=2", "trainer.watchdog_seconds=6"]
+    process = ForkedCommand(*WORDS, *words, "output_dir=run", "data.train.at=45", "data.train.rank=1")
     try:
         _, err = process.communicate(timeout=300)
     finally:
@@ -136,7 +126,7 @@ def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(pr
             child.kill()
         process.kill()
     assert process.returncode == 0, err
-    assert "rank 1 failed: no progress for 10 s after step" in err
+    assert "rank 1 failed: no progress for 6 s after step" in err
     assert "the ranks start again (1 of 2 restarts)" in err
     assert "in hang" in (project / "run" / "stacks-rank1.txt").read_text()
     assert (project / "run" / "stacks-rank0.txt").exists()

@@ -131,11 +131,3 @@ def test_early_stopping_and_time_end_a_run_with_their_reason(workdir: Path) -> N
     timed = package.train("trainer.max_time=0.3", "trainer.max_epochs=null", *QUIET)
     assert timed.status["reason"] == "trainer.max_time=0.3 seconds reached"
     assert timed.status["state"] == "done"
-
-
-def test_listening_to_nothing_changes_nothing(workdir: Path) -> None:
-    loud = package.train("trainer.max_epochs=1", "monitor.log_every_n_steps=1", *QUIET).load_model("last")
-    silent = package.train("trainer.max_epochs=1", "monitor=none")
-    assert all(map(torch.equal, loud.parameters(), silent.load_model("last").parameters()))
-    assert not (silent.folder / "metrics.jsonl").exists()
-    assert not (silent.folder / "plots").exists()

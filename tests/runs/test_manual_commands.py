@@ -2,7 +2,7 @@
 
 Commands of long measurements (`autotune`, the benches) are checked without being run: their settings compose, and their
 scripts know their flags. tests/benchmark, tests/verify and tests/scripts run these. A line marked `# on a cluster` or
-`# on a GPU`, or `# needs timm` without it, is composed only.
+`# on a GPU`, or `# needs timm` without it, is composed only; so are the jobs of a sweep, which tests/sweep runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from PIL import Image
 
 from trainrun.cli.main import COMMANDS, main
 from trainrun.cli.manual_pages import FOLDER
-from trainrun.config.compose import compose_run
+from trainrun.config.compose import compose_run, prepare
+from trainrun.sweep.jobs import expand
 
 pytestmark = pytest.mark.process
 
@@ -47,7 +48,7 @@ ELSEWHERE = (
     "on a GPU",
     *(f"needs {name}" for name in ("transformers", "timm") if lacks(name)),
 )
-ALIKE = ("trainrun parallel=ddp  ", "output_dir=sweeps/first")  # another page runs the like
+ALIKE = ("trainrun parallel=ddp  ",)  # another page runs the like
 
 
 def lines_of(text: str) -> list[str]:
@@ -85,11 +86,15 @@ def project(workdir: Path) -> Path:
 
 
 def composed(words: list[str]) -> None:
-    """Compose the settings among the words; of a sweep its first run."""
+    """Compose the settings among the words; of a sweep those of every job."""
     settings = [word for word in words if "=" in word and not word.startswith("-")]
-    if "--multirun" in words:
-        settings = [word if "[" in word else word.partition(",")[0] for word in settings]
-    compose_run(settings)
+    if "--multirun" not in words:
+        compose_run(settings)
+        return
+    jobs = expand(prepare(["--multirun", *settings], Path.cwd())[0].overrides)
+    assert len(jobs) > 1
+    for job in jobs:
+        compose_run(list(job))
 
 
 def known_to_its_script(
@@ -112,7 +117,11 @@ def known_to_its_script(
 def is_run(line: str) -> list[str] | None:
     """The words of a command that is run here; None for one that is checked without running."""
     words = shlex.split(line, comments=True)
-    if any(mark in line for mark in ELSEWHERE + ALIKE) or words[0] != "trainrun" or words[1] in LONG:
+    if (
+        any(mark in line for mark in ELSEWHERE + ALIKE)
+        or words[0] != "trainrun"
+        or words[1] in (*LONG, "--multirun")
+    ):
         return None
     return words[1:]
 

@@ -323,37 +323,6 @@ def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -
     assert not Path("r/.config-before.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("word", "shown"),
-    [
-        (
-            "seed=null",
-            "seed=42 (here null); name another folder, or go on with that run: trainrun resume {run}\n",
-        ),
-        ("model.hidden=[8,3]", "model.hidden=[256, 128] (here [8, 3]); "),
-        ('run_name="a b"', "trainrun resume {run} 'run_name=a b')\n"),
-        ("model=cnn", "model.hidden=[256, 128] (here nothing), "),
-        ("output_dir=./x/../run", ""),
-    ],
-)
-def test_the_words_that_differ_from_those_of_the_run_in_the_folder(
-    project: Path, capsys: pytest.CaptureFixture[str], word: str, shown: str
-) -> None:
-    words = ["trainer.max_steps=1", *QUIET]
-    assert main([*words, "output_dir=run"]) == 0
-    capsys.readouterr()
-    assert main([*words, "output_dir=run", word] if shown else [*words, word]) == (2 if shown else 0)
-    run = project / "run"
-    assert (shown.format(run=run) or f"{run}: finished already") in "".join(capsys.readouterr())
-    assert not (project / "x").exists()
-
-
-def test_a_run_that_goes_on_keeps_its_seed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trainer.max_steps=1", *QUIET, "output_dir=r"]) == 0
-    assert main(["resume", "r", "seed=null"]) == 2
-    assert "seed=null: a run that goes on has a seed" in capsys.readouterr().err
-
-
 def test_checkpoints_on_another_disk(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

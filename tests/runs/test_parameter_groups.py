@@ -13,8 +13,10 @@ from test_memory_options import losses, train, weights
 
 import trainrun as package
 from trainrun.cli.main import main
+from trainrun.config.compose import compose_run, prepare
 from trainrun.errors import TrainrunError
 from trainrun.seeding import derive_seed, seed_everything
+from trainrun.sweep.jobs import expand
 
 QUIET = (
     "monitor.plots=false",
@@ -139,12 +141,9 @@ def test_a_wrong_setting_is_refused_in_one_line(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.process
 def test_a_sweep_over_the_rate_keeps_the_groups(workdir: Path) -> None:
     groups = "optimizer.groups=[{params: 'layers.3.*', lr: 0}]"
-    sweep = ("--multirun", "optimizer.lr=0.1,0.001", "hydra.sweep.dir=sweep", "trainer.max_steps=2")
-    assert main([*MLP, groups, *sweep]) == 0
-    ends = [weights(str(path.parent)) for path in sorted(Path("sweep").glob("*/metrics.jsonl"))]
-    assert len(ends) == 2
-    same = {name for name in ends[0] if torch.equal(ends[0][name], ends[1][name])}
-    assert same == {"layers.3.weight", "layers.3.bias"}
+    words, _ = prepare(["--multirun", *MLP, groups, "optimizer.lr=0.1,0.001"], workdir)
+    found = [compose_run(list(job)).config.optimizer for job in expand(words.overrides)]
+    assert [one["lr"] for one in found] == [0.1, 0.001]
+    assert [one["groups"] for one in found] == [[{"params": "layers.3.*", "lr": 0}]] * 2

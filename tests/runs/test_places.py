@@ -149,14 +149,6 @@ def test_a_working_directory_without_a_name_in_utf_8(
     assert main(["resume", str(workdir / "run")]) == 0
 
 
-def test_a_count_of_restarts_that_is_none(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
-    assert main([*WORDS, "output_dir=run"]) == 2
-    assert "TORCHELASTIC_RESTART_COUNT=x: must be a whole number" in capsys.readouterr().err
-
-
 def test_a_file_that_may_not_be_so_large_is_like_a_full_disk(workdir: Path) -> None:
     def work() -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))  # more than environment.json has

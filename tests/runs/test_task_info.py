@@ -197,10 +197,6 @@ def test_what_does_not_fit_is_refused(
     assert told in capsys.readouterr().err
 
 
-def test_an_argument_with_a_default_is_the_tasks_own(own: Path) -> None:
-    assert main([*WORDS, "task=own.Optional"]) == 0
-
-
 @pytest.mark.parametrize(("accumulate", "task", "notes"), [(1, "Turns", 0), (2, "Turns", 1), (2, "Sums", 0)])
 def test_a_task_that_alternates_is_told_once(own: Path, accumulate: int, task: str, notes: int) -> None:
     words = [f"task=own.{task}", f"trainer.accumulate_grad_batches={accumulate}", "output_dir=run"]
@@ -216,11 +212,10 @@ def test_a_task_that_alternates_is_told_once(own: Path, accumulate: int, task: s
 
 
 @pytest.mark.process
-def test_alternation_is_seen_among_ranks_too(own: Path, trainrun) -> None:
+def test_alternation_is_seen_among_ranks_too(own: Path) -> None:
     words = ["task=own.Turns", "trainer.accumulate_grad_batches=2", "output_dir=run"]
     ranks = ["parallel=ddp", "parallel.find_unused_parameters=true"]
-    ended = trainrun(*WORDS, *words, *ranks)
-    assert ended.returncode == 0, ended.stderr
+    assert main([*WORDS, *words, *ranks]) == 0
     assert sum("alternates" in note for note in notes_of(own / "run")) == 1
 
 

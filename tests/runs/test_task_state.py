@@ -13,8 +13,6 @@ from faults.evidence import other_ranks_of
 from test_resume import facts_of, same
 
 from trainrun.cli.main import main
-from trainrun.training.state import TrainState
-from trainrun.training.task_calls import Place, TaskCalls
 
 OWN = """
 import os
@@ -215,12 +213,6 @@ def test_state_in_no_checkpoint_is_named_once_and_refused_at_a_resume(
     assert "holds no state of the task Hidden: it begins as new" in capsys.readouterr().out
 
 
-def test_what_is_made_once_is_no_state(own: Path) -> None:
-    assert main([*WORDS, "task=own.Late", stop_at(8), "output_dir=run"]) == 75
-    assert notes_of(own / "run") == []
-    assert main(["resume", "run", stop_at(-1)]) == 0
-
-
 @pytest.mark.parametrize(("task", "rate"), [("Weighted", 0.0), ("Module", 0.0), ("Module", 0.1)])
 def test_parameters_of_a_task_that_nothing_updates_are_told(own: Path, task: str, rate: float) -> None:
     assert main([*WORDS, f"task=own.{task}", f"task.rate={rate}", "output_dir=run"]) == 0
@@ -228,12 +220,6 @@ def test_parameters_of_a_task_that_nothing_updates_are_told(own: Path, task: str
     assert [text.partition(": parameters of its own ")[2][:8] for text in told] == (
         [] if rate else ["(weight)"]
     )
-
-
-def test_a_write_past_the_counters_is_seen(own: Path) -> None:
-    assert main([*WORDS, "task=own.Raw", "output_dir=run"]) == 0
-    (told,) = notes_of(own / "run")
-    assert told.startswith("task: Raw: step changes parameters of the model itself (")
 
 
 @pytest.mark.parametrize(
@@ -280,38 +266,6 @@ def test_evaluation_has_the_state_of_the_task(own: Path, capsys: pytest.CaptureF
     assert main(["evaluate", "run", "--which", "last"]) == 0
     found = json.loads((own / "run" / "evaluation-val.json").read_text())
     assert found["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-6)
-
-
-class Kept:
-    """Counts how often somebody asks for what it holds."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        self.looks += 1
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Holds:
-    def __init__(self) -> None:
-        self.kept = Kept()
-
-    def step(self, model: Any, batch: Any) -> Any: ...
-
-
-def test_nothing_is_looked_at_after_the_first_log_point() -> None:
-    task, state = Holds(), TrainState()
-    calls = TaskCalls(task, torch.nn.Linear(1, 1), Place(0, 0, torch.device("cpu")), None)
-    calls.watch(False, print)
-    for step in range(1, 5):
-        calls.after_step(state, log=step == 3)
-    before = task.kept.looks
-    for step in range(5, 200):
-        calls.after_step(state, log=step % 50 == 0)
-    assert before == task.kept.looks > 0
 
 
 def test_checksums_tell_contents_apart() -> None:

@@ -9,7 +9,6 @@ import exact_parts
 import pytest
 import torch
 
-from trainrun.monitor.console import end_lines
 from trainrun.monitor.measured_lines import limits_line
 from trainrun.summary.at_end import hint, limit_facts
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
@@ -81,23 +80,6 @@ def test_one_hint_where_something_takes_over_a_tenth(change, padding, expected):
     line = hint(FINE | change, padding, ["model=mlp", "hydra.run.dir=x", "data.path=a b", "run_name=me"])
     assert line.startswith(expected) if expected else line == ""
     assert "hydra" not in line
-
-
-def test_a_long_command_is_not_said_again():
-    words = [f"model.layers.{number}=3" for number in range(40)]
-    line = hint(FINE | {"data": 30.0}, 0.0, words)
-    assert line.endswith("is measured by: trainrun autotune ... (the words in overrides.txt)")
-
-
-def test_no_hint_where_less_than_a_second_could_be_won():
-    assert hint({"forward": 0.5, "data": 0.9}, 0.0, []) == ""
-
-
-def test_the_summary_has_both_lines():
-    facts = limit_facts(ThroughputLimits(1000.0, 400.0, 0.97), 1)
-    lines = end_lines({"throughput_limits": facts, "hint": "one line", "ledger": {"forward": 1.0}}, None)
-    assert [line.split()[0] for line in lines[1:]] == ["limits", "spent", "hint"]
-    assert [line for line in end_lines({"hint": ""}, None) if "hint" in line] == []
 
 
 def test_on_a_gpu_the_update_takes_what_its_events_say():
