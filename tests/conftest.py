@@ -25,6 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import lanes  # noqa: E402  # imports torch, which reads the environment
+import torch  # noqa: E402
 from faults.forks import start_forked  # noqa: E402
 
 from trainrun.parallel import launch  # noqa: E402
@@ -83,8 +84,9 @@ def own_list(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def forked_ranks() -> None:
-    """Ranks are forked from this process, but for a test that asks for `real_ranks`."""
-    launch.start_rank = start_forked  # type: ignore[assignment]
+    """Ranks are forked from this process, but for a test that asks for `real_ranks`; CUDA allows no forks."""
+    if not torch.cuda.is_available():
+        launch.start_rank = start_forked  # type: ignore[assignment]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.instantiate import bind_faults, build, is_node, locate
+from trainrun.instantiate import bind_faults, build, locate
 
 SOURCE = """
 from trainrun.errors import ConfigError
@@ -295,18 +295,6 @@ def test_a_wrong_call_is_a_plugin_error_and_ours_pass_as_they_are() -> None:
         build(node("plug_net.Net", width=8), "model")
 
 
-def test_long_arguments_are_shortened_in_messages() -> None:
-    with pytest.raises(PluginError) as caught:
-        build(node("plug_net.Net", width=9, hidden=list(range(1000))), "model")
-    assert len(str(caught.value)) < 300
-
-
-def test_what_a_node_is() -> None:
-    assert is_node({"_target_": None})
-    assert not is_node({"lr": 1})
-    assert not is_node("_target_")
-
-
 @pytest.mark.parametrize(
     ("target", "given"), [("Config", {"num_labels": 3, "width": 2}), ("Declared", {"height": 3})]
 )
@@ -316,21 +304,6 @@ def test_a_doubtful_signature_is_tried(target: str, given: dict[str, Any]) -> No
     assert bind_faults(one, "model") == []
     made = build(one, "model")
     assert getattr(made, "fields", None) == given or (made.num_labels, made.width) == (3, 2)
-
-
-def test_what_the_call_refuses_is_told_in_a_sentence() -> None:
-    one = node("plug_doubtful.Config", widht=2)
-    assert bind_faults(one, "model") == []
-    with pytest.raises(PluginError) as caught:
-        build(one, "model")
-    assert str(caught.value).startswith(
-        "model: plug_doubtful.Config failed: TypeError: Config.__init__() got an un"
-    )
-    assert str(caught.value).endswith("its arguments: widht=2")
-
-
-def test_a_plain_signature_is_still_held_against_the_arguments() -> None:
-    assert bind_faults(node("plug_doubtful.Narrow", widht=2), "model") != []
 
 
 def test_the_user_may_know_better() -> None:

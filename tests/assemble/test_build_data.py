@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from trainrun.assemble.data_pipeline import REGRESSION, build_sources
+from trainrun.assemble.data_pipeline import build_sources
 from trainrun.config.compose import compose_run
 from trainrun.errors import DataError
-from trainrun.instantiate import locate
-from trainrun.task.regression import Regression
 
 
 @pytest.fixture
@@ -42,7 +40,3 @@ def test_a_type_that_was_asked_for_stays(table):
 def test_words_are_no_target_of_a_regression(table):
     with pytest.raises(DataError, match="is 'dog', not a number"):
         targets([*table, "data.train.target=kind", "task=regression", "model.num_classes=1"])
-
-
-def test_the_name_of_the_task_is_its_name():
-    assert locate(REGRESSION, "task") is Regression

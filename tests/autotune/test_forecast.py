@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainrun as package
 from trainrun.autotune import forecast as forecasts
-from trainrun.autotune.forecast import described_memory, forecast
+from trainrun.autotune.forecast import forecast
 from trainrun.data.split_batch import tensors_in
 from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
@@ -109,18 +109,6 @@ def test_the_most_bytes_of_the_optimizers_state_for_a_number(
     assert forecast(model, step_of(model), data, optimizer)[2] == most * 2 * 100 * 101
 
 
-def test_the_line_warns_and_says_the_way_out() -> None:
-    found = (10**9, 2 * 10**9, 3 * 10**9)
-    line = described_memory(found, 10**10, 32, 1)
-    assert line == "memory: a step adds about 6 GB (1 gradients, 2 activations, 3 optimizer), 10 GB are free"
-    line = described_memory(found, 5 * 10**9, 32, 2)
-    assert line.endswith(
-        ", but only 5 GB are free; the same training in less: "
-        "data.batch_size=16 trainer.accumulate_grad_batches=4"
-    )
-    assert described_memory(found, 5 * 10**9, 1, 1).endswith("but only 5 GB are free")
-
-
 WORDS = [
     "trainer.max_steps=1",
     "trainer.limit_val_batches=1",
@@ -131,14 +119,6 @@ WORDS = [
 
 def choices(run: Any) -> list[str]:
     return [line for row in run.metrics if row["kind"] == "start" for line in row["facts"]["choices"]]
-
-
-def test_only_what_could_fill_the_memory_is_looked_at(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not [line for line in choices(package.train(*WORDS)) if line.startswith("memory:")]
-    monkeypatch.setattr(forecasts, "free_bytes", lambda device: 10_000)
-    plain = package.train(*WORDS, "trainer.out_of_memory=stop")
-    (line,) = [line for line in choices(plain) if line.startswith("memory:")]
-    assert "but only 1e-05 GB are free; the same training in less: data.batch_size=16" in line
 
 
 def test_a_task_that_cannot_be_asked_ends_no_run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

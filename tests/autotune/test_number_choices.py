@@ -212,20 +212,6 @@ def test_a_type_that_does_not_fit_into_memory_is_not_taken_and_ends_no_run(
     assert notes == ["precision: bf16-mixed, not compared (32-true: does not fit into memory)"]
 
 
-def test_cudnn_searches_no_kernels_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = parts_of((), count=64)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    seen: set[bool] = set()
-
-    def seconds() -> float:
-        seen.add(torch.backends.cudnn.benchmark)
-        return 0.002
-
-    told(run, seconds, monkeypatch)
-    assert seen == {False}
-    assert torch.backends.cudnn.benchmark is True
-
-
 class TwoRanks(Single):
     """This rank, and one whose steps take as long as `other` says."""
 

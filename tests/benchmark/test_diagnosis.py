@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -93,22 +91,6 @@ def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert verdict(found(dispatch=1.2)).first == "healthy"
 
 
-def test_two_turns_of_a_larger_batch_are_too_few() -> None:
-    few = found(dispatch=4.0, data=1.15)
-    few.what_ifs[0] = replace(few.what_ifs[0], gain=few.what_ifs[0].gain._replace(pairs=2))
-    assert verdict(few).first == "data"
-    assert "; unclear: calls that are too small" in verdict(few).text
-    few.what_ifs.pop()
-    assert verdict(few).first == "unclear"
-    assert "(300 % faster without, in 2 turns): no time for more" in verdict(few).text
-    assert "unclear" not in verdict(found(dispatch=4.0, data=1.15)).text
-
-
-def test_a_fused_update_is_no_cause() -> None:
-    assert verdict(found(fused=True, update=1.5)).first == "healthy"
-    assert verdict(found(fused=False, update=1.5)).causes[0].remedies == ("optimizer.fused=true",)
-
-
 def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> None:
     waits, computes = (verdict(found(data=3.0, load_cores=cores)) for cores in (0.1, 1.0))
     assert "mostly waits" in waits.text
@@ -125,12 +107,6 @@ def test_every_remedy_is_one_that_a_run_takes() -> None:
     apart = ["monitor=fast", "data.engine=workers", "data.num_workers=auto", "trainer.compile=step"]
     compose_run([word for word in words if word not in apart])
     assert compose_run(apart).config.trainer.compile.scope == "step"
-
-
-def test_the_lines_hold_every_what_if() -> None:
-    text = "\n".join(lines_of(found(data=1.3, logging=2.0)))
-    assert re.search(r"logging +\+100 % +\+96 to \+104 %", text)
-    assert "try: monitor.log_every_n_steps=500" in text
 
 
 def test_only_useful_ablations_are_asked() -> None:
@@ -171,27 +147,6 @@ def test_rounds_end_with_the_budget_and_the_last_ones_are_for_what_gains(seconds
     assert len(taken.pairs["cached"]) >= rounds
     assert len(taken.pairs["threads=2"]) <= 3  # what is slower is not asked again
     assert bool(examined._untried) == (seconds < 2)
-
-
-def test_if_finding_the_pace_takes_all_the_time_the_pace_is_told() -> None:
-    examined = examination(8.5, [8.0])
-    examined._compiling = 10.0
-    pace = Turn(11.0, 1, 4.0, phases={"compile": 10.0}, compile_seconds=30.0)
-    taken = Rounds(lambda: pace, {"cached": lambda: pace}, 8.5, lambda: 8.0)
-    examined._measure(taken, ["cached"], pace)
-    assert taken.own == [pace]
-    assert taken.base.each == 0.25
-    assert examined._untried == ["batches that are there already"]
-
-
-@pytest.mark.parametrize(("steps", "told"), [(50, {"logging": 0.004}), (20, {})])
-def test_log_points_are_told_by_whole_turns_only(steps: int, told: dict[str, float]) -> None:
-    """If shapes are compiled meanwhile, a turn ends before it comes to one."""
-    examined = examination(40.0, [0.0])
-    turn = Turn(0.5, steps, 1.0, phases={"logging": 0.2})
-    examined._base = SimpleNamespace(train=lambda number, warm, most_seconds: turn)  # type: ignore[assignment]
-    examined._config, examined._steps = RunConfig(), 10
-    assert examined._logging_cost(0.01) == pytest.approx(told)
 
 
 @pytest.mark.parametrize("words", [["--budget", "30"], ["--budget=30"], ["--budget", "0.5min"]])

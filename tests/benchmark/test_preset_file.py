@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.benchmark.run_overrides import plain_overrides, replaced
-from trainrun.benchmark.search.preset_file import host_preset, parsed, preset_path, write_preset
+from trainrun.benchmark.run_overrides import plain_overrides
+from trainrun.benchmark.search.preset_file import host_preset, preset_path, write_preset
 from trainrun.benchmark.search.search import Results, SearchPart
 from trainrun.config.compose import compose_run
 from trainrun.config.tuned_settings import MARK
@@ -72,12 +72,6 @@ def test_a_preset_that_no_longer_holds_says_so_in_one_line(workdir: Path) -> Non
     assert told.startswith("preset=tuned-here was measured with machine a toaster, and this is ")
 
 
-def test_accumulation_that_was_traded_is_the_same_shape(workdir: Path) -> None:
-    use = written(["data.batch_size=32"], "data.batch_size=16", "trainer.accumulate_grad_batches=2").use
-    assert use == ["preset=tuned-here"]
-    assert compose_run(use).notes == []
-
-
 def test_a_preset_of_ones_own_is_not_overwritten(workdir: Path) -> None:
     path = workdir / "conf/preset/mine.yaml"
     path.parent.mkdir(parents=True)
@@ -87,26 +81,3 @@ def test_a_preset_of_ones_own_is_not_overwritten(workdir: Path) -> None:
     with pytest.raises(ConfigError, match="--name a/b"):
         preset_path("a/b", workdir)
     assert host_preset().startswith("tuned-")
-
-
-def test_an_experiment_that_stands_above_a_preset(workdir: Path) -> None:
-    path = workdir / "conf/experiment/big.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text("# @package _global_\ntrainer:\n  num_threads: 1\n")
-    found = written(["experiment=big"], "trainer.num_threads=2")
-    assert found.path is None
-    assert found.use == ["experiment=big", "trainer.num_threads=2"]
-    assert not (workdir / "conf/preset/tuned-here.yaml").exists()
-
-
-@pytest.mark.parametrize(
-    ("typed", "value"), [("off", "off"), ("2", 2), ("null", None), ("bf16-mixed", "bf16-mixed"), ("1.5", 1.5)]
-)
-def test_values_are_read_as_hydra_reads_them(typed: str, value: object) -> None:
-    assert parsed(typed) == value
-
-
-def test_overrides_are_replaced_by_their_keys() -> None:
-    overrides = ["precision=32-true", "precision.matmul=high", "++model.width=3", "seed=1"]
-    others = ["precision=bf16-mixed", "model.width=4"]
-    assert replaced(overrides, others) == ["seed=1", *others]

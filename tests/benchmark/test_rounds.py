@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainrun.benchmark.budget import Budget, PacedTurns, steps_for
+from trainrun.benchmark.budget import Budget, PacedTurns
 from trainrun.benchmark.diagnose.ablations import NUM_CACHED, CachedBatches
-from trainrun.benchmark.diagnose.rounds import Rounds, freed
+from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.worker_messages import Turn
 from trainrun.interfaces import MicroBatch
-from trainrun.timing.paired import Ratio
 from trainrun.timing.phases import DATA, LOGGING
 
 
@@ -78,10 +77,6 @@ def test_compilation_is_no_part_of_a_comparison() -> None:
     assert rounds.compile_seconds(1000) == pytest.approx(0.02)
 
 
-def test_the_gain_of_a_part() -> None:
-    assert freed(Ratio(2.0, 1.0, 4.0, 5), 10.0, 5.0) == pytest.approx((10 / 7.5, 1.0, 10 / 6.25, 5))
-
-
 def window(*batches: tuple[bool, bool]) -> list[MicroBatch]:
     return [MicroBatch(None, last=last, real=real) for last, real in batches]
 
@@ -111,30 +106,6 @@ def test_turns_take_about_so_long_whatever_the_speed() -> None:
     assert [seven().steps for _ in range(3)] == [7, 28, 28]
     slow = PacedTurns(lambda steps: Turn(5.0 * steps, steps, steps), 80, 0.3)
     assert [slow().steps for _ in range(2)] == [10, 1]
-
-
-def test_compilation_does_not_change_the_pace() -> None:
-    compiling = iter([0.0, 0.0, 6.0, 0.0, 0.0])
-
-    def take(steps: int) -> Turn:
-        extra = next(compiling)
-        return Turn(0.01 * steps + extra, steps, steps, phases={"compile": extra})
-
-    paced = PacedTurns(take, 80, 0.3)
-    assert [paced().steps for _ in range(5)] == [10, 28, 28, 28, 28]
-
-
-def test_steps_for_some_seconds() -> None:
-    assert steps_for(lambda steps: Turn(0.01 * steps, steps, steps), 0.3) == 30
-    assert steps_for(lambda steps: Turn(2.0 * steps, steps, steps), 0.3) == 1
-    asked = []
-
-    def cut(steps: int) -> Turn:
-        asked.append(steps)
-        return Turn(0.001 * min(steps, 3), min(steps, 3), steps)
-
-    assert steps_for(cut, 0.3) == 3
-    assert len(asked) == 2  # there was no time for more
 
 
 def test_a_budget() -> None:

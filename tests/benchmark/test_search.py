@@ -11,13 +11,12 @@ from benchmark_worlds import World
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.search.acceptance import SHOWN
 from trainrun.benchmark.search.autotune_report import as_plain, search_lines, table_lines
-from trainrun.benchmark.search.candidates import NEEDLESS, REJECTED, UNPAID, UNTRIED, Trial
+from trainrun.benchmark.search.candidates import NEEDLESS, REJECTED, UNPAID, Trial
 from trainrun.benchmark.search.options import EXACT, NUMERIC, OPTIONS, OTHER, SearchOption, Technique
-from trainrun.benchmark.search.search import Results, Search, verdict_of
+from trainrun.benchmark.search.search import Results, Search
 from trainrun.benchmark.search.technique_table import Row, measure_table
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.timing.paired import Ratio
 
 SETTINGS = ["seed=1", "trainer.num_threads=2"]
 FEW = tuple(option for option in OPTIONS if option.name in ("threads", "numbers"))
@@ -169,31 +168,6 @@ def test_time_that_is_short_is_kept(tmp_path: Path) -> None:
     assert "no time left for it" in {trial.reason for trial in results.trials}
 
 
-def test_the_best_is_told_only_of_what_was_tried(tmp_path: Path) -> None:
-    calm = searched(World(tmp_path, flat))
-    assert calm.verdict.startswith("your configuration is the best that was found: of ")
-    assert "not tried" not in calm.verdict
-    hasty = searched(World(tmp_path, flat, start_seconds=4.0), budget=40.0)
-    untried = sum(trial.state == UNTRIED for trial in hasty.trials)
-    assert untried >= sum(trial.ratio is not None for trial in hasty.trials)
-    assert "is the best" not in hasty.verdict
-    assert f"; not tried, for want of time: {untried} setting" in hasty.verdict
-
-
-@pytest.mark.parametrize(
-    ("claim", "said"),
-    [
-        (None, "nothing is claimed: the best was not confirmed (it fell over)"),
-        (Ratio(0.9, 0.85, 0.95, 24), "slower in fresh processes"),
-        (Ratio(1.1, 0.95, 1.2, 24), "within noise"),
-        (Ratio(1.01, 1.005, 1.02, 24), "as good as"),
-        (Ratio(1.5, 1.4, 1.6, 24), "1.50x the speed of your own settings (1.40 to 1.60, 99 % sure)"),
-    ],
-)
-def test_what_is_said_of_a_claim(claim: Ratio | None, said: str) -> None:
-    assert said in verdict_of(claim, Trial("best", ("a=1",), reason="it fell over"), [])
-
-
 TECHNIQUES = (
     Technique("one thread", lambda facts: ("trainer.num_threads=1",)),
     Technique("two threads", lambda facts: ("trainer.num_threads=2",)),
@@ -226,10 +200,3 @@ def test_techniques_alone_and_together(tmp_path: Path) -> None:
     text = "\n".join(table_lines(table))
     assert "needs a GPU" in text
     assert "total of all that leaves the training the same and helped: " in text
-
-
-def test_a_table_without_time_says_so(tmp_path: Path) -> None:
-    world = World(tmp_path, known, start_seconds=4.0)
-    table = measure_table(new_search(world, SHOWN, 20.0), TECHNIQUES)
-    assert "no time left for it" in {row.reason for row in table.rows}
-    assert "there was no time" in "\n".join(table_lines(table))

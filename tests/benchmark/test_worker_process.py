@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import subprocess
@@ -23,7 +22,6 @@ from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.monitor.metrics_file import read_rows
-from trainrun.timing.phases import DATA
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes")]
 SETTINGS = ["seed=3", "trainer.max_epochs=2", "data.num_threads=1", "data.engine=threads"]
@@ -38,16 +36,6 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="module")
 def worker(pool: WorkerPool) -> WorkerProcess:
     return pool.start(compose_run(SETTINGS).config)
-
-
-def own_data(name: str, *settings: str) -> list[str]:
-    return [
-        "seed=3",
-        "data=custom",
-        f"data.train._target_=benchmark_worlds.{name}",
-        "data.num_classes=3",
-        *settings,
-    ]
 
 
 def test_the_first_steps_are_those_of_the_run(pool: WorkerPool, tmp_path: Path) -> None:
@@ -113,35 +101,6 @@ def test_only_due_checkpoints_are_saved(pool: WorkerPool) -> None:
     assert len(saved()) == 4
 
 
-@pytest.mark.parametrize("reading", ["workers", "threads"])
-def test_readers_go_on_after_a_turn_that_reads_nothing(pool: WorkerPool, reading: str) -> None:
-    settings = [f"data.engine={reading}", f"data.num_{reading}=1", "data.batch_size=4", "data.shuffle=false"]
-    run = pool.start(compose_run(own_data("Numbers", *settings)).config)
-    turns = [run.train(3, variant=name) for name in ("cached", "", "no_logging", "cached", "no_logging", "")]
-    assert {turn.items for turn in turns} == {12}
-    assert run.ask(Load(3)).items == 12
-
-
-def test_what_was_read_for_another_turn_is_not_read_again(pool: WorkerPool, tmp_path: Path) -> None:
-    """Of 400 samples: turns that read, with steps before them, and some that read only once."""
-    file = tmp_path / "read"
-    settings = [f"data.train.file={file}", "data.engine=workers", "data.num_workers=0", "data.batch_size=10"]
-    run = pool.start(compose_run(own_data("Written", *settings)).config)
-    file.unlink(missing_ok=True)  # of the samples that were looked at before the first step
-    turn = run.train(1, warm=2)
-    assert turn.items == 10
-    assert turn.phase(DATA) >= 10 * 0.002
-    cached = run.train(2, warm=3, variant="cached")
-    assert cached.items == 20
-    run.train(1, warm=1)
-    run.train(1, warm=1, variant="cached")
-    run.ask(Load(2, warm=1))
-    run.train(1, warm=0, variant="no_logging")
-    read = file.read_text().split()
-    assert 80 < len(read) == len(set(read))
-    run.close()
-
-
 def test_between_two_messages_nothing_moves(worker: WorkerProcess) -> None:
     worker.train(1)
     family = list(worker._family())
@@ -185,21 +144,6 @@ def test_nothing_is_left_behind() -> None:
         assert len(family) > 1
     assert not pool.folder.exists()
     assert not [process for process in family if process.is_running()]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
-def test_runs_that_ended_hold_nothing_open(pool: WorkerPool) -> None:
-    def started() -> int:
-        worker = pool.start(compose_run(SETTINGS).config)
-        worker.train(1)
-        worker.close()
-        worker.close()
-        with pytest.raises(WorkerFailed, match="ended with -9"):
-            worker.train(1)
-        gc.collect()  # of other tests
-        return len(os.listdir("/proc/self/fd"))
-
-    assert started() == started()
 
 
 @pytest.mark.parametrize(

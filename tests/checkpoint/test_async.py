@@ -130,19 +130,6 @@ def test_a_second_save_waits_for_the_first_and_says_so(
     assert run.steps() == [1, 2]
 
 
-def test_a_new_best_is_kept_in_memory_while_a_save_is_under_way(make_run: MakeRun) -> None:
-    disk = SlowDisk()
-    run = make_run(faults=disk, async_save=True, every_n_train_steps=2)
-    run.go(2)
-    assert run.go(3, acc=0.5, save_request=SAVE_BUSY)
-    assert not disk.go.is_set()
-    disk.go.set()
-    run.go(4)
-    run.keep.close()
-    assert run.steps() == [2, 3, 4] or run.steps() == [3, 4]
-    assert torch.equal(weights(run, 3), torch.full((2, 3), 3.0))
-
-
 def test_without_memory_for_a_copy_the_training_waits_and_it_is_said_once(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,65 +147,12 @@ def test_without_memory_for_a_copy_the_training_waits_and_it_is_said_once(
     run.keep.close()
 
 
-def test_a_large_last_state_is_not_copied_into_fresh_memory(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.state_copy.LARGE_BYTES", 1)
-    run = make_run(async_save=True)
-    run.go(1, stop="done")
-    assert run.keep._saves.under_way is None
-    assert (run.steps(), run.notes) == ([1], [])
-
-
-def test_the_memory_of_copies_is_used_again(make_run: MakeRun) -> None:
-    run = make_run(async_save=True, every_n_train_steps=1)
-    places = set()
-    for step in range(1, 6):
-        run.go(step)
-        records = run.keep._saves.under_way.records
-        places |= {t.data_ptr() for one in records for t in one.part.tensors.values()}
-    run.keep.close()
-    assert len(places) == 2  # of the two tensors of the tree
-    for step in range(6, 9):
-        run.go(step, acc=step / 10)
-        waiting = list(run.keep._waiting.values())
-        places |= {t.data_ptr() for one in waiting for t in one.part.tensors.values()}
-    assert len(places) <= 4
-
-
-def test_memory_for_a_large_state_is_made_ready_after_the_first_step(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for place in ("manager", "state_copy"):
-        monkeypatch.setattr(f"trainrun.checkpoint.{place}.LARGE_BYTES", 1)
-    run = make_run(async_save=True, every_n_train_steps=4)
-    run.keep.start(run.parts, run.state)
-    for step in (0, 1, 2, 3):
-        assert not run.go(step)
-        assert (run.keep._snapshots._touching is None) == (step == 0)
-    ready = run.keep._snapshots._kept
-    run.go(4)
-    copies = run.keep._saves.under_way.records[0].part.tensors
-    assert {t.data_ptr() for t in copies.values()} == {t.data_ptr() for t in ready.values()}
-    run.keep.close()
-    assert torch.equal(weights(run, 4), torch.full((2, 3), 4.0))
-
-
 def test_after_a_failure_what_was_begun_is_finished(make_run: MakeRun) -> None:
     run = make_run(async_save=True, every_n_train_steps=1)
     run.go(1)
     run.keep.leave()
     assert (run.steps(), run.notes) == ([1], [])
     run.keep.leave()
-
-
-def test_after_a_failure_a_second_one_is_said(make_run: MakeRun, faults: Any) -> None:
-    run = make_run(async_save=True, every_n_train_steps=1, faults=faults(at=4, error=disk_full))
-    run.go(1)
-    run.keep.leave()
-    assert len(run.notes) == 1
-    assert "the checkpoint of step 1 that was being written is lost: " in run.notes[0]
-    assert "No space left on device" in run.notes[0]
 
 
 class OnlyMainThread:

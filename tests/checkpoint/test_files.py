@@ -3,15 +3,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainrun.checkpoint.files import PIECE_BYTES, FileLayer
-from trainrun.checkpoint.save import LOWER_BY, in_background
 
 
 def test_chunks_of_any_size_are_written_hashed_and_synced(
@@ -34,27 +31,6 @@ def test_nothing_is_written_behind_a_piece_that_could_not_be(tmp_path: Path, fau
         FileLayer(full).write(tmp_path / "file", [bytes(5 * PIECE_BYTES)])
     assert len(full.seen) == 3
     assert (tmp_path / "file").stat().st_size == PIECE_BYTES
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
-@pytest.mark.parametrize("forbidden", [False, True])
-def test_only_the_thread_that_saves_has_a_lower_priority(
-    monkeypatch: pytest.MonkeyPatch, forbidden: bool
-) -> None:
-    def forbid(*given: int) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    if forbidden:
-        monkeypatch.setattr(os, "setpriority", forbid)
-    own = priority()
-    assert in_background(priority, "test", low=True).result() == (
-        own if forbidden else min(own + LOWER_BY, 19)
-    )
-    assert in_background(priority, "test", low=False).result() == own
-    assert priority() == own
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:

@@ -76,11 +76,6 @@ def test_a_run_begins_with_the_best_of_another(source: Path, capsys: pytest.Capt
     assert trainrun.load_run("next").config.init_from == "source"
 
 
-def test_or_with_a_checkpoint_of_it(source: Path) -> None:
-    place = source / "checkpoints" / "step-00000006"
-    assert same(begun(f"init_from={place}"), weights_at(place))
-
-
 def test_or_with_the_last_where_none_is_the_best(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "data.val=null", "trainer.max_steps=2", "output_dir=plain"]) == 0
     assert same(begun("init_from=plain"), weights_at(Path("plain/checkpoints/step-00000002")))

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainrun.checkpoint.weights import load_initial
-from trainrun.config.argv import with_bare_keys
 from trainrun.config.schema import InitConfig
 from trainrun.errors import CheckpointError
 from trainrun.parallel.single import Single
@@ -94,15 +93,6 @@ def test_a_bare_network_becomes_a_part_of_another(tmp_path: Path) -> None:
     assert torch.equal(model.state_dict()["body.0.weight"], source["0.weight"])
 
 
-def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
-    weights = torch.randn(7, 4)
-    for name in ("embedding.weight", "head.weight"):
-        model = Tied()
-        taken(model, {name: weights}, tmp_path)
-        assert torch.equal(model.embedding.weight, weights)
-        assert model.head.weight is model.embedding.weight
-
-
 @pytest.mark.parametrize(
     ("tensors", "chosen", "said"),
     [
@@ -160,24 +150,3 @@ def test_a_wrong_index_is_refused(tmp_path: Path, change: dict[str, str] | None,
     with pytest.raises(CheckpointError) as error:
         load_initial(network(0), str(index), HERE)
     assert said in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("typed", "read"),
-    [
-        ('{"backbone.": "encoder."}', '{backbone.: "encoder."}'),
-        ("{'': encoder.}", "{*: encoder.}"),
-        ("{a.: b.}", "{a.: b.}"),
-        ('{"a.":"", "b.":"c."}', '{a.: "", b.: "c."}'),
-    ],
-)
-def test_keys_may_stand_in_quotes(typed: str, read: str) -> None:
-    assert with_bare_keys(typed) == read
-
-
-def test_init_alone_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    from trainrun.cli.main import main
-
-    for word in ("init.skip=head.*", "init.strict=false", "init.rename={a.: b.}"):
-        assert main([word]) == 2
-        assert f"{word.partition('=')[0]}" in capsys.readouterr().err

@@ -44,13 +44,6 @@ def test_the_kind_says_why(make_run: MakeRun, kind: str, how: dict[str, Any]) ->
     assert read_checkpoint(run.folder / f"step-{step:08d}").manifest.kind == kind
 
 
-def test_asking_changes_nothing(make_run: MakeRun) -> None:
-    run = make_run()
-    run.state.step = run.state.validated_step = 3
-    run.state.last_metrics = {"val/acc": 0.5}
-    assert [run.keep.due(run.state) for _ in range(3)] == [True] * 3
-
-
 def test_a_saved_state_says_that_it_is_saved(make_run: MakeRun) -> None:
     run = make_run(every_n_train_steps=2)
     run.go(1, acc=0.5)
@@ -98,18 +91,6 @@ def test_without_last_only_the_best_stay(make_run: MakeRun) -> None:
     assert run.steps() == [2, 4, 7]
 
 
-def test_without_last_the_end_commits_what_waits(make_run: MakeRun) -> None:
-    run = make_run(save_last=False)
-    run.go(1, acc=0.5)
-    assert run.steps() == []
-    assert run.go(2, stop="max_steps")
-    assert run.steps() == [1]
-    assert run.state.saved_step == -1
-    other = make_run(save_last=False)
-    other.go(3, acc=0.7, stop="max_steps")
-    assert other.steps() == [3]
-
-
 def test_the_newest_and_the_best_are_kept(make_run: MakeRun) -> None:
     run = make_run(every_n_train_steps=1, keep_last=2, save_top_k=2)
     for step, acc in enumerate([0.1, 0.8, 0.2, 0.9, 0.3, 0.4, 0.5], start=1):
@@ -155,19 +136,6 @@ def test_a_metric_that_is_no_number_is_never_best(make_run: MakeRun, mode: str, 
     assert not (run.folder / "best.json").exists()
 
 
-def test_a_metric_of_an_earlier_step_is_not_best(make_run: MakeRun) -> None:
-    run = make_run(save_top_k=3)
-    assert run.go(1, acc=0.5)
-    assert not run.go(2)
-
-
-def test_no_metric_no_ranking(make_run: MakeRun) -> None:
-    run = make_run(monitor=None)
-    assert not run.go(1, acc=0.5)
-    run.go(2, acc=0.6, stop="done")
-    assert not (run.folder / "best.json").exists()
-
-
 def test_an_unknown_metric_is_refused_with_the_known_ones(make_run: MakeRun) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.monitor=val/f1: .*it measures val/acc, val/loss"):
         make_run(monitor="val/f1").go(1, acc=0.5)
@@ -202,24 +170,6 @@ def test_a_best_long_after_a_commit_is_committed_at_once(make_run: MakeRun) -> N
     run.keep.close()
     assert run.steps() == [2, 3]
     assert best_steps(run) == [3]
-
-
-def test_a_large_best_does_not_wait(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainrun.checkpoint.manager.DEFER_BYTES", 3000)
-    run = make_run(save_top_k=5)
-    run.parts.weight = torch.zeros(200)
-    run.go(1, acc=0.1)
-    assert run.steps() == []
-    run.go(2, acc=0.2)  # together they would be too large
-    assert run.steps() == [1, 2]
-
-
-def test_what_waits_is_not_asked_for_again(make_run: MakeRun) -> None:
-    run = make_run()
-    run.go(1, acc=0.5)
-    run.go(2, save_request=1)
-    assert run.parts.asked == 2
-    assert run.steps() == [1, 2]
 
 
 def resumed(make_run: MakeRun, **options: Any) -> Any:

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
 
 from trainrun.checkpoint import state_copy as snapshot
 from trainrun.checkpoint.format import stream
-from trainrun.checkpoint.state_copy import Snapshots, host_bytes
+from trainrun.checkpoint.state_copy import Snapshots
 
 
 def state() -> dict[str, Tensor]:
@@ -49,13 +47,3 @@ def test_a_copy_is_the_same_file() -> None:
     taken = keep.take(tensors).tensors
     assert b"".join(stream(taken)) == b"".join(stream(tensors))
     assert len({tensor.untyped_storage().data_ptr() for tensor in taken.values()}) == 1
-
-
-def test_page_locked_memory_comes_in_powers_of_two() -> None:
-    def tensor(size: int, is_cuda: bool) -> SimpleNamespace:
-        return SimpleNamespace(numel=lambda: size, element_size=lambda: 4, is_cuda=is_cuda)
-
-    assert host_bytes({"a": tensor(5, False), "b": tensor(4, False)}) == 36
-    assert host_bytes({"a": tensor(5, True), "b": tensor(4, False)}) == 64
-    assert host_bytes({"a": tensor(16, True)}) == 64
-    assert host_bytes({"a": tensor(0, True)}) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from trainrun.cli.import_command import TORCH_NEEDED, convert
 from trainrun.cli.main import main
 from trainrun.errors import CheckpointError
 from trainrun.model.mlp import Mlp
-from trainrun.runs.run_folder import RunDir
 
 pytestmark = pytest.mark.skipif(
     tuple(int(part) for part in torch.__version__.split(".")[:2]) < TORCH_NEEDED,
@@ -91,10 +89,3 @@ def test_averaged_and_rounded_weights_begin_with_them_too(weights: dict[str, tor
     for more in ("trainer.ema=true", "precision=bf16-true"):
         found = trainrun.train(*words, more).load_model("last").state_dict()
         assert all(torch.equal(value, weights[name].to(value.dtype)) for name, value in found.items())
-
-
-def test_without_it_nothing_changes(weights: dict[str, torch.Tensor]) -> None:
-    runs = [trainrun.train("trainer.max_steps=3", *MODEL, *more) for more in ([], ["init_from=null"])]
-    one, other = (run.load_model("last").state_dict() for run in runs)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert json.loads(RunDir(runs[0].folder).status.read_text())["state"] == "done"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.main import main as cli
-from trainrun.cli.report_command import main, nearest_runs
+from trainrun.cli.report_command import main
 from trainrun.errors import ConfigError
 from trainrun.monitor.bus import Bus
 from trainrun.monitor.metrics_file import MetricsFile
@@ -75,18 +75,6 @@ def test_a_folder_that_is_no_run_names_the_nearest(
     )
 
 
-def test_runs_of_another_place_are_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make(tmp_path / "outputs/a")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert nearest_runs(tmp_path / "outputs/b") == [str(run.root)]
-
-
-def test_where_there_is_no_run_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="outputs: no such folder .*give the folder"):
-        main(["outputs"])
-
-
 def test_a_run_that_logged_nothing_says_why(tmp_path: Path) -> None:
     make(tmp_path / "a").metrics.unlink()
     with pytest.raises(ConfigError, match=r"a: this run has logged nothing .*monitor\.metrics_file=true"):
@@ -99,10 +87,3 @@ def test_a_run_that_logged_nothing_says_why(tmp_path: Path) -> None:
 def test_wrong_words_are_one_short_fault(words: list[str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         main(words)
-
-
-def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    assert end.value.code == 0
-    assert "RUN_DIR" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.config.validate import check, nearest
+from trainrun.config.validate import check
 from trainrun.limits import (
     Duration,
     parse_distance,
@@ -72,11 +72,6 @@ def test_a_unit_that_makes_no_sense_is_refused(parse: Any, value: Any) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse(value)
     assert parse_saving(None) is parse_whole(None) is None
-
-
-def test_nearest_is_silent_where_nothing_is_near() -> None:
-    assert nearest("presicion", ["precision", "parallel"]) == " Did you mean precision?"
-    assert nearest("zzz", ["precision"]) == ""
 
 
 @pytest.mark.parametrize(

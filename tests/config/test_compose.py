@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from trainrun.cli.main import main
-from trainrun.config.argv import conf_dir, groups, options
+from trainrun.config.argv import conf_dir, options
 from trainrun.config.compose import compose_run, prepare, save_config
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 
 
@@ -19,24 +18,6 @@ def faults_of(*words: str) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         compose_run(list(words))
     return caught.value.faults
-
-
-EVERY_OPTION = [(group, option) for group in groups([conf_dir()]) for option in options(group, [conf_dir()])]
-
-
-@pytest.mark.parametrize(("group", "option"), EVERY_OPTION, ids=[f"{g}={o}" for g, o in EVERY_OPTION])
-def test_every_option_composes_into_the_schema(group: str, option: str) -> None:
-    words = [f"{group}={option}"]
-    if option == "custom":
-        target = "data.train._target_" if group == "data" else f"{group}._target_"
-        words.append(f"{target}=my_module.Mine")
-    if option in ("vae", "sequence_vae"):  # a network and a task that only go together
-        words = ["model=vae", "task=vae", *words]
-    if (group, option) in (("model", "gpt"), ("model", "lstm")):
-        words.append("task=language_modeling")
-    composition = compose_run(words)
-    assert isinstance(composition.config, RunConfig)
-    assert composition.choices[group] == option
 
 
 @pytest.mark.parametrize("preset", options("preset", [conf_dir()]))
@@ -137,17 +118,6 @@ def test_a_setting_of_what_is_switched_off_by_its_own_word_is_fine() -> None:
 @pytest.mark.parametrize("path", ["shard-{000..009}.tar", '"shard-{000..009}.tar"'])
 def test_a_path_with_a_range_of_shards_needs_no_quotes_of_its_own(path: str) -> None:
     assert compose_run(["data=webdataset", f"data.path={path}"]).config.data.path == "shard-{000..009}.tar"
-
-
-def test_a_target_of_ones_own_starts_from_the_empty_option() -> None:
-    config = compose_run(["model._target_=my_net.Net", "model.width=9"]).config
-    assert config.model == {"_target_": "my_net.Net", "width": 9}
-    assert compose_run(["model=my_net.Net"]).config.model == {"_target_": "my_net.Net"}
-    schedule = compose_run(
-        ["scheduler._target_=torch.optim.lr_scheduler.ExponentialLR", "scheduler.gamma=0.9"]
-    )
-    assert schedule.config.scheduler["gamma"] == 0.9
-    assert schedule.config.scheduler["warmup_steps"] == 0
 
 
 def test_a_folder_conf_beside_the_user_adds_and_shadows(tmp_path: Path) -> None:
@@ -322,15 +292,6 @@ def test_validation_of_a_saved_run_follows_what_it_refers_to_unless_it_was_told_
     assert (loaded.val["val_path"], loaded.val["max_bytes"], loaded.val["val_fraction"]) == ("v.txt", 9, 0.2)
     assert loaded.val["path"] is None
     assert load_config(path, [*new, "data.val.val_fraction=0.3"]).data.val["val_fraction"] == 0.3
-
-
-def test_own_things_give_the_run_their_name() -> None:
-    for words, name in (
-        (["model=my_net.Net"], "digits-Net"),
-        (["data.train._target_=pkg.data.Points"], "Points-mlp"),
-        (["model=my_net.Net", "run_name=first"], "first"),
-    ):
-        assert compose_run(words).config.run_name == name
 
 
 def test_a_warmup_beyond_the_named_length_is_refused_with_the_other_mistakes() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.cli.main import main
 from trainrun.config import overrides
 from trainrun.config.compose import compose_run, save_config
 from trainrun.config.saved_config import load_config
@@ -79,16 +78,6 @@ def test_a_group_of_ones_own_is_added_with_a_plus(tmp_path: Path) -> None:
         compose_run(["luck=seven"], tmp_path)
     with pytest.raises(ConfigError, match=r"^luck=eight: there is no such luck. Choose from: seven"):
         compose_run(["+luck=eight"], tmp_path)
-
-
-def test_questions_to_hydra_refuse_the_same_words(
-    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["trainrun"])
-    assert main(["--cfg", "job", "optimizer.lrr=1", "model=cnnn"]) == 2
-    assert "optimizer.lrr=1: no such setting. Did you mean optimizer.lr?" in capsys.readouterr().err
-    assert main(["--cfg", "job", "optimizer.lr=7", "--package", "optimizer"]) == 0
-    assert "lr: 7" in capsys.readouterr().out
 
 
 def test_a_saved_run_reads_values_as_a_new_one_does_and_says_the_same(tmp_path: Path) -> None:

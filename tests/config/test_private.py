@@ -11,8 +11,6 @@ import yaml
 import trainrun
 from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir
-from trainrun.config.compose import compose_run, save_config
-from trainrun.config.saved_config import load_config
 from trainrun.config.saved_values import leaves_of
 from trainrun.output import is_secret, masked, masked_lines, masked_word
 
@@ -181,14 +179,3 @@ def test_a_strangers_folder_looks_nothing_up(
     config.write_text(config.read_text().replace("run_name: digits-mlp", "run_name: ${oc.env:HOME}"))
     assert main(["evaluate", "run"]) == 2
     assert "run_name=${oc.env:HOME}; nothing was imported" in capsys.readouterr().err
-
-
-def test_references_to_references_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHERE", str(tmp_path))
-    config = compose_run(["data=text", "data.train.cache_dir=${oc.env:WHERE}/x"]).config
-    assert config.data.val["cache_dir"] == f"{tmp_path}/x"
-    (tmp_path / "config.yaml").write_text(save_config(config))
-    assert str(tmp_path) not in (tmp_path / "config.yaml").read_text()
-    monkeypatch.setenv("WHERE", "/other")
-    again = load_config(tmp_path / "config.yaml", [])
-    assert again.data.train["cache_dir"] == again.data.val["cache_dir"] == "/other/x"

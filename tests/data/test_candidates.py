@@ -82,22 +82,6 @@ def test_what_may_be_tried(source, changes, wanted):
     assert (found[:1], sorted(found)) == (wanted[:1], sorted(wanted))
 
 
-def test_on_few_cores_four_readers_are_tried_all_the_same(monkeypatch):
-    monkeypatch.setattr(choice, "usable_cores", lambda: 1)
-    assert names(Safe()) == ["workers=0", *THREADS, *WORKERS[1:]]
-    assert names(Safe(), local_world_size=4) == ["workers=0", "threads=1", "workers=1"]
-
-
-@pytest.mark.process
-def test_an_option_can_be_opened_closed_and_opened_again():
-    found = {option.name: option for option in open_batches(Safe(), options())[0].options}
-    for name in ("threads=2", "workers=1", "threads=2"):
-        stream = found[name].open()
-        assert next(stream.epoch(0)).data[1].shape == (2,)
-        stream.close()
-    assert (found["threads=2"].engine, found["threads=2"].number) == ("threads", 2)
-
-
 @pytest.mark.parametrize(
     ("source", "changes", "line"),
     [

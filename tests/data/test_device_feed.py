@@ -1,17 +1,14 @@
 import threading
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset
 
-from trainrun.data.augment.augmented import Augmented, NamedAugmentation
 from trainrun.data.batch import map_leaves
-from trainrun.data.engines.device_feed import DeviceFeed, pinned
+from trainrun.data.engines.device_feed import DeviceFeed
 from trainrun.data.pipeline import open_batches
-from trainrun.data.split_batch import cut
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 from trainrun.interfaces import CountsSamples, MicroBatch
@@ -152,30 +149,6 @@ def test_what_a_device_would_be_waited_for_is_counted_on_the_host(task, source, 
     assert [batch.items for batch in epoch(sizes=task.sizes)] == [None] * len(wanted)
 
 
-def test_a_count_that_fails_comes_in_its_turn():
-    def sizes(data):
-        if int(data[0]) == 1:
-            raise DataError("no target")
-        return torch.ones(2, dtype=torch.int64)
-
-    batches = DeviceFeed(Source(), META, sizes=sizes).epoch(0)
-    assert next(batches).items == 2
-    with pytest.raises(DataError, match="no target"):
-        next(batches)
-
-
-def test_counts_do_not_outlive_what_they_counted():
-    batch = MicroBatch(torch.zeros(4, 2), items=8)
-    assert [piece.items for piece in cut(batch, 2)] == [None, None]
-
-    class One(Source):
-        def epoch(self, epoch, start=0):
-            yield batch._replace(indices=torch.arange(4))
-
-    mask = NamedAugmentation("data.augment.mask", lambda data, draws: data)
-    assert [found.items for found in Augmented(One(), [mask], 0).epoch(0)] == [None]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
@@ -205,12 +178,6 @@ def test_the_lengths_of_a_packed_sequence_stay_on_the_host():
     assert isinstance(there, PackedSequence)
     assert (there.data.device.type, there.sorted_indices.device.type) == ("meta", "meta")
     assert torch.equal(there.batch_sizes, packed.batch_sizes)
-
-
-def test_what_lies_on_a_gpu_is_not_pinned():
-    there = Mock(spec=torch.Tensor, is_cuda=True)
-    assert pinned([there, "word"]) == [there, "word"]
-    there.pin_memory.assert_not_called()
 
 
 @pytest.mark.gpu

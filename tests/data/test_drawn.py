@@ -119,15 +119,6 @@ def test_every_engine_rank_and_place_gives_the_same(way):
     assert joined_ranks == [rows for rows, _ in one]
 
 
-def test_a_place_far_inside_is_found_without_what_is_before():
-    drawn = mixed({"a": 0.2, "b": 0.8}, {"a": 3_000_000, "b": 1_000_000})
-    places = torch.tensor([[0, 3_999_999], [1_234_567, 77]])
-    at_once = drawn.samples(torch.arange(4_000_000), 4_000_000, 5, 9)
-    assert torch.equal(drawn.samples(places, 4_000_000, 5, 9), at_once[places])
-    assert int((at_once % 4_000_000 < 3_000_000).sum()) == 800_000
-    assert len(at_once.unique()) == 4_000_000  # one that comes again is counted on
-
-
 class Noisy(Said):
     def __getitem__(self, index):
         return torch.tensor([float(index), torch.rand(())]), LABELS[index]

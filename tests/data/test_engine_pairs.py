@@ -22,7 +22,7 @@ ENGINES = {
     "threads=3": {"engine": "threads", "num_threads": 3},
 }
 SINGLE = [name for name in ENGINES if name != "resident"]
-RANKS = [(0, 1), (0, 2), (1, 2)]
+RANKS = [(0, 1), (1, 2)]
 
 
 def columns():

@@ -139,22 +139,6 @@ def test_containers_come_back_as_they_were(source):
     assert_same_stream(source, resident, 0)
 
 
-class Doubled(TensorDataset):
-    def __getitem__(self, index):
-        return tuple(2 * column for column in super().__getitem__(index))
-
-
-def test_a_tensor_dataset_that_does_more_is_asked_for_its_samples():
-    stream, _ = open_batches(Doubled(*columns()), options(shuffle=False, num_workers=0))
-    assert torch.equal(next(stream.epoch(0)).data[0], 2 * columns()[0][:4])
-
-
-def test_float_dtype():
-    stream, _ = open_batches(columns(), options(float_dtype=torch.float64))
-    inputs, target = next(iter(stream.epoch(0))).data
-    assert (inputs.dtype, target.dtype) == (torch.float64, torch.int64)
-
-
 def test_resident_batches_are_copies():
     data = columns()
     stream, _ = open_batches(data, options())

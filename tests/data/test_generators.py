@@ -1,16 +1,13 @@
 """The hook: a parameter `generator` gets a torch.Generator seeded by (seed, epoch, index)."""
 
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from trainrun.data.engines.generators import generator_of, takes
-from trainrun.data.facts import facts_of
+from trainrun.data.engines.generators import generator_of
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 
@@ -87,27 +84,3 @@ def test_an_iterable_is_transformed_by_position(workers):
     got = [(batch.indices.tolist(), batch.real) for batch in share.epoch(1)]
     assert got == [([1], True), ([3], True), ([5], True), ([6], False)]
     share.close()
-
-
-def test_the_shape_is_that_of_a_transformed_sample():
-    data = torch.zeros(6, 1, 8, 8), torch.arange(6)
-    assert facts_of(data).shape == (1, 8, 8)
-    facts = facts_of(data, transform=lambda sample: (sample[0].flatten()[:5], sample[1]))
-    assert (facts.shape, facts.num_classes) == ((5,), 6)
-
-
-def test_who_takes_a_generator():
-    assert takes(noise, "generator")
-    assert takes(Noise().__getitem__, "generator")
-    assert not takes(lambda sample: sample, "generator")
-    assert not takes([].__getitem__, "generator")
-    assert not takes(None, "generator")
-
-
-def test_guarding_a_thread_does_not_import_the_compiler():
-    code = (
-        "import sys, torch; from trainrun.data.engines.generators import guarded\n"
-        "with guarded((1,), 'it'): torch.ones(2) + 1\n"
-        "assert 'torch._dynamo' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

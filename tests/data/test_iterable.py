@@ -32,16 +32,6 @@ class Sized(Stream):
         return self.claimed
 
 
-class Epochs(IterableDataset):
-    epoch = None
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        return iter([torch.tensor(self.epoch)] * 4)
-
-
 class Failing(IterableDataset):
     def __init__(self, error=OSError):
         self.error = error
@@ -101,11 +91,6 @@ def test_ranks_join_to_the_batches_of_one():
     assert all(rank[-1][2] for rank in evaluated)
 
 
-def test_set_epoch_is_called():
-    assert next(opened(Epochs()).epoch(7)).data.tolist() == [7, 7, 7]
-    assert next(opened(Epochs(), training=False).epoch(7)).data.tolist() == [0, 0, 0]
-
-
 def test_lengths():
     assert (opened(Stream()).num_batches, opened(Stream()).num_samples) == (None, None)
     sized = opened(Sized(), drop_last=True)
@@ -149,16 +134,3 @@ def test_refused_settings():
         opened(Stream(), limit=0.5)
     with pytest.raises(DataError, match=r"data.batch_size=30: larger than the data"):
         opened(Sized(), batch_size=30)
-
-
-@pytest.mark.process
-def test_close_ends_the_worker_and_the_stream_opens_again():
-    stream = opened(Stream(), num_workers=1)
-    batches = stream.epoch(0)
-    pid = int(next(batches).data[2][0])
-    stream.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    with pytest.raises(AssertionError, match="was closed"):
-        next(batches)
-    assert contents(stream.epoch(0)) == contents(opened(Stream()).epoch(0))

@@ -175,13 +175,6 @@ def test_an_abandoned_epoch_leaves_nothing_behind(opened):
     assert contents(stream.epoch(3, 1)) == contents(opened(Augmented()).epoch(3, 1))
 
 
-def test_a_forgotten_stream_ends_its_workers():
-    stream = stream_of(Augmented(), num_workers=1)
-    workers = pids(stream.epoch(0))
-    del stream
-    assert not any(alive(pid) for pid in workers)
-
-
 def test_workers_ignore_stop_signals(opened):
     stream = opened(Augmented(), num_workers=2)
     batches = stream.epoch(0)
@@ -265,36 +258,9 @@ def test_a_collate_function_of_the_user(opened, workers):
     assert (lengths.dtype, lengths.tolist()) == (torch.float32, [5, 5, 5])
 
 
-def test_a_collate_function_gets_samples_of_data_in_memory(opened):
-    source = torch.arange(6.0).view(6, 1), torch.arange(6)
-    stream = opened(source, collate_fn=lambda samples: [label for _, label in samples], shuffle=False)
-    assert next(stream.epoch(0)).data == [0, 1, 2]
-
-
-def test_samples_become_batches_of_the_same_container(opened):
-    data = next(opened(Augmented()).epoch(0)).data
-    assert isinstance(data, tuple)
-    assert (data[0].dtype, data[1].dtype) == (torch.float32, torch.int64)
-    assert isinstance(next(opened([[1, 2.0]] * 4).epoch(0)).data, list)
-
-
-def test_arrays_without_write_permission(opened):
-    rows = np.arange(12.0).reshape(6, 2)
-    rows.flags.writeable = False
-    batch = next(opened([(row,) for row in rows], shuffle=False).epoch(0)).data
-    assert torch.equal(batch[0], torch.arange(6.0).view(3, 2))
-
-
 class Movable:
     def __init__(self, device="cpu"):
         self.device = device
 
     def to(self, device, non_blocking):
         return Movable(device)
-
-
-def test_objects_with_to_are_moved(opened):
-    device = torch.device("meta")
-    stream = opened(Words(), collate_fn=lambda samples: [Movable(), torch.zeros(1)], device=device)
-    thing, tensor = next(stream.epoch(0)).data
-    assert (thing.device.type, tensor.device.type) == ("meta", "meta")

@@ -64,13 +64,6 @@ def test_nothing_is_copied_and_nothing_said_of_write_protection(tmp_path, kind, 
     assert torch.equal(tensor_view(mapped), torch.from_numpy(np.array(mapped)))
 
 
-def test_what_torch_cannot_index_has_no_view():
-    for array in (np.zeros(3, ">f4"), np.zeros(3, np.uint16), np.arange(9)[::-1], np.zeros(3, np.longdouble)):
-        assert tensor_view(array) is None
-    packed = np.zeros(4, np.dtype([("a", "u1"), ("b", "<f4")]))["b"]  # a step of 5 bytes
-    assert tensor_view(packed) is None
-
-
 def test_which_arrays_are_mapped(tmp_path):
     array, mapped = stored(tmp_path, "float32")
     for value in (mapped, mapped[2:], np.asarray(mapped), mapped.reshape(-1)):

@@ -7,11 +7,9 @@ from torch.utils.data import Dataset
 
 from trainrun.data.engines import choice as memory
 from trainrun.data.engines.choice import MemoryLoad, too_much
-from trainrun.data.engines.workers import memory_line
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
-from trainrun.runtime.machine import host_memory
 
 
 class Large(Dataset):
@@ -84,16 +82,3 @@ def test_what_is_too_much(monkeypatch):
     monkeypatch.setattr(memory, "shared_free_bytes", lambda: None)
     monkeypatch.setattr(memory, "files_left", lambda: None)
     assert too_much(MemoryLoad(64, 2, 10**9, 9)) == ""
-
-
-def test_the_memory_of_a_container(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainrun.runtime.machine.CGROUP", tmp_path)
-    machine = psutil.virtual_memory()
-    assert host_memory().total == machine.total
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("0\n")
-    assert host_memory().total == machine.total
-    (tmp_path / "memory.max").write_text("2000000\n")
-    (tmp_path / "memory.current").write_text("1500000\n")
-    assert host_memory() == (500_000, 2_000_000)
-    assert memory_line().startswith("0.0 of 0.0 GB of memory are free now, this process holds ")

@@ -77,18 +77,6 @@ def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, here, kind):
     assert ("too much to be resident on cpu" in note) is (kind is LoaderBatches)
 
 
-def test_ranks_of_other_machines_take_no_cores_of_this_one(monkeypatch):
-    monkeypatch.setattr(choice, "usable_cores", lambda: 16)
-    _, note = opened(Samples(), world_size=4, local_world_size=2)
-    assert note == "data.train: 7 loader workers (16 cores for 2 ranks)"
-
-
-def test_automatic_workers_have_a_ceiling(monkeypatch):
-    monkeypatch.setattr(choice, "usable_cores", lambda: 64)
-    assert choice.loader_workers("auto", 1).number == 8
-    assert choice.loader_workers("auto", 16).number == 3
-
-
 @pytest.mark.parametrize(
     ("source", "changes", "message"),
     [

@@ -8,11 +8,11 @@ from torch.utils.data import Subset, default_collate
 
 from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.facts import facts_of
-from trainrun.data.pipeline import as_bytes, open_batches
+from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.scale import Scale, Scaled
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Arrays, columns_of
+from trainrun.data.tensor_dataset import Arrays
 
 N = 22
 ENGINES = {
@@ -139,14 +139,6 @@ def test_code_of_the_users_sees_the_numbers(changes, cache, folder):
     assert facts_of(pictures(folder), transform=doubled).shape == (3, 8, 8)
 
 
-def test_whoever_indexes_it_gets_the_numbers(folder):
-    assert pictures(folder)[0][0].dtype is torch.float32
-    assert torch.equal(columns_of(arrays(), "data.train")[3][0], floats_of(arrays()).tensors[0][3])
-    raw, scale = as_bytes(pictures(folder))
-    assert torch.equal(scale(raw[5][0]), pictures(folder)[5][0])
-    assert pictures(folder).form.dtype == "float32"
-
-
 def test_a_part_of_it_and_bytes_that_were_asked_for(folder):
     part = Subset(pictures(folder), [5, 3, 8, 1])
     assert isinstance(opened(part), Scaled)
@@ -164,9 +156,3 @@ def test_normalize_sees_the_same_numbers(training, folder):
     assert_same(left, epochs(pictures(folder), augment=augment, training=training))
     plain = epochs(pictures(folder), training=training)
     torch.testing.assert_close(left[0].data[0], (plain[0].data[0] - 0.5) / 0.25)
-
-
-def test_evaluation_takes_as_large_batches_as_of_numbers():
-    words = {"training": False, "may_grow": True, "engine": "resident"}
-    assert_same(epochs(floats_of(arrays()), **words), epochs(arrays(), **words))
-    assert len(epochs(arrays(), **words)) == 3

@@ -4,7 +4,7 @@ from torch.utils.data import Dataset
 
 from trainrun.data.bad_samples import Skips
 from trainrun.data.pipeline import open_batches
-from trainrun.data.stream_options import StreamOptions, report_to
+from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
 N = 40
@@ -107,16 +107,6 @@ def test_a_batch_that_lost_all_samples_is_filled_in_training_and_left_out_in_eva
     evaluation.close()
 
 
-def test_the_report_comes_with_the_last_batch():
-    notes = []
-    batches = opened(Samples(1), notes).epoch(0)
-    for _ in range(9):
-        next(batches)
-    assert notes == []
-    next(batches)
-    assert len(notes) == 1
-
-
 def test_faults_of_a_transform_are_skipped_and_those_of_collating_are_not():
     def refuse(sample):
         if sample == 6:
@@ -140,19 +130,3 @@ def test_faults_of_a_transform_are_skipped_and_those_of_collating_are_not():
 def test_without_a_single_readable_sample():
     with pytest.raises(DataError, match="neither sample 3 nor the 100 after it can be read"):
         list(opened(Samples(*range(N)), max_skipped_fraction=1.0).epoch(0))
-
-
-def test_the_report_names_three_and_counts_the_others(capsys):
-    notes = []
-    skips = Skips("data.val", 1.0, report_to([notes.append]), samples=40, batches=10)
-    skips.begin(2, 0)
-    skips.add(4, ["a", "b"])
-    skips.add(4, ["c", "d"])
-    skips.end()
-    skips.end()
-    assert notes == [
-        "data.on_error=skip: 4 samples were left out of data.val in epoch 2. a; b; c; and 1 more"
-    ]
-    assert skips.total == 4
-    report_to([])("hello")
-    assert capsys.readouterr().err == "note: hello\n"

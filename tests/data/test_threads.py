@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from trainrun.data.engines.generators import GlobalDraw, Guard, guarded
+from trainrun.data.engines.generators import GlobalDraw
 from trainrun.data.engines.threads import ThreadBatches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -98,17 +98,6 @@ def test_it_reads_ahead_and_no_further_than_asked(threads, factor, ahead):
     time.sleep(0.05)
     assert len(seen) == 2 * ahead, "batches of two, the first of which was taken"
     next(batches)
-    batches.close()
-
-
-def test_reading_runs_while_the_training_computes():
-    """The second batch is read although nobody asks for it."""
-    read = threading.Event()
-    stream = opened(Samples(read.set, at=3), num_threads=1)
-    read.clear()
-    batches = stream.epoch(0)
-    next(batches)
-    assert read.wait(20)
     batches.close()
 
 
@@ -264,21 +253,6 @@ def test_draws_of_the_training_or_of_another_thread_are_no_fault():
     for _ in stream.epoch(0):
         torch.rand(3), np.random.rand(), random.random()
     other.join()
-
-
-def test_the_guard_is_of_one_thread_and_lets_generators_pass():
-    with Guard("x"):
-        torch.rand(2, generator=torch.Generator())
-        torch.randperm(3, generator=torch.Generator())
-        seen = []
-        thread = threading.Thread(target=lambda: seen.append(torch.rand(1)))
-        thread.start(), thread.join()
-        assert len(seen) == 1
-        with pytest.raises(GlobalDraw):
-            torch.rand(1)
-    with pytest.raises(GlobalDraw), guarded((0,), "x"):
-        torch.randint(0, 3, (2,))
-    torch.rand(1)
 
 
 # --- the end of the process -----------------------------------------------------------------------

@@ -143,12 +143,6 @@ def test_a_collapse_can_end_the_run(workdir: Path) -> None:
         train("run", 300, *COLLAPSING, "hook.vae.on_collapse=raise", "hook.vae.fast=true")
 
 
-def test_fast_and_quiet(workdir: Path) -> None:
-    run = train("run", 90, *OFTEN, "hook.vae.fast=true", "hook.vae.verbose=false")
-    assert {"mutual_information", "gain"}.isdisjoint(rows_of(run, "vae")[-1])
-    assert rows_of(run, "note") == []
-
-
 def test_its_time_is_in_the_account_and_its_pictures_in_the_folder(workdir: Path) -> None:
     run = train("run", 30, *OFTEN, "monitor.plots=true")
     seconds = rows_of(run, "ledger")[-1]["seconds"]["hooks"]
@@ -158,16 +152,6 @@ def test_its_time_is_in_the_account_and_its_pictures_in_the_folder(workdir: Path
     for name in ("latents", "active_units"):
         assert (Path(run) / "plots" / f"{name}.png").stat().st_size > 5000
     assert not list(Path(train("plain", 3, *SMALL, "monitor.plots=true")).glob("plots/latents.png"))
-
-
-def test_a_network_that_draws_its_own_noise_has_no_gain(workdir: Path) -> None:
-    (workdir / "own.py").write_text(
-        "import torch\nfrom trainrun.model.vae import Vae\n\n\nclass Own(Vae):\n"
-        "    def forward(self, x):\n        return super().forward(x)\n"
-    )
-    run = train("run", 10, *OFTEN[5:], "task=vae", "model=own.Own", "model.in_shape=[1,8,8]", "hook.vae.verbose=true",
-                "data.augment.noise=null")  # fmt: skip
-    assert "gain" not in rows_of(run, "vae")[-1]
 
 
 @pytest.mark.parametrize(

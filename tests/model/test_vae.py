@@ -53,13 +53,6 @@ def test_noise_that_is_given_is_the_only_chance() -> None:
     assert torch.equal(model(x).reconstruction, model(x, torch.zeros(4, 3)).reconstruction)
 
 
-def test_a_code_begins_near_its_prior() -> None:
-    torch.manual_seed(0)
-    _, mean, log_var = Vae((1, 28, 28))(torch.randn(64, 1, 28, 28))
-    assert log_var.abs().max() < 2
-    assert 0 < mean.std() < 1
-
-
 def test_the_code_is_float32_under_autocast() -> None:
     model = Vae((1, 8, 8), 3, width=4)
     with torch.autocast("cpu", torch.bfloat16):

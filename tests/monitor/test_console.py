@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from trainrun.formatting import counted, duration, figure, quantity
 from trainrun.interfaces import RunFacts
 from trainrun.monitor import notebook
 from trainrun.monitor.bar import ProgressBar
-from trainrun.monitor.console import Console, place_line, start_lines
+from trainrun.monitor.console import Console, start_lines
 
 FACTS = RunFacts(
     "digits-mlp", "runs/x", "cpu", 2, 32, 4, 1437, 360, 45, 900, 20, "MLP (layers)", 19210, 19210,
@@ -76,31 +75,6 @@ ended at step 900: trainer.max_epochs=20 reached
     )
 
 
-def test_less_is_said_without_verbose_and_of_what_is_unknown() -> None:
-    stream = io.StringIO()
-    console = Console(verbose=False, stream=stream)
-    console.on_start(FACTS, 0)
-    assert stream.getvalue() == "digits-mlp  runs/x\n"
-    stream.seek(0)
-    open_end = replace(
-        FACTS, num_train=None, num_val=None, steps_per_epoch=None, total_steps=None, total_epochs=None,
-        num_trainable=10, choices=(),
-    )  # fmt: skip
-    Console(stream=stream).on_start(open_end, 1500)
-    assert (
-        stream.getvalue()
-        == """\
-digits-mlp on cpu, resumed at step 1,500
-  model   MLP (layers), 19,210 parameters, 10 of them trained
-  data    an unknown number of training samples
-  step    batch 32 x accumulate 4 x ranks 2 = 256
-  update  AdamW, lr 0.001, schedule cosine
-  length  an unknown number of steps
-  folder  runs/x
-"""
-    )
-
-
 def test_a_run_without_validation_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainrun.monitor.console.QUIET_SECONDS", 0.0)
     stream = io.StringIO()
@@ -112,71 +86,10 @@ def test_a_run_without_validation_is_not_silent(monkeypatch: pytest.MonkeyPatch)
     assert stream.getvalue().splitlines()[1:] == ["epoch 1.111/20  step 50  train/loss 0.3"]
 
 
-def test_a_line_has_the_validation_of_its_step_alone_and_no_step_is_said_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("trainrun.monitor.console.QUIET_SECONDS", 0.0)
-    stream = io.StringIO()
-    console = Console(verbose=False, stream=stream)
-    console.on_start(FACTS, 0)
-    for step in range(1, 151):
-        console.on_batch(step)
-        if step % 50 == 0:
-            console.on_step(step, step / 45, {"train/loss": 1 / step})
-        if step % 100 == 0:
-            console.on_eval(step, step / 45, {"val/loss": 0.5})
-    console.on_end(SUMMARY)
-    assert stream.getvalue().splitlines()[1:4] == [
-        "epoch 1.111/20  step 50  train/loss 0.02",
-        "epoch 2.222/20  step 100  train/loss 0.01  val/loss 0.5",
-        "epoch 3.333/20  step 150  train/loss 0.006667",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("steps_per_epoch", "total_steps", "step", "epoch", "place"),
-    [
-        (10**6, 5000, 1200, 0.0012, "step 1,200/5,000"),  # a data set of every window of a text
-        (None, 5000, 1200, 0.0, "step 1,200/5,000"),  # an endless one
-        (None, None, 1200, 0.0, "step 1,200"),
-        (None, None, 1200, 3.0, "epoch 3/20  step 1,200"),  # it has an end after all
-        (45, 900, 135, 3.0, "epoch 3/20  step 135"),
-        (45, 60, 50, 1.111, "epoch 1.111/1.333  step 50"),  # trainer.max_steps ends it, not max_epochs=20
-    ],
-)
-def test_epochs_are_said_of_runs_that_see_one(steps_per_epoch, total_steps, step, epoch, place) -> None:
-    facts = replace(FACTS, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
-    assert place_line(step, epoch, facts) == place
-
-
 def test_the_length_names_epochs_where_they_end_the_run() -> None:
     facts = replace(FACTS, steps_per_epoch=10**6, total_steps=5000)
     assert "  length  5,000 steps, 1,000,000 an epoch" in start_lines(facts, 0, True)
     assert ProgressBar(facts, 0).draw(80, 1200, []).plain.startswith("training  ")
-
-
-def test_the_newest_numbers_are_said_at_the_end_and_once() -> None:
-    stream = io.StringIO()
-    console = Console(verbose=False, stream=stream)
-    console.on_start(FACTS, 0)
-    console.on_eval(50, 1.0, {"val/loss": 0.5})
-    console.on_step(100, 2.0, {"train/loss": 0.3, "train/acc": 0.9, "lr": 1e-3})
-    console.on_end(SUMMARY)
-    said = stream.getvalue().splitlines()
-    assert said[1:3] == [
-        "epoch 1/20  step 50  val/loss 0.5",
-        "epoch 2/20  step 100  train/loss 0.3  train/acc 0.9",
-    ]
-    assert said[3].startswith("ended at step")
-
-
-def test_only_recent_log_points_count_for_the_speed() -> None:
-    stream = io.StringIO()
-    console = Console(window=2, stream=stream)
-    for step, per_second in ((1, 1.0), (3, 100.0), (4, 400.0)):
-        console.on_step(step, 0.0, speed(per_second))
-    console.on_eval(4, 1.0, {"val/loss": 1.0})  # 300 samples in 2.25 seconds
-    assert stream.getvalue() == "epoch 1  step 4  val/loss 1  133 samples/s\n"
 
 
 def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,42 +218,6 @@ def test_the_bar_shows_the_share_of_waiting_of_the_last_half_minute() -> None:
     assert shown == ["lr 1", *(f"lr 1  waits for data {share} %" for share in (50, 48, 25))]
 
 
-def test_the_time_left_follows_the_recent_speed() -> None:
-    times = iter((0.0, 0.0, 10.0, 100.0, 110.0, 129.0))
-    bar = bar_of(1000, None, None, clock=lambda: next(times))
-    assert "? left" in bar.draw(80, 0, []).plain
-    for step in (10, 100, 200, 390):
-        drawn = bar.draw(80, step, []).plain
-    assert "1:01 left" in drawn  # 610 steps at 10 a second, not at 3
-
-
-def test_a_bar_of_unknown_length_and_in_plain_letters() -> None:
-    assert bar_of(None, None, None).draw(80, 1234, []).plain.splitlines()[0] == "training  step 1,234  0.0 s"
-    plain = bar_of(10, 5, None, 5, ascii_only=True).draw(80, 5, []).plain
-    assert plain.splitlines()[0] == f"epoch 2  {'#' * 20}{'-' * 20}  5/10  50%  ? left"
-
-
-def test_numbers_are_readable() -> None:
-    shown = [figure(value) for value in (0.123456, 1e-5, 3.0, 19210, float("nan"), True, None, "x")]
-    assert shown == ["0.1235", "1e-05", "3", "19,210", "nan", "True", "None", "x"]
-    assert [quantity(value) for value in (0.0, 9.5, 999.9, 5912.3, 12.34e6)] == [
-        "0",
-        "9.5",
-        "1k",
-        "5.91k",
-        "12.3M",
-    ]
-    assert [duration(value) for value in (0.0, 1e-6, 0.04, 0.096, 9.94, 9.96, 59.7, 125.0, 3725.0)] == [
-        "0.0 s", "1 ms", "40 ms", "0.1 s", "9.9 s", "10 s", "1:00", "2:05", "1:02:05",
-    ]  # fmt: skip
-
-
-def test_one_is_not_many() -> None:
-    assert [counted(number, "epoch") for number in (0, 1, 2000, None)] == [
-        "0 epochs", "1 epoch", "2,000 epochs", "an unknown number of epochs",
-    ]  # fmt: skip
-
-
 class ClosedPipe(io.StringIO):
     def write(self, text: str) -> int:
         raise BrokenPipeError
@@ -351,19 +228,6 @@ class ClosedPipe(io.StringIO):
 
 def test_a_closed_terminal_or_pipe_ends_no_training() -> None:
     run(Console(stream=ClosedPipe()))
-
-
-def test_tokens_are_shown_as_such() -> None:
-    stream = io.StringIO()
-    console = Console(False, True, False, 20, stream)
-    console.on_start(FACTS, 0)
-    console.on_step(450, 10.0, {"train/loss": 0.25, "tokens_per_second": 5900.0, "step_seconds": 0.1})
-    console.on_eval(450, 10.0, {"val/loss": 0.5})
-    console.on_end({"step": 450, "seconds": 12.0, "tokens_per_second": 6100.0, "samples_per_second": None})
-    text = stream.getvalue()
-    assert "5.9k tokens/s" in text
-    assert "12 s, 6.1k tokens/s" in text
-    assert "samples/s" not in text
 
 
 def test_a_notebook_has_a_bar_of_html(

@@ -45,14 +45,6 @@ def test_rows_are_written_until_it_is_closed() -> None:
     assert ("gpu_allocated_peak_bytes" in rows[-1]) == torch.cuda.is_initialized()
 
 
-def test_a_short_run_has_a_sample_of_its_start_and_its_end() -> None:
-    rows: list[dict[str, Any]] = []
-    steps = iter((0, 9))
-    hardware = Hardware(rows.append, lambda: next(steps), interval_seconds=1e6)
-    hardware.close()
-    assert [row["step"] for row in rows] == [0, 9]
-
-
 def test_a_failure_ends_the_sampling_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[dict[str, Any]] = []
 

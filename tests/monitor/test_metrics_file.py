@@ -75,12 +75,6 @@ def test_rows_are_held_back_until_an_evaluation(path: Path) -> None:
     assert len(read_rows(path)) == 3
 
 
-def test_a_row_reaches_the_disk_after_the_flush_time(path: Path) -> None:
-    file = Bus(MetricsFile(path, flush_seconds=0))
-    file.on_step(1, 0.1, {"train/loss": 1.0})
-    assert len(read_rows(path)) == 1
-
-
 def test_a_cut_last_line_is_left_out(path: Path) -> None:
     path.write_bytes(b'{"kind": "train", "step": 1}\n{"kind": "train", "st')
     assert [row["step"] for row in read_rows(path)] == [1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from trainrun.errors import PluginError
 from trainrun.optimizer.build_optimizer import build_optimizer
@@ -139,12 +139,6 @@ def test_where_fusing_fails_the_plain_update_is_taken() -> None:
 
     optimizer, _ = build_optimizer(AdamW, {"lr": 0.1}, Complex())
     assert not is_fused(optimizer)
-
-
-def test_an_optimizer_without_the_switch() -> None:
-    optimizer, note = build_optimizer(RMSprop, {"lr": 0.1}, nn.Linear(3, 2))
-    assert note == "optimizer: RMSprop, not fused (cpu): it has no fused kernel"
-    assert len(optimizer.param_groups[0]["params"]) == 2
 
 
 def test_a_function_that_makes_an_optimizer() -> None:

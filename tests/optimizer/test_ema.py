@@ -53,14 +53,6 @@ def test_the_average_is_the_closed_form(decay: float, every: int) -> None:
     assert not torch.equal(ema.module.linear.weight, model.linear.weight) or decay == 0.0
 
 
-def test_before_the_first_update_it_is_the_model() -> None:
-    model = Net()
-    ema = Ema(model, decay=0.9, every=1)
-    assert ema.module is not model
-    assert torch.equal(ema.module.linear.weight, model.linear.weight)
-    assert not any(param.requires_grad for param in ema.module.parameters())
-
-
 def test_the_training_does_not_notice() -> None:
     plain, averaged = Net(), Net()
     left = fit(plain, None, range(6))

@@ -38,12 +38,6 @@ def test_slurm_step_becomes_torchruns_words() -> None:
     assert next_step["MASTER_PORT"] != env["MASTER_PORT"]
 
 
-def test_an_address_that_the_user_gave_is_kept() -> None:
-    env = SLURM_STEP | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
-    assert external_ranks(env)
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.7", "29500")
-
-
 @pytest.mark.process
 def test_a_node_whose_name_does_not_resolve_is_found_at_slurms_own_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,6 @@ from typing import Any
 import matplotlib.colors
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from trainrun.errors import DataError
 from trainrun.monitor.bus import Bus
@@ -19,10 +18,7 @@ from trainrun.plots.prediction_grids import confusion_picture, predictions_pictu
 from trainrun.plots.run_curves import (
     draw_run,
     loss_picture,
-    lr_picture,
     memory_picture,
-    metrics_picture,
-    throughput_picture,
 )
 from trainrun.runs.run_folder import RunDir
 
@@ -66,46 +62,6 @@ def test_a_whole_run_has_all_pictures(make_run: Any, tmp_path: Path) -> None:
     assert str(dict(matplotlib.rcParams)) == before  # a user's own plots look as they did
 
 
-def test_the_pictures_of_a_run_leave_out_what_makes_drawing_slow(make_run: Any, tmp_path: Path) -> None:
-    history = read_history(make_run(tmp_path / "run"))
-    pictures = [
-        loss_picture(history, 5), metrics_picture(history, 5), lr_picture(history), throughput_picture(history, 5),
-        memory_picture(history),
-    ]  # fmt: skip
-    drawn = [picture for picture in pictures if picture is not None]
-    assert len(drawn) == 5
-    assert all(picture.get_layout_engine() is None for picture in drawn)  # it draws each picture twice
-    assert not [
-        ax for picture in drawn for ax in picture.axes if ax.child_axes
-    ]  # a third of a picture's time
-
-
-def test_long_names_of_classes_stay_on_the_picture(open_run: OpenRun) -> None:
-    run, file = open_run
-    names = [f"WWWWWWWWWWWWW{i}" for i in range(12)]
-    file.write(
-        {"kind": "confusion", "step": 1, "class_names": names, "matrix": np.eye(12, dtype=int).tolist()}
-    )
-    file.close()
-    picture = confusion_picture(read_history(run))
-    assert picture is not None
-    picture.draw_without_rendering()
-    for ax in picture.axes:
-        box = ax.get_tightbbox()
-        assert min(box.x0, box.y0) >= 0
-        assert box.x1 <= picture.bbox.x1
-        assert box.y1 <= picture.bbox.y1
-
-
-def test_only_what_was_logged_is_drawn(open_run: OpenRun) -> None:
-    run, file = open_run
-    file.flush()
-    assert draw_run(run) == []
-    file.on_step(1, 0.1, {"train/loss": 2.0, "train/acc": 0.1, "lr": 0.1})
-    file.flush()
-    assert [path.name for path in draw_run(run)] == ["loss.png", "metrics.png", "lr.png"]
-
-
 def test_a_single_point_and_values_that_are_not_finite_can_be_drawn(open_run: OpenRun) -> None:
     run, file = open_run
     row = {
@@ -142,61 +98,6 @@ def test_loss_shows_raw_and_averaged_curves_the_best_step_and_resumes(make_run: 
     assert ax.get_xlabel() == "step (10 an epoch)"
 
 
-def test_missing_points_are_counted_on_the_picture(open_run: OpenRun) -> None:
-    run, file = open_run
-    for step in range(1, 30):
-        file.on_step(step, step / 10, {"train/loss": math.nan if step > 20 else 1.0})
-    file.on_eval(29, 2.9, {"val/loss": 2.0})
-    file.close()
-    picture = loss_picture(read_history(run), 5)
-    assert picture is not None
-    assert "not shown: nan or inf at 9 log points" in texts_of(picture.axes[0])
-    assert "best val/loss 2 (step 29)" in texts_of(picture.axes[0])  # no summary yet
-    assert picture.axes[0].get_yscale() == "linear"
-    assert max(picture.axes[0].get_lines()[1].get_xdata()) == 20  # the mean ends with the curve
-
-
-def test_each_metric_has_its_panel_and_the_loss_has_none(open_run: OpenRun) -> None:
-    run, file = open_run
-    file.on_step(1, 0.1, {"train/loss": 1.0, "train/acc": 0.5, "lr": 1.0})
-    file.on_eval(1, 0.1, {"val/loss": 1.0, "val/acc": 0.5, "val/f1": 0.4, "val/seconds": 1.0})
-    file.on_eval(1, 0.1, {"test/acc": 0.25})
-    file.close()
-    picture = metrics_picture(read_history(run), 5)
-    assert picture is not None
-    assert [ax.get_ylabel() for ax in picture.axes] == ["acc", "f1"]
-    assert texts_of(picture.axes[0]) == ["train", "val", "test 0.25"]
-
-
-def test_the_best_step_is_marked_in_the_panel_of_its_metric(make_run: Any, tmp_path: Path) -> None:
-    picture = metrics_picture(read_history(make_run(tmp_path / "run")), 5)
-    assert picture is not None
-    marked = {ax.get_ylabel(): "best val/acc 0.98 (step 100)" in texts_of(ax) for ax in picture.axes}
-    assert marked["acc"]
-    assert sum(marked.values()) == 1
-
-
-def test_units_follow_the_size(open_run: OpenRun) -> None:
-    run, file = open_run
-    for step in (1, 2):
-        file.on_step(step, 0.1, {"lr": 0.1, "samples_per_second": 1e6, "step_seconds": 2e-5})
-        row = {"memory_bytes": 3 * 2**29, "gpu_memory_bytes": 2**29, "cpu_percent": 50.0, "gpu_percent": 10.0}
-        file.write({"kind": "hardware", "step": step, **row})
-    file.close()
-    history = read_history(run)
-    memory, throughput = memory_picture(history), throughput_picture(history, 5)
-    assert memory is not None
-    assert throughput is not None
-    assert [ax.get_ylabel() for ax in memory.axes] == ["memory (GiB)", "load (%)"]
-    assert [list(line.get_ydata()) for line in memory.axes[0].get_lines()] == [[1.5, 1.5], [0.5, 0.5]]
-    assert [ax.get_ylabel() for ax in throughput.axes] == ["samples per second", "µs per step"]
-    assert list(throughput.axes[1].get_lines()[0].get_ydata()) == pytest.approx([20, 20])
-    assert throughput.axes[0].get_ylim()[0] == 0
-    rates = lr_picture(history)
-    assert rates is not None
-    assert len(rates.axes) == 1  # no gradient norm was logged
-
-
 def test_every_gpu_and_rank_has_its_curve(open_run: OpenRun) -> None:
     run, file = open_run
     row = {"memory_bytes": 2**30, "rank0_memory_bytes": 2**29, "rank0_cpu_percent": 90.0, "gpu_percent": 10.0}
@@ -231,20 +132,6 @@ def test_confusion_is_normalised_by_row_and_says_the_accuracy(make_run: Any, tmp
     assert [label.get_text() for label in ax.get_yticklabels()] == ["cat", "$dog_"]
 
 
-def test_many_classes_have_no_numbers_and_not_all_names(open_run: OpenRun) -> None:
-    run, file = open_run
-    names = [f"a class with a long name {i}" for i in range(90)]
-    file.write(
-        {"kind": "confusion", "step": 1, "class_names": names, "matrix": np.eye(90, dtype=int).tolist()}
-    )
-    file.close()
-    picture = confusion_picture(read_history(run))
-    assert picture is not None
-    assert not picture.axes[0].texts
-    assert len(picture.axes[0].get_yticklabels()) == 30
-    assert max(len(label.get_text()) for label in picture.axes[0].get_yticklabels()) == 14
-
-
 def test_wrong_predictions_are_red_and_right_ones_are_not(make_run: Any, tmp_path: Path) -> None:
     picture = predictions_picture(make_run(tmp_path / "run"))
     assert picture is not None
@@ -260,18 +147,6 @@ def test_wrong_predictions_are_red_and_right_ones_are_not(make_run: Any, tmp_pat
     left, top = round(red.get_x() + 0.5), round(red.get_y() + 0.5)
     shown = np.linspace(0, 1, 3 * 8 * 6, dtype=np.float32).reshape(3, 8, 6)[1]  # as `write_run` kept it
     assert (board[top : top + 8, left : left + 6, 0] == (255 * shown).round()).all()
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_the_grid_holds_25_samples_of_any_size(open_run: OpenRun, channels: int) -> None:
-    run, _ = open_run
-    images = np.full((30, channels, 300, 200), np.nan, dtype=np.float32)
-    classes = np.arange(30)
-    save_file({"images": images, "target": classes, "prediction": classes}, run.samples)
-    picture = predictions_picture(run)
-    assert picture is not None
-    assert len(picture.axes[0].texts) == 25
-    assert picture.axes[0].texts[24].get_text() == "24 (24)"
 
 
 def test_a_damaged_samples_file_is_named(make_run: Any, tmp_path: Path) -> None:

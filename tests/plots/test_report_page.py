@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from trainrun.plots import canvas
-from trainrun.plots.compare import compare, compare_picture, differing_keys, short_names, text_table
-from trainrun.plots.history import flat, read_history
+from trainrun.plots.compare import compare, compare_picture
+from trainrun.plots.history import read_history
 from trainrun.plots.report import draw_report
 from trainrun.plots.run_curves import draw_run
-from trainrun.runs.run_folder import RunDir
 
 EVIL = '<script>alert("x")</script>&'
 
@@ -109,13 +108,6 @@ def test_a_comparison_shows_only_what_differs(make_run: Any, tmp_path: Path) -> 
     assert "optimizer.lr" in page.text
 
 
-def test_a_wide_comparison_has_a_line_a_value() -> None:
-    head, rows = ["run", *(f"model.key_{i:02d}" for i in range(20))], [["a", *"x" * 20], ["b", *"y" * 20]]
-    lines = text_table(head, rows).splitlines()
-    assert [line.split() for line in lines[:2]] == [["run", "a", "b"], ["model.key_00", "x", "y"]]
-    assert len(lines) == 21
-
-
 def test_a_run_without_config_or_metrics_can_be_compared(
     make_run: Any, open_run: Any, tmp_path: Path
 ) -> None:
@@ -123,21 +115,6 @@ def test_a_run_without_config_or_metrics_can_be_compared(
     file.close()
     result = compare([make_run(tmp_path / "a"), run], tmp_path)
     assert result.table.splitlines()[2].split() == ["run", "-", "-", "-", "-", "-"]
-
-
-def test_keys_differ_in_value_or_presence() -> None:
-    configs = [
-        flat({"a": 1, "b": {"c": [1], "d": {}}, "run_name": "x"}),
-        flat({"a": 1, "b": {"c": [2]}, "e": None}),
-        {},
-    ]
-    assert differing_keys(configs) == ["b.c", "b.d", "e"]
-
-
-def test_names_are_short_and_distinct() -> None:
-    roots = [Path("/x/day1/run"), Path("/x/day2/run")]
-    assert short_names([RunDir(root) for root in roots]) == ["day1/run", "day2/run"]
-    assert short_names([RunDir(Path("/x/run"))]) == ["run"]
 
 
 @pytest.mark.parametrize("name", ["a", "7-optimizer.lr=0.001-data.batch_size=32"])

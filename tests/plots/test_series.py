@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 
 from trainrun.plots.series import (
     Series,
-    fitting_window,
     moving_average,
     names_in,
     series_of,
     thinned,
-    wants_log_scale,
     window_steps,
 )
 
@@ -63,10 +61,6 @@ def test_a_speed_is_averaged_as_items_over_seconds() -> None:
     assert means.values[1] == pytest.approx(items.sum() / seconds.sum())
 
 
-def test_the_window_leaves_short_curves_their_shape() -> None:
-    assert [fitting_window(points, 20) for points in (0, 4, 18, 50, 10_000)] == [1, 1, 3, 10, 20]
-
-
 def test_thinning_keeps_extremes_ends_and_order() -> None:
     values = np.sin(np.arange(300_000) / 5000)
     values[123_456], values[200_001] = 50.0, -50.0
@@ -78,16 +72,3 @@ def test_thinning_keeps_extremes_ends_and_order() -> None:
     assert (thin.steps[0], thin.steps[-1]) == (0, 299_999)
     assert (np.diff(thin.steps) > 0).all()
     assert np.isfinite(thin.values).all()
-
-
-def test_thinning_leaves_few_points_alone_but_drops_what_is_not_finite() -> None:
-    assert thinned(series(1.0, np.nan, np.inf, 2.0)).steps.tolist() == [1, 4]
-
-
-def test_log_scale_is_for_more_than_two_decades_above_zero() -> None:
-    assert wants_log_scale([series(1.0, 101.0)])
-    assert wants_log_scale([series(1.0), series(101.0, np.nan)])
-    assert not wants_log_scale([series(1.0, 99.0)])
-    assert not wants_log_scale([series(0.0, 99.0)])
-    assert not wants_log_scale([series(-1.0, 999.0)])
-    assert not wants_log_scale([series(np.nan), series()])

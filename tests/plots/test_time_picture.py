@@ -21,13 +21,6 @@ def test_blocks_are_differences_and_a_resume_counts_anew() -> None:
     assert blocks_of([]).shape == (0, len(ACCOUNTS))
 
 
-def test_joining_neighbours_keeps_every_second() -> None:
-    rows = [row(data=float(i // 2), forward=float(i - i // 2)) for i in range(1, 8)]
-    joined = blocks_of(rows, most=3)
-    assert joined.sum(axis=1).tolist() == [3.0, 3.0, 1.0]
-    assert joined[0, [1, 3]].tolist() == [1.0, 2.0]
-
-
 def test_the_picture_names_what_is_large(make_run: Any, tmp_path: Any) -> None:
     picture = ledger_picture(read_history(make_run(tmp_path / "run")), "title")
     assert picture is not None

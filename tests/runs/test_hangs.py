@@ -61,7 +61,7 @@ WORDS = [
     "data.train._target_=own.Slow", "data.num_classes=2", "model=mlp", "data.batch_size=4", "data.shuffle=false",
     "data.engine=workers", "data.num_workers=0", "trainer.max_epochs=2", "trainer.num_threads=1",
     "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",
-    "checkpoint.every_n_train_steps=2",
+    "checkpoint.every_n_train_steps=2", "parallel.accelerator=cpu",
 ]  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def test_two_ranks_go_on_with_the_same_bits(own: Path, capfd: pytest.CaptureFixt
 def test_a_signal_from_outside_saves_and_says_how_to_go_on(
     own: Path, parallel: str, name: str, code: int
 ) -> None:
-    words = changed(WORDS, "trainer.max_epochs=100000", "data.batch_size=4")
+    words = changed(WORDS, "trainer.max_epochs=100000", "data.batch_size=4", "parallel.accelerator=cpu")
     process = ForkedCommand(*words, f"parallel={parallel}", "output_dir=run")
     metrics = own / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300
@@ -325,6 +325,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits_and_rows(own: Path
         return run_forked(lambda: main(list(words)), own / "output", 300.0).code
 
     words = changed(WORDS, "checkpoint.every_n_train_steps=2", "trainer.val_check_interval=1.0")
+    words.append("parallel.accelerator=cpu")  # each life is forked
     assert main([*words, *stop_at(-1, "SIGKILL"), "output_dir=whole"]) == 0
     assert life(*words, *stop_at(5, "SIGKILL"), "output_dir=run") == -signal.SIGKILL
     for step in (12, 19):

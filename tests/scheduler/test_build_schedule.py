@@ -103,12 +103,6 @@ def test_functions_that_take_the_optimizer_get_the_length_too() -> None:
     assert seen == pytest.approx([0.1, 0.075, 0.05, 0.025])
 
 
-def test_what_the_user_gave_is_not_changed() -> None:
-    keywords = {"T_max": None}
-    build_schedule(new_optimizer(), CosineAnnealingLR, keywords, 0, 100)
-    assert keywords == {"T_max": None}
-
-
 @pytest.mark.parametrize(
     ("target", "keywords", "error", "message"),
     [

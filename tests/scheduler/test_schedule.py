@@ -60,10 +60,6 @@ def trace(optimizer: Optimizer, schedule: Schedule, steps: int) -> list[list[flo
     return seen
 
 
-def warmed(step: int) -> float:
-    return (step + 1) / WARMUP
-
-
 CURVES: dict[str, tuple[Callable[..., float], dict[str, Any], Callable[[int, int], float]]] = {
     "constant": (curves.constant, {}, lambda s, n: 1.0),
     "linear": (curves.linear, {"end_factor": 0.1}, lambda s, n: 1 - 0.9 * min(s / n, 1)),
@@ -215,17 +211,6 @@ def test_what_torch_cannot_compute_later_names_the_scheduler() -> None:
         schedule.step()
 
 
-def test_what_fails_in_a_function_of_the_users_keeps_its_traceback() -> None:
-    optimizer = new_optimizer()
-    rates = {0: 1.0}
-    schedule = build_schedule(
-        optimizer, lambda optimizer: LambdaLR(optimizer, lambda step: rates[step]), {}, 0, None
-    )
-    optimizer.step()
-    with pytest.raises(KeyError):
-        schedule.step()
-
-
 def plateau(optimizer: Optimizer, warmup: int, metric: str | None = None, **keywords: Any) -> Schedule:
     keywords = {"factor": 0.1, "patience": 1, **keywords}
     return build_schedule(optimizer, ReduceLROnPlateau, keywords, warmup, None, metric)
@@ -238,14 +223,6 @@ def test_plateau_listens_to_validation_and_not_to_steps() -> None:
         trace(optimizer, schedule, 3)
         schedule.on_validation({"val/loss": 1.0, "val/acc": value})
         assert schedule.lrs == pytest.approx([base * factor for base in BASES])
-
-
-def test_plateau_reads_the_loss_unless_told_otherwise() -> None:
-    optimizer = new_optimizer()
-    schedule = plateau(optimizer, 0, patience=0)
-    schedule.on_validation({"val/loss": 1.0, "val/acc": 0.1})
-    schedule.on_validation({"val/loss": 2.0, "val/acc": 0.9})
-    assert schedule.lr == pytest.approx(BASES[0] * 0.1)
 
 
 def test_plateau_begins_behind_the_warmup() -> None:

@@ -46,11 +46,6 @@ def test_one_number_is_a_line_with_the_failures_marked(tmp_path: Path, monkeypat
     assert axes.get_ylabel() == "best val/acc (higher is better)"
 
 
-def test_a_narrow_range_stays_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    figure = drawn(["lr=0.1,0.2"], [0.7, 0.5], tmp_path, monkeypatch)
-    assert figure.axes[0].get_xscale() == "linear"
-
-
 def test_two_keys_are_a_map_with_every_value_in_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     figure = drawn(["lr=10,9", "model=mlp,cnn"], [0.1, 0.2, None, 0.4], tmp_path, monkeypatch)
     axes = figure.axes[0]
@@ -58,20 +53,6 @@ def test_two_keys_are_a_map_with_every_value_in_its_cell(tmp_path: Path, monkeyp
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["cnn", "mlp"]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["9", "10"]  # by size, not as text
     assert cells == {(1, 1): "0.1", (0, 1): "0.2", (1, 0): "failed", (0, 0): "0.4"}
-
-
-def test_names_are_bars_with_the_best_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    figure = drawn(["model=mlp,cnn,'$x'"], [0.1, 0.9, 0.5], tmp_path, monkeypatch)
-    axes = figure.axes[0]
-    assert [bar.get_width() for bar in axes.patches] == [0.9, 0.5, 0.1]
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["model=cnn", "model=$x", "model=mlp"]
-    assert axes.yaxis_inverted()
-
-
-def test_three_keys_are_bars_named_by_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    values: list[float | None] = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
-    figure = drawn(["a=1,2", "b=1,2", "c=1,2"], values, tmp_path, monkeypatch)
-    assert figure.axes[0].get_yticklabels()[0].get_text() == "a=2 b=2 c=2"
 
 
 def test_means_are_ranked_by_themselves_and_say_what_is_missing():

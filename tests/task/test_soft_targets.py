@@ -46,12 +46,6 @@ def test_every_row_counts_once(ignore_index: int | None) -> None:
     assert Classification(ignore_index=ignore_index).count(pairs()) == 12
 
 
-def test_classes_in_the_last_dimension_are_classes_here_too() -> None:
-    x, y = pairs()
-    left, right = Classification(class_dim=-1).step(MODEL, (x, y)), Classification().step(MODEL, (x, y))
-    assert torch.equal(left.loss_sum, right.loss_sum)
-
-
 def test_soft_and_hard_targets_are_each_checked_at_their_first_batch() -> None:
     x, y = pairs()
     task = Classification()

@@ -103,11 +103,6 @@ def test_what_fails_leaves_and_a_base_that_fails_ends_it():
     assert World().compare(math.inf, Rules(), good=0.9).pairs == {"good": []}
 
 
-def test_the_speeds_are_those_in_the_middle():
-    found = Comparison({"a": [(1.0, 2.0), (1.0, 9.0), (3.0, 4.0)]})
-    assert found.speeds("base") == {"base": 1.0, "a": 4.0}
-
-
 def test_candidates_that_are_surely_no_better_than_the_base_all_leave():
     found = Comparison({"a": [(1.0, 0.9)] * 3, "b": [(1.0, 0.5)] * 3})
     assert survivors(found, ["a", "b"], Rules()) == []

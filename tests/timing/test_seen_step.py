@@ -154,19 +154,6 @@ def test_lines_that_wait_are_named_once_and_counted():
     assert modes == ["warn", "default"] * 2
 
 
-def test_what_torch_says_of_its_own_switch_is_not_shown():
-    def set_mode(mode):
-        warnings.warn(
-            "Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=1
-        )
-
-    watched = Watched(lambda run, window: window, lambda text: None, set_mode)
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        assert watched(None, ["batch"])
-    assert [str(one.message) for one in heard] == []
-
-
 def test_what_another_thread_waits_for_is_no_line_of_the_step():
     def step(run, window):
         other = threading.Thread(target=waits, args=(None,))

@@ -142,12 +142,6 @@ def test_a_run_of_unknown_length_has_log_points_from_its_first_step() -> None:
     assert [step for step in range(1, 19) if built.log_due(step)] == [1, 2, 4, 6, 12, 18]
 
 
-@pytest.mark.parametrize(("total", "points"), [(3, [1, 2, 3]), (11, [1, 2, 4, 6, 11]), (12, [6, 12])])
-def test_so_has_one_that_is_too_short_for_more_than_one(total: int, points: list[int]) -> None:
-    built, _, _ = triggers(log_every=6, total=total)
-    assert [step for step in range(1, total + 1) if built.log_due(step)] == points
-
-
 def test_a_failure_ends_the_run_before_anything_is_saved() -> None:
     built, _, _ = triggers(failure="a gradient was not finite")
     with pytest.raises(TrainingError, match="step 7: a gradient was not finite"):

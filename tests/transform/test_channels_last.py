@@ -94,11 +94,6 @@ def test_a_model_without_pictures_stays_as_it_is() -> None:
     assert torch.equal(channels_last(copy.deepcopy(plain))(x), plain(x))
 
 
-def test_a_model_without_pictures_pays_nothing() -> None:
-    model = channels_last(Mlp([1, 8, 8], 10))
-    assert not model._forward_pre_hooks
-
-
 def test_a_narrow_strided_1x1_convolution_keeps_its_layout_and_computes_the_same() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(

@@ -24,7 +24,7 @@ from trainrun.watch import follow
 from trainrun.watch.follow import Follower
 from trainrun.watch.live_page import chart, live_page
 from trainrun.watch.live_page import main as draw_pages
-from trainrun.watch.screen import SweepView, devices_line, phases_line, sparkline
+from trainrun.watch.screen import SweepView
 
 pytestmark = pytest.mark.process
 
@@ -184,18 +184,3 @@ def test_the_page_reloads_itself_while_the_run_goes_on_and_escapes_everything(tm
 def test_a_curve_of_one_point_is_seen() -> None:
     drawn = re.findall(r'points="([^"]+)"', chart("acc", {"train": [(1, 0.1), (9, 0.5)], "val": [(5, 0.4)]}))
     assert drawn[1] == "288.0,50.0 312.0,50.0"
-
-
-def test_lines_of_numbers() -> None:
-    assert sparkline([1, 2, 3, float("nan"), 4]) == "▁▃▆ █"
-    assert sparkline([float("inf")]) == ""
-    assert len(sparkline(list(range(1001)))) <= 40
-    assert phases_line({"start-up": 9.0, "data": 1.0, "forward": 3.0}) == "time: forward 75 %, data 25 %"
-    row = {
-        "cpu_percent": 180.0,
-        "memory_bytes": 2**30,
-        "gpu0_percent": 87,
-        "gpu0_memory_bytes": 2**31,
-        "gpu0_celsius": 61,
-    }
-    assert devices_line(row) == "devices: CPU 180 %, RAM 1.0 GiB, GPU 0 87 % 2.0 GiB 61 C"

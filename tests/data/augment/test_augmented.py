@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainrun.data.augment.augmented import Augmented, NamedAugmentation, augmented, device_of
+from trainrun.data.augment.augmented import Augmented, NamedAugmentation, augmented
 from trainrun.data.augment.crop import RandomCrop
 from trainrun.data.augment.cutout import Cutout
 from trainrun.data.augment.draws import Draws
@@ -92,16 +92,6 @@ def test_batch_size_and_ranks_change_no_sample() -> None:
         assert same(by_sample(*ranks), whole)
 
 
-def test_without_mixing_the_order_does_not_matter_either() -> None:
-    alone = all_kinds()[:4]
-    orders = [
-        by_sample(Augmented(Stream(Plan(N, size, seed, shuffle)), alone, seed=1))
-        for size, seed, shuffle in ((7, 3, True), (3, 9, True), (50, 0, False))
-    ]
-    assert same(orders[0], orders[1])
-    assert same(orders[0], orders[2])
-
-
 def test_a_resume_goes_on_with_the_same_batches() -> None:
     for start in (0, 3, 4):
         went_on = list(stream(10).epoch(1, start))
@@ -181,9 +171,3 @@ def test_faults_name_the_augmentation() -> None:
         next(Augmented(Stream(Plan(N, 10)), named(flat=tokens, crop=RandomCrop()), 0).epoch(0))
     with pytest.raises(PluginError, match=r"^data\.augment\.mine: returned nothing"):
         next(Augmented(Stream(Plan(N, 10)), named(mine=lambda batch, draws: None), 0).epoch(0))
-
-
-def test_the_device_of_a_batch_is_that_of_its_first_tensor() -> None:
-    meta = torch.zeros(2, device="meta")
-    assert device_of({"id": "a", "pair": ["b", (meta, torch.zeros(2))]}) == meta.device
-    assert device_of(["a", 3]) is None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.augmented import Augmentation
-from trainrun.data.augment.crop import RandomCrop, cut_out
+from trainrun.data.augment.crop import RandomCrop
 from trainrun.data.augment.cutout import Cutout
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.flip import AlternatingFlip, RandomFlip
@@ -92,18 +92,6 @@ def test_a_batch_equals_its_samples_one_by_one(
     assert not torch.equal(found, x)
 
 
-def test_images_that_are_a_view_of_others_are_cropped_alike() -> None:
-    wide = images((9, 3, 6, 16))
-    view = wide[..., ::2]
-    assert torch.equal(RandomCrop(2)(view, draws()), RandomCrop(2)(view.contiguous(), draws()))
-    assert torch.equal(RandomFlip()(view, draws()), RandomFlip()(view.contiguous(), draws()))
-
-
-def test_a_crop_in_the_middle_is_the_image() -> None:
-    x = images()
-    assert torch.equal(cut_out(x, torch.full((9, 2), 4), 4), x)
-
-
 def test_alternating_flips_turn_in_every_epoch() -> None:
     x = images((64, 1, 4, 6))
     epochs = [AlternatingFlip()(x, draws(64, epoch)) for epoch in range(3)]
@@ -131,13 +119,6 @@ def test_floats_are_scaled_already_and_keep_their_type() -> None:
     found = Normalize(0.25, 0.5)(x, draws())
     torch.testing.assert_close(found, (x - 0.25) / 0.5)
     assert torch.equal(x, before), "the data set may own it"
-
-
-def test_the_same_normalize_takes_both_and_remembers_neither() -> None:
-    normalize, x = Normalize([0.3], [0.2]), images()
-    first, second = normalize(x, draws()), normalize(x.float() / 255, draws())
-    torch.testing.assert_close(first, second)
-    assert normalize(x, draws(float_dtype=torch.float64)).dtype is torch.float64
 
 
 Pair = namedtuple("Pair", ["image", "label"])

@@ -98,20 +98,6 @@ def test_the_loss_is_that_of_both_targets_weighted(mix: MixUp | CutMix, smoothin
     assert int(acc()) == int((logits.argmax(1) == soft.argmax(1)).sum())
 
 
-def test_a_part_of_the_images_may_stay_as_they_are() -> None:
-    num = 512
-    x = torch.arange(num, dtype=torch.float64)[:, None, None, None].expand(num, 1, 2, 2).contiguous()
-    y = torch.zeros(num, dtype=torch.long)
-    for mix in (MixUp(1.0, 2, p=0.25), CutMix(0.1, 2, p=0.25)):
-        found, _ = mix((x, y), draws(num))
-        stays = (draws(num).uniform("mixed") >= 0.25).flatten()
-        assert torch.equal(found[stays], x[stays])
-        assert 0 < int((found != x).flatten(1).any(1).sum()) <= int((~stays).sum()) < 0.35 * num
-    untouched, target = MixUp(1.0, 2, p=0.0)((x, y), draws(num))
-    assert torch.equal(untouched, x)
-    assert torch.equal(target, one_hot(y, 2).double())
-
-
 def test_targets_that_are_numbers_or_mixed_already_are_mixed_as_they_are() -> None:
     x, y = batch()
     weight = draws().beta("weight", 0.2).double()

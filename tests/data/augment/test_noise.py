@@ -10,7 +10,7 @@ import torch
 from trainrun.data.augment.augmented import NamedAugmentation, augmented
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.noise import LatentNoise
-from trainrun.errors import ConfigError, DataError
+from trainrun.errors import ConfigError
 
 
 def noise_of(indices: torch.Tensor, epoch: int = 0, seed: int = 1) -> torch.Tensor:
@@ -36,19 +36,6 @@ def test_they_depend_on_seed_epoch_and_sample_alone() -> None:
     assert not torch.equal(noise_of(other, epoch=1), whole[other])
     assert not torch.equal(noise_of(other, seed=2), whole[other])
     assert len(whole.flatten().unique()) == 30
-
-
-def test_every_form_of_a_batch_keeps_its_parts() -> None:
-    x, y, draws = torch.zeros(2, 4), torch.ones(2), Draws(0, 0, torch.arange(2), float_dtype=torch.float64)
-    add = LatentNoise(3)
-    assert list(add(x, draws)) == ["input", "noise"]
-    assert list(add((x, y), draws)) == ["input", "target", "noise"]
-    given = {"image": x, "label": y}
-    assert list(add(given, draws)) == ["image", "label", "noise"]
-    assert list(given) == ["image", "label"]
-    assert add(x, draws)["noise"].dtype is torch.float64
-    with pytest.raises(DataError, match="this batch is a int"):
-        add(3, draws)
 
 
 def test_it_is_there_in_evaluation_too() -> None:

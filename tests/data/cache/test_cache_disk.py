@@ -14,7 +14,6 @@ import torch
 from cache_sources import SAMPLES, AtOnce, Made, in_child, reads_in, same, start
 
 from trainrun.data.cache.cached import cached
-from trainrun.data.cache.disk import draft_of
 from trainrun.data.cache.fingerprint import own_fingerprint
 from trainrun.data.cache.probe import NUM_PROBES
 from trainrun.data.tensor_dataset import columns_of
@@ -171,19 +170,6 @@ def test_attributes_and_code_tell_sources_apart(tmp_path):
     assert own_fingerprint(Plain(a="ab", b="ab")) == own_fingerprint(Plain(a="ab", b="".join("ab")))
 
 
-def test_open_handles_do_not_count_and_what_cannot_be_told_is_asked_for():
-    class Handled(Plain):
-        def __getstate__(self):
-            return {"path": "x"}
-
-    assert own_fingerprint(Handled(handle=1)) == own_fingerprint(Handled(handle=2))
-    deep = None
-    for _ in range(100_000):
-        deep = [deep]
-    with pytest.raises(DataError, match="Plain: what it depends on .* a method fingerprint()"):
-        own_fingerprint(Plain(a=deep))
-
-
 # --- damage -----------------------------------------------------------------------------------------
 
 
@@ -212,31 +198,7 @@ def test_damage_is_found_and_mended(damage, kind, tmp_path):
     assert the_file(tmp_path).read_bytes() == content
 
 
-def test_a_file_under_the_wrong_name_is_not_taken(tmp_path):
-    on_disk(Made(), tmp_path)
-    wrong = the_file(tmp_path)
-    content = wrong.read_bytes()
-    wrong.unlink()
-    on_disk(Made(shift=1), tmp_path)
-    the_file(tmp_path).write_bytes(content)
-    assert "built, as" in on_disk(Made(shift=1), tmp_path).note
-
-
-def test_a_cut_while_it_is_read(tmp_path):
-    kept = on_disk(Made("tokens"), tmp_path)
-    cut(10)(the_file(tmp_path))
-    with pytest.raises(DataError, match="was cut while it was read"):
-        kept[39]
-
-
 # --- places that cannot be written -------------------------------------------------------------------
-
-
-def test_a_folder_that_cannot_be(tmp_path):
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(DataError, match=f"data.cache=disk:{folder}: data.train: cannot write to"):
-            on_disk(Made(), folder)
 
 
 @pytest.mark.process
@@ -253,14 +215,6 @@ def test_a_full_disk_names_the_key_and_leaves_nothing(kind, limit, tmp_path):
     assert told.startswith(f"{where}: no room for the cache ({os.strerror(errno.EFBIG)}): it needs about")
     assert "data.cache=pool:<size>" in told
     assert files_in(tmp_path) == []
-
-
-def test_a_disk_with_too_little_room_is_not_filled_first(tmp_path, log):
-    source = Made("tensor", 10**12, log=log)
-    with pytest.raises(DataError, match="no room for the cache .too little is free.: it needs about 2"):
-        on_disk(source, tmp_path / "c")
-    assert sum(reads_in(log).values()) == NUM_PROBES + 1
-    assert files_in(tmp_path / "c") == []
 
 
 # --- several processes --------------------------------------------------------------------------------
@@ -327,16 +281,6 @@ def test_what_a_killed_builder_left_is_taken_over(tmp_path, log, builder):
     assert left.endswith(".cache")
 
 
-@pytest.mark.process
-def test_what_killed_builders_left_alone_is_built_over(tmp_path, log, builder):
-    process, _ = builder(tmp_path / "c", log, 0.0, UNPROBED)
-    wait_until(lambda: UNPROBED in reads_in(log))
-    process.kill()
-    process.join()
-    assert "(built)" in build(tmp_path / "c", None)
-    assert len(files_in(tmp_path / "c")) == 1
-
-
 def test_a_failed_builder_leaves_nothing(tmp_path):
     class Stops(Made):
         def __getitem__(self, index):
@@ -346,21 +290,4 @@ def test_a_failed_builder_leaves_nothing(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         on_disk(Stops(), tmp_path)
-    assert files_in(tmp_path) == []
-
-
-def test_who_waited_for_a_builder_that_failed_does_not_write_to_its_lost_file(tmp_path):
-    path, sound = tmp_path / "x.cache", []
-
-    def wait():
-        with draft_of(path) as (fd, draft):
-            sound.append(os.path.samestat(os.fstat(fd), os.stat(draft)))
-
-    with draft_of(path):
-        thread = threading.Thread(target=wait)
-        thread.start()
-        wait_until(lambda: any("->" in line for line in Path("/proc/locks").read_text().splitlines()))
-        assert sound == []
-    thread.join()
-    assert sound == [True]
     assert files_in(tmp_path) == []

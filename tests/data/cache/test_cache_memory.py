@@ -13,7 +13,7 @@ from cache_sources import SAMPLES, AtOnce, Made, image_of, in_child, reads_in, s
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainrun.data.cache import cached as module
-from trainrun.data.cache.cached import cached, progress_lines
+from trainrun.data.cache.cached import cached
 from trainrun.data.cache.probe import look_at
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -40,14 +40,6 @@ def test_samples_are_equal_to_the_sources(kind, spec):
     assert all(same(a, source[b]) for a, b in zip(kept.__getitems__([4, 39, 4]), [4, 39, 4], strict=True))
 
 
-def test_a_number_outside_is_an_index_error():
-    kept = cached(Made(), "memory", "data.train")
-    for index in (40, -41):
-        with pytest.raises(IndexError):
-            kept[index]
-    assert len(list(kept)) == 40
-
-
 @pytest.mark.parametrize("kind", ["pair", "tokens"])
 def test_every_read_gives_a_copy_of_its_own(kind):
     kept = cached(Made(kind), "memory", "data.train")
@@ -55,19 +47,6 @@ def test_every_read_gives_a_copy_of_its_own(kind):
         sample = kept[9][0]
         assert same(sample, Made(kind)[9][0])
         sample += 1
-
-
-def test_a_long_build_says_how_far_it_is(monkeypatch):
-    now, lines = [0.0], []
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    tell = progress_lines("data.train", lines.append)
-    for seconds in range(1, 11):
-        now[0] = float(seconds)
-        tell(seconds, 10)
-    assert lines == [
-        "data.train: 3 of 10 samples are in the cache, 7 s to go",
-        "data.train: 7 of 10 samples are in the cache, 3 s to go",
-    ]
 
 
 class Broken(Made):
@@ -89,14 +68,6 @@ def test_a_damaged_sample_raises_when_it_is_asked_for(spec, tmp_path):
         with pytest.raises(ValueError, match="damaged file 7"):
             kept[7]
     assert kept.as_columns() is None
-
-
-def test_nothing_that_can_be_read():
-    source = Made()
-    source.kind = "gone"
-    told = "data.cache=memory: data.train: none of the samples 0, 5, .*KeyError"
-    with pytest.raises(DataError, match=told):
-        cached(source, "memory", "data.train")
 
 
 class Odd(Made):
@@ -140,18 +111,6 @@ def test_a_random_source_is_refused(draw, message):
     with pytest.raises(DataError, match=f"data.cache=memory: data.train: .*{message}.*data.transform"):
         cached(Random(), "memory", "data.train")
     assert state == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-
-
-def test_a_source_that_seeds_itself_is_allowed():
-    class Seeded(Made):
-        def __getitem__(self, index):
-            generator = torch.Generator().manual_seed(index)
-            random.seed(index)
-            return torch.rand(3, generator=generator), random.random()
-
-    kept = cached(Seeded(), "memory", "data.train")
-    for _ in range(2):
-        assert same(kept[3], Seeded()[3])
 
 
 class Hooked(Made):
@@ -202,21 +161,6 @@ def test_what_cannot_be_kept():
             cached(holder(), "memory", "data.train")
 
 
-def test_what_the_source_says_of_itself_is_passed_on():
-    kept = cached(Made(), "memory", "data.train")
-    assert kept.class_names == ("cat", "dog")
-    assert kept.describe(3) == "made sample 3"
-    assert not hasattr(kept, "lengths")
-
-
-@pytest.mark.parametrize("spec", ["memory", "pool:1MB"])
-def test_where_memory_cannot_be_shared_the_way_out_is_named(spec, monkeypatch, tmp_path):
-    monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(DataError, match=rf"{spec}: data.train: needs Linux; use data.cache=disk:<folder>"):
-        cached(Made(), spec, "data.train")
-    assert len(kept_in(Made(), "disk", tmp_path)) == 40
-
-
 # --- columns ----------------------------------------------------------------------------------------
 
 
@@ -245,13 +189,6 @@ def _leaves(sample):
 
 def _numbers(value):
     return value.float().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-
-
-@pytest.mark.parametrize("kind", ["nested", "texts", "tokens", "empty"])
-def test_other_samples_are_no_columns(kind):
-    kept = cached(Made(kind), "memory", "data.train")
-    assert kept.num_kept() == 40
-    assert kept.as_columns() is None
 
 
 # --- filling -----------------------------------------------------------------------------------------
@@ -298,11 +235,6 @@ def test_a_pool_never_outgrows_its_size_and_keeps_its_part(kind, tmp_path):
     assert sum(reads_in(tmp_path).values()) - sum(before.values()) == 600 - kept.num_kept()
     assert kept.store.words.tolist() == words
     assert not any(kept.store.has(index) for index in range(kept.store.layout.num_slots, 600))
-
-
-def test_a_pool_that_holds_nothing_is_refused():
-    with pytest.raises(DataError, match="data.cache=pool:10B: data.train: not one sample of 20B fits"):
-        cached(Made(), "pool:10B", "data.train")
 
 
 def test_more_than_the_memory_is_refused():

@@ -68,31 +68,12 @@ def test_the_first_name_that_is_there(tmp_path):
     }
 
 
-def test_words_and_data_of_its_own(path, tmp_path):
-    source = load(path, "train", target="names")
-    assert source.class_names == ("cat", "dog")
-    with h5py.File(tmp_path / "v.hdf5", "w") as file:
-        file["x"], file["names"] = X[:2], ["dog", "dog"]
-    val = load(path, "val", target="names", val_path=str(tmp_path / "v.hdf5"))
-    assert val.tensors[1].tolist() == [1, 1]
-    with h5py.File(tmp_path / "v.hdf5", "w") as file:
-        file["x"], file["names"] = X[:2], ["dog", "cow"]
-    message = fault(path, "val", target="names", val_path=str(tmp_path / "v.hdf5"))
-    assert "v.hdf5: 'names' row 1 is 'cow', which is no class" in message
-
-
 def test_ragged_rows_have_lengths(path):
     source = load(path, "train", inputs="tokens", target=None)
     rows = [int(source.describe(i).rpartition(" ")[2]) for i in range(len(source))]
     assert [source[i].tolist() for i in range(len(source))] == [[*range(row % 6)] for row in rows]
     assert source.lengths.tolist() == [row % 6 for row in rows]
     assert not hasattr(load(path, "train", in_memory=False), "lengths")
-
-
-def test_a_target_of_many_numbers_is_read_as_it_is(path):
-    source = load(path, "train", target="masks", in_memory=False)
-    assert source[0][1].shape == (2, 2)
-    assert load(path, "train", target="masks").tensors[1].shape == (45, 2, 2)
 
 
 def test_rows_of_one_chunk_are_read_with_one_call():

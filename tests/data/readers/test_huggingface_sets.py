@@ -72,16 +72,6 @@ def test_classes_are_held_out_in_proportion(tmp_path):
     assert train.fingerprint() != val.fingerprint()
 
 
-def test_a_folder_with_parts_has_them_by_itself(tmp_path):
-    parts = {"train": rows_of(4), "validation": rows_of(3, 50), "test": rows_of(2, 70)}
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "sets")
-    found = [load(str(tmp_path / "sets"), split, columns=["text"]) for split in ("train", "val", "test")]
-    assert [(len(part), part[0]) for part in found] == [(4, "row 0"), (3, "row 50"), (2, "row 70")]
-    datasets.DatasetDict({"odd": rows_of(4)}).save_to_disk(tmp_path / "odd")
-    with pytest.raises(DataError, match="without a part train"):
-        load(str(tmp_path / "odd"), "train")
-
-
 @pytest.mark.parametrize("kind", ["parquet", "json", "arrow"])
 def test_files(tmp_path, kind):
     rows = rows_of(6).remove_columns("label")

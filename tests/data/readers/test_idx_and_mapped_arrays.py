@@ -98,15 +98,6 @@ def test_a_mapped_file_is_sent_by_its_name_and_its_rows_as_numbers(tmp_path):
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(part)), part)
 
 
-def test_other_names_and_no_target(tmp_path):
-    path = save(tmp_path, images_train=np.ones((3, 2)), marks_train=np.zeros(3))
-    source = arrays.load(path, "train", inputs="images", target="marks")
-    assert [len(array) for array in source.tensors] == [3, 3]
-    assert len(arrays.load(path, "train", target=None).tensors) == 1
-    with pytest.raises(DataError, match="x_val and y_val missing; found"):
-        arrays.load(path, "val")
-
-
 @pytest.mark.parametrize("kind", ["copied", "picked", "npz"])
 def test_a_part_of_the_training_arrays_held_out(tmp_path, monkeypatch, kind):
     path = save(tmp_path / "folder")

@@ -16,8 +16,8 @@ from torch.utils.data import default_collate
 
 from trainrun.data.batch import Preparation
 from trainrun.data.engines.batch_reader import BatchReader, Key, Recipe
-from trainrun.data.readers.pictures.decode import Form, least_size
-from trainrun.data.readers.pictures.image_folder import READ_BYTES, content_of, load
+from trainrun.data.readers.pictures.decode import Form
+from trainrun.data.readers.pictures.image_folder import load
 from trainrun.errors import DataError
 
 COLOURS = {"cat": (200, 30, 60), "dog": (10, 220, 90)}
@@ -66,10 +66,6 @@ def test_a_folder_for_each_class(tmp_path):
     image, label = train[len(train) - 1]
     assert (image.dtype, image.shape, label.dtype) == (torch.uint8, (3, 8, 12), torch.int64)
     assert image[:, 3, 3].tolist() == list(COLOURS["dog"])
-
-
-def test_names_are_sorted_as_torchvision_sorts_them(tmp_path):
-    assert load(str(written(tmp_path, names=("10", "9", "2"))), "train").class_names == ("10", "2", "9")
 
 
 def test_folders_for_train_val_and_test(tmp_path):
@@ -142,12 +138,6 @@ def test_pixels_are_those_of_the_file_and_floats_are_scaled():
     assert torch.equal(Form(dtype="float32").decode(content), expected / 255)
 
 
-def noise(width, height, mode="RGB", seed=0) -> Image.Image:
-    draws = np.random.default_rng(seed)
-    channels = () if mode == "L" else (len(mode),)
-    return Image.fromarray(draws.integers(0, 256, (height, width, *channels), dtype=np.uint8), mode)
-
-
 @pytest.mark.parametrize("shape", [[3, 8, 12], [1, 5, 5]])
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 def test_a_whole_batch_has_the_bits_of_collated_samples(tmp_path, shape, dtype):
@@ -178,14 +168,6 @@ def test_a_damaged_picture_of_a_whole_batch_is_named_and_can_be_skipped(tmp_path
     assert bad in found.faults[0]
 
 
-def test_large_files_are_read_to_their_end(tmp_path):
-    content = bytes(range(256)) * (READ_BYTES // 100)
-    (tmp_path / "x").write_bytes(content)
-    assert content_of(str(tmp_path / "x")) == content
-    (tmp_path / "y").write_bytes(content[: 2 * READ_BYTES])
-    assert content_of(str(tmp_path / "y")) == content[: 2 * READ_BYTES]
-
-
 @pytest.mark.parametrize("fit", ["crop", "stretch"])
 @pytest.mark.parametrize("size", [(512, 512), (700, 400)])
 def test_a_large_jpeg_decoded_at_a_part_of_its_size_differs_little(fit, size):
@@ -196,11 +178,6 @@ def test_a_large_jpeg_decoded_at_a_part_of_its_size_differs_little(fit, size):
     near = bytes_of(gradient(60, 60), "JPEG")
     same = [Form((3, 32, 32), draft=draft).decode(near) for draft in (True, False)]
     assert torch.equal(*same), "less than twice the size: decoded whole"
-
-
-@pytest.mark.parametrize(("fit", "least"), [("stretch", (64, 64)), ("crop", (128, 64))])
-def test_a_faster_decode_leaves_twice_of_what_is_wanted(fit, least):
-    assert least_size((800, 400), (32, 32), fit) == least
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -218,11 +195,6 @@ def test_pictures_stand_upright(orientation, kind, shape):
         upright = upright.resize((14, 10), Image.Resampling.BILINEAR)
     difference = got.int() - torch.from_numpy(np.array(upright)).permute(2, 0, 1).int()
     assert difference.abs().max() <= 1
-
-
-def test_a_broken_note_of_the_camera_is_no_reason_to_refuse_a_picture():
-    content = bytes_of(gradient(8, 8), "JPEG", exif=b"Exif\0\0nonsense")
-    assert Form().decode(content).shape == (3, 8, 8)
 
 
 def test_other_modes():

@@ -98,16 +98,6 @@ def test_forks_copies_and_threads_read_the_same(tmp_path):
     assert wrong == []
 
 
-def test_a_file_written_anew_is_opened_anew(tmp_path):
-    write(tmp_path / "a.lmdb", samples(3))
-    assert whole(tmp_path / "a.lmdb")[0][1] == 0
-    os.unlink(tmp_path / "a.lmdb")
-    write(tmp_path / "b.lmdb", samples(2, start=70))
-    os.rename(tmp_path / "b.lmdb", tmp_path / "a.lmdb")
-    data = whole(tmp_path / "a.lmdb")
-    assert (len(data), data[0][1]) == (2, 70)
-
-
 def test_damage_is_named(tmp_path):
     write(tmp_path / "a.lmdb", samples(200))
     content = (tmp_path / "a.lmdb").read_bytes()

@@ -23,7 +23,6 @@ import torch
 from PIL import Image
 
 from trainrun.data.cache.cached import cached
-from trainrun.data.engines.auto_stream import AutoStream
 from trainrun.data.map_style import thread_safe
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import hdf5
@@ -215,25 +214,3 @@ def test_the_engine_uses_as_many(make):
         assert torch.equal(one.indices, other.indices)
         assert str(one.data) == str(other.data)
     several.close()
-
-
-def test_auto_tries_several_threads_where_the_source_allows_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainrun.data.engines.choice.usable_cores", lambda: 4)
-    stream, _ = open_batches(
-        tar_files(tmp_path), StreamOptions("data.train", training=True, batch_size=5, seed=0)
-    )
-    assert isinstance(stream, AutoStream)
-    assert {"threads=1", "threads=2", "threads=4"} <= {option.name for option in stream.options}
-
-
-def test_a_cache_over_a_source_that_says_nothing_says_no():
-    class Silent:
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            return torch.ones(3), index
-
-    assert not thread_safe(cached(Silent(), "pool:4300B", "data.train"))
-    assert thread_safe(cached(Silent(), "memory", "data.train"))
-    assert thread_safe(cached([(torch.ones(3), i) for i in range(4)], "memory", "data.train"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from trainrun.data.readers.pictures.decode import Form
 from trainrun.data.readers.tables import parquet
 from trainrun.data.readers.tables.parquet import load
-from trainrun.data.readers.tables.parquet_columns import block_of, kind_of
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 
@@ -129,12 +126,6 @@ def test_a_sample_that_is_written_to_changes_no_other(path, inputs):
     assert source[5][0].tolist() == before
 
 
-def test_a_part_of_a_table_begins_where_it_begins():
-    column = table()["tokens"].slice(9, 4)
-    block = block_of(kind_of(table().schema.field("tokens")), column, "float32", None, Form(), str)
-    assert [block.cell(row, str).tolist() for row in range(4)] == TOKENS[9:13]
-
-
 def test_a_list_as_target_and_several_inputs(path):
     inputs, target = whole(path, inputs=["tokens", "b"], target="waves")[5]
     assert inputs["tokens"].tolist() == TOKENS[5]
@@ -151,16 +142,6 @@ def test_pictures_are_decoded(path, column):
     image = whole(path, inputs=column, target="kind", shape=[1, 2, 2])[7][0]
     assert image.shape == (1, 2, 2)
     assert 0 < image.max() < 1
-
-
-def test_class_names_that_hugging_face_noted(tmp_path):
-    features = {"label": {"names": ["no", "yes", "maybe"], "_type": "ClassLabel"}}
-    schema = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
-    data = pa.table({"x": np.arange(10.0), "label": np.arange(10) % 2}).replace_schema_metadata(schema)
-    pq.write_table(data, tmp_path / "hf.parquet")
-    source = whole(str(tmp_path / "hf.parquet"))
-    assert (source.class_names, source.num_classes) == (("no", "yes", "maybe"), 3)
-    assert source.tensors[1].tolist() == [0, 1] * 5
 
 
 def test_several_files_and_a_row_in_an_error(tmp_path):
@@ -263,10 +244,3 @@ def test_a_row_group_is_decoded_once_for_a_batch_and_few_are_kept(path, monkeypa
     assert read == [0, 1, 2, 0, 2]
     with pytest.raises(IndexError):
         source[N]
-
-
-def test_two_columns_of_one_name_are_named(tmp_path):
-    path = tmp_path / "twice.parquet"
-    pq.write_table(pa.table([[1, 2], [3, 4], [0, 1]], names=["a", "a", "y"]), path)
-    with pytest.raises(DataError, match="two columns are called 'a'; names must differ"):
-        load(str(path), "train", val_fraction=0.5)

@@ -20,10 +20,9 @@ from trainrun.data.readers import free_space as room
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays import idx_files as idx
 from trainrun.data.readers.arrays import numpy_files as arrays
-from trainrun.data.readers.pictures import image_folder
 from trainrun.data.readers.records import lmdb_file, tfrecord
 from trainrun.data.readers.tables import csv_files, parquet
-from trainrun.data.readers.text import text, tokenizer
+from trainrun.data.readers.text import text
 from trainrun.errors import DataError
 from trainrun.runtime.machine import Memory
 
@@ -127,16 +126,6 @@ def test_text_on_a_full_disk(tmp_path, monkeypatch, max_bytes):
     assert len(text.load(str(file), "train", cache_dir=str(cache), max_bytes=100_000, block_size=8)) > 0
 
 
-def test_the_lines_of_a_text(tmp_path, little_memory):
-    for name, pack in (("plain.txt", bytes), ("packed.txt.gz", gzip.compress)):
-        (tmp_path / name).write_bytes(pack(b"\n" * 200_000))
-        said = fault(text.load, tmp_path / name, kind="lines", cache_dir=str(tmp_path / "cache"))
-        assert (
-            "where its lines end needs 1.6 MB of memory, but 1.0 MB are free; use data.train.kind=blocks"
-            in said
-        )
-
-
 def test_parquet(tmp_path, little_memory):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pa.table({"a": np.zeros(200_000), "y": np.zeros(200_000, np.int64)})
@@ -183,31 +172,3 @@ def test_a_pipe_is_named_and_not_opened(tmp_path, monkeypatch, no_waiting, load,
     said = fault(load, place)
     assert "data is a pipe, socket or device, not a plain file; write it to a file first" in said
     assert said.startswith("data.path")
-
-
-def test_pipes_in_other_places(tmp_path, no_waiting):
-    os.mkfifo(tmp_path / "x_train.npy")
-    assert "is a pipe" in fault(arrays.load, tmp_path, target=None)
-    os.mkfifo(tmp_path / "idx")
-    with pytest.raises(DataError, match="is a pipe"):
-        idx.read_idx(tmp_path / "idx")
-    pytest.importorskip("tokenizers")
-    with pytest.raises(DataError, match=r"data\.train\.tokenizer=.*is a pipe"):
-        tokenizer.open_tokenizer(str(tmp_path / "idx"))
-
-
-def test_a_pipe_among_pictures_is_no_picture(tmp_path, no_waiting):
-    from PIL import Image
-
-    for number in range(4):
-        folder = tmp_path / "ab"[number % 2]
-        folder.mkdir(exist_ok=True)
-        Image.new("L", (2, 2), number).save(folder / f"{number}.png")
-    os.mkfifo(tmp_path / "a" / "pipe.png")
-    (tmp_path / "b" / "link.png").symlink_to(tmp_path / "a" / "pipe.png")
-    pictures = image_folder.load(str(tmp_path), "train", val_fraction=0.0, shape=[1, 2, 2])
-    assert len(pictures) == 4
-    (tmp_path / "b" / "1.png").unlink()
-    os.mkfifo(tmp_path / "b" / "1.png")  # after it was listed
-    with pytest.raises(DataError, match=r"b/1\.png"):
-        [pictures[index] for index in range(4)]

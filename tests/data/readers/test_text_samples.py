@@ -1,4 +1,3 @@
-import copy
 import gzip
 import os
 import pickle
@@ -8,9 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from trainrun.data.facts import facts_of
 from trainrun.data.pipeline import open_batches
-from trainrun.data.readers.text import text_files
 from trainrun.data.readers.text.text import Text, TextSamples, load
 from trainrun.data.readers.text.token_file import TokenFile
 from trainrun.data.stream_options import StreamOptions
@@ -127,15 +124,6 @@ def test_the_cache_is_made_once_and_follows_its_source(tmp_path, cache):
         whole(path, cache)
 
 
-def test_copies_hold_no_text(tmp_path, cache):
-    (tmp_path / "a.txt").write_bytes(b"x" * 100_000)
-    data = whole(tmp_path / "a.txt", cache, block_size=1000)
-    data[0]
-    sent = pickle.dumps(data)
-    assert len(sent) < 20_000
-    assert torch.equal(pickle.loads(sent)[5][0], data[5][0])
-
-
 # --- lines and documents -------------------------------------------------------------------------
 
 
@@ -171,17 +159,6 @@ def test_lines_of_several_files_are_counted_in_each(tmp_path, cache):
     assert (len(train), len(val), bytes(val[0][0].tolist())) == (3, 1, b"three")
 
 
-def test_lines_longer_than_what_is_read_at_once(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(text_files, "CHUNK_BYTES", 8)
-    monkeypatch.setattr("trainrun.data.readers.text.token_file.SEARCH_BYTES", 5)
-    lines = ["a" * 30, "b", "cc", "d" * 19, "eeee"]
-    (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
-    for name in ("a.txt", "b.txt.gz"):
-        data = whole(tmp_path / name, cache, kind="lines")
-        assert [bytes(data[i][0].tolist()).decode() for i in range(len(data))] == lines
-
-
 def test_documents_are_files(tmp_path, cache):
     for name, text in (("a.txt", "first"), ("b.txt", ""), ("c.txt", "third\nfile")):
         (tmp_path / name).write_text(text)
@@ -213,11 +190,6 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path, cache, tokenizer, kind):
     assert os.listdir(cache)
 
 
-def test_a_limit_inside_a_character_leaves_it_out(tmp_path, cache, tokenizer):
-    (tmp_path / "a.txt").write_text("ab cü")
-    assert len(whole(tmp_path / "a.txt", cache, block_size=1, max_bytes=5, tokenizer=tokenizer)) >= 1
-
-
 def test_faults_of_tokenizer_and_text(tmp_path, cache, tokenizer, monkeypatch):
     import sys
 
@@ -236,16 +208,6 @@ def test_faults_of_tokenizer_and_text(tmp_path, cache, tokenizer, monkeypatch):
 
 
 # --- the stream, and mistakes --------------------------------------------------------------------
-
-
-def test_without_a_path_it_is_pythons_own_sources(cache):
-    data = load(None, "train", max_bytes=50_000, cache_dir=cache)
-    assert facts_of(data).shape == (256,)
-    assert facts_of(data).num_classes == 256
-    assert bytes(data[0][0].tolist()).startswith(b'"""Record of phased-in incompatible language changes.')
-    names = [file.name for file in text_files.text_files(None, "data.path")]
-    assert names[0] == "__future__.py"
-    assert "argparse.py" in names
 
 
 @pytest.mark.process
@@ -334,45 +296,6 @@ def test_blocks_gathered_from_the_file_are_what_reading_them_gives(tmp_path, dty
                 assert torch.equal(one, other)
     for stream in (gathered, read):
         stream.close()
-
-
-class Silenced(TextSamples):
-    def __getitem__(self, index):
-        return tuple(torch.zeros_like(part) for part in super().__getitem__(index))
-
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
-class SilencedOutside(OneByOne):
-    def __getitem__(self, index):
-        return tuple(torch.zeros_like(part) for part in self.data[index])
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.data, name)
-
-
-def test_what_others_make_of_blocks_is_read_as_they_give_it(tmp_path, cache):
-    (tmp_path / "a.txt").write_text(VERSES * 20)
-    data = whole(tmp_path / "a.txt", cache, block_size=16)
-    subclass = copy.copy(data)
-    subclass.__class__ = Silenced
-    for source in (subclass, SilencedOutside(data)):
-        batches, _ = open_batches(source, StreamOptions("data.train", True, 8, 0))
-        assert not any(part.any() for batch in batches.epoch(0) for part in batch.data)
-        batches.close()
-    _, line = open_batches(data, StreamOptions("data.train", True, 8, 0, cache="memory"))
-    assert "cache in memory" in line
-
-
-def test_a_file_that_shrank_is_named_where_the_rows_are_opened_again(tmp_path, cache):
-    (tmp_path / "a.txt").write_text(VERSES * 20)
-    sent = pickle.dumps(whole(tmp_path / "a.txt", cache, block_size=16).as_rows())
-    (tmp_path / "a.txt").write_text(VERSES)
-    with pytest.raises(DataError, match=r"a\.txt: cannot be read, or shorter than it was"):
-        pickle.loads(sent)
 
 
 @pytest.mark.parametrize("name", [None, "tokenizer"])

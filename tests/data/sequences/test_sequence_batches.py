@@ -1,8 +1,5 @@
 """The batches themselves: forms, fills, masks, cuts, and what a model is given."""
 
-import pickle
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -104,19 +101,6 @@ def test_a_pack():
     assert Packed(("inputs",), 4)([A, torch.arange(0), B])["segment_ids"].tolist() == [[1, 1, 1, 3]]
 
 
-def test_rows_that_cannot_be():
-    with pytest.raises(ValueError, match="longer than a row of 2"):
-        Packed(("inputs",), 2)([A])
-    with pytest.raises(ValueError, match="differ in length"):
-        Packed(("inputs", "target"), 4)([(A, B)])
-
-
-def test_collate_functions_can_be_sent_to_workers():
-    for function in (Padded(("inputs",), cut=Cut(2)), Packed(("inputs",), 4)):
-        again = pickle.loads(pickle.dumps(function))
-        assert torch.equal(again([A, B])["inputs"], function([A, B])["inputs"])
-
-
 def test_segment_masks_and_next_tokens():
     ids = torch.tensor([[1, 1, 2, 0]])
     assert segment_mask(ids).int()[0, 0].tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
@@ -151,12 +135,3 @@ def test_a_model_gets_what_its_forward_names():
             PluginError, match="has no argument segment_ids .*; add one, or use data.padding=bucket"
         ):
             run_model(model, packed["inputs"], packed)
-
-
-def test_a_wrapped_model_is_looked_through():
-    ddp = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
-    nn.Module.__init__(ddp)
-    ddp.module = Takes()
-    ddp.forward = ddp.module.forward
-    batch = {"inputs": A, "attention_mask": SimpleNamespace()}
-    assert run_model(ddp, A, batch) is batch["attention_mask"]

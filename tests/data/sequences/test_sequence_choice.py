@@ -61,15 +61,6 @@ def test_lengths_are_read_only_where_they_are_unknown():
     assert "reading" not in part.line
 
 
-def test_lengths_that_do_not_fit_the_samples_are_not_believed():
-    def pair(length, index):
-        return torch.arange(length + 2), torch.arange(length + 2)
-
-    line = chosen(Knowing(pair), padding="bucket").line
-    assert "lengths: 3 to 14, median 7.5" in line
-    assert "measured by reading" in line
-
-
 def test_reading_leaves_the_generators_alone():
     def noisy(length, index):
         random.random()
@@ -91,19 +82,6 @@ def test_samples_are_read_at_once_where_the_source_can():
     source = AtOnce()
     assert "lengths: 1 to 12" in chosen(source, padding="bucket").line
     assert source.read == 0
-
-
-def test_pictures_features_and_rows_of_one_length_need_nothing():
-    image = Text(lambda length, index: (torch.zeros(3, 8, 8), index))
-    assert chosen(image) is None
-    assert image.read == 1
-    assert chosen(Text(lambda length, index: (torch.zeros(4, 8), 1))) is None
-    assert chosen((torch.zeros(6, 5), torch.zeros(6))) is None
-    assert chosen((torch.zeros(6, 5).long(), torch.zeros(6))) is None
-    assert chosen((torch.zeros(6, 5).long(), torch.zeros(6)), max_sequence_length=3) is None
-    assert chosen((torch.zeros(6, 5).long(), torch.zeros(6), torch.zeros(6))) is None
-    assert chosen(Text(lambda length, index: (1, 2, torch.arange(length)))) is None
-    assert chosen(Text(), collate_fn=list) is None
 
 
 def test_rows_in_memory_are_cut_on_the_left_and_stay_columns():

@@ -189,28 +189,6 @@ def test_buckets_hold_like_lengths_in_random_order(monkeypatch):
     assert np.mean([np.ptp(batch) for batch in batches]) < 4
 
 
-def test_the_buckets_of_one_mega_batch_come_in_random_order():
-    lengths = np.random.default_rng(0).integers(1, 13, 80)
-    firsts = [
-        int(lengths[indices[0]]) for indices, _, _ in shares(planned(lengths, "bucket", batch_size=4).plan)
-    ]
-    assert firsts != sorted(firsts)
-    evaluated = planned(lengths, "bucket", batch_size=4, training=False).plan
-    firsts = [int(lengths[indices[0]]) for indices, _, _ in shares(evaluated)]
-    assert firsts == sorted(firsts)
-
-
-def test_the_short_bucket_and_what_drop_last_leaves_out_have_any_length():
-    lengths = np.arange(1, 14)
-    short = {max(lengths[shares(planned(lengths, "bucket", seed=seed).plan)[-1][0]]) for seed in range(30)}
-    assert len(short) > 2
-    dropped = set()
-    for seed in range(30):
-        plan = planned(lengths, "bucket", seed=seed, drop_last=True).plan
-        dropped |= set(range(13)) - set(joined(indices for indices, _, _ in shares(plan)))
-    assert len(dropped) > 6
-
-
 @SMALL
 @given(many_lengths, st.integers(1, 3), st.integers(1, 4), st.sampled_from([None, 4]))
 def test_a_token_budget_holds_with_padding(lengths, world_size, batch_size, multiple):
@@ -256,19 +234,6 @@ def test_next_fit_finds_the_rows_again(lengths, batch_size, world_size, epoch):
             assert set(found) <= known
             assert len(found) <= batch_size
             assert not real or sum(map(len, found)) == len(indices)
-
-
-def test_rows_are_kept_apart_where_the_next_would_fit():
-    lengths = [6, 4, 3]  # rows of 10: the 3 by itself, behind which the 6 would fit
-    plan = planned(lengths, "pack", batch_size=2, max_sequence_length=10).plan
-    for epoch in range(6):
-        assert sorted(shares(plan, epoch)[0][0][:2]) == [0, 1]
-
-
-def test_rows_are_nearly_full():
-    lengths = np.random.default_rng(0).integers(5, 60, 2000)
-    rows = planned(lengths, "pack", max_sequence_length=128).plan.rows
-    assert len(rows) <= 1.01 * lengths.sum() / 128 + 1
 
 
 @SMALL
