@@ -80,10 +80,3 @@ def test_one_hint_where_something_takes_over_a_tenth(change, padding, expected):
     line = hint(FINE | change, padding, ["model=mlp", "hydra.run.dir=x", "data.path=a b", "run_name=me"])
     assert line.startswith(expected) if expected else line == ""
     assert "hydra" not in line
-
-
-def test_on_a_gpu_the_update_takes_what_its_events_say():
-    seconds = {"forward": 1.0, "optimizer": 0.1, "runner": 0.2}
-    assert Session(100, 800.0, seconds).update_seconds == pytest.approx(0.3)
-    device = {"forward": 0.03, "check": 0.001, "optimizer": 0.02, "runner": 0.5, "steps": 2, "pending": 0}
-    assert Session(100, 800.0, seconds, device).update_seconds == pytest.approx(1.05)

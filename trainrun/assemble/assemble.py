@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -65,7 +65,7 @@ from trainrun.config.pair_rules import DISTILLATION
 from trainrun.config.saved_values import public
 from trainrun.config.schema import SAME, RunConfig, plain, validation_nodes
 from trainrun.data.facts import facts_of_all
-from trainrun.data.stream_options import Copying, SourceStates, TokenCounter, report_to
+from trainrun.data.stream_options import SourceStates, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.instantiate import bind_faults, build, named_nodes
 from trainrun.interfaces import (
@@ -88,7 +88,7 @@ from trainrun.runtime.collector import Tidy
 from trainrun.runtime.machine import host_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.scheduler.schedule import Schedule
-from trainrun.timing.phases import PhaseTimer
+from trainrun.timing.phases import COPY, PhaseTimer
 from trainrun.training.components import Components
 from trainrun.training.hooks import Hooks
 from trainrun.training.recovery.oom import OomRetry
@@ -100,7 +100,6 @@ if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
     from trainrun.hook.unfreeze import Unfreeze
     from trainrun.optimizer.ema import Ema
-    from trainrun.timing.cuda_events import DeviceTimes
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.training.recovery.nonfinite import BadSteps
 
@@ -130,7 +129,6 @@ class RunContext:
     measures: bool = False
     is_new: bool = False
     trains: bool = True
-    device_times: DeviceTimes | None = None
 
 
 def check_targets(config: RunConfig) -> None:
@@ -227,7 +225,7 @@ def build_components(config: RunConfig, site: RunContext) -> tuple[Components, R
     counting = build_counting(config, model, task, parallel, site.phases)
     compile_log = build_log(config, monitors, site.phases)
     step, own_step = build_step(config, task, calls, device, compile_log)
-    step = seen_step(config, step, device, site.device_times, monitors.note)
+    step = seen_step(config, step, device, monitors.note)
     step = checked_step(step, site.is_new and trainer.check_task, task)
     hooks = build_hooks(config, site, frozen)
     run = Components(
@@ -259,7 +257,7 @@ def open_streams(
 ) -> dict[str, Batches]:  # fmt: skip
     """The batches of every split that has data."""
     report = report_to([monitor.on_note for monitor in site.monitors])
-    copying = copying_of(site)
+    copying = None if site.parallel.device.type == "cpu" else partial(site.phases.on, COPY)
     sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
     streams = {
         name: open_split(
@@ -321,15 +319,6 @@ def build_hooks(config: RunConfig, site: RunContext, frozen: Unfreeze | None) ->
 
         hooks["monitor.histograms_every_n_steps"] = Histograms(every)
     return Hooks(hooks)
-
-
-def copying_of(site: RunContext) -> Copying | None:
-    """What surrounds the copy of a batch to a GPU."""
-    if site.parallel.device.type == "cpu":
-        return None
-    from trainrun.timing import cuda_events
-
-    return cuda_events.Copying(site.phases, site.device_times)
 
 
 def build_monitors(

@@ -25,7 +25,6 @@ from trainrun.training.state import TrainState
 if TYPE_CHECKING:
     from trainrun.monitor.hardware import Hardware
     from trainrun.monitor.tracker import Tracker
-    from trainrun.timing.cuda_events import DeviceTimes
 
 LIVE_AFTER_SECONDS = 30.0  # a shorter run has its page at its end
 
@@ -33,9 +32,7 @@ LIVE_AFTER_SECONDS = 30.0  # a shorter run has its page at its end
 class Listeners:
     """What listens on rank 0, opened together and closed together. bus: all that is reported goes through it."""
 
-    def __init__(
-        self, run: RunDir, config: RunConfig, phases: PhaseTimer, device_times: DeviceTimes | None = None
-    ) -> None:
+    def __init__(self, run: RunDir, config: RunConfig, phases: PhaseTimer) -> None:
         self._run, self._config, self._phases = run, config, phases
         self._closing = contextlib.ExitStack()
         self._hardware: Hardware | None = None
@@ -56,8 +53,7 @@ class Listeners:
             mend_end(run.metrics)
             file = MetricsFile(run.metrics, check=lambda: check_there(run))
         self._keeps_rows = bool(file or trackers)
-        booked = (phases, device_times) if self._keeps_rows else ()
-        self.bus = Bus(file, self._consoles, trackers, *booked)
+        self.bus = Bus(file, self._consoles, trackers, phases if self._keeps_rows else None)
 
     def _build_trackers(self) -> list[Tracker]:
         wanted = self._config.monitor

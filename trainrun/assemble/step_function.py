@@ -25,7 +25,6 @@ from trainrun.training.train_step import (
 )
 
 if TYPE_CHECKING:
-    from trainrun.timing.cuda_events import DeviceTimes
     from trainrun.transform.compile_log import CompileLog
 
 
@@ -102,14 +101,9 @@ def seen_step(
     config: RunConfig,
     step: Step,
     device: torch.device,
-    times: DeviceTimes | None,
     note: Callable[[str], None],
 ) -> Step:
-    """The step, timed on its device now and then, and watched where that was asked for; on a CPU the step itself."""
-    if times is not None:
-        from trainrun.timing.cuda_events import sampled
-
-        step = sampled(step, times)
+    """The step, watched where that was asked for."""
     if not config.monitor.sync_debug:
         return step
     if device.type != "cuda":

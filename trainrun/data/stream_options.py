@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 Sizes = Callable[[Any], Tensor | None]  # of `CountsSamples`
-# Surrounds a copy to a GPU; given the CUDA stream that it is made on, or None if the host waits for it.
-Copying = Callable[[Any], AbstractContextManager[Any]]
+Copying = Callable[[], AbstractContextManager[Any]]  # surrounds a copy to a GPU
 Collate = Callable[[list[Any]], Any]
 Report = Callable[[str], None]
 

@@ -19,7 +19,6 @@ from trainrun.timing.phases import PhaseTimer
 
 if TYPE_CHECKING:
     from trainrun.monitor.tracker import Tracker
-    from trainrun.timing.cuda_events import DeviceTimes
 
 NOT_IN_ROWS = ("run_id", "config")  # of the facts: they stand in files of their own
 LEDGER_SECONDS = 1.0  # between two rows of the account of time
@@ -34,10 +33,10 @@ class Bus:
 
     def __init__(
         self, file: MetricsFile | None = None, screens: Sequence[Monitor] = (), trackers: Sequence[Tracker] = (),
-        phases: PhaseTimer | None = None, device_times: DeviceTimes | None = None,
+        phases: PhaseTimer | None = None,
     ) -> None:  # fmt: skip
         self._file, self._screens, self._trackers = file, screens, trackers
-        self._phases, self._device_times = phases, device_times
+        self._phases = phases
         self._vitals = None if phases is None else Vitals()
         self._ledger_at = 0.0
         self._waiting: deque[dict[str, Any]] = deque()
@@ -99,16 +98,13 @@ class Bus:
     def write_phases(self, every_seconds: float = 0.0) -> None:
         """A row with the account of time up to now, unless the last one is younger than that.
 
-        It counts from the start of the session: seconds of every phase, what else took time in the process (vitals),
-        and the phases on a GPU.
+        It counts from the start of the session: seconds of every phase, and what else took time (vitals).
         """
         now = time.perf_counter()
         if self._phases is None or self._vitals is None or now - self._ledger_at < every_seconds:
             return
         self._ledger_at = now
         tables = {"seconds": self._phases.read(), "vitals": self._vitals.read()}
-        if self._device_times is not None:
-            tables["device"] = self._device_times.read()
         rounded = {
             table: {name: round(value, 6) for name, value in values.items()}
             for table, values in tables.items()

@@ -83,12 +83,7 @@ def train_once(
             Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
                      lambda text, account: end_hung(run_dir, config, parallel, text, account))
         )  # fmt: skip
-        device_times = None  # on a CPU the host's times are those of the work
-        if parallel.device.type == "cuda":
-            from trainrun.timing.cuda_events import DeviceTimes
-
-            device_times = DeviceTimes()
-        listeners = Listeners(run_dir, config, phases, device_times) if leader else None
+        listeners = Listeners(run_dir, config, phases) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
         closing.enter_context(kept_backends())
@@ -100,9 +95,7 @@ def train_once(
         goes_on = resume and bool(committed_steps(run_dir.checkpoints))
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = site_of(run_dir, identity, parallel, flag, listeners, begin)
-        site = replace(
-            site, phases=phases, measures=not resume, is_new=not goes_on, device_times=device_times
-        )
+        site = replace(site, phases=phases, measures=not resume, is_new=not goes_on)
         run, facts = build_components(config, site)
         closing.push(lambda kind, error, trace: end_save(run, kind))
         if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):
@@ -138,8 +131,7 @@ def train_once(
         run.hooks.on_end(run, state)
         run.task_calls.unwatch()
         watchdog.rest()
-        on_device = device_times.read() if device_times is not None else {}
-        session = Session(state.step - before[0], state.items - before[1], run.phases.read(), on_device)
+        session = Session(state.step - before[0], state.items - before[1], run.phases.read())
         return finish(run, state, run_dir, listeners, facts, session)
 
 

@@ -40,15 +40,14 @@ LOOP: Final = (
     "data", "copy", "forward", "backward", "check", "clip", "optimizer", "device", "ranks", "logging", "runner",
 )  # fmt: skip
 
-ON_DEVICE: Final = ("check", "clip", "optimizer")
-UPDATE: Final = (*ON_DEVICE, "runner")
+UPDATE: Final = ("check", "clip", "optimizer", "runner")
 
 
 class PhaseTimer:
     """Books the time of one thread, the one that trains. About 0.15 us each time another account is opened.
 
     began: `time.perf_counter()` where the run began; what lies between that and now is start-up.
-    On a GPU these are the host's times: what it waits for. What the device computes is in `device_times`.
+    On a GPU these are the host's times: what it waits for.
     """
 
     __slots__ = ("_clock", "_open", "_seconds", "_since", "began")
@@ -123,22 +122,15 @@ def command_start() -> float:
 
 
 class Session(NamedTuple):
-    """The steps and items of this rank since it was started, and its account of time when the training ended.
-
-    device: seconds of the phases of sampled steps on a GPU (`DeviceTimes.read`), where the phase timer's are those of
-    launching the work.
-    """
+    """The steps and items of this rank since it was started, and its account of time when the training ended."""
 
     steps: int
     items: float
     seconds: Mapping[str, float]
-    device: Mapping[str, float] = {}
 
     @property
     def update_seconds(self) -> float:
         """Seconds of the updates of all steps."""
-        if sampled := self.device.get("steps"):
-            return sum(self.device.get(name, 0.0) for name in ON_DEVICE) * self.steps / sampled
         return sum(self.seconds.get(name, 0.0) for name in UPDATE)
 
     @property

@@ -40,7 +40,7 @@ def counted(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
 class DeviceFeed(Around):
     """Fills `Batches`. Faults and the end come in their turn, after the batches that were ahead of them.
 
-    copying: surrounds each copy; given the stream that it is made on, or None if the host waits for it.
+    copying: surrounds each copy.
     sizes: counts the items of a batch while it is still on the host.
     """
 
@@ -82,9 +82,9 @@ class DeviceFeed(Around):
 
     def _send(self, batch: MicroBatch) -> OnTheWay:
         if self._stream is None:
-            with self._copying(None):
+            with self._copying():
                 return OnTheWay(batch, to_device(batch.data, self._device, pinned=False), None)
-        with self._copying(self._stream), torch.cuda.stream(self._stream):
+        with self._copying(), torch.cuda.stream(self._stream):
             data = map_leaves(batch.data, self._copy)
             return OnTheWay(batch, data, self._stream.record_event())
 
