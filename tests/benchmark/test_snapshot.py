@@ -16,7 +16,7 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.benchmark import snapshot
 from trainrun.benchmark.remote_loop import Worker
 from trainrun.benchmark.snapshot import StateSnapshot, is_ordinary
-from trainrun.benchmark.worker_messages import WHOLE, Train
+from trainrun.benchmark.worker_messages import Train
 from trainrun.checkpoint.format import flatten
 from trainrun.config.compose import compose_run
 from trainrun.parallel.single import Single
@@ -66,8 +66,8 @@ class UnderTest:
         self.worker = Worker(self.run, self.state, folder)
         self.train()
 
-    def train(self, variant: str = "", again: bool = False) -> None:
-        self.worker.reply(Train(3, 0, variant, again))
+    def train(self, variant: str = "") -> None:
+        self.worker.reply(Train(3, 0, variant, restart=False))
 
     def found(self) -> dict[str, Tensor]:
         shared, _ = self.run.checkpoint_tree(self.state)
@@ -112,26 +112,16 @@ def test_steps_that_start_again_start_from_the_same_numbers(
     assert [p.data_ptr() for p in run.run.model.parameters()] == addresses
 
 
-@pytest.mark.parametrize("variant", ["no_update", "one_type", "cached", "threads=2"])
-def test_an_ablation_leaves_no_trace(started: Callable[..., UnderTest], variant: str) -> None:
+@pytest.mark.parametrize("variant", ["", "no_update", "one_type", "cached", "threads=2"])
+def test_every_turn_starts_from_the_first(started: Callable[..., UnderTest], variant: str) -> None:
     run = started("model=cnn", "model.width=2", "data.batch_size=8", "precision=bf16-mixed")
-    before = run.found()
-    run.train(variant)
-    assert different(run.found(), before) == []
     run.train()
-    assert different(run.found(), before)
-
-
-def test_the_run_itself_goes_on_unless_it_is_told_to_start_again(started: Callable[..., UnderTest]) -> None:
-    run = started()
-    run.train(again=True)
     first = run.found()
-    run.train()
+    run.worker.reply(Train(1, 0, variant))  # the first keeps what it begins with
+    run.train("no_logging")
     assert different(run.found(), first)
-    run.train(WHOLE)
-    steps = run.state.step
-    run.train(again=True)
-    assert run.state.step == steps + 3  # counts go on
+    run.worker.reply(Train(0, 0, variant))
+    assert different(run.found(), first) == []
 
 
 def test_state_that_appears_later_makes_a_new_start(started: Callable[..., UnderTest]) -> None:
@@ -154,9 +144,11 @@ def test_odd_state_is_no_obstacle(started: Callable[..., UnderTest]) -> None:
     holder["itself"] = holder
     run.run.optimizer.state["apart"] = holder  # type: ignore[index]
     before = run.found()
-    with StateSnapshot(run.run).undone():
-        run.train()
-        run.run.model.large = torch.ones(2**20 + 1, dtype=torch.float64)
+    kept = StateSnapshot(run.run)
+    kept.restart()
+    run.train()
+    run.run.model.large = torch.ones(2**20 + 1, dtype=torch.float64)
+    kept.restart()
     del run.run.optimizer.state["apart"]  # type: ignore[arg-type]
     assert different(run.found(), before) == []
     assert float(run.run.model.large.min()) == 1  # of another type now
@@ -174,8 +166,7 @@ def test_without_room_on_any_rank_nothing_is_kept(
     )
     kept = StateSnapshot(replace(run.run, parallel=parallel))
     kept.restart()
-    with kept.undone():
-        run.train()
+    run.train()
     after = run.found()
     kept.restart()
     assert different(run.found(), after) == []

@@ -160,15 +160,14 @@ class Worker:
         self._rewind(run, state)
         if message.restart:
             self._snapshot.restart()
-        with contextlib.nullcontext() if run is self._components else self._snapshot.undone():
-            if CACHED in message.variant.split("+"):
-                return self._train_cached(message, run, state)
-            own = self._state
-            state.epoch, state.batches = own.epoch, own.batches
-            turn = self._turn(message, run, state, max(message.warm, self._steps_ahead * self._refilled))
-            own.epoch, own.batches = state.epoch, state.batches  # one stream, which stays open
-            self._refilled = False
-            return turn
+        if CACHED in message.variant.split("+"):
+            return self._train_cached(message, run, state)
+        own = self._state
+        state.epoch, state.batches = own.epoch, own.batches
+        turn = self._turn(message, run, state, max(message.warm, self._steps_ahead * self._refilled))
+        own.epoch, own.batches = state.epoch, state.batches  # one stream, which stays open
+        self._refilled = False
+        return turn
 
     def _train_cached(self, message: Train, run: Components, state: TrainState) -> Turn:
         windows = self._windows()
@@ -254,16 +253,11 @@ class Worker:
         from trainrun.benchmark.finders.lr_range import Diverged, RateSweep
 
         sweep: Any = RateSweep(self._components, message)
-        with self._snapshot.undone():
-            try:
-                self._run(
-                    replace(self._components, step=sweep.step, schedule=sweep), self._state, message.steps
-                )
-            except (
-                Diverged,
-                TrainingError,
-            ):  # the second: of its own guard against numbers that are not finite
-                sweep.found.diverged = True
+        run = replace(self._components, step=sweep.step, schedule=sweep)
+        try:
+            self._run(run, self._state, message.steps)
+        except (Diverged, TrainingError):  # the second: of its own guard against numbers that are not finite
+            sweep.found.diverged = True
         found: RateLosses = sweep.found
         return found
 

@@ -2,8 +2,8 @@
 
 What: the tensors of weights, buffers, running averages, and of the optimizer's and the precision's state, copied back
 into the same memory (captured graphs know the addresses). Plain numbers, random states and the place in the data go on.
-When: a turn with an ablation leaves no trace (`diagnose`); all turns of settings that are compared start from the same
-numbers (`autotune`). When not: where a second copy has no room, on any rank.
+When: all turns that are compared start from the same numbers, whatever the turns before them did. When not: where a
+second copy has no room, on any rank; where the room itself is what is measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
@@ -37,7 +36,6 @@ class StateSnapshot:
     def __init__(self, run: Components) -> None:
         self._components = run
         self._start: Copy | None = None
-        self._spare: Copy | None = None  # memory that is used again: fresh memory takes longer than the copy
         self._fits: bool | None = None
         self._bytes = self._peak_before = 0
 
@@ -50,19 +48,6 @@ class StateSnapshot:
             self._put_back(self._start)
         else:
             self._start = self._copy(tensors)
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Undo on leaving what the steps inside changed."""
-        tensors = tensors_of(self._components)
-        if not self._has_room(tensors):
-            yield
-            return
-        self._spare = kept = self._copy(tensors, self._spare)
-        try:
-            yield
-        finally:
-            self._put_back(kept)
 
     def peak_bytes(self, device: torch.device) -> int:
         """Return the peak memory of the device, or of this process on a CPU, without the copies."""
@@ -78,15 +63,11 @@ class StateSnapshot:
             self._fits = all(parallel.gather(size < SMALL_BYTES or size < free))
         return self._fits
 
-    def _copy(self, tensors: Mapping[str, Tensor], spare: Copy | None = None) -> Copy:
+    def _copy(self, tensors: Mapping[str, Tensor]) -> Copy:
         if not self._bytes:
             self._peak_before = peak_rss()
         self._bytes = max(self._bytes, num_bytes(tensors))
-        old = {} if spare is None else spare.tensors
-        copies = {
-            name: old[name].copy_(tensor) if alike(old.get(name), tensor) else tensor.clone()
-            for name, tensor in tensors.items()
-        }
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
         return Copy(copies, self._components.precision.state_dict())
 
     def _put_back(self, kept: Copy) -> None:

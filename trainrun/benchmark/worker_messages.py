@@ -17,13 +17,14 @@ class Train:
     """Ask for some steps of the run, after `warm` steps that are not timed.
 
     variant: an ablation (see `diagnose.ablations`), WHOLE or SAVING. restart: begin with the weights and averages of
-    the first such message. most_seconds: the steps end after it, at least one is done; for a single rank only.
+    the first such message, of which a copy is kept. most_seconds: the steps end after it, at least one is done; for a
+    single rank only.
     """
 
     steps: int
     warm: int = 2
     variant: str = ""
-    restart: bool = False
+    restart: bool = True
     most_seconds: float = math.inf
 
 
@@ -59,7 +60,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class RateRange:
-    """Ask for steps whose learning rate grows from `low` to `high`; what they change is put back."""
+    """Ask for steps whose learning rate grows from `low` to `high`; the run is of no other use behind them."""
 
     low: float
     high: float

@@ -148,8 +148,15 @@ class WorkerProcess:
         self.start_seconds = time.perf_counter() - self._began
         self._signal(signal.SIGSTOP)
 
-    def train(self, steps: int, warm: int = 2, variant: str = "", most_seconds: float = math.inf) -> Turn:
-        turn: Turn = self.ask(Train(steps, warm, variant, most_seconds=most_seconds))
+    def train(
+        self,
+        steps: int,
+        warm: int = 2,
+        variant: str = "",
+        most_seconds: float = math.inf,
+        restart: bool = True,
+    ) -> Turn:
+        turn: Turn = self.ask(Train(steps, warm, variant, restart, most_seconds))
         return turn
 
     def ask(self, message: Message, limit: float = REPLY_SECONDS) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainrun.benchmark.budget import Budget, steps_for
@@ -70,7 +71,7 @@ class Finder:
         worker = None
         try:
             worker = self.start(size)
-            turn: Turn = worker.train(1, warm=1)
+            turn: Turn = worker.train(1, warm=1, restart=False)
             info = worker.info
             self.tried.append(Tried(size, turn.peak_bytes, info.unit, info.world_size))
             return True
@@ -136,8 +137,8 @@ class Finder:
             try:
                 if worker is None:
                     worker = self.start(size)
-                    steps = steps_for(worker.train)
-                turn = worker.train(steps)
+                    steps = steps_for(partial(worker.train, restart=False))  # a copy would take the room
+                turn = worker.train(steps, restart=False)
             except WorkerFailed:
                 return math.inf  # beside the others it does not fit
             return turn.running_seconds / turn.items if turn.items else math.inf

@@ -1,7 +1,7 @@
 """`trainrun autotune lr`: a range test. The rate grows in every step, the loss says where it learns and breaks.
 
 What: the run's own steps, with its optimizer, groups (which keep their proportions), precision and ranks, in a process
-of its own, from a snapshot that is put back. When: a new model or batch size. When not: the schedule is what is asked
+of its own. When: a new model or batch size. When not: the schedule is what is asked
 for; a sweep (`--multirun optimizer.lr=...`) trains to the end. Source: Smith 2017 (arXiv:1506.01186), section 3.3.
 """
 

@@ -75,7 +75,7 @@ class Candidate:
             self._steps = max(self._least, steps_for(self._train, seconds))
 
     def _train(self, steps: int) -> Turn:
-        turn: Turn = self.worker.ask(Train(steps, self._warm, restart=True), self._limit)
+        turn: Turn = self.worker.ask(Train(steps, self._warm), self._limit)
         return turn
 
     def turn(self) -> Turn:
