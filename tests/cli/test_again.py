@@ -27,7 +27,7 @@ def run(workdir: Path) -> Path:
 def test_again_is_the_same_training_in_another_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert main(["again", "first", "output_dir=second"]) == 0
-    assert main(["again", "first", "lr=0.1", "output_dir=third", "data.batch_size=16"]) == 0
+    assert main(["again", "first", "--lr", "0.1", "output_dir=third", "--batch-size=16"]) == 0
     assert "; data.batch_size=16 (was 32); optimizer.lr=0.1 (was 0.001)" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert Path("second/config.yaml").read_text() == Path("first/config.yaml").read_text()
@@ -67,6 +67,7 @@ def test_without_a_folder_it_gets_one_and_a_finished_one_stays(
         ),
         (["again", "first", "optimizer.no_decy=auto"], "takes no such argument; did you mean no_decay?"),
         (["again", "first", "--quick"], "unrecognized arguments: --quick"),
+        (["again", "first", "--lr", "a"], "lr=a: must be a number, 0 or more"),
         (["compare", "first"], "compare first: give another run too"),
         (["compare", "first", "fist"], "fist: no such folder"),
     ],

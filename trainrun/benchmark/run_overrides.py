@@ -73,6 +73,8 @@ def replaced(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
 def plain_overrides(argv: Sequence[str]) -> list[str]:
     """Return the arguments of a command by the names that the config has, without the folder of a run."""
     words, _ = prepare(list(argv), Path.cwd())
+    if words.twice:
+        raise ConfigError(*words.twice)
     own = [f"{key}={value}" for key, value in words.own.items() if key != "hydra.run.dir"]
     return [*[f"--config-dir={folder}" for folder in words.config_dirs], *own, *words.overrides]
 

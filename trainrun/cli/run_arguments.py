@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
+from trainrun.config.argv import setting_of_flag
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_seconds
@@ -76,8 +77,8 @@ def checkpoint_of(run: RunDir, which: str | None) -> str:
 
 def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own flags, and the words of a run; of its flags only the folder of configs means something here."""
-    found, words = parser.parse_known_args(argv)
-    own = [name for action in parser._actions for name in action.option_strings]
+    own = own_flags(parser)
+    found, words = parser.parse_known_args(flags_as_settings(argv, own))
     for word in words:
         flag = word.partition("=")[0]
         if flag.startswith("-") and flag not in FOLDER_FLAGS:
@@ -88,7 +89,23 @@ def known_and_words(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace
 
 def parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     """Options and key=value words in any order."""
-    return parser.parse_intermixed_args(argv)
+    return parser.parse_intermixed_args(flags_as_settings(argv, own_flags(parser)))
+
+
+def own_flags(parser: Parser) -> list[str]:
+    return [name for action in parser._actions for name in action.option_strings]
+
+
+def flags_as_settings(argv: list[str], own: list[str]) -> list[str]:
+    """The words of a command with `--batch-size 64` as `batch_size=64`; its own flags stay, and beginnings of them."""
+    words, rest = [], list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag = word.partition("=")[0]
+        is_own = any(name.startswith(flag) for name in own)
+        setting = "" if is_own else setting_of_flag(word, rest)[0]
+        words.append(setting or word)
+    return words
 
 
 def take_seconds(argv: list[str], default: float, command: str) -> tuple[list[str], float]:

@@ -89,7 +89,7 @@ def split_command_line(argv: list[str]) -> CommandLine:
         raise ConfigError(*faults)
     while rest:
         word = rest.pop(0)
-        setting, shown = _setting_of_flag(word, rest)
+        setting, shown = setting_of_flag(word, rest)
         if setting:
             words.typed[setting], word = shown, setting
         if not word.startswith("-"):
@@ -131,7 +131,7 @@ def spaced_out(argv: list[str]) -> list[str]:
     return faults
 
 
-def _setting_of_flag(word: str, rest: list[str]) -> tuple[str, str]:
+def setting_of_flag(word: str, rest: list[str]) -> tuple[str, str]:
     """`--batch-size 64` as the setting `batch_size=64`, and as it was typed; its value is taken from `rest`.
 
     Empty for what is no setting, or has no value.

@@ -212,7 +212,9 @@ def resolve_warmup(
         raise ConfigError(f"{said}: the length of an epoch is not known; use scheduler.warmup_steps")
     found = round(value * ({"ratio": total_steps, "epochs": steps_per_epoch}.get(word) or 1))
     if total_steps is not None and found > total_steps:
-        raise ConfigError(f"{said}: a warmup of {found} steps is longer than the run of {total_steps}")
+        raise ConfigError(
+            f"{said}: a warmup of {found} steps is longer than the run of {total_steps}; use less, or 0"
+        )
     return found
 
 

@@ -77,7 +77,7 @@ class Finder:
             return True
         except WorkerFailed as error:
             text = str(error)
-            memory = "memory" in text or text.endswith("ended with -9")
+            memory = "memory" in text.lower() or text.endswith(("ended with -9", "ended with 1"))
             if not memory and error.exit_code != EXIT_USAGE:
                 raise
             self.tried.append(Tried(size, None, why="out of memory" if memory else text.partition(";")[0]))
@@ -91,7 +91,8 @@ class Finder:
         size = self.config.data.batch_size
         while not self.fits(size):
             if size == 1 or self.tried[-1].why != "out of memory":
-                raise TrainingError(f"data.batch_size={size}: {self.tried[-1].why}")
+                key = f"data.batch_size={size}: "
+                raise TrainingError(key + self.tried[-1].why.removeprefix(key))
             size //= 2
         largest, too_large = size, min((one.size for one in self.tried if one.peak_bytes is None), default=0)
         while not too_large:

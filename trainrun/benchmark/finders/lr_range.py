@@ -142,7 +142,8 @@ def main(wish: Namespace, words: list[str], write: Any) -> int:
     if advice.rate is None:
         say(f"no suggestion: {advice.why}")
     else:
-        others = len(set(found.peaks)) > 1
+        groups = (config.optimizer or {}).get("groups") or []
+        others = len(set(found.peaks)) > 1 or any("lr" in group for group in groups)
         more = f"; all other rates times {advice.rate / found.peaks[0]:.2g}, as in the test" if others else ""
         say(f"suggestion: optimizer.lr={advice.rate * scale:.1e}{more} ({advice.why}; the loss is smallest at "
             f"{advice.smallest:.2g}); with warmup and decay this is the peak")  # fmt: skip
