@@ -76,10 +76,16 @@ def test_the_watch_changes_no_bit_of_the_run(workdir: Path) -> None:
         "task.likelihood=bernoulli",
         "task.beta=100",
         "trainer.ema.enabled=true",
-        "trainer.val_check_interval=7",
+        "trainer.val_check_interval=4",
     )
     on, off = train("on", 20, *OFTEN, *more), train("off", 20, *SMALL, *more)
-    assert [row["step"] for row in rows_of(on, "vae")] == [5, 10, 15, 20]
+    assert [row["step"] for row in rows_of(on, "vae")] == [
+        4,
+        5,
+        10,
+        15,
+        20,
+    ]  # the validation at 4 has its line too
     assert rows_of(off, "vae") == []
     assert alarms(on)
     assert losses(on) == losses(off)
@@ -102,7 +108,9 @@ def test_a_run_that_goes_on_has_the_boost_and_the_memory_of_the_watch(workdir: P
 
 
 def test_a_healthy_run_goes_on_without_the_watch(workdir: Path) -> None:
-    train("part", 12, *WATCHED)
+    assert [row["step"] for row in rows_of(train("part", 12, *WATCHED), "vae")] == [
+        12
+    ]  # of a short run one look
     assert rows_of(train("rest", 14, *SMALL, "ckpt_path=part"), "vae") == []
 
 

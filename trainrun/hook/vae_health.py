@@ -105,8 +105,27 @@ class VaeHealth:
             task.free_bits = max(self._free_bits, task.free_bits)
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
-        if state.step % self._every:
+        if state.step % self._every == 0 and (found := self._look(run, state)):
+            self._judge(run, found)
+
+    def on_validation_end(self, run: Components, state: TrainState, metrics: Mapping[str, float]) -> None:
+        self._tell(run, state)
+
+    def on_end(self, run: Components, state: TrainState) -> None:
+        if not self._said_beta:  # no scheduled validation, no look
+            self._tell(run, state)
+
+    def _tell(self, run: Components, state: TrainState) -> None:
+        if not self._verbose:
             return
+        if not self._line:  # of a run, or an epoch, shorter than `update_every_n_steps`
+            self._look(run, state)
+        if self._line:
+            run.monitors.note(self._line)
+        self._line = ""
+
+    def _look(self, run: Components, state: TrainState) -> dict[str, Any] | None:
+        """Write the row of a look; None of numbers that are not finite."""
         started = perf_counter()
         with run.monitors.paused(), kept_random_state(), evaluating(run.averaged):
             if not self._held:
@@ -115,18 +134,13 @@ class VaeHealth:
         numbers = [*found["kl_of_dimensions"], *found["activity"], found["kl"], found.get("gain", 0.0)]
         if not all(map(math.isfinite, numbers)):
             self._kl.clear()  # not a collapse: nan_policy and the validation say what is wrong
-            return
+            return None
         run.monitors.write_row("vae", state.step, found | {"seconds": perf_counter() - started})
         if self._verbose and not self._said_beta and ("values" in found or "tokens" in found):
             self._said_beta = True
             run.monitors.note(effective_beta(run.task, found))
         self._line = line_of(found)
-        self._judge(run, found)
-
-    def on_validation_end(self, run: Components, state: TrainState, metrics: Mapping[str, float]) -> None:
-        if self._verbose and self._line:
-            run.monitors.note(self._line)
-        self._line = ""
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Empty while nothing was found: such a run also goes on without the watch."""

@@ -49,7 +49,7 @@ def latents_picture(history: History, title: str) -> Figure | None:
     if ceiling := rows[-1].get("ceiling"):
         axes[1].axhline(ceiling, color=canvas.QUIET, linewidth=1, linestyle=":", label="MI at most")
     if any(row.get("free_bits") for row in rows):
-        canvas.draw_line(axes[1], series_of(rows, "free_bits"), canvas.TEST, "free bits of a dimension")
+        canvas.draw_line(axes[1], series_of(rows, "free_bits"), canvas.TEST, "free bits")  # of a dimension
     axes[1].set_ylabel("nats")
     weight = axes[1].twinx()
     canvas.draw_line(weight, series_of(rows, "beta"), canvas.QUIET, None, style="--")
@@ -72,6 +72,8 @@ def activity_picture(history: History, title: str) -> Figure | None:
     picture, (ax,) = canvas.panels(title, 1, height=3.4)
     places = np.arange(1, len(values) + 1)
     for chosen, color, what in ((active, canvas.TRAIN, "active"), (~active, canvas.QUIET, "not active")):
+        if not chosen.any():
+            continue
         label = f"{int(chosen.sum())} {what}"
         ax.bar(places[chosen], np.maximum(values[chosen], LEAST_ACTIVITY), color=color, label=label)
     ax.set(
