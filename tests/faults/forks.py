@@ -14,11 +14,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainrun.__main__ import entry
@@ -138,13 +139,14 @@ class ForkedRank:
 class ForkedCommand(ForkedRank):
     """The command in a child that is forked: what a test needs of a Popen with pipes. In the working directory."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, env: Mapping[str, str] = MappingProxyType({})) -> None:
         self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115  (read at its end)
         self._said: tuple[str, str] | None = None
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
             sys.argv = ["trainrun", *words]
+            os.environ.update(env)
             _be_child(entry, *(file.fileno() for file in self._files))
         super().__init__(child)
 

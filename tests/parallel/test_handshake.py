@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faults.forks import ForkedCommand
 
 from trainrun.runs.run_folder import RunDir, read_json
 
@@ -101,21 +102,18 @@ def test_a_rank_that_waits_says_where(rank_env: dict[str, str]) -> None:
     ],
 )
 def test_a_mistake_that_rank_0_finds_ends_all_ranks(
-    words: list[str], message: str, rank_env: dict[str, str], tmp_path: Path
+    words: list[str], message: str, rank_env: dict[str, str], workdir: Path
 ) -> None:
     """As under srun, where nobody ends the others."""
-    (tmp_path / "config.yaml").write_text("a folder that is no run's")
+    (workdir / "config.yaml").write_text("a folder that is no run's")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "trainrun", *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-            env=rank_env | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
+        ForkedCommand(*words, env=rank_env | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
-    ]  # fmt: skip
-    told = [rank.communicate(timeout=120)[1] for rank in ranks]
+    ]
+    told = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     assert message in told[0]
     assert "Traceback" not in told[0] + told[1]
