@@ -147,6 +147,7 @@ def test_a_divided_stream_is_not_gone_on_with_by_other_readers(folder, capsys):
         ([*TRAIN, "data.mix={a: 1}"], "data.mix={a: 1}: must name the sets of data.train, which are not named"),
         ([*NAMED, "data.mix={a: 1}"], "data.mix={a: 1}: must name the sets of data.train, which are a, b"),
         ([*NAMED, "data.mix={a: 1, b: 0}"], "data.mix={a: 1, b: 0}: must be numbers above 0"),
+        ([*NAMED, "data.mix=0.5"], "data.mix=0.5: must be numbers above 0 by the names of data.train"),
         ([*NAMED, "data.mix={a: 1, b: 1}", "data.sampling=balanced"], "data.sampling=balanced: data.mix={a: 1, b: 1}"),
         ([*NAMED, "data.mix={a: 1, b: 1}", "data.folds=2", "data.fold=0"], "data.folds=2: data.mix={a: 1"),
         ([*TRAIN, "data.sampling=balanced", "data.shuffle=false"], "data.shuffle=false: data.sampling=balanced has no"),

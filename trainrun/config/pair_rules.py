@@ -90,7 +90,7 @@ def _sampling(config: RunConfig) -> Rules:
     return (
         (mix and data.sampling != "none",
          f"data.sampling={data.sampling}: {mix} says how often samples come already; leave one of them out"),
-        (data.mix and set(data.mix) != set(names),
+        (isinstance(data.mix, dict) and data.mix and set(data.mix) != set(names),
          f"{mix}: must name the sets of data.train, which are "
          f"{', '.join(names) or 'not named; name them, as data.train.a._target_=my_file.MyClass'}"),
         (data.sampling == "weighted" and data.weights is None,
