@@ -35,8 +35,8 @@ MODEL = nn.Identity()
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_sum_over_the_count_is_torchs_mean(smoothing: float) -> None:
-    task = Classification(label_smoothing=smoothing)
     for x, y in (pairs(), sequences()):
+        task = Classification(label_smoothing=smoothing)
         out = task.step(MODEL, (x, y))
         mean = cross_entropy(x, y, label_smoothing=smoothing)
         torch.testing.assert_close(out.loss_sum / task.count((x, y)), mean, rtol=1e-6, atol=0)
@@ -60,6 +60,19 @@ def test_ignored_places_count_nowhere(ignored: int) -> None:
     assert task.count((x, y)) == int(real.sum())
     torch.testing.assert_close(out.loss_sum, cross_entropy(flat, y[real], reduction="sum"))
     assert value(out.sums, "acc") == int((flat.argmax(1) == y[real]).sum())
+
+
+@pytest.mark.parametrize("words", [
+    {}, {"class_weights": [1.0, 2.0, 1.0]}, {"label_smoothing": 0.1}, {"loss": nn.CrossEntropyLoss()},
+    {"ignore_index": None}, {"ignore_index": -1}, {"ignore_index": 0},
+])  # fmt: skip
+def test_a_target_of_a_sample_is_never_ignored(words: dict[str, Any]) -> None:
+    """It would count: the mean over the others would be too small, in the first batch or any."""
+    index = words.get("ignore_index")
+    pieces = [(torch.eye(3), torch.tensor([first, 1, 2])) for first in (0, -100 if index is None else index)]
+    task, said = Classification(**words), r"Target -1(00)? is out of bounds|of targets \(B,\) none is ignored"
+    with pytest.raises((ConfigError, DataError), match=said):
+        list(map(partial(task.step, MODEL), pieces))
 
 
 def test_classes_may_lie_in_the_last_dimension() -> None:

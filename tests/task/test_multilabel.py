@@ -55,6 +55,12 @@ def test_what_does_not_fit_is_refused(error: type[Exception], target: torch.Tens
         MultiLabel().step(MODEL, (X, target))
 
 
+def test_a_label_of_a_later_batch_that_is_none_is_no_loss() -> None:
+    task = MultiLabel()
+    task.step(MODEL, (X, Y))
+    assert task.step(MODEL, (X, Y.where(Y > 0, -1.0))).loss_sum.isnan()
+
+
 def test_wrong_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.pos_weight=-1: must be above 0"):
         MultiLabel(-1)

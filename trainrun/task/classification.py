@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import ClassMetrics
 
 TORCH_IGNORES = -100  # what torch's own losses ignore unless told
+NOTHING = -(2**63)  # no target
 
 
 class Classification:
@@ -80,12 +81,11 @@ class Classification:
         }
         self.loss: Callable[[Tensor, Tensor], Tensor] = partial(cross_entropy, **how)
         self.is_summed = True
-        self.weighted = 0
         if class_weights is not None:  # a module, which moves its weights to the device
             from trainrun.task.losses import checked_weights
 
             self.loss = nn.CrossEntropyLoss(checked_weights(class_weights, loss), **how)
-            self.weighted = len(class_weights)
+        self.weighted = 0 if class_weights is None else len(class_weights)
         if loss is not None:
             from trainrun.task.losses import is_summed, with_reduction
 
@@ -177,7 +177,8 @@ class Classification:
         except IndexError as error:
             if "Target" not in str(error):  # "Target 9 is out of bounds.": found on a CPU; a GPU asserts
                 raise
-            raise DataError(f"data: {error} The model gives {logits.shape[1]} classes") from error
+            none = "; of targets (B,) none is ignored, so leave such samples out" if target.ndim == 1 else ""
+            raise DataError(f"data: {error} The model gives {logits.shape[1]} classes{none}") from error
         if loss.ndim:
             return loss.sum()
         if not self.is_summed:
@@ -197,6 +198,11 @@ class Classification:
         check_target_type(target)
         check_shapes(logits, target)
         ignores = target.ndim > 1 and self.ignore_index is not None
+        if not ignores:  # `count` counts all of them: what torch would ignore is to be out of range
+            if self.ignore_index in range(logits.shape[1]):
+                raise ConfigError(f"task.ignore_index={self.ignore_index}: of targets (B,) none is ignored")
+            options = getattr(self.loss, "keywords", getattr(self.loss, "__dict__", {}))
+            options.update(dict.fromkeys({"ignore_index"} & set(options), NOTHING))
         real = target[target != self.ignore_index] if ignores else target
         if real.numel():
             check_range(int(real.min()), int(real.max()), logits.shape[1])

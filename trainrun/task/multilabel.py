@@ -63,7 +63,7 @@ class MultiLabel:
                 self.metrics.check(logits, target >= 0.5)
             self.weights = None if self.weights is None else self.weights.to(logits)
             self.checked = True
-        target = target.to(logits.dtype)
+        target = torch.where((target >= 0) & (target <= 1), target.to(logits.dtype), torch.nan)  # no later -1
         loss = binary_cross_entropy_with_logits(logits, target, pos_weight=self.weights, reduction="sum")
         labels, found = target >= 0.5, logits > 0
 
