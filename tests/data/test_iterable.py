@@ -125,12 +125,25 @@ def test_faults(workers):
     assert "stopped at batch 4 of an epoch, but an epoch now has 4" in fault(Stream(), start=4)
 
 
-def test_refused_settings():
-    with pytest.raises(DataError, match=r"data.num_workers=2: data.train is an IterableDataset.* use 0 or 1"):
-        opened(Stream(), num_workers=2)
-    with pytest.raises(DataError, match=r"data.engine=resident: data.train is an IterableDataset"):
-        opened(Stream(), engine="resident")
-    with pytest.raises(DataError, match=r"trainer.limit_train_batches=0.5: data.train has no length"):
-        opened(Stream(), limit=0.5)
+@pytest.mark.parametrize(("words", "said"), [
+    ({"num_workers": 2}, "data.num_workers=2: data.train is an IterableDataset.* use 0 or 1"),
+    ({"engine": "resident"}, "data.engine=resident: data.train is an IterableDataset"),
+    ({"engine": "threads"}, "data.engine=threads: data.train is an IterableDataset"),
+    ({"on_error": "skip"}, "data.on_error=skip: data.train is an IterableDataset"),
+    ({"cache": "memory"}, "data.cache=memory: data.train is an IterableDataset, which is read anew"),
+    ({"limit": 0.5}, "trainer.limit_train_batches=0.5: data.train has no length"),
+    ({"padding": "bucket"}, "data.padding=bucket: data.train is an IterableDataset"),
+])  # fmt: skip
+def test_refused_settings(words, said):
+    with pytest.raises(DataError, match=said):
+        opened(Stream(), **words)
     with pytest.raises(DataError, match=r"data.batch_size=30: larger than the data"):
         opened(Sized(), batch_size=30)
+
+
+@pytest.mark.process
+def test_validation_is_read_by_one_worker_of_those_that_train():
+    stream = opened(Stream(), training=False, num_workers=2, cache="memory")
+    found = contents(stream.epoch(0))
+    assert found == contents(opened(Stream(), training=False).epoch(0))
+    stream.close()

@@ -135,9 +135,10 @@ def open_iterable(
 ) -> tuple[Batches, Collate | None, str]:
     """The stream of an IterableDataset, how it is collated, and how it is read."""
     number = 0 if options.num_workers == "auto" else options.num_workers
+    number = number if options.training else min(number, 1)  # that many are asked of the training data
     parts = options.world_size * max(1, number)
     divided = options.training and parts > 1 and has_parts(source, parts)
-    _check_iterable(1 if divided else number, options)
+    _check_iterable(source, 1 if divided else number, options)
     try:
         length: int | None = len(source)
     except TypeError:  # it has no __len__
@@ -163,11 +164,17 @@ def open_iterable(
     return _fed(on_host, options), collate, f"{describe_workers(number)} ({reason})"
 
 
-def _check_iterable(number: int, options: StreamOptions) -> None:
-    key = options.key
+def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
+    key, shards = options.key, getattr(source, "num_shards", None)
+    has = (
+        "" if shards is None else f"; it has num_shards={shards} for {options.world_size} x {number} readers"
+    )
     wrong = {
         f"data.num_workers={number}": number > 1
-        and ", which at most 1 worker can read in order; use 0 or 1, or give it shard(num_shards, index)",
+        and f", which at most 1 worker can read in order; use 0 or 1, or give it shard(num_shards, index){has}",
+        f"data.cache={options.cache}": options.training
+        and options.cache != "none"
+        and ", which is read anew in every epoch; leave it out",
         "data.engine=resident": options.engine == "resident" and "; use data.engine=auto",
         "data.engine=threads": options.engine == "threads"
         and "; use data.engine=workers with data.num_workers=1 to read it beside the training",
