@@ -262,6 +262,8 @@ def test_the_depth_of_every_part(model: nn.Module, wanted: dict[str, int]) -> No
     [
         (nn.ModuleDict({"text": Transformer(), "image": Transformer(2)}),
          "two rows of layers, from text.blocks.0 and from image.blocks.0 on, so the depth is not clear"),
+        (nn.ModuleDict({name: nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3)) for name in ("a", "b")}),
+         "two rows of layers, from a.0 and from b.0 on"),
         (nn.Linear(2, 2), "no torch.nn.ModuleList or torch.nn.Sequential of several layers"),
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "no torch.nn.ModuleList or torch.nn.Sequential of several"),
     ],

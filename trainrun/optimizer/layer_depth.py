@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
@@ -19,6 +20,11 @@ class LayerRow(NamedTuple):
     parent: str
     layers: dict[str, nn.Module]
 
+    def stem(self) -> str:
+        """The name of what has the layers, without numbers: `layer` of `layer1` and `layer2`."""
+        inside = next(iter(self.layers)).removeprefix(f"{self.parent}.".lstrip("."))
+        return re.sub(r"\d", "", inside.partition(".")[0])
+
     def kinds(self) -> set[type[nn.Module]]:
         """Classes of the layers that have layers of their own."""
         return {type(layer) for layer in self.layers.values() if is_composite(layer)}
@@ -29,10 +35,10 @@ def layers_above(
 ) -> tuple[dict[nn.Parameter, int], str]:
     """How many layers stand above that of each member, and in words which were found.
 
-    The layers are the blocks of the longest ModuleList or Sequential; those beside it with blocks of the same class
-    (the stages of a ResNet) go on with the counting. What comes before the first block is one layer, and so are
-    embeddings; what comes after the last is another. Where no block is repeated, each layer of a Sequential counts; a
-    norm counts with the layer before it.
+    The layers are the blocks of the longest ModuleList or Sequential; those beside it with blocks of the same class,
+    and the same name but for a number (the stages of a ResNet), go on with the counting. What comes before the first
+    block is one layer, and so are embeddings; what comes after the last is another. Where no block is repeated, each
+    layer of a Sequential counts; a norm counts with the layer before it.
     Raises ConfigError: there are no such layers, or two rows of them (encoder and decoder, two towers).
     """
     own = set(members)
@@ -103,14 +109,19 @@ def chosen_rows(rows: list[LayerRow], key: str) -> list[LayerRow]:
         )
     best = families[lengths.index(max(lengths))]
     inside = tuple(f"{prefix}." for row in best for prefix in row.layers)
-    for family, length in zip(families, lengths, strict=True):
-        rival = family[0] not in best and not is_inside(family, inside)
-        if rival and 2 * length >= max(lengths):
-            first, second = (next(iter(row.layers)) for row in (best[0], family[0]))
-            raise ConfigError(
-                f"{key}: two rows of layers, from {first} and from {second} on, so the depth is not clear; name "
-                "parameters and their rates in groups"
-            )
+    rivals = [
+        family[0]
+        for family, length in zip(families, lengths, strict=True)
+        if family[0] not in best and not is_inside(family, inside) and 2 * length >= max(lengths)
+    ]
+    if is_repeated(best):  # `text` and `image`, or `encoder` and `decoder`
+        rivals += [row for row in best if row.stem() != best[0].stem()]
+    if rivals:
+        first, second = (next(iter(row.layers)) for row in (best[0], rivals[0]))
+        raise ConfigError(
+            f"{key}: two rows of layers, from {first} and from {second} on, so the depth is not clear; name "
+            "parameters and their rates in groups"
+        )
     return best
 
 
