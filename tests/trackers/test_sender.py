@@ -176,6 +176,24 @@ def test_a_process_that_dies_is_an_error_with_a_name(own: Path) -> None:
         Apart({"_target_": "dies.Dies"}).open({"config": {}}, 0)
 
 
+def test_a_process_that_shall_end_does_what_it_is_at(own: Path) -> None:
+    (own / "slow.py").write_text(
+        "import time\nfrom pathlib import Path\nclass Slow:\n def open(self, run, step):\n"
+        "  Path('began').touch()\n  time.sleep(0.3)\n  Path('ended').touch()\n"
+    )
+    apart = Apart({"_target_": "slow.Slow"})
+    waits = threading.Thread(target=apart.open, args=({"config": {}}, 0))
+    waits.start()
+    while not Path("began").exists():
+        time.sleep(0.01)
+    apart.kill()
+    waits.join()
+    assert Path("ended").exists()
+    assert apart._process is not None
+    assert apart._process.wait() == 0
+    apart._process.communicate()
+
+
 @pytest.mark.parametrize(
     ("word", "told"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 from trainrun.instantiate import build
 
 PARENT_SECONDS = 2.0  # between looks whether the training is still there
+GRACE_SECONDS = 60.0  # to end what it is at: of a new database, a killed MLflow leaves half of the tables
 
 
 class ServiceError(RuntimeError):
@@ -61,9 +63,9 @@ class Apart:
         self._process.communicate()  # its own ends too
 
     def kill(self) -> None:
-        """From another thread than the one that waits for an answer."""
+        """End it soon; from another thread than the one that waits for an answer."""
         if self._process is not None:
-            self._process.kill()
+            self._process.terminate()
 
     def _call(self, *call: Any) -> None:
         process = self._process
@@ -86,6 +88,13 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the service prints is no answer
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    ending = threading.Event()
+
+    def end_soon(*_: Any) -> None:
+        ending.set()
+        _exit_after(GRACE_SECONDS)
+
+    signal.signal(signal.SIGTERM, end_soon)
     service: Any = None
     for line in sys.stdin:
         name, *arguments = json.loads(line)
@@ -99,12 +108,20 @@ def main() -> None:
             fault = json.dumps(f"{type(error).__name__}: {error}")
         answers.write(f"{fault}\n")
         answers.flush()
+        if ending.is_set():
+            break
 
 
 def _leave_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
-    os._exit(1)
+    _exit_after(GRACE_SECONDS)
+
+
+def _exit_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 if __name__ == "__main__":

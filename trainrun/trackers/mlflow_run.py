@@ -7,6 +7,7 @@ When not: histograms, which MLflow does not have; they are left out. Source: htt
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,9 @@ class MlflowRun:
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
         """The run with our id, or a new one."""
+        os.environ.setdefault(
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"
+        )  # of its own: minutes; rows are tried again by us
         from mlflow import MlflowClient
         from mlflow.entities import Param
 

@@ -34,7 +34,7 @@ class Service(Protocol):
     """Where rows are sent; called by one thread, in the order of rows. Any method may fail or hang.
 
     A service of one's own (`monitor.NAME._target_`) has these methods in place of those of a `Monitor`. With an
-    attribute `apart = True` it lives in a process of its own, which is killed where it hangs.
+    attribute `apart = True` it lives in a process of its own, which is ended where it hangs.
     """
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
