@@ -104,6 +104,18 @@ def test_it_ends_with_the_run(
     assert end == state
 
 
+def test_a_start_that_was_killed_is_dead_and_a_wrong_pause_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    write_json(tmp_path / ".lock", {"pid": 2**30, "host": socket.gethostname()})
+    assert main(["watch", str(tmp_path), "--every", "2"]) == 1
+    assert f"trainrun resume {tmp_path}" in capsys.readouterr().err
+    for text in ("0s", "x", "0"):
+        assert main(["watch", str(tmp_path), "--every", text]) == 2
+        assert f"--every {text}: must be seconds" in capsys.readouterr().err
+
+
 def test_a_dead_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "a", pid=gone())
     assert main(["watch", str(tmp_path / "a")]) == 1

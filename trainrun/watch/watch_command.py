@@ -6,7 +6,7 @@ import sys
 import time
 
 from trainrun.cli.run_arguments import Parser, add_trust
-from trainrun.errors import EXIT_DONE, EXIT_FAILED
+from trainrun.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from trainrun.limits import parse_seconds
 from trainrun.output import say
 from trainrun.runs.run import open_run
@@ -26,7 +26,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--every", metavar="TIME", default="1s", help="between looks (default: 1s)")
     add_trust(parser)
     words = parser.parse_args(argv)
-    pause = max(parse_seconds(words.every) or 1.0, 0.05)
+    try:
+        every = words.every
+        pause = max(
+            parse_seconds(float(every) if every[-1:].isdigit() and ":" not in every else every) or 1.0, 0.05
+        )
+    except ValueError as error:
+        raise ConfigError(f"--every {words.every}: {error}") from error
     folder = named_folder(words.folder)
     is_sweep = (folder / "sweep.json").is_file()
     view: RunView | SweepView = SweepView(folder) if is_sweep else RunView(open_run(words.folder))
