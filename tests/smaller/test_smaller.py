@@ -270,6 +270,13 @@ def test_a_pruned_run_goes_on(workdir: Path, words: list[str], capsys: pytest.Ca
     assert "has transform.pruned already" in capsys.readouterr().err
 
 
+def test_a_student_is_pruned(workdir: Path) -> None:
+    none = ["trainer.max_steps=0", "monitor=none"]
+    assert main([*none, "output_dir=teacher"]) == 0
+    assert main([*none, "task=distillation", "task.teacher=teacher", "output_dir=student"]) == 0
+    assert main(["prune", "student", "--structured"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

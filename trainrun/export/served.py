@@ -129,6 +129,7 @@ def served_samples(config: RunConfig, model: nn.Module, split: str) -> RealSampl
     return RealSamples(kept[0][0], [one[1] for one in kept], [one[2] for one in kept])
 
 
+@torch.no_grad()  # a task that teaches looks its answers up where gradients are wanted
 def call_of(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], list[str]]:
     """The tensors that the task gives the network, and the names of the last ones; flags keep their defaults."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
