@@ -100,6 +100,21 @@ def test_the_command_writes_the_same_with_and_without_cache(
     assert told[0].startswith("the fox")
 
 
+def test_a_model_that_cannot_write_ends_no_run(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (book / "own.py").write_text(
+        "from trainrun.model.lstm import Lstm\nfrom torch import nn\n\n\nclass Own(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.lstm = Lstm(256, width=8)\n\n"
+        "    def forward(self, x):\n        out = self.lstm(x)\n"
+        "        return out if self.training else out * float('nan')\n"
+    )
+    run = train("run", 4, *TEXT, "model=own.Own", "monitor.samples_every=2step", "data.val=null", *QUIET)
+    assert not samples_of(run)
+    told = (Path(run) / "run.log").read_text(encoding="utf-8")
+    assert told.count("monitor.samples_every: no sample at step") == 2
+    assert main(["sample", run, "--prompt=a"]) == 1
+    assert "not finite; take an earlier checkpoint (--which)" in capsys.readouterr().err
+
+
 def test_lines_end_with_a_line(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train("run", 3, *GPT, "data.train.kind=lines", "model.context=64", "monitor.samples_every=1step")
     assert not any("\n" in str(row["text"]) for row in samples_of(run))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainrun.data.readers.text.tokenizer import Tokens
+from trainrun.errors import PluginError, TrainingError
 from trainrun.instantiate import locate
 from trainrun.limits import EPOCH, parse_rounds
 from trainrun.sampling.next_tokens import Draw, next_tokens
@@ -63,6 +64,8 @@ class EpochSamples:
             try:
                 for row in self._rebuilt(run, model) if self._rebuilds else self._written(run, model):
                     run.monitors.write_row("sample", state.step, row)
+            except (PluginError, TrainingError) as error:  # no reason to lose the run
+                run.monitors.note(f"monitor.samples_every: no sample at step {state.step}: {error}")
             finally:
                 model.train(training)
 

@@ -93,9 +93,7 @@ def check_cache(cached: Tensor, whole: Tensor, model: nn.Module) -> None:
 
 def drawn(logits: Tensor, draw: Draw, generator: torch.Generator) -> int:
     if not logits.isfinite().all():
-        raise TrainingError(
-            "model: the logits of the next token are not finite; take an earlier checkpoint (--which)"
-        )
+        raise TrainingError("model: the logits of the next token are not finite")
     if draw.temperature == 0:
         return int(logits.argmax())
     if draw.top_k is None:

@@ -6,7 +6,7 @@ import os
 from argparse import Namespace
 
 from trainrun.cli.run_arguments import Parser, add_trust, checkpoint_of
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.output import say
 from trainrun.runs.run import open_run
 
@@ -53,11 +53,15 @@ def main(argv: list[str]) -> int:
     text = pieces(tokens, found)
     reader = os.fstat(1)
     say(given, end="", flush=True)
-    for piece in first_line(text) if writes_lines(config) else text:
-        say(piece, end="", flush=True)
-        if not os.path.samestat(reader, os.fstat(1)):  # closed, see streams.py
-            break
-    say()
+    try:
+        for piece in first_line(text) if writes_lines(config) else text:
+            say(piece, end="", flush=True)
+            if not os.path.samestat(reader, os.fstat(1)):  # closed, see streams.py
+                break
+    except TrainingError as error:
+        raise TrainingError(f"{error}; take an earlier checkpoint (--which)") from error
+    finally:
+        say()
     return EXIT_DONE
 
 
